@@ -1,0 +1,3 @@
+"""JupyterHub on shared GPUs: fractions that hold, idle GPUs that are lent, nothing lost."""
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,1 @@
+"""The broker: the one process that decides, remembers and answers."""

@@ -1,0 +1,83 @@
+/* The two files of a lease, as shared by the preload library and the device helper.
+ *
+ *   <lease dir>/limit     written by the helper (pwrite), mapped read-only by the
+ *                         processes of the lease; the user cannot write it
+ *   <lease dir>/account   created by the helper for the user; mapped read-write by
+ *                         the processes of the lease; the helper only preads it,
+ *                         bounded and with O_NOFOLLOW, and never trusts it for
+ *                         another tenant's safety
+ *
+ * Both have a fixed size.  `gpu/isolation.py` reads and writes the same offsets
+ * with `struct`; tests/native holds the two sides together.
+ *
+ * A process finds the directory in GPUSHARE_LEASE_DIR.  No directory, no page, a
+ * wrong magic or version: every allocation is denied (fail closed).
+ */
+#ifndef GPUSHARE_LEASE_H
+#define GPUSHARE_LEASE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define GPUSHARE_LIMIT_MAGIC 0x4c535047u   /* "GPSL", little endian */
+#define GPUSHARE_ACCOUNT_MAGIC 0x41535047u /* "GPSA" */
+#define GPUSHARE_VERSION 1u
+#define GPUSHARE_DEVICES 16
+#define GPUSHARE_SLOTS 256
+
+/* What the helper lets the processes of a lease do. */
+enum gpushare_phase {
+    GPUSHARE_RUNNING = 0,    /* allocate within the limit */
+    GPUSHARE_SUSPENDING = 1, /* new contexts and allocations wait (and count as a call) */
+    GPUSHARE_SUSPENDED = 2,  /* same */
+    GPUSHARE_RESUMING = 3,   /* same */
+    GPUSHARE_REVOKED = 4,    /* everything is denied: the lease has ended */
+};
+
+/* Things that make a process not suspendable. */
+enum gpushare_taint {
+    GPUSHARE_TAINT_MANAGED = 1,    /* cuMemAllocManaged */
+    GPUSHARE_TAINT_IPC = 2,        /* cuIpcGetMemHandle, cuIpcOpenMemHandle, ... */
+    GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle */
+    GPUSHARE_TAINT_PEER = 8,       /* cuCtxEnablePeerAccess */
+};
+
+struct gpushare_limit_device {
+    uint8_t uuid[16];       /* as cuDeviceGetUuid_v2 answers */
+    uint64_t limit_bytes;   /* of all processes of the lease together */
+    uint64_t context_bytes; /* what NVML shows beyond the accounts (contexts), charged too */
+};
+
+struct gpushare_limit_page {
+    uint32_t magic;
+    uint32_t version;
+    uint32_t device_count;
+    _Atomic uint32_t phase;
+    struct gpushare_limit_device device[GPUSHARE_DEVICES];
+};
+_Static_assert(sizeof(struct gpushare_limit_page) == 16 + 32 * GPUSHARE_DEVICES, "layout");
+
+struct gpushare_slot {
+    int32_t pid;              /* 0: free */
+    uint32_t taints;          /* enum gpushare_taint, or-ed */
+    uint64_t start_ticks;     /* field 22 of /proc/PID/stat: a pid alone is reused */
+    _Atomic uint64_t calls;   /* CUDA calls entered that can block while suspended */
+    _Atomic uint64_t queries; /* stream and event queries entered */
+    uint64_t used_bytes[GPUSHARE_DEVICES]; /* by index in the limit page */
+};
+_Static_assert(sizeof(struct gpushare_slot) == 32 + 8 * GPUSHARE_DEVICES, "layout");
+
+struct gpushare_account {
+    uint32_t magic;
+    uint32_t version;
+    uint64_t denied; /* allocations refused for the limit, ever */
+    union {
+        pthread_mutex_t mutex; /* robust, process shared; guards slots, never held across a driver call */
+        uint8_t pad[64];
+    } lock;
+    struct gpushare_slot slot[GPUSHARE_SLOTS];
+};
+_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (32 + 8 * GPUSHARE_DEVICES), "layout");
+
+#endif
