@@ -1,0 +1,101 @@
+"""The first schema."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "meta",
+        sa.Column("key", sa.String(64), primary_key=True),
+        sa.Column("value", sa.Text, nullable=False),
+    )
+    op.create_table(
+        "leases",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("project", sa.String(255), nullable=False),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("user", sa.String(255), nullable=False),
+        sa.Column("server", sa.String(255), nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("fraction_milli", sa.Integer, nullable=False),
+        sa.Column("device_count", sa.Integer, nullable=False),
+        sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+        sa.Column("devices", sa.Text, nullable=False),
+        sa.Column("held_milli", sa.Integer, nullable=False),
+        sa.Column("priority", sa.Integer, nullable=False),
+        sa.Column("survival", sa.String(16), nullable=False),
+        sa.Column("submitted_at", sa.Float, nullable=False),
+        sa.Column("queued_at", sa.Float, nullable=False),
+        sa.Column("granted_at", sa.Float, nullable=False),
+        sa.Column("keep_until_at", sa.Float, nullable=False),
+        sa.Column("lend_now", sa.Boolean, nullable=False),
+        sa.Column("suspendable", sa.Boolean, nullable=False),
+        sa.Column("saved_bytes", sa.BigInteger, nullable=False),
+        sa.Column("attained_gpu_s", sa.Float, nullable=False),
+        sa.Column("cancelled", sa.Boolean, nullable=False),
+        sa.Column("uid", sa.BigInteger, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("since_at", sa.String(40), nullable=False),
+        sa.Column("note", sa.Text, nullable=False),
+        sa.Column("suspend_reason", sa.Text, nullable=False),
+        sa.Column("limits", sa.Text, nullable=False),
+        sa.Column("tries", sa.Integer, nullable=False),
+    )
+    op.create_table(
+        "jobs",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("user", sa.String(255), nullable=False),
+        sa.Column("project", sa.String(255), nullable=False),
+        sa.Column("name", sa.String(255), nullable=False),
+        sa.Column("command", sa.Text, nullable=False),
+        sa.Column("cwd", sa.Text),
+        sa.Column("env", sa.Text, nullable=False),
+        sa.Column("retries", sa.Integer, nullable=False),
+        sa.Column("grace_s", sa.Float, nullable=False),
+        sa.Column("submitted_at", sa.String(40), nullable=False),
+        sa.Column("started_at", sa.String(40)),
+        sa.Column("ended_at", sa.String(40)),
+        sa.Column("result", sa.String(16), nullable=False),
+        sa.Column("exit_code", sa.Integer),
+        sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("failures", sa.Integer, nullable=False),
+        sa.Column("preemptions", sa.Integer, nullable=False),
+        sa.Column("ran_s", sa.Float, nullable=False),
+        sa.Column("done", sa.Float),
+        sa.Column("total", sa.Float),
+        sa.Column("idempotency_key", sa.String(255)),
+        sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
+    )
+    op.create_table(
+        "decisions",
+        sa.Column("seq", sa.Integer, primary_key=True),
+        sa.Column("at", sa.String(40), nullable=False),
+        sa.Column("lease", sa.String(64), nullable=False),
+        sa.Column("user", sa.String(255), nullable=False),
+        sa.Column("project", sa.String(255), nullable=False),
+        sa.Column("action", sa.String(32), nullable=False),
+        sa.Column("why", sa.String(64), nullable=False),
+        sa.Column("for_lease", sa.String(64)),
+        sa.Column("sentence", sa.Text, nullable=False),
+    )
+    op.create_table(
+        "projects",
+        sa.Column("name", sa.String(255), primary_key=True),
+        sa.Column("quota_milli", sa.Integer),
+        sa.Column("weight", sa.Integer),
+        sa.Column("limit_milli", sa.Integer),
+    )
+    op.create_index("leases_by_server", "leases", ["user", "server"])
+    op.create_index("ix_leases_state", "leases", ["state"])
+    op.create_index("ix_jobs_user", "jobs", ["user"])
+
+
+def downgrade() -> None:
+    for name in ("projects", "decisions", "jobs", "leases", "meta"):
+        op.drop_table(name)

@@ -1,0 +1,383 @@
+"""The broker's database: SQLite by default, PostgreSQL by URL; never the Hub's.
+
+Rules:
+
+* What is about to be done is committed before it is done.  Commits run on one
+  thread of their own, off the event loop, in the order they were asked for.
+* SQLite runs with WAL and ``synchronous=FULL``, both read back at start: with
+  less, acknowledged commits are lost in a power cut.
+* A commit that fails is never retried: the pages in memory may be wrong by
+  then.  `StoreError` ends the broker, and its parent starts it again.
+* One broker per database: a lock (a file beside SQLite, an advisory lock in
+  PostgreSQL) is held for as long as the store is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import alembic.command
+import alembic.config
+import alembic.migration
+import alembic.script
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.core.model import Kind, Lease, State, Survival
+from jupyter_gpushare.errors import StoreError
+
+# Decisions are for people to look back at; older ones are dropped.
+MAX_DECISIONS = 100_000
+# Ended jobs and leases kept, newest first.
+MAX_ENDED = 10_000
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+# PostgreSQL advisory lock: the letters "gpus".
+_LOCK_KEY = 0x67707573
+
+metadata = sa.MetaData()
+
+meta = sa.Table(
+    "meta",
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("user", sa.String(255), nullable=False),
+    sa.Column("server", sa.String(255), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("fraction_milli", sa.Integer, nullable=False),
+    sa.Column("device_count", sa.Integer, nullable=False),
+    sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
+    sa.Column("held_milli", sa.Integer, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("survival", sa.String(16), nullable=False),
+    sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
+    sa.Column("queued_at", sa.Float, nullable=False),
+    sa.Column("granted_at", sa.Float, nullable=False),
+    sa.Column("keep_until_at", sa.Float, nullable=False),
+    sa.Column("lend_now", sa.Boolean, nullable=False),
+    sa.Column("suspendable", sa.Boolean, nullable=False),
+    sa.Column("saved_bytes", sa.BigInteger, nullable=False),
+    sa.Column("attained_gpu_s", sa.Float, nullable=False),
+    sa.Column("cancelled", sa.Boolean, nullable=False),
+    sa.Column("uid", sa.BigInteger, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("since_at", sa.String(40), nullable=False),
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("suspend_reason", sa.Text, nullable=False),
+    sa.Column("limits", sa.Text, nullable=False),  # JSON: bytes per UUID
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Index("leases_by_server", "user", "server"),
+)
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("user", sa.String(255), nullable=False, index=True),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("command", sa.Text, nullable=False),  # JSON list
+    sa.Column("cwd", sa.Text),
+    sa.Column("env", sa.Text, nullable=False),  # JSON object
+    sa.Column("retries", sa.Integer, nullable=False),
+    sa.Column("grace_s", sa.Float, nullable=False),
+    sa.Column("submitted_at", sa.String(40), nullable=False),
+    sa.Column("started_at", sa.String(40)),
+    sa.Column("ended_at", sa.String(40)),
+    sa.Column("result", sa.String(16), nullable=False),
+    sa.Column("exit_code", sa.Integer),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("failures", sa.Integer, nullable=False),
+    sa.Column("preemptions", sa.Integer, nullable=False),
+    sa.Column("ran_s", sa.Float, nullable=False),
+    sa.Column("done", sa.Float),
+    sa.Column("total", sa.Float),
+    sa.Column("idempotency_key", sa.String(255)),
+    sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
+)
+decisions = sa.Table(
+    "decisions",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("at", sa.String(40), nullable=False),
+    sa.Column("lease", sa.String(64), nullable=False),
+    sa.Column("user", sa.String(255), nullable=False),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("why", sa.String(64), nullable=False),
+    sa.Column("for_lease", sa.String(64)),
+    sa.Column("sentence", sa.Text, nullable=False),
+)
+projects = sa.Table(
+    "projects",
+    metadata,
+    sa.Column("name", sa.String(255), primary_key=True),
+    sa.Column("quota_milli", sa.Integer),
+    sa.Column("weight", sa.Integer),
+    sa.Column("limit_milli", sa.Integer),
+)
+
+_JSON_COLUMNS = {"devices", "limits", "command", "env"}
+_LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
+_RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
+_JOB_FIELDS = tuple(f.name for f in fields(JobRecord))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything that survives a restart of the broker."""
+
+    leases: tuple[LeaseRecord, ...]  # living ones
+    jobs: tuple[JobRecord, ...]  # living ones and the newest ended ones
+    decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
+    overrides: tuple[ProjectOverride, ...]
+    boot_id: str  # the boot that the stored monotonic moments belong to
+
+
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride
+
+
+def _lease_row(record: LeaseRecord) -> dict[str, Any]:
+    row = {name: getattr(record.lease, name) for name in _LEASE_FIELDS}
+    row.update({name: getattr(record, name) for name in _RECORD_FIELDS})
+    return _packed(row)
+
+
+def _packed(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: json.dumps(v) if k in _JSON_COLUMNS else v for k, v in row.items()}
+
+
+def _unpacked(row: sa.RowMapping) -> dict[str, Any]:
+    return {str(k): json.loads(v) if k in _JSON_COLUMNS else v for k, v in row.items()}
+
+
+def _lease(row: sa.RowMapping) -> LeaseRecord:
+    values = _unpacked(row)
+    mine = {name: values[name] for name in _LEASE_FIELDS}
+    mine.update(
+        kind=Kind(mine["kind"]),
+        state=State(mine["state"]),
+        survival=Survival(mine["survival"]),
+        devices=tuple(mine["devices"]),
+    )
+    return LeaseRecord(lease=Lease(**mine), **{name: values[name] for name in _RECORD_FIELDS})
+
+
+def _job(row: sa.RowMapping) -> JobRecord:
+    values = _unpacked(row)
+    values["command"] = tuple(values["command"])
+    return JobRecord(**values)
+
+
+class Store:
+    """The open database.
+
+    Raises:
+        StoreError: in use by another broker, from a newer version, or broken.
+    """
+
+    def __init__(self, url: str, boot_id: str) -> None:
+        self._url = sa.make_url(url)
+        self._lock_fd = -1
+        self._lock_connection: Connection | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        if self._url.get_backend_name() == "sqlite":
+            if not self._url.database or self._url.database == ":memory:":
+                raise StoreError("the broker's database must be a file: jobs would be lost with its process")
+            self._lock_sqlite(Path(self._url.database))
+        try:
+            self._engine = self._open()
+            self._migrate()
+            with self._engine.begin() as connection:
+                epoch = self._read_meta(connection, "epoch")
+                self.epoch = int(epoch or 0) + 1
+                self._write_meta(connection, "epoch", str(self.epoch))
+                self._boot_before = self._read_meta(connection, "boot_id") or boot_id
+                self._write_meta(connection, "boot_id", boot_id)
+        except sa.exc.SQLAlchemyError as error:
+            self.close()
+            raise StoreError(f"the database {self._url} cannot be used: {error}") from None
+        except StoreError:
+            self.close()
+            raise
+
+    # ---- opening -------------------------------------------------------------
+
+    def _lock_sqlite(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise StoreError(
+                f"another broker uses the database {path}: stop it first, "
+                "or give this one a database of its own (GPUShareBroker.db_url)"
+            ) from None
+        self._lock_fd = fd
+
+    def _open(self) -> Engine:
+        engine = sa.create_engine(self._url, pool_pre_ping=True)
+        if self._url.get_backend_name() == "sqlite":
+            sa.event.listen(engine, "connect", _sqlite_pragmas)
+            if self._url.database:
+                Path(self._url.database).touch(mode=0o600)
+        else:
+            self._lock_connection = engine.connect()
+            got = self._lock_connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))).scalar()
+            if not got:
+                raise StoreError("another broker uses this database: stop it first")
+        return engine
+
+    def _migrate(self) -> None:
+        config = alembic.config.Config()
+        config.set_main_option("script_location", str(_MIGRATIONS))
+        script = alembic.script.ScriptDirectory.from_config(config)
+        with self._engine.begin() as connection:
+            current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
+            known = {revision.revision for revision in script.walk_revisions()}
+            if current is not None and current not in known:
+                raise StoreError(
+                    f"the database comes from a newer version (schema {current}; this one knows "
+                    f"{script.get_current_head()}): install that version again, or restore a backup"
+                )
+            config.attributes["connection"] = connection
+            alembic.command.upgrade(config, "head")
+
+    @staticmethod
+    def _read_meta(connection: Connection, key: str) -> str | None:
+        return connection.execute(sa.select(meta.c.value).where(meta.c.key == key)).scalar()
+
+    @staticmethod
+    def _write_meta(connection: Connection, key: str, value: str) -> None:
+        connection.execute(meta.delete().where(meta.c.key == key))
+        connection.execute(meta.insert().values(key=key, value=value))
+
+    # ---- reading -------------------------------------------------------------
+
+    def load(self) -> Loaded:
+        """Return what the last broker remembered."""
+        living = leases.select().where(leases.c.state.not_in([State.RELEASED, State.FAILED]))
+        recent = jobs.select().order_by(jobs.c.submitted_at.desc())
+        with self._engine.connect() as connection:
+            return Loaded(
+                leases=tuple(_lease(row) for row in connection.execute(living).mappings()),
+                jobs=tuple(
+                    [_job(r) for r in connection.execute(recent.where(jobs.c.result == "")).mappings()]
+                    + [
+                        _job(r)
+                        for r in connection.execute(recent.where(jobs.c.result != "").limit(1000)).mappings()
+                    ]
+                ),
+                decisions=tuple(
+                    DecisionRecord(**row)
+                    for row in reversed(
+                        connection.execute(decisions.select().order_by(decisions.c.seq.desc()).limit(1000))
+                        .mappings()
+                        .all()
+                    )
+                ),
+                overrides=tuple(
+                    ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
+                ),
+                boot_id=self._boot_before,
+            )
+
+    # ---- writing -------------------------------------------------------------
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Make ``changes`` durable, all or none, in the order of the calls.
+
+        Raises:
+            StoreError: they may not be durable; the broker must end.
+        """
+        if changes:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, tuple(changes))
+
+    def _write(self, changes: tuple[Change, ...]) -> None:
+        try:
+            with self._engine.begin() as connection:
+                for change in changes:
+                    self._upsert(connection, change)
+        except sa.exc.SQLAlchemyError as error:
+            raise StoreError(f"a commit failed: {error}") from error
+
+    @staticmethod
+    def _upsert(connection: Connection, change: Change) -> None:
+        match change:
+            case LeaseRecord():
+                table, row, key = leases, _lease_row(change), "id"
+            case JobRecord():
+                table, row, key = jobs, _packed({n: getattr(change, n) for n in _JOB_FIELDS}), "id"
+            case DecisionRecord():
+                connection.execute(
+                    decisions.insert().values({f.name: getattr(change, f.name) for f in fields(change)})
+                )
+                if change.seq % 1000 == 0:
+                    connection.execute(
+                        decisions.delete().where(decisions.c.seq <= change.seq - MAX_DECISIONS)
+                    )
+                    _prune(connection)
+                return
+            case ProjectOverride():
+                row = {f.name: getattr(change, f.name) for f in fields(change)}
+                table, key = projects, "name"
+        column = table.c[key]
+        if not connection.execute(table.update().where(column == row[key]).values(row)).rowcount:
+            connection.execute(table.insert().values(row))
+
+    def close(self) -> None:
+        """Let go of the database and its lock."""
+        self._thread.shutdown(wait=True)
+        if self._lock_connection is not None:
+            self._lock_connection.close()
+        if hasattr(self, "_engine"):
+            self._engine.dispose()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _prune(connection: Connection) -> None:
+    """Drop the oldest ended leases and jobs beyond `MAX_ENDED`."""
+    for table, ended, newest in (
+        (leases, leases.c.state.in_([State.RELEASED, State.FAILED]), leases.c.since_at),
+        (jobs, jobs.c.result != "", jobs.c.submitted_at),
+    ):
+        limit = connection.execute(
+            sa.select(newest).where(ended).order_by(newest.desc()).offset(MAX_ENDED).limit(1)
+        ).scalar()
+        if limit is not None:
+            connection.execute(table.delete().where(ended, newest <= limit))
+
+
+def _sqlite_pragmas(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA busy_timeout=5000")
+    # An I/O error while switching raises nothing: read both back.
+    mode = cursor.execute("PRAGMA journal_mode").fetchone()[0]
+    level = cursor.execute("PRAGMA synchronous").fetchone()[0]
+    cursor.close()
+    if mode != "wal" or level != 2:
+        raise StoreError(
+            f"SQLite refused WAL with synchronous=FULL (got {mode}, {level}): is this a local disk?"
+        )
