@@ -18,7 +18,7 @@ CHP_VERSION := 5.3.0
 NODE_MIN := 20
 UI := jupyter_gpushare/ui
 LAB := $(VENV)/share/jupyter
-C_SOURCES := $(wildcard jupyter_gpushare/native/*.c jupyter_gpushare/native/*.h jupyter_gpushare/native/*.py)
+C_SOURCES := $(wildcard $(addprefix jupyter_gpushare/native/,*.c *.h *.S build.py))
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 HAS_UI := $(wildcard $(UI)/package.json)
 

@@ -1,0 +1,108 @@
+"""What every test may use.  Standard library and pytest only: `make test-gpu` has no more.
+
+* ``free_port``: a TCP port of the loopback interface that was free a moment ago.
+* ``chromium``: how to start Debian's chromium with Playwright.  A test marked
+  ``browser`` is skipped by name where there is none, unless GPUSHARE_REQUIRE_BROWSER
+  is set (`.ci/run`): then it fails.
+* No process that a test started may outlive the run: every child inherits
+  ``GPUSHARE_TEST_RUN``, and whoever still carries it at the end is named, ended
+  and makes the run fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
+# How long a process may take to end after the last test.
+LEFTOVER_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chromium:
+    """Arguments for ``playwright.chromium.launch``."""
+
+    executable_path: str
+    args: tuple[str, ...] = (
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+    )
+
+
+def find_chromium() -> str | None:
+    """Path of an installed chromium; ``GPUSHARE_CHROMIUM`` names another one."""
+    named = os.environ.get("GPUSHARE_CHROMIUM")
+    return named or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_chromium() or os.environ.get("GPUSHARE_REQUIRE_BROWSER"):
+        return
+    skip = pytest.mark.skip(reason=f"no chromium; install it with: {INSTALL_CHROMIUM}")
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Chromium:
+    """How to start the installed chromium: ``launch(executable_path=..., args=[...])``."""
+    path = find_chromium()
+    if path is None:
+        pytest.fail(f"no chromium; install it with: {INSTALL_CHROMIUM}")
+    return Chromium(path)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Command lines, by pid, of the living processes whose environment holds ``mark``."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = command.strip()[:200]
+        except (OSError, ValueError):
+            continue  # gone, or another user's
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_outlives_the_run() -> Iterator[None]:
+    """Fails the run, naming them, when processes that tests started are still alive."""
+    mark = uuid.uuid4().hex
+    os.environ["GPUSHARE_TEST_RUN"] = mark
+    yield
+    del os.environ["GPUSHARE_TEST_RUN"]
+    patient_until = time.monotonic() + LEFTOVER_PATIENCE_S
+    while (left := marked_processes(mark)) and time.monotonic() < patient_until:
+        time.sleep(0.1)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if left:
+        pytest.fail(f"processes outlived the tests that started them: {left}")
