@@ -22,6 +22,12 @@ C_SOURCES := $(wildcard $(addprefix jupyter_gpushare/native/,*.c *.h *.S build.p
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 HAS_UI := $(wildcard $(UI)/package.json)
 
+# Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
+SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
+ifneq ($(SYSTEM_CA),)
+export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
+endif
+
 .PHONY: help setup hub test check test-gpu build clean
 
 help:  ## say what there is
@@ -117,7 +123,7 @@ $(BIN)/node: | $(STAMPS)/package
 
 $(STAMPS)/proxy-$(CHP_VERSION): | $(BIN)/node
 	@echo "Installing configurable-http-proxy $(CHP_VERSION) into .venv ..."
-	PATH=$(BIN):$$PATH $(BIN)/node $(BIN)/npm-cli.js install --prefix $(VENV)/chp --no-audit --no-fund --loglevel=error configurable-http-proxy@$(CHP_VERSION) </dev/null
+	PATH=$(BIN):$$PATH $(BIN)/node $(BIN)/npm-cli.js install --prefix $(VENV)/chp --no-audit --no-fund --no-update-notifier --loglevel=error configurable-http-proxy@$(CHP_VERSION) </dev/null
 	cat >$(BIN)/configurable-http-proxy <<'SH'
 	#!/bin/sh
 	# Made by `make setup`: the proxy under the real node binary, one process.

@@ -1,0 +1,56 @@
+"""The documentation says what the code does: generated pages are current, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jupyter_gpushare.core.model import TRANSITIONS, State
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(generator().PAGES))
+def test_generated_page_is_what_the_code_says_today(name):
+    assert (ROOT / "docs" / name).read_text() == generator().PAGES[name](), "run: python docs/generate.py"
+
+
+def test_every_arrow_of_a_lease_is_drawn_or_told():
+    page = generator().lease_page()
+    told = dict(re.findall(r"^\* `(\w+)` leads to .*?; it is possible in (.*)\.$", page, re.MULTILINE))
+    for (state, event), after in TRANSITIONS.items():
+        drawn = f"    {state} --> {after}: {event}\n" in page
+        assert drawn or f"`{state}`" in told.get(event, ""), (state, event)
+
+
+def test_no_arrow_is_drawn_that_cannot_happen():
+    drawn = re.findall(r"^    (\w+) --> (\w+): (\w+)$", generator().lease_page(), re.MULTILINE)
+    assert drawn
+    for before, after, event in drawn:
+        assert TRANSITIONS[before, event] == after
+
+
+def test_every_state_of_a_lease_is_explained():
+    page = generator().lease_page()
+    assert all(f"| `{state}` |" in page for state in State)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
