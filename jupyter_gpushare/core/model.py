@@ -187,6 +187,7 @@ class Lease:
     attained_gpu_s: float = 0.0
     duration_s: float | None = None  # known in simulation only
     cancelled: bool = False  # its owner ended it
+    borrowed: bool = False  # its last grant said so: claims of others come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +214,7 @@ class Why(enum.StrEnum):
     """Machine-readable reasons, of decisions and of waiting."""
 
     FREE_ROOM = "free_room"
+    CLAIM = "claim"  # guaranteed to its project
     IDLE = "idle"  # an idle session's room is lent
     LEND_NOW = "lend_now"  # its owner offered it
     OVER_QUOTA = "over_quota"  # taken back for a project below its quota

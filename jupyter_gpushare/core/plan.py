@@ -1,0 +1,366 @@
+"""Decide what to do next: a snapshot in, a list of actions out.
+
+`plan` is called by the broker with real leases and by the simulator with a
+trace.  It is called again whenever something changed or failed, so it never
+assumes that an earlier action took place.  It reads states, not history, and
+counts room that is on its way out.
+
+The rules, in the order in which they bind:
+
+1. *Owners*: a sleeping session whose processes want the GPU gets its claim
+   back; whoever holds that room without a claim makes way.
+2. *New sessions* within quota get their claim, awake if the room is free,
+   asleep if it is lent; beyond quota they start on free room that nobody
+   claims, or not at all.  They never wait: who asks gets an answer.
+3. *Guests*: sleeping sessions beyond quota wake when unclaimed room is free.
+4. *Jobs*, waiting or suspended: projects below quota first, then by weight;
+   free room first, then room on its way, then room that others must give
+   (`making`).  What does not fit blocks nobody.
+
+What is decided for one is gone for the next: all rules work on one `Board`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jupyter_gpushare.core import making, order
+from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.making import Maker, Victim
+from jupyter_gpushare.core.model import (
+    Action,
+    Cluster,
+    Grant,
+    Kind,
+    Lease,
+    Plan,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.placement import Spot, demand, find
+from jupyter_gpushare.core.quota import held_by
+
+# What decides whether two jobs of one project have the same chance.
+Shape = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a lease got nothing in a round."""
+
+    why: Why
+    for_lease: str = ""
+
+
+def plan(cluster: Cluster, now: float) -> Plan:
+    """Return what to do now, most important first, and when to ask again.
+
+    Actions take only what is free at ``now``.  Room that is on its way is kept
+    for the lease it was asked for, and granted by a later call.
+    """
+    done = Round(cluster, now)
+    return Plan(tuple(done.actions), done.next_at)
+
+
+class Round:
+    """One application of all rules, kept for those who ask why."""
+
+    def __init__(self, cluster: Cluster, now: float) -> None:
+        self.now = now
+        self.board = Board(cluster, now)
+        self.maker = Maker(self.board)
+        self.actions: list[Action] = []
+        self.waiting: dict[str, Waiting] = {}  # in the order in which they would be served
+        self.next_at: float | None = None
+        self._hopeless: set[Shape] = set()
+        owners, sessions, guests, jobs = self._census(cluster.leases)
+        for lease in sorted(owners, key=order.session_key):
+            self._wake_owner(lease)
+        for lease in sorted(sessions, key=order.session_key):
+            self._start_session(lease)
+        for lease in sorted(guests, key=order.session_key):
+            self._wake_guest(lease)
+        self._serve(jobs)
+        if self.waiting:
+            self._look_ahead(cluster.leases)
+
+    def _census(self, leases: Iterable[Lease]) -> tuple[list[Lease], ...]:
+        owners: list[Lease] = []
+        sessions: list[Lease] = []
+        guests: list[Lease] = []
+        jobs: list[Lease] = []
+        for lease in leases:
+            if lease.cancelled:
+                continue
+            if lease.kind is Kind.TRAIN:
+                if lease.state is State.PENDING or (lease.state is State.SUSPENDED and lease.devices):
+                    jobs.append(lease)
+            elif lease.state is State.PENDING:
+                sessions.append(lease)
+            elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
+                (owners if self.board.has_claim(lease) else guests).append(lease)
+        return owners, sessions, guests, jobs
+
+    # -- build sessions
+
+    def _wake_owner(self, lease: Lease) -> None:
+        board, held = self.board, held_by(lease)
+        if not board.is_whole(lease):
+            self._wait(lease, Why.DEVICE_BROKEN)
+            return
+        over = self._over_own_limit(lease)
+        if not over and all(room.now >= held for room in board.rooms_of(lease)):
+            if not self._backs_off(lease):
+                self.actions.append(Resume(lease.id, Why.WANTED))
+                board.take(lease, lease.devices, held)
+                return
+        elif (victims := self.maker.for_owner(lease)) is not None:
+            self._ask(victims, lease)
+            self._wait(lease, Why.WAITS_FOR_ROOM)
+        else:
+            self._wait(lease, Why.NO_ROOM)
+        board.pledge(lease, lease.devices, held)
+
+    def _over_own_limit(self, lease: Lease) -> bool:
+        """Whether jobs of its own project must leave before a session may wake; they are told to.
+
+        A limit that no job is in the way of does not keep an owner from a claim.
+        """
+        account = self.board.account(lease)
+        if not account.over_limit(0):
+            return False
+        victims = self.maker.for_limit(lease, account.over_limit_soon(0))
+        self._ask(victims or (), lease)
+        return bool(victims or account.leaving)
+
+    def _start_session(self, lease: Lease) -> None:
+        if self._backs_off(lease):
+            return
+        board, account = self.board, self.board.account(lease)
+        quota_left = account.project.quota_milli - account.claimed
+
+        def claimable_now(room: Room) -> int:
+            return min(room.claimable, room.now)
+
+        def claimable(room: Room) -> int:
+            return room.claimable
+
+        if spot := find(lease, board.usable, claimable_now, quota_left):
+            if not account.over_limit(spot.size_milli):
+                self._grant(lease, spot, claim=True)
+                return
+        elif not (spot := find(lease, board.usable, claimable, quota_left)):
+            self._start_guest(lease)
+            return
+        self.actions.append(Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True))
+        board.take_asleep(lease, spot.devices, spot.held_milli)
+
+    def _start_guest(self, lease: Lease) -> None:
+        """A session beyond quota: only on free room that nobody claims, and that it can give back."""
+        board, account = self.board, self.board.account(lease)
+        if not (spot := find(lease, board.usable, _unclaimed_returnable)):
+            self._wait(lease, Why.NO_ROOM if find(lease, board.usable, _whole) else Why.TOO_LARGE)
+        elif account.over_limit(spot.size_milli):
+            self._wait(lease, Why.PROJECT_LIMIT)
+        else:
+            self._grant(lease, spot, borrowed=True)
+
+    def _wake_guest(self, lease: Lease) -> None:
+        board, held = self.board, held_by(lease)
+        rooms = board.rooms_of(lease)
+        if not board.is_whole(lease):
+            self._wait(lease, Why.DEVICE_BROKEN)
+        elif any(room.unclaimed < held for room in rooms):
+            self._wait(lease, Why.NO_ROOM)
+        elif board.account(lease).over_limit(held * len(rooms)):
+            self._wait(lease, Why.PROJECT_LIMIT)
+        elif not self._backs_off(lease):
+            self.actions.append(Resume(lease.id, Why.WANTED))
+            board.take(lease, lease.devices, held)
+
+    # -- jobs
+
+    def _serve(self, jobs: list[Lease]) -> None:
+        """Offer room to the jobs of all projects in turn."""
+        queues: dict[str, list[Lease]] = {}
+        for lease in sorted(jobs, key=order.job_key, reverse=True):
+            queues.setdefault(lease.project, []).append(lease)  # next one last
+        heap = [(self._turn(queue), name) for name, queue in queues.items()]
+        heapq.heapify(heap)
+        while heap:
+            turn, name = heapq.heappop(heap)
+            queue = queues[name]
+            if (now := self._turn(queue)) != turn:  # others took from it meanwhile
+                heapq.heappush(heap, (now, name))
+                continue
+            while queue and not self._serve_one(queue.pop()):
+                pass
+            if queue:
+                heapq.heappush(heap, (self._turn(queue), name))
+
+    def _turn(self, queue: list[Lease]) -> tuple[float | str, ...]:
+        head = queue[-1]
+        size = (held_by(head) or 1) * max(len(head.devices), head.device_count)
+        return (*self.board.account(head).turn(size), *order.job_key(head))
+
+    def _serve_one(self, job: Lease) -> bool:
+        """Give ``job`` what can be given; False: nothing changed."""
+        shape = self._shape(job)
+        if shape in self._hopeless:
+            self._wait(job, Why.NO_ROOM)
+            return False
+        if self._backs_off(job):
+            return False
+        outcome = self._place(job)
+        if outcome is None:
+            return True
+        self._wait(job, outcome)
+        if outcome is Why.WAITS_FOR_ROOM:
+            return True
+        if not job.devices:
+            self._hopeless.add(shape)
+        return False
+
+    def _shape(self, job: Lease) -> Shape:
+        return (
+            job.project,
+            job.priority,
+            job.fraction_milli,
+            job.device_count,
+            job.memory_bytes,
+            job.consolidate,
+            job.survival is job.survival.SUSPEND and job.suspendable,
+            job.devices,
+        )
+
+    def _place(self, job: Lease) -> Why | None:
+        """None: the job has room now.  Else why it waits; room is pledged if it waits for room."""
+        board = self.board
+        if not board.is_whole(job):
+            return Why.DEVICE_BROKEN
+        rooms = board.rooms_of(job) if job.devices else board.usable
+        spot = self._spot(job, rooms, _unclaimed) or self._spot(job, rooms, _now)
+        coming = spot or self._spot(job, rooms, _soon)
+        if coming:
+            account = board.account(job)
+            over = account.over_limit(coming.size_milli)
+            if spot and not over:
+                self._start_job(job, spot)
+                return None
+            if not account.over_limit_soon(coming.size_milli):
+                board.pledge(job, coming.devices, coming.held_milli)
+                return Why.WAITS_FOR_ROOM
+        return self._make_room(job, rooms)
+
+    def _spot(self, job: Lease, rooms: list[Room], room_of: making.RoomOf) -> Spot | None:
+        if job.devices:
+            held = held_by(job)
+            spot = Spot(job.devices, held) if all(room_of(r) >= held for r in rooms) else None
+        else:
+            spot = find(job, rooms, room_of)
+        if spot is None or not self._lent(spot, room_of is _soon):
+            return spot
+        needed = self.board.reserve_needed(job, spot.devices, spot.held_milli)
+        return spot if needed <= self.board.host_free else None
+
+    def _lent(self, spot: Spot, soon: bool) -> bool:
+        rooms = [self.board.rooms[u] for u in spot.devices]
+        return any((r.soon - r.asleep if soon else r.unclaimed) < spot.held_milli for r in rooms)
+
+    def _make_room(self, job: Lease, rooms: list[Room]) -> Why:
+        board, account = self.board, self.board.account(job)
+        size = _least_size(job, rooms)
+        if size is None:
+            return Why.TOO_LARGE
+        over = account.over_limit_soon(size)
+        made = self.maker.for_job(job, rooms, owed=account.is_below_quota(size), over_limit=over)
+        if made is None:
+            return Why.PROJECT_LIMIT if over else Why.NO_ROOM
+        self._ask(made.victims, job)
+        board.pledge(job, made.spot.devices, made.spot.held_milli)
+        return Why.WAITS_FOR_ROOM
+
+    # -- effects on the board
+
+    def _grant(self, lease: Lease, spot: Spot, *, claim: bool = False, borrowed: bool = False) -> None:
+        why = Why.CLAIM if claim else Why.FREE_ROOM
+        self.actions.append(Grant(lease.id, spot.devices, spot.held_milli, why, borrowed=borrowed))
+        self.board.take(lease, spot.devices, spot.held_milli, claim=claim)
+
+    def _start_job(self, job: Lease, spot: Spot) -> None:
+        board, lent = self.board, self._lent(spot, soon=False)
+        if lent:
+            needed = board.reserve_needed(job, spot.devices, spot.held_milli)
+            board.host_free -= needed
+        if job.state is State.SUSPENDED:
+            self.actions.append(Resume(job.id, Why.ROOM_BACK))
+            board.take(job, spot.devices, spot.held_milli)
+        else:
+            beyond = not board.account(job).fits_quota(spot.size_milli)
+            self._grant(job, spot, borrowed=lent or beyond)
+
+    def _ask(self, victims: Iterable[Victim], lease: Lease) -> None:
+        for v in victims:
+            action = Suspend if v.park else Requeue
+            self.actions.append(action(v.lease.id, v.why, lease.id))
+            self.board.leave(v.lease, parked=v.park)
+
+    # -- who waits, and until when at the longest
+
+    def _wait(self, lease: Lease, why: Why) -> None:
+        self.waiting[lease.id] = Waiting(why)
+
+    def _backs_off(self, lease: Lease) -> bool:
+        if lease.retry_at <= self.now:
+            return False
+        self._wait(lease, Why.BACKING_OFF)
+        self._at(lease.retry_at)
+        return True
+
+    def _at(self, moment: float | None) -> None:
+        if moment is not None and moment > self.now and (self.next_at is None or moment < self.next_at):
+            self.next_at = moment
+
+    def _look_ahead(self, leases: Iterable[Lease]) -> None:
+        """Find when somebody can be asked who cannot be asked now."""
+        settings = self.board.settings
+        for lease in leases:
+            if lease.kind is Kind.BUILD:
+                self._at(making.eligible_at(lease, settings))
+            if lease.state is State.RUNNING:
+                self._at(lease.retry_at)
+                if lease.kind is Kind.TRAIN and settings.min_run_s:
+                    self._at(lease.granted_at + settings.min_run_s)
+
+
+def _now(room: Room) -> int:
+    return room.now
+
+
+def _soon(room: Room) -> int:
+    return room.soon
+
+
+def _unclaimed(room: Room) -> int:
+    return room.unclaimed
+
+
+def _unclaimed_returnable(room: Room) -> int:
+    return room.unclaimed if room.device.suspendable else 0
+
+
+def _whole(room: Room) -> int:
+    return 1000
+
+
+def _least_size(job: Lease, rooms: list[Room]) -> int | None:
+    """The least that ``job`` takes anywhere; None: it fits nowhere."""
+    if job.devices:
+        return held_by(job) * len(job.devices)
+    needs = [need for r in rooms if (need := demand(job, r.device)) <= 1000]
+    return min(needs) * job.device_count if len(needs) >= job.device_count else None

@@ -1,0 +1,66 @@
+"""One line per lease: short builders for the tests of `core`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jupyter_gpushare.core.model import (
+    Cluster,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    Settings,
+    State,
+    Survival,
+)
+
+NOW = 10_000.0
+GIB = 1 << 30
+ON = State.RUNNING
+ASLEEP = State.SUSPENDED
+
+
+def device(number: int, **more: Any) -> Device:
+    return Device(**{"uuid": f"gpu{number}", "memory_bytes": 80 * GIB, "node": "n0"} | more)
+
+
+def project(name: str, gpus: float, **more: Any) -> Project:
+    return Project(name=name, quota_milli=int(gpus * 1000), **more)
+
+
+def _lease(kind: Kind, id: str, milli: int, on: str, **more: Any) -> Lease:
+    """``on``: where it is, as in "0" or "0 1"; "" if it waits."""
+    devices = tuple(f"gpu{n}" for n in on.split())
+    state = more.pop("state", State.RUNNING if devices else State.PENDING)
+    given = {"id": id, "project": "p", "kind": kind, "state": state, "fraction_milli": milli}
+    if devices:
+        given |= {"devices": devices, "held_milli": milli, "device_count": len(devices)}
+    return Lease(**given | more)
+
+
+def build(id: str, milli: int, on: str = "", *, idle_s: float | None = None, **more: Any) -> Lease:
+    idle = {} if idle_s is None else {"idle_since_at": NOW - idle_s}
+    return _lease(Kind.BUILD, id, milli, on, **idle | more)
+
+
+def train(id: str, milli: int, on: str = "", **more: Any) -> Lease:
+    return _lease(Kind.TRAIN, id, milli, on, **more)
+
+
+def cluster(
+    *leases: Lease,
+    gpus: int | list[Device] = 1,
+    projects: list[Project] | None = None,
+    **settings: Any,
+) -> Cluster:
+    devices = [device(n) for n in range(gpus)] if isinstance(gpus, int) else gpus
+    return Cluster(
+        devices=tuple(devices),
+        projects=tuple(projects if projects is not None else [project("p", len(devices))]),
+        leases=leases,
+        settings=Settings(**{"idle_timeout_s": 600.0} | settings),
+    )
+
+
+__all__ = ["ASLEEP", "GIB", "NOW", "ON", "Survival", "build", "cluster", "device", "project", "train"]
