@@ -1,0 +1,294 @@
+"""What ``gpushare doctor`` examines: one `Check` per thing that can be wrong.
+
+A check is a function of what it looked at; `examine` looks.  ``ok``: as it
+should be.  ``warn``: works, but promises less than it could.  ``fail``: somebody
+has to do something, and the advice says what.
+
+Run in a server of the Hub it sees what kernels and terminals of that server
+see; run elsewhere it examines that machine and the broker.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.errors import BrokerUnavailable, DeviceError, RequestError
+from jupyter_gpushare.gpu.isolation import (
+    LIMIT_BYTES,
+    LIMIT_DEVICE,
+    LIMIT_HEAD,
+    LIMIT_MAGIC,
+    VERSION,
+    PagePhase,
+)
+from jupyter_gpushare.native import PRELOAD_NAME
+
+# Which level is a promise and which a request (design: isolation ladder).
+LEVELS = {
+    "whole_gpu": "whole devices: nothing to limit",
+    "mig": "a MIG instance: kept apart by the hardware",
+    "cgroup": "kept by the driver",
+    "preload": "kept by our library in each process; a watchdog stops who evades it",
+    "hints": "not enforced: frameworks are only asked to stay within it",
+}
+
+
+class Result(enum.StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing examined; ``advice`` says what to do and is empty for `Result.OK`."""
+
+    name: str
+    result: Result
+    message: str
+    advice: str = ""
+
+
+def _ok(name: str, message: str) -> Check:
+    return Check(name=name, result=Result.OK, message=message)
+
+
+def _warn(name: str, message: str, advice: str) -> Check:
+    return Check(name=name, result=Result.WARN, message=message, advice=advice)
+
+
+def _fail(name: str, message: str, advice: str) -> Check:
+    return Check(name=name, result=Result.FAIL, message=message, advice=advice)
+
+
+def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]:
+    """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
+    checks, status, devices = _ask_broker(url, token)
+    lease = _own_lease(status, environment)
+    simulated = devices is not None and devices.simulated
+    checks += [
+        check_driver(_driver(), simulated),
+        check_scrubbing(_read("/proc/driver/nvidia/params"), simulated),
+        check_environment(environment, lease),
+    ]
+    if environment.get("GPUSHARE_LEASE"):
+        if lease is None or lease.level == "preload":
+            checks.append(check_preload(environment, _read("/proc/self/maps")))
+        page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
+        checks.append(check_limit_page(page, lease))
+        if lease is not None:
+            checks.append(check_level(lease))
+    return checks
+
+
+# ---- the broker --------------------------------------------------------------
+
+
+def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, wire.Devices | None]:
+    from jupyter_gpushare.client import SyncBrokerClient
+
+    if not url:
+        advice = "set GPUSHARE_API_URL (servers of the Hub have it), or give --url"
+        return [_fail("broker", "No broker address is known here.", advice)], None, None
+    client = SyncBrokerClient(url, token)
+    try:
+        checks = [check_health(client.get("health", wire.Health))]
+    except (BrokerUnavailable, RequestError) as error:
+        advice = "tell the administrator; kernels keep running meanwhile"
+        return [_fail("broker", f"{_sentence(str(error))} ({url})", advice)], None, None
+    try:
+        status = client.get("status", wire.Status)
+        devices = client.get("devices", wire.Devices)
+    except RequestError as error:
+        advice = "use a token with the scope access:services!service=gpushare"
+        return [*checks, _fail("token", _sentence(str(error)), advice)], None, None
+    except BrokerUnavailable as error:
+        return [*checks, _fail("token", _sentence(str(error)), "try again in a minute")], None, None
+    finally:
+        client.close()
+    return (
+        [*checks, _ok("token", f"The broker knows you as {status.user}."), check_devices(status, devices)],
+        status,
+        devices,
+    )
+
+
+def check_health(health: wire.Health) -> Check:
+    """Whether the broker says of itself that all is well."""
+    if health.status == "ok":
+        return _ok("broker", f"Version {health.version} answers.")
+    advice = "the administrator finds more in the broker's log"
+    return _warn("broker", " ".join(health.reasons) or "It says that it is degraded.", advice)
+
+
+def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
+    """Whether the device helper answers and its devices are healthy."""
+    name = "devices"
+    if not status.devices_known:
+        return _fail(name, "The device helper does not answer the broker.", "the administrator restarts it")
+    if not devices.devices:
+        return _fail(name, "The device helper found no device.", "check `nvidia-smi` on the GPU machine")
+    broken = [d for d in devices.devices if not d.healthy]
+    if broken:
+        said = "; ".join(f"{d.name} ({d.uuid}): {d.reason or 'not healthy'}" for d in broken)
+        return _fail(name, said, "the administrator takes it out of service or resets it")
+    stuck = [d for d in devices.devices if not d.suspendable]
+    kind = "simulated devices" if devices.simulated else "devices"
+    said = f"{len(devices.devices)} {kind}, driver {devices.driver}."
+    if stuck:
+        why = stuck[0].suspend_reason or "the driver's checkpoint did not pass its test"
+        advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
+        return _warn(name, f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
+    return _ok(name, said)
+
+
+def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wire.LeaseStatus | None:
+    wanted = environment.get("GPUSHARE_LEASE", "")
+    return next((lease for lease in status.leases if lease.id == wanted), None) if status and wanted else None
+
+
+# ---- this machine ------------------------------------------------------------
+
+
+def _driver() -> str:
+    """Return ``<version>: <names>`` as this process finds them, or "" and why not after a ``!``."""
+    try:
+        from jupyter_gpushare.gpu.nvml import Nvml
+
+        nvml = Nvml()
+    except DeviceError as error:
+        return f"!{error}"
+    return f"{nvml.driver}: {', '.join(gpu.name for gpu in nvml.gpus) or 'no device'}"
+
+
+def check_driver(found: str, simulated: bool) -> Check:
+    """Whether this process finds a driver; ``found`` starts with ``!`` when it does not."""
+    if not found.startswith("!"):
+        return _ok("driver", found)
+    advice = "start a server with a GPU, or install the NVIDIA driver on this machine"
+    if simulated:
+        advice = "the simulated driver is found by servers with a GPU only; start one"
+    return _warn("driver", f"No driver is found by this process: {found[1:]}.", advice)
+
+
+def check_scrubbing(params: str | None, simulated: bool) -> Check:
+    """Whether the driver erases memory between processes (kernel module parameter)."""
+    name = "scrubbing"
+    if params is None:
+        if simulated:
+            return _ok(name, "Simulated devices start every allocation erased.")
+        return _warn(
+            name,
+            "Unknown whether freed memory is erased: /proc/driver/nvidia/params cannot be read.",
+            "run doctor on the GPU machine itself",
+        )
+    set_to = re.search(r"RmDisableScrubOnFree\s*[=:]\s*(\w+)", params, re.IGNORECASE)
+    if set_to is None or set_to[1] in ("0", "0x0"):
+        return _ok(name, "The driver erases freed memory before another process gets it.")
+    return _fail(
+        name,
+        "The driver is told not to erase freed memory: one user may read another's data.",
+        "remove RMDisableScrubOnFree from the options of the nvidia kernel module and reload it",
+    )
+
+
+def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | None) -> Check:
+    """Whether the variables of a holder are all there and fit each other."""
+    name = "environment"
+    lease_id = environment.get("GPUSHARE_LEASE", "")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if not lease_id:
+        if "JUPYTERHUB_USER" in environment and visible:
+            advice = "unset CUDA_VISIBLE_DEVICES; pick a GPU when starting the server instead"
+            return _warn(name, "This server has no GPU, yet CUDA_VISIBLE_DEVICES names one.", advice)
+        return _ok(name, "No GPU is held here.")
+    advice = "restart the server: the Hub sets these variables, and nothing should change them"
+    missing = [
+        key
+        for key in ("GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "CUDA_VISIBLE_DEVICES")
+        if not environment.get(key)
+    ]
+    if missing:
+        return _fail(name, f"A GPU is held, but {', '.join(missing)} is not set.", advice)
+    if environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") != "PCI_BUS_ID":
+        return _warn(
+            name, f"CUDA_DEVICE_ORDER is {environment['CUDA_DEVICE_ORDER']}, not PCI_BUS_ID.", advice
+        )
+    if lease is not None and set((visible or "").split(",")) != set(lease.devices):
+        return _fail(
+            name, f"CUDA_VISIBLE_DEVICES names {visible}, the lease {', '.join(lease.devices)}.", advice
+        )
+    if lease is None:
+        return _warn(
+            name, f"The broker did not confirm the lease {lease_id}.", "see the checks of broker and token"
+        )
+    return _ok(name, f"Lease {lease_id}, {lease.size} on {lease.device_name}.")
+
+
+def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
+    """Whether the library that keeps the limit is named and in this process."""
+    advice = "restart the server, and do not unset or replace LD_PRELOAD"
+    if PRELOAD_NAME not in environment.get("LD_PRELOAD", ""):
+        return _fail("preload", f"LD_PRELOAD does not name {PRELOAD_NAME}.", advice)
+    if maps is not None and PRELOAD_NAME not in maps:
+        return _fail("preload", f"{PRELOAD_NAME} is named in LD_PRELOAD but was not loaded.", advice)
+    return _ok("preload", f"{PRELOAD_NAME} is loaded in this process.")
+
+
+def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
+    """Whether the file with the limit is there, whole, and says what the lease says."""
+    name = "limit"
+    advice = "restart the server; without a limit every allocation is denied"
+    try:
+        page = path.read_bytes()[:LIMIT_BYTES]
+    except OSError as error:
+        return _fail(name, f"The limit page {path} cannot be read ({error.strerror}).", advice)
+    if len(page) < LIMIT_BYTES or LIMIT_HEAD.unpack_from(page)[:2] != (LIMIT_MAGIC, VERSION):
+        return _fail(name, f"The limit page {path} is not one of this version.", advice)
+    _, _, count, phase = LIMIT_HEAD.unpack_from(page)
+    if phase == PagePhase.REVOKED:
+        return _fail(name, "The lease has ended: every allocation is denied.", advice)
+    limits = [
+        LIMIT_DEVICE.unpack_from(page, LIMIT_HEAD.size + i * LIMIT_DEVICE.size)[1] for i in range(count)
+    ]
+    total = sum(limits)
+    if lease is not None and lease.memory_limit_bytes and total != lease.memory_limit_bytes:
+        said = f"The limit page says {_gb(total)} GB, the broker {_gb(lease.memory_limit_bytes)} GB."
+        return _warn(name, said, "run doctor again; if it stays, tell the administrator")
+    if os.access(path, os.W_OK):
+        said = f"{_gb(total)} GB, in a page that this user could change."
+        return _warn(name, said, "fine for a demo; in production the device helper runs as another user")
+    return _ok(name, f"{_gb(total)} GB on {count} device{'s' if count != 1 else ''}.")
+
+
+def check_level(lease: wire.LeaseStatus) -> Check:
+    """How the limit of the lease is enforced."""
+    said = LEVELS.get(lease.level, lease.level)
+    if lease.level == "hints":
+        return _warn(
+            "level", f"hints: {said}.", "an administrator can offer MIG instances or the preload library"
+        )
+    return _ok("level", f"{lease.level}: {said}.")
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _read(path: str) -> str | None:
+    """Return the start of a file of the system, or None where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4 << 20)
+    except OSError:
+        return None

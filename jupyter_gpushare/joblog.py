@@ -1,0 +1,180 @@
+"""Finds and reads what a job printed: the user's own files, or the running job's page.
+
+The runner keeps one file per attempt, ``<data>/jobs/<id>/attempt-<n>.log`` with
+``<data>`` = ``~/.local/share/gpushare``.  On the machine and account of the user
+they are read directly, also after the job has ended.  From elsewhere the server
+of a running job is asked through the Hub's proxy (``log?offset=N``); once it has
+ended, only the files are left, and the refusal says where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
+
+# Read at once: bounds memory, whatever the size of the log.
+CHUNK_BYTES = 1 << 20
+ENDED = frozenset({"succeeded", "failed", "cancelled"})
+_ATTEMPT = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
+
+
+class Source(Protocol):
+    """Where pieces of a log come from."""
+
+    job: wire.Job | None  # as last seen; whoever follows keeps it up to date
+
+    def read_on(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (attempt, bytes) for what was not yielded before, in order."""
+        ...
+
+
+def directory(job_id: str) -> Path:
+    """Return where this user's files of a job are, or would be."""
+    return Path.home() / ".local" / "share" / "gpushare" / "jobs" / job_id
+
+
+def source(job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only: int | None) -> Source:
+    """Return the best source for the log of a job (``only`` one attempt).
+
+    Raises:
+        Conflict: it can be read from elsewhere only; the text says how.
+    """
+    here = directory(job_id)
+    if here.is_dir() or _is_own_account(job):
+        return LocalLog(here, job, only)
+    if job is not None and job.state not in ENDED and hub_url:
+        return ProxyLog(job, hub_url, token)
+    if job is not None and job.started_at is None:
+        return LocalLog(here, job, only)  # nothing was printed anywhere
+    where = job.log if job is not None and job.log else f"~/.local/share/gpushare/jobs/{job_id}/"
+    raise Conflict(
+        f"the log is a file of {job.user if job else 'its owner'}, {where}: run `gpushare logs {job_id}`"
+        " in a terminal of a JupyterHub server of theirs; while the job runs, --url with the Hub's address"
+        " works from anywhere",
+        reason="elsewhere",
+    )
+
+
+def _is_own_account(job: wire.Job | None) -> bool:
+    return job is not None and os.environ.get("JUPYTERHUB_USER") == job.user
+
+
+class LocalLog:
+    """Reads the files of all attempts (or one), each on from where it was."""
+
+    def __init__(self, folder: Path, job: wire.Job | None, only: int | None = None) -> None:
+        self.job = job
+        self._folder = folder
+        self._only = only
+        self._offset_bytes: dict[int, int] = {}
+
+    def read_on(self) -> Iterator[tuple[int, bytes]]:
+        for attempt, path in self._files():
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                continue
+            with file:
+                at = self._offset_bytes.get(attempt, 0)
+                # A file that became shorter was begun anew.
+                file.seek(at if os.fstat(file.fileno()).st_size >= at else 0)
+                while piece := file.read(CHUNK_BYTES):
+                    self._offset_bytes[attempt] = file.tell()
+                    yield attempt, piece
+
+    def _files(self) -> list[tuple[int, Path]]:
+        if not self._folder.is_dir():
+            return []
+        found = [(_ATTEMPT.fullmatch(path.name), path) for path in self._folder.iterdir()]
+        attempts = sorted((int(match[1]), path) for match, path in found if match)
+        return [(n, path) for n, path in attempts if self._only in (None, n)]
+
+
+class ProxyLog:
+    """Reads the log of the running attempt from the job's own server."""
+
+    def __init__(self, job: wire.Job, hub_url: str, token: str) -> None:
+        self.job: wire.Job | None = job
+        self._hub_url = hub_url
+        self._token = token
+        self._offset_bytes: dict[str, int] = {}
+
+    def read_on(self) -> Iterator[tuple[int, bytes]]:
+        """Yield what the running attempt printed; nothing while there is none.
+
+        Raises:
+            NotAllowed: the token may not open the job's server.
+            BrokerUnavailable: the Hub's proxy does not answer.
+        """
+        import httpx
+
+        job = self.job
+        if job is None or not job.server:
+            return
+        url = f"{self._hub_url}/user/{quote(job.user)}/{quote(job.server)}/log"
+        while True:
+            at = self._offset_bytes.get(job.server, 0)
+            try:
+                answer = httpx.get(
+                    url,
+                    params={"offset": at},
+                    headers={"Authorization": f"token {self._token}"},
+                    timeout=10.0,
+                    trust_env=False,
+                )
+            except httpx.TransportError as error:
+                raise BrokerUnavailable(f"{self._hub_url} does not answer ({type(error).__name__})") from None
+            if answer.status_code in (302, 401, 403):
+                raise NotAllowed("the token may not open the job's server: it needs the scope access:servers")
+            if answer.status_code != 200:
+                return  # starting, or just ended
+            if not answer.content:
+                return
+            self._offset_bytes[job.server] = at + len(answer.content)
+            yield job.attempt, answer.content
+
+
+class Printer:
+    """Writes pieces of logs to standard output, as they are or as one JSON object a line."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._rest = b""  # a line without its end; only in JSON
+        self.attempts: list[int] = []
+
+    def print(self, pieces: Iterable[tuple[int, bytes]]) -> bool:
+        """Return whether there was anything to write."""
+        wrote = False
+        for attempt, piece in pieces:
+            wrote = True
+            if attempt not in self.attempts:
+                self.finish()
+                if self.attempts or attempt > 1:
+                    sys.stdout.flush()
+                    print(f"--- attempt {attempt} ---", file=sys.stderr, flush=True)
+                self.attempts.append(attempt)
+            if self._as_json:
+                self._print_lines(attempt, piece)
+            else:
+                sys.stdout.buffer.write(piece)
+        sys.stdout.flush()
+        return wrote
+
+    def _print_lines(self, attempt: int, piece: bytes) -> None:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            print(json.dumps({"attempt": attempt, "line": line.decode(errors="replace")}))
+
+    def finish(self) -> None:
+        """Write a last line that has no end."""
+        if self._rest:
+            self._print_lines(self.attempts[-1], b"\n")

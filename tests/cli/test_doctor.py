@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import os
+import struct
+
+import msgspec
+import pytest
+
+from jupyter_gpushare import doctor, wire
+from jupyter_gpushare.doctor import Result
+from jupyter_gpushare.native import PRELOAD_NAME
+
+UUID = "GPU-5f1c0000-0000-4000-8000-000000000001"
+HOLDER = {
+    "GPUSHARE_LEASE": "b7q2mzk4x9",
+    "GPUSHARE_LEASE_DIR": "/run/gpushare/leases/b7q2mzk4x9",
+    "GPUSHARE_MEMORY_LIMIT": str(40 << 30),
+    "CUDA_VISIBLE_DEVICES": UUID,
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "LD_PRELOAD": f"/site/other.so:/opt/lib/{PRELOAD_NAME}",
+}
+DEVICE = wire.DeviceStatus(
+    uuid=UUID,
+    name="H100-80GB",
+    memory_bytes=80 << 30,
+    used_bytes=0,
+    utilization_percent=0,
+    healthy=True,
+    reason="",
+    level="preload",
+    suspendable=True,
+    suspend_reason="",
+    held_milli=0,
+    claimed_milli=0,
+)
+DEVICES = wire.Devices(
+    devices=[DEVICE], driver="580.65", simulated=False, host_budget_bytes=1 << 38, host_saved_bytes=0
+)
+HEALTH = wire.Health(status="ok", version="0.1", epoch=3, reasons=[])
+
+
+def changed(value, **fields):
+    return msgspec.structs.replace(value, **fields)
+
+
+@pytest.fixture
+def status(golden):
+    return msgspec.convert(golden("status_active"), wire.Status)
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A limit page of 40 GiB on one device, as native/gpushare_lease.h says."""
+    path = tmp_path / "limit"
+    head = struct.pack("<IIII", 0x4C535047, 1, 1, 0)
+    device = struct.pack("<16sQQ", bytes.fromhex(UUID[4:].replace("-", "")), 40 << 30, 0)
+    path.write_bytes((head + device).ljust(16 + 16 * 32, b"\0"))
+    return path
+
+
+def test_healthy_broker_and_devices_are_ok(status):
+    assert doctor.check_health(HEALTH).result is Result.OK
+    assert doctor.check_devices(status, DEVICES).result is Result.OK
+
+
+def test_degraded_broker_is_a_warning_in_its_own_words():
+    check = doctor.check_health(changed(HEALTH, status="degraded", reasons=["The Hub does not answer."]))
+    assert (check.result, check.message) == (Result.WARN, "The Hub does not answer.")
+
+
+@pytest.mark.parametrize(
+    ("known", "devices", "result", "says"),
+    [
+        (False, DEVICES, Result.FAIL, "device helper does not answer"),
+        (True, changed(DEVICES, devices=[]), Result.FAIL, "no device"),
+        (
+            True,
+            changed(DEVICES, devices=[changed(DEVICE, healthy=False, reason="XID 79")]),
+            Result.FAIL,
+            "XID 79",
+        ),
+        (
+            True,
+            changed(DEVICES, devices=[changed(DEVICE, suspendable=False, suspend_reason="driver too old")]),
+            Result.WARN,
+            "driver too old",
+        ),
+    ],
+)
+def test_trouble_with_devices_is_named(status, known, devices, result, says):
+    check = doctor.check_devices(changed(status, devices_known=known), devices)
+    assert check.result is result
+    assert says in check.message
+    assert check.advice
+
+
+def test_driver_that_is_found_is_ok_and_a_missing_one_a_warning():
+    assert doctor.check_driver("580.65: H100", False).result is Result.OK
+    check = doctor.check_driver("!nvmlInit failed with code 12", True)
+    assert check.result is Result.WARN
+    assert "simulated" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("params", "result"),
+    [
+        ("EnableMSI: 1\n", Result.OK),
+        ("RmDisableScrubOnFree: 0\n", Result.OK),
+        ('RegistryDwords: "RMDisableScrubOnFree=1;X=2"\n', Result.FAIL),
+        ("RmDisableScrubOnFree: 1\n", Result.FAIL),
+        (None, Result.WARN),
+    ],
+)
+def test_driver_that_does_not_erase_freed_memory_is_found(params, result):
+    assert doctor.check_scrubbing(params, False).result is result
+
+
+def test_environment_of_a_holder_is_coherent(status):
+    assert doctor.check_environment(HOLDER, status.leases[0]).result is Result.OK
+
+
+@pytest.mark.parametrize(
+    ("change", "result", "says"),
+    [
+        ({"GPUSHARE_LEASE_DIR": ""}, Result.FAIL, "GPUSHARE_LEASE_DIR"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, Result.FAIL, "CUDA_VISIBLE_DEVICES"),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, Result.WARN, "FASTEST_FIRST"),
+    ],
+)
+def test_changed_environment_is_named(status, change, result, says):
+    check = doctor.check_environment(HOLDER | change, status.leases[0])
+    assert check.result is result
+    assert says in check.message
+
+
+def test_server_without_gpu_is_ok_unless_it_names_a_device():
+    assert (
+        doctor.check_environment({"JUPYTERHUB_USER": "ada", "CUDA_VISIBLE_DEVICES": ""}, None).result
+        is Result.OK
+    )
+    check = doctor.check_environment({"JUPYTERHUB_USER": "ada", "CUDA_VISIBLE_DEVICES": "0"}, None)
+    assert check.result is Result.WARN
+
+
+def test_preload_library_must_be_named_and_loaded():
+    maps = f"7f00-7f01 r-xp 00000000 08:01 1 /opt/lib/{PRELOAD_NAME}\n"
+    assert doctor.check_preload(HOLDER, maps).result is Result.OK
+    assert "was not loaded" in doctor.check_preload(HOLDER, "7f00-7f01 libc.so.6").message
+    assert "does not name" in doctor.check_preload(HOLDER | {"LD_PRELOAD": ""}, maps).message
+
+
+def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    check = doctor.check_limit_page(page, status.leases[0])
+    assert check.result is Result.WARN
+    assert "40.0 GB" in check.message
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert doctor.check_limit_page(page, status.leases[0]).result is Result.OK
+
+
+def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(status, page, tmp_path):
+    lease = status.leases[0]
+    assert doctor.check_limit_page(tmp_path / "none", lease).result is Result.FAIL
+    good = page.read_bytes()
+    for bad in (good[:100], b"\0" * len(good), good[:4] + b"\x09" + good[5:]):
+        page.write_bytes(bad)
+        assert doctor.check_limit_page(page, lease).result is Result.FAIL
+    page.write_bytes(good[:12] + struct.pack("<I", 4) + good[16:])
+    assert "has ended" in doctor.check_limit_page(page, lease).message
+    page.write_bytes(good)
+    assert doctor.check_limit_page(page, changed(lease, memory_limit_bytes=1 << 30)).result is Result.WARN
+
+
+def test_level_that_is_only_a_request_is_a_warning(status):
+    lease = status.leases[0]
+    assert doctor.check_level(lease).result is Result.OK
+    assert doctor.check_level(changed(lease, level="hints")).result is Result.WARN
+
+
+def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, monkeypatch, golden):
+    broker.answer("GET health", msgspec.to_builtins(HEALTH))
+    broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
+    ran = gpushare("doctor", "--json")
+    assert ran.code == 0
+    names = [check["name"] for check in ran.json["checks"]]
+    assert names == ["broker", "token", "devices", "driver", "scrubbing", "environment"]
+    for name, value in HOLDER.items():
+        if name != "LD_PRELOAD":
+            monkeypatch.setenv(name, value)
+    ran = gpushare("doctor", "--json")
+    assert ran.code == 1
+    by_name = {check["name"]: check for check in ran.json["checks"]}
+    assert by_name["environment"]["result"] == "ok"
+    assert by_name["preload"]["result"] == "fail"
+    assert by_name["limit"]["result"] == "fail"
+    assert ran.json["ok"] is False
+    assert "restart the server" in gpushare("doctor").out
+
+
+def test_doctor_with_a_wrong_token_says_which_scope_is_needed(gpushare, broker):
+    broker.answer("GET health", msgspec.to_builtins(HEALTH))
+    ran = gpushare("doctor", "--token", "wrong")
+    assert ran.code == 1
+    assert "access:services!service=gpushare" in ran.out
+
+
+def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypatch):
+    ran = gpushare("doctor")
+    assert ran.code == 1
+    assert "GPUSHARE_API_URL" in ran.out
+    assert "environment" in ran.out
+    monkeypatch.setattr(
+        "jupyter_gpushare.client.SyncBrokerClient.__init__.__kwdefaults__", {"timeout_s": 1, "retry_s": 0}
+    )
+    assert gpushare("doctor", "--url", "http://127.0.0.1:9", "--token", "x").code == 3
