@@ -50,13 +50,15 @@ def lease_page() -> str:
     rows = [
         f"| `{state}` | {MEANINGS[state]} | {'yes' if state in HOLDS_ROOM else 'no'} |" for state in State
     ]
-    final = [f"    {state} --> [*]" for state in State if not any(before == state for before, _ in TRANSITIONS)]
+    final = [
+        f"    {state} --> [*]" for state in State if not any(before == state for before, _ in TRANSITIONS)
+    ]
     return "\n".join(
         [
             "<!-- Written by docs/generate.py from jupyter_gpushare.core.model.TRANSITIONS; do not edit. -->",
             "# The life of a lease",
             "",
-            "A lease is the right of one workload (a build session or a training job) to fractions of devices.",
+            "A lease is the right of one workload, a build session or a training job, to a part of the GPUs.",
             "Whatever is not drawn or listed here cannot happen: the broker refuses it.",
             "",
             "```mermaid",
@@ -74,8 +76,8 @@ def lease_page() -> str:
             "|---|---|---|",
             *rows,
             "",
-            "A suspended lease holds host memory instead of device memory. A build session within its project's",
-            "quota keeps its claim on the device in every state but the last two.",
+            "A suspended lease holds host memory instead of device memory. A build session within its",
+            "project's quota keeps its claim on the device in every state but the last two.",
             "",
         ]
     )
