@@ -28,6 +28,7 @@ from jupyter_gpushare import __version__, wire
 from jupyter_gpushare.core.model import Survival
 from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
 from jupyter_gpushare.joblog import ENDED
+from jupyter_gpushare.words import duration, gigabytes
 
 if TYPE_CHECKING:
     from jupyter_gpushare.client import SyncBrokerClient
@@ -280,7 +281,7 @@ def _status(args: argparse.Namespace) -> int:
         print("No GPU is held.")
     for lease in status.leases:
         where = "" if lease.server == "" else f" ({lease.server})"
-        used = f"{_gb(lease.memory_used_bytes)}/{_gb(lease.memory_limit_bytes)} GB"
+        used = f"{gigabytes(lease.memory_used_bytes)} of {gigabytes(lease.memory_limit_bytes)}"
         print(
             _clean(
                 f"{lease.size}{where}  {used}  {lease.badge}  project {lease.project}, held by {lease.level}"
@@ -483,7 +484,7 @@ def _print_jobs(jobs: Sequence[wire.Job]) -> None:
     _print_table(
         ["ID", "NAME", "STATE", "SIZE", "PROJECT", "WAITED", "RAN", ""],
         [
-            [j.id, j.name, j.state, j.size, j.project, _duration(j.waited_s), _duration(j.ran_s), j.reason]
+            [j.id, j.name, j.state, j.size, j.project, duration(j.waited_s), duration(j.ran_s), j.reason]
             for j in jobs
         ],
     )
@@ -503,19 +504,6 @@ def _clean(text: str) -> str:
 
 def _gpus(milli: int) -> str:
     return f"{milli / 1000:g}"
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f}"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 def _note(text: str) -> None:

@@ -29,6 +29,7 @@ from jupyter_gpushare.gpu.isolation import (
     PagePhase,
 )
 from jupyter_gpushare.native import PRELOAD_NAME
+from jupyter_gpushare.words import gigabytes
 
 # Which level is a promise and which a request (design: isolation ladder).
 LEVELS = {
@@ -259,12 +260,12 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
     ]
     total = sum(limits)
     if lease is not None and lease.memory_limit_bytes and total != lease.memory_limit_bytes:
-        said = f"The limit page says {_gb(total)} GB, the broker {_gb(lease.memory_limit_bytes)} GB."
+        said = f"The limit page says {gigabytes(total)}, the broker {gigabytes(lease.memory_limit_bytes)}."
         return _warn(name, said, "run doctor again; if it stays, tell the administrator")
     if os.access(path, os.W_OK):
-        said = f"{_gb(total)} GB, in a page that this user could change."
+        said = f"{gigabytes(total)}, in a page that this user could change."
         return _warn(name, said, "fine for a demo; in production the device helper runs as another user")
-    return _ok(name, f"{_gb(total)} GB on {count} device{'s' if count != 1 else ''}.")
+    return _ok(name, f"{gigabytes(total)} on {count} device{'s' if count != 1 else ''}.")
 
 
 def check_level(lease: wire.LeaseStatus) -> Check:
@@ -275,10 +276,6 @@ def check_level(lease: wire.LeaseStatus) -> Check:
             "level", f"hints: {said}.", "an administrator can offer MIG instances or the preload library"
         )
     return _ok("level", f"{lease.level}: {said}.")
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f}"
 
 
 def _sentence(text: str) -> str:

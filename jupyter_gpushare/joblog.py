@@ -1,10 +1,10 @@
 """Finds and reads what a job printed: the user's own files, or the running job's page.
 
-The runner keeps one file per attempt, ``<data>/jobs/<id>/attempt-<n>.log`` with
-``<data>`` = ``~/.local/share/gpushare``.  On the machine and account of the user
-they are read directly, also after the job has ended.  From elsewhere the server
-of a running job is asked through the Hub's proxy (``log?offset=N``); once it has
-ended, only the files are left, and the refusal says where.
+The runner keeps the log of each attempt in files (`jupyter_gpushare.job.files`).
+On the machine and account of the user they are read directly, also after the job
+has ended.  From elsewhere the server of a running job is asked through the Hub's
+proxy (``log?offset=N``); once it has ended, only the files are left, and the
+refusal says where.  What a long log left out is said where it is missing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
+from jupyter_gpushare.job.files import jobs_dir, read_log
 
 # Read at once: bounds memory, whatever the size of the log.
 CHUNK_BYTES = 1 << 20
@@ -39,7 +40,7 @@ class Source(Protocol):
 
 def directory(job_id: str) -> Path:
     """Return where this user's files of a job are, or would be."""
-    return Path.home() / ".local" / "share" / "gpushare" / "jobs" / job_id
+    return jobs_dir(Path.home()) / job_id
 
 
 def source(job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only: int | None) -> Source:
@@ -79,17 +80,13 @@ class LocalLog:
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
         for attempt, path in self._files():
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:
-                continue
-            with file:
+            while True:
                 at = self._offset_bytes.get(attempt, 0)
-                # A file that became shorter was begun anew.
-                file.seek(at if os.fstat(file.fileno()).st_size >= at else 0)
-                while piece := file.read(CHUNK_BYTES):
-                    self._offset_bytes[attempt] = file.tell()
-                    yield attempt, piece
+                piece = read_log(path, at, CHUNK_BYTES)
+                if not piece.data:
+                    break
+                self._offset_bytes[attempt] = piece.next_offset
+                yield attempt, _left_out(at, piece.offset) + piece.data
 
     def _files(self) -> list[tuple[int, Path]]:
         if not self._folder.is_dir():
@@ -139,8 +136,17 @@ class ProxyLog:
                 return  # starting, or just ended
             if not answer.content:
                 return
-            self._offset_bytes[job.server] = at + len(answer.content)
-            yield job.attempt, answer.content
+            begin = _number(answer.headers.get("X-Gpushare-Offset"), at)
+            self._offset_bytes[job.server] = begin + len(answer.content)
+            yield job.attempt, _left_out(at, begin) + answer.content
+
+
+def _left_out(asked: int, begin: int) -> bytes:
+    return f"\n[{begin - asked} bytes of this log were not kept]\n".encode() if begin > asked else b""
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else default
 
 
 class Printer:

@@ -105,8 +105,8 @@ def test_service_verbs_hand_their_words_to_the_service(gpushare, monkeypatch, ve
 def test_status_shows_lease_project_and_jobs_in_the_brokers_words(gpushare, broker):
     ran = gpushare("status")
     assert ran.code == 0
-    assert "1/2 GPU  6.8/40.0 GB  Active  project vision, held by preload" in ran.out
-    assert "Your half GPU is in use." in ran.out
+    assert "1/2 GPU  6.8 GB of 40 GB  Active  project vision, held by preload" in ran.out
+    assert "Your 1/2 GPU is in use." in ran.out
     assert "sweep" in ran.out
     assert "first try" not in ran.out  # it has ended
 
@@ -272,6 +272,14 @@ def test_logs_follow_over_attempts_until_the_job_ends(gpushare, broker, golden, 
     assert ran.code == 0
     assert ran.out == "step 1\nstep 2\nstep 3\n"
     assert "k3v9m2x7qa  succeeded  Done." in ran.err
+
+
+def test_what_a_long_log_left_out_is_said_where_it_is_missing(gpushare, broker, golden, tmp_path):
+    broker.answer("GET jobs/k3v9m2x7qa", golden("job") | {"state": "succeeded"})
+    log_of(tmp_path, 1).write_text("head\n")
+    log_of(tmp_path, 1).with_name("attempt-1.log.000000000001005").write_text("tail\n")
+    ran = gpushare("logs", "k3v9m2x7qa")
+    assert ran.out == "head\n\n[1000 bytes of this log were not kept]\ntail\n"
 
 
 def test_logs_are_shown_while_the_broker_is_away(gpushare, tmp_path, monkeypatch):

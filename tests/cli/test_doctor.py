@@ -53,7 +53,7 @@ def page(tmp_path):
     """A limit page of 40 GiB on one device, as native/gpushare_lease.h says."""
     path = tmp_path / "limit"
     head = struct.pack("<IIII", 0x4C535047, 1, 1, 0)
-    device = struct.pack("<16sQQ", bytes.fromhex(UUID[4:].replace("-", "")), 40 << 30, 0)
+    device = struct.pack("<16sQQ", bytes.fromhex(UUID[4:].replace("-", "")), 40_000_000_000, 0)
     path.write_bytes((head + device).ljust(16 + 16 * 32, b"\0"))
     return path
 
@@ -153,7 +153,7 @@ def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monke
     monkeypatch.setattr(os, "access", lambda *_: True)
     check = doctor.check_limit_page(page, status.leases[0])
     assert check.result is Result.WARN
-    assert "40.0 GB" in check.message
+    assert "40 GB" in check.message
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert doctor.check_limit_page(page, status.leases[0]).result is Result.OK
 
