@@ -8,7 +8,14 @@ a unix socket.  A request is ``{"verb": ..., "epoch": ..., **fields}``, an answe
 * Verbs that change something carry the broker's epoch; an epoch below the
   highest that the helper ever saw is refused (``stale_epoch``).
 * No request names a process: the helper finds the processes of a lease itself.
-* ``watch`` turns the connection into a stream of `Event` lines.
+* ``hello`` answers `Hello`; given an epoch, it fences every lower one at once.
+* ``inventory`` answers `Inventory` (it waits, bounded, for the self-tests that
+  run at start), ``sample`` the last `Sample`, from memory, without the driver.
+* ``set_limit`` answers `LeaseFiles`, ``suspend`` and ``resume`` `Moved`,
+  ``signal`` `Signalled`, ``drop`` `Dropped`.
+* ``watch`` answers with a `Sample` and then turns the connection into a stream
+  of `Event` lines.  A reader that falls behind is disconnected; it watches again
+  and goes on from the sample of that answer.
 
 Moments are seconds of ``time.monotonic()`` (one clock for all processes of a
 boot), memory is bytes, devices are UUID strings as NVML prints them.
@@ -17,9 +24,14 @@ boot), memory is bytes, devices are UUID strings as NVML prints them.
 from __future__ import annotations
 
 import enum
+import functools
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import InvalidRequest
 
 # A line may not be longer; 64 leases with 64 processes each stay far below it.
 MAX_LINE_BYTES = 1 << 20
@@ -55,6 +67,44 @@ class EventKind(enum.StrEnum):
     PHASE = "phase"  # a lease changed its phase
 
 
+class Refusal(enum.StrEnum):
+    """Why `Suspend` or `Resume` moved nothing (`Moved.refused`)."""
+
+    NONE = ""
+    WANTED = "wanted"  # a process entered a CUDA call since the decision
+    BUSY = "busy"  # the lock timed out, or the lease is moving already
+    NO_ROOM = "no_room"  # the driver does not show enough free device memory
+    HOST_MEMORY = "host_memory"  # no room for the copy in host memory
+    NOT_SUSPENDABLE = "not_suspendable"
+    LOST = "lost"
+    NO_LEASE = "no_lease"
+
+
+class ErrorKind(enum.StrEnum):
+    """The word in ``error.kind`` of an answer that is not ``ok``."""
+
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_VERB = "unknown_verb"
+    STALE_EPOCH = "stale_epoch"
+    NOT_ALLOWED = "not_allowed"
+    UNKNOWN_LEASE = "unknown_lease"
+    CONFLICT = "conflict"
+    BUSY = "busy"  # too many connections: try again
+    DEVICE = "device"  # the driver said no; ``call`` and ``code`` say what
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who answers, and the highest epoch it has seen."""
+
+    version: str
+    pid: int
+    boot_id: str
+    epoch: int
+    simulated: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     uuid: str
@@ -67,6 +117,8 @@ class Device:
     level: Level = Level.PRELOAD  # strongest level that passed its self-test
     suspendable: bool = False  # the canary survived a full cycle here
     suspend_reason: str = ""  # why not
+    suspend_bytes_per_s: int = 0  # measured by the canary, device to host
+    resume_bytes_per_s: int = 0  # same, host to device
     island: str = ""  # devices with the same non-empty word share an NVLink island
 
 
@@ -102,7 +154,9 @@ class LeaseSample:
     suspendable: bool
     suspend_reason: str  # taints, "preload library not loaded", ...
     alive: bool  # at least one process carries this lease
-    processes: tuple[ProcessSample, ...] = ()
+    processes: tuple[ProcessSample, ...] = ()  # those that use the GPU, 64 at most
+    wanted: bool = False  # suspended, and a process entered a CUDA call since
+    queries_only: bool = False  # wanted, but by stream and event queries alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +179,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetLimit:
-    """Create or change a lease: its directory, limit page and account."""
+    """Create or change a lease: its directory, limit page and account.
+
+    Setting what is set already changes nothing.  The devices of a lease change
+    only while no process carries it; their limits at any time.
+    """
 
     lease: str
     uid: int  # owner of the account file; the helper checks that it may
     limits: dict[str, int]  # bytes per device UUID, in the order CUDA shall see them
-    suspended: bool = False  # start asleep: processes wait in the library until `resume`
+    # Start asleep: processes wait in the library until `resume`.  Takes effect while
+    # no process carries the lease.
+    suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +224,7 @@ class Moved:
     """Answer to `Suspend` and `Resume`."""
 
     done: bool
-    # When not done: "wanted", "busy" (lock timed out), "no_room", "host_memory",
-    # "not_suspendable", "lost", "no_lease"; the lease is then where it was (but "lost").
-    refused: str = ""
+    refused: Refusal = Refusal.NONE  # when not done; the lease is where it was (but LOST)
     reason: str = ""  # a sentence
     bytes: int = 0
     took_s: float = 0.0
@@ -183,10 +241,24 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Signalled:
+    """How many processes the signal was sent to; 0: there was none any more."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
     """Forget a lease: revoke its page, remove its files.  Unknown leases are fine."""
 
     lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Whether the helper knew the lease."""
+
+    known: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +269,8 @@ class Event:
     lease: str = ""
     device: str = ""
     reason: str = ""
+    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, STRANGER: pid,
+    # used_bytes, action.  PHASE: from, to, bytes.
     fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -204,3 +278,81 @@ def encode(value: Any) -> bytes:
     """One line of JSON for a dataclass or a plain dict, newline included."""
     plain = value if isinstance(value, dict) else asdict(value)
     return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+_Value = TypeVar("_Value")
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object in one line of JSON.
+
+    Raises:
+        InvalidRequest: no JSON object, a key twice, NaN, Infinity, or too long.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise InvalidRequest(f"a line has at most {MAX_LINE_BYTES} bytes")
+    try:
+        value = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"not a line of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("a request is a JSON object")
+    return value
+
+
+def build(cls: type[_Value], plain: dict[str, Any]) -> _Value:
+    """A verb's dataclass from what `decode` returned.
+
+    Raises:
+        InvalidRequest: a field is unknown, missing, or not of its declared type.
+    """
+    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
+    for name in plain:
+        if name not in hints:
+            raise InvalidRequest(f"{cls.__name__} has no field {name[:40]!r}")
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        if item.name in plain:
+            values[item.name] = _convert(hints[item.name], plain[item.name], f"{cls.__name__}.{item.name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise InvalidRequest(f"{cls.__name__} needs the field {item.name!r}")
+    return cls(**values)
+
+
+@functools.cache
+def _hints(cls: Any) -> types.MappingProxyType[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is dict and isinstance(value, dict):
+        inner = typing.get_args(kind)[1]
+        return {key: _convert(inner, item, f"{where}[{key[:40]!r}]") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list):
+        inner = typing.get_args(kind)[0]
+        return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise InvalidRequest(f"{where}: {value[:40]!r} is not one of {', '.join(kind)}") from None
+    if is_dataclass(kind) and isinstance(value, dict):
+        return build(typing.cast("type[Any]", kind), value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    # bool is an int in Python, not here.
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise InvalidRequest(f"{where}: expected {getattr(kind, '__name__', kind)}, not {type(value).__name__}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise ValueError("a key appears twice")
+    return plain
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number here")

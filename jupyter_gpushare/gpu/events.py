@@ -1,0 +1,88 @@
+"""Events to whoever watches, without ever waiting for a slow reader.
+
+Each watcher has a bounded queue.  One that falls behind is cut off: what it
+missed it learns from a fresh `sample` when it watches again, so a lost event
+never leaves a reader wrong for long.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from .verbs import Event, EventKind
+
+QUEUE_EVENTS = 256
+
+
+class Watcher:
+    """One reader's queue; ``None`` in it says that the stream is over."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event | None] = queue.Queue(QUEUE_EVENTS)
+        self.cut = False
+
+
+class Events:
+    """Numbers events and hands each to every watcher."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._seq = 0
+        self._watchers: list[Watcher] = []
+
+    def publish(
+        self,
+        kind: EventKind,
+        *,
+        lease: str = "",
+        device: str = "",
+        reason: str = "",
+        fields: dict[str, str] | None = None,
+    ) -> None:
+        """Tell every watcher."""
+        with self._guard:
+            self._seq += 1
+            event = Event(
+                seq=self._seq,
+                at=time.monotonic(),
+                kind=kind,
+                lease=lease,
+                device=device,
+                reason=reason,
+                fields=fields or {},
+            )
+            for watcher in list(self._watchers):
+                try:
+                    watcher.events.put_nowait(event)
+                except queue.Full:
+                    self._cut(watcher)
+
+    def watch(self) -> Watcher:
+        """A new watcher; it gets every event from now on."""
+        watcher = Watcher()
+        with self._guard:
+            self._watchers.append(watcher)
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """Stop watching."""
+        with self._guard:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
+
+    def close(self) -> None:
+        """End every stream."""
+        with self._guard:
+            for watcher in list(self._watchers):
+                self._cut(watcher)
+
+    def _cut(self, watcher: Watcher) -> None:
+        watcher.cut = True
+        self._watchers.remove(watcher)
+        try:
+            watcher.events.get_nowait()  # room for the end
+            watcher.events.put_nowait(None)
+        except (queue.Empty, queue.Full):
+            watcher.events.put_nowait(None)

@@ -1,0 +1,579 @@
+"""The device helper: one process per GPU machine, the only one that touches the driver.
+
+Started by ``gpushare helper`` or ``python -m jupyter_gpushare.gpu.helper``.  It
+outlives the broker.  When it ends, suspended leases stay suspended, limit pages
+stay in force, and the next helper takes both over from the state directory.
+
+Verbs that change something carry the broker's epoch (`verbs`).  The epoch is on
+disk before the effect, and compared again once the lease is held, so that a
+request of an old broker that waited its turn does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import GpuShareError, HelperError, InvalidRequest
+from . import canary, verbs
+from .checkpoint import Checkpoint
+from .events import Events
+from .host import HostMemory
+from .isolation import DEVICES, LeaseDirectory, PagePhase, check_lease, uuid_bytes
+from .journal import Record, StateDirectory
+from .lease import PAGE, Lease
+from .nvml import Gpu, Nvml
+from .processes import Processes, boot_id, leader
+from .sampler import Sampler
+from .server import Server
+from .suspend import Mover
+from .verbs import Device, ErrorKind, EventKind, Phase
+from .wake import Waker
+from .watchdog import Action, Watchdog
+
+log = logging.getLogger(__name__)
+
+MAX_LEASES = 256
+RESERVE_PERCENT = 3
+RESERVE_FLOOR_BYTES = 256 << 20
+# How long `inventory` waits for the self-tests that run at start.
+CANARY_WAIT_S = 20.0
+CANARY_RETRY_S = 30.0
+# How long a change of a lease waits for a move of it that is under way.
+TURN_WAIT_S = 5.0
+# An answer to a move says what is true already; the sample follows within this.
+REFRESH_WAIT_S = 0.3
+SIGNAL_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a helper is started."""
+
+    state_dir: Path
+    socket: Path
+    allow_uids: frozenset[int] = frozenset()
+    watchdog: Action = Action.WARN
+    host_budget_percent: int = 50
+    sample_s: float = 1.0
+
+
+class Helper:
+    """All parts of the helper, wired together; `start` makes them run."""
+
+    def __init__(self, options: Options, step: Callable[[str], None] = lambda name: None) -> None:
+        """Open the driver and take over what an earlier helper left.
+
+        Raises:
+            GpuShareError: there is no driver, or another helper runs here.
+        """
+        self._options = options
+        self._boot_id = boot_id()
+        self._state = StateDirectory(options.state_dir)
+        self._nvml = Nvml()
+        self._checkpoint = Checkpoint()
+        self._simulated = self._checkpoint.simulated_host_memory() is not None
+        self._host = HostMemory(options.host_budget_percent, self._checkpoint.simulated_host_memory)
+        self._processes = Processes()
+        self._events = Events()
+        self._guard = threading.Lock()
+        self._epoch_guard = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._verdicts: dict[str, canary.Verdict] = {}
+        self._examined = threading.Event()
+        self._stopping = threading.Event()
+        self._waker = Waker(self.leases, self._events)
+        self._mover = Mover(
+            nvml=self._nvml,
+            checkpoint=self._checkpoint,
+            processes=self._processes,
+            state=self._state,
+            host=self._host,
+            events=self._events,
+            boot_id=self._boot_id,
+            hindrance=self._hindrance,
+            leases=self.leases,
+            on_suspended=self._waker.kick,
+            step=step,
+        )
+        self._watchdog = Watchdog(options.watchdog, self._processes, self._events)
+        self._sampler = Sampler(
+            nvml=self._nvml,
+            processes=self._processes,
+            mover=self._mover,
+            host=self._host,
+            watchdog=self._watchdog,
+            events=self._events,
+            leases=self.leases,
+            period_s=options.sample_s,
+        )
+        self._adopt()
+        self._server = Server(options.socket, options.allow_uids, self._handle, self._events)
+
+    def leases(self) -> list[Lease]:
+        """The leases known now."""
+        with self._guard:
+            return list(self._leases.values())
+
+    def start(self) -> None:
+        """Measure once, then serve in threads."""
+        self._sampler.measure()
+        for run in (
+            self._sampler.run,
+            self._sampler.run_exits,
+            self._waker.run,
+            self._server.run,
+            self._examine,
+        ):
+            threading.Thread(target=run, name=run.__qualname__, daemon=True).start()
+        self._waker.kick()
+        log.info(
+            "helper version=%s driver=%s devices=%d leases=%d epoch=%d socket=%s simulated=%s",
+            __version__, self._nvml.driver, len(self._nvml.gpus), len(self.leases()),
+            self._state.epoch, self._options.socket, self._simulated,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """Stop serving; suspended leases stay suspended, lease files stay in place."""
+        self._stopping.set()
+        self._server.stop()
+        self._events.close()
+        self._waker.stop()
+        self._sampler.stop()
+        for lease in self.leases():
+            # A move under way is written down step by step; give it a moment to end.
+            if lease.moving.acquire(timeout=TURN_WAIT_S):
+                lease.files.close()
+        self._processes.close()
+        self._state.close()
+
+    # Requests
+
+    def _handle(self, verb: str, fields: dict[str, Any]) -> Any:
+        epoch = fields.pop("epoch", None)
+        if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
+            raise InvalidRequest("an epoch is a whole number of at least 0")
+        readers: dict[str, Callable[[], Any]] = {
+            "hello": self._hello,
+            "inventory": self._inventory,
+            "sample": self._sampler.sample,
+            "watch": self._sampler.sample,
+        }
+        changers: dict[str, tuple[type[Any], Callable[[Any, int], Any]]] = {
+            "set_limit": (verbs.SetLimit, self._set_limit),
+            "suspend": (verbs.Suspend, self._suspend),
+            "resume": (verbs.Resume, self._resume),
+            "signal": (verbs.Signal, self._signal),
+            "drop": (verbs.Drop, self._drop),
+        }
+        if verb in readers:
+            if fields:
+                raise InvalidRequest(f"{verb} takes no field {next(iter(fields))[:40]!r}")
+            if epoch is not None:
+                self._fence(epoch)
+            return readers[verb]()
+        if verb not in changers:
+            raise HelperError(ErrorKind.UNKNOWN_VERB, f"no verb {verb[:40]!r}")
+        cls, change = changers[verb]
+        request = verbs.build(cls, fields)
+        check_lease(request.lease)
+        if epoch is None:
+            raise InvalidRequest(f"{verb} needs the epoch")
+        self._fence(epoch)
+        return change(request, epoch)
+
+    def _fence(self, epoch: int) -> None:
+        with self._epoch_guard:
+            before = self._state.epoch
+            self._state.raise_epoch(epoch)
+        if epoch > before:
+            log.info("epoch %d->%d", before, epoch)
+
+    def _hello(self) -> verbs.Hello:
+        return verbs.Hello(
+            version=__version__,
+            pid=os.getpid(),
+            boot_id=self._boot_id,
+            epoch=self._state.epoch,
+            simulated=self._simulated,
+        )
+
+    def _inventory(self) -> verbs.Inventory:
+        self._examined.wait(CANARY_WAIT_S)
+        return verbs.Inventory(
+            host=socket.gethostname(),
+            driver=self._nvml.driver,
+            simulated=self._simulated,
+            devices=tuple(self._device(gpu) for gpu in self._nvml.gpus),
+            host_total_bytes=self._host.total_bytes(),
+            host_budget_bytes=self._host.budget_bytes(),
+            at=time.monotonic(),
+        )
+
+    def _device(self, gpu: Gpu) -> Device:
+        healthy, reason = self._sampler.health(gpu.uuid)
+        verdict = self._verdicts.get(gpu.uuid)
+        return Device(
+            uuid=gpu.uuid,
+            index=gpu.index,
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            reserve_bytes=max(gpu.memory_bytes * RESERVE_PERCENT // 100, RESERVE_FLOOR_BYTES),
+            healthy=healthy,
+            reason=reason,
+            level=verdict.level if verdict else verbs.Level.HINTS,
+            suspendable=verdict.suspendable if verdict else False,
+            suspend_reason=self._hindrance(gpu.uuid),
+            suspend_bytes_per_s=verdict.suspend_bytes_per_s if verdict else 0,
+            resume_bytes_per_s=verdict.resume_bytes_per_s if verdict else 0,
+            island=gpu.island,
+        )
+
+    def _hindrance(self, uuid: str) -> str:
+        """Why nothing on this device can be suspended; "" if it can."""
+        verdict = self._verdicts.get(uuid)
+        return verdict.reason if verdict else "the self-test has not finished"
+
+    def _set_limit(self, request: verbs.SetLimit, epoch: int) -> verbs.LeaseFiles:
+        self._check_limit(request)
+        with self._guard:
+            lease = self._leases.get(request.lease)
+            if lease is None:
+                return self._create(request)
+        with self._turn(lease, epoch):
+            if lease.uid != request.uid:
+                raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.uid}")
+            living = self._processes.scan({each.name: each.uid for each in self.leases()})[lease.name]
+            if not living:
+                self._replace(lease, request)
+            elif list(lease.limits) != list(request.limits):
+                raise HelperError(
+                    ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
+                )
+            else:
+                lease.limits = dict(request.limits)
+                self._state.save(lease.record(self._boot_id))
+                for index, limit_bytes in enumerate(lease.limits.values()):
+                    lease.files.set_limit(index, limit_bytes)
+        return verbs.LeaseFiles(directory=str(lease.files.path))
+
+    def _check_limit(self, request: verbs.SetLimit) -> None:
+        if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
+            raise HelperError(
+                ErrorKind.NOT_ALLOWED,
+                f"a helper of uid {os.geteuid()} cannot make files for uid {request.uid}: run it as root",
+            )
+        if not 1 <= len(request.limits) <= DEVICES:
+            raise InvalidRequest(f"a lease has 1 to {DEVICES} devices")
+        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._nvml.gpus}
+        for uuid, limit_bytes in request.limits.items():
+            if uuid not in memory:
+                raise InvalidRequest(f"no device {uuid[:80]!r} here")
+            uuid_bytes(uuid)
+            if not 0 < limit_bytes <= memory[uuid]:
+                raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
+
+    def _create(self, request: verbs.SetLimit) -> verbs.LeaseFiles:
+        """A new lease; the guard is held, so that two requests make one."""
+        if len(self._leases) >= MAX_LEASES:
+            raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
+        record = Record(
+            boot_id=self._boot_id,
+            lease=request.lease,
+            uid=request.uid,
+            limits=dict(request.limits),
+            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
+        )
+        lease = Lease(record, LeaseDirectory(self._state.leases, request.lease))
+        self._state.save(record)
+        lease.files.create(lease.uid, lease.limits, PAGE[lease.phase])
+        lease.files.reopen()
+        self._leases[lease.name] = lease
+        self._waker.kick()
+        log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
+        return verbs.LeaseFiles(directory=str(lease.files.path))
+
+    def _replace(self, lease: Lease, request: verbs.SetLimit) -> None:
+        """No process carries the lease: it begins again with other limits or another phase."""
+        record = Record(
+            boot_id=self._boot_id,
+            lease=lease.name,
+            uid=lease.uid,
+            limits=dict(request.limits),
+            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
+        )
+        if lease.limits == record.limits and lease.phase is record.phase and not lease.parked:
+            return
+        again = Lease(record, lease.files)
+        again.moving = lease.moving
+        self._state.save(record)
+        again.files.create(again.uid, again.limits, PAGE[again.phase])
+        again.files.reopen()
+        with self._guard:
+            self._leases[lease.name] = again
+        lease.dropped = True
+        self._waker.kick()
+        log.info("lease=%s began again phase=%s", again.name, again.phase)
+
+    def _suspend(self, request: verbs.Suspend, epoch: int) -> verbs.Moved:
+        if not 0 < request.timeout_s <= 600:
+            raise InvalidRequest("timeout_s is more than 0 and at most 600 seconds")
+        return self._move(
+            request.lease, epoch, lambda lease: self._mover.suspend(lease, request.calls, request.timeout_s)
+        )
+
+    def _resume(self, request: verbs.Resume, epoch: int) -> verbs.Moved:
+        if not 0 <= request.timeout_s <= 3600:
+            raise InvalidRequest("timeout_s is at least 0 and at most 3600 seconds")
+        return self._move(request.lease, epoch, lambda lease: self._mover.resume(lease, request.timeout_s))
+
+    def _move(self, name: str, epoch: int, move: Callable[[Lease], verbs.Moved]) -> verbs.Moved:
+        with self._guard:
+            lease = self._leases.get(name)
+        if lease is None:
+            return verbs.Moved(
+                done=False, refused=verbs.Refusal.NO_LEASE, reason=f"no lease {name} on this machine"
+            )
+        try:
+            with self._turn(lease, epoch):
+                moved = move(lease)
+        except HelperError as error:
+            if error.kind != ErrorKind.BUSY:
+                raise
+            return verbs.Moved(done=False, refused=verbs.Refusal.BUSY, reason=str(error))
+        if not moved.done:
+            log.info("lease=%s stays %s refused=%s reason=%s", name, lease.phase, moved.refused, moved.reason)
+        self._sampler.refresh(REFRESH_WAIT_S)
+        return moved
+
+    def _signal(self, request: verbs.Signal, epoch: int) -> verbs.Signalled:
+        if request.to not in ("leader", "all"):
+            raise InvalidRequest("a signal goes to 'leader' or 'all'")
+        try:
+            number = signal.Signals(request.number)
+        except ValueError:
+            raise InvalidRequest(f"no signal {request.number}") from None
+        with self._guard:
+            if request.lease not in self._leases:
+                raise HelperError(ErrorKind.UNKNOWN_LEASE, f"no lease {request.lease} on this machine")
+        sent: set[tuple[int, int]] = set()
+        # A process that forks while it is signalled leaves a child for the next round.
+        for _ in range(SIGNAL_ROUNDS if request.to == "all" else 1):
+            living = self._processes.scan({each.name: each.uid for each in self.leases()})
+            targets = living.get(request.lease, ())
+            if request.to == "leader":
+                first = leader(targets)
+                targets = (first,) if first else ()
+            new = [each.key for each in targets if each.key not in sent]
+            if not new:
+                break
+            sent.update(key for key in new if self._processes.signal(key, number))
+        log.info("lease=%s signal=%s to=%s processes=%d", request.lease, number.name, request.to, len(sent))
+        return verbs.Signalled(count=len(sent))
+
+    def _drop(self, request: verbs.Drop, epoch: int) -> verbs.Dropped:
+        with self._guard:
+            lease = self._leases.get(request.lease)
+        if lease is None:
+            return verbs.Dropped(known=False)
+        with self._turn(lease, epoch):
+            # Nobody could ever resume these: without their lease they would wait for ever.
+            for key in lease.parked:
+                self._processes.signal(key, signal.SIGKILL)
+            lease.dropped = True
+            lease.files.revoke()
+            self._state.forget(lease.name)
+            with self._guard:
+                self._leases.pop(lease.name, None)
+        log.info("lease=%s dropped killed=%d", lease.name, len(lease.parked))
+        return verbs.Dropped(known=True)
+
+    @contextmanager
+    def _turn(self, lease: Lease, epoch: int) -> Iterator[None]:
+        """Hold a lease; whoever had to wait is fenced again.
+
+        Raises:
+            HelperError: it is being moved (``busy``), gone, or the epoch is stale by now.
+        """
+        if not lease.moving.acquire(timeout=TURN_WAIT_S):
+            raise HelperError(ErrorKind.BUSY, f"lease {lease.name} is being moved")
+        try:
+            self._fence(epoch)
+            if lease.dropped:
+                raise HelperError(ErrorKind.BUSY, f"lease {lease.name} was dropped or replaced meanwhile")
+            yield
+        finally:
+            lease.moving.release()
+
+    # Start
+
+    def _adopt(self) -> None:
+        """Take over the leases of the helper before: pages stay, moves are settled."""
+        records = {record.lease: record for record in self._state.records(self._boot_id)}
+        for path in list(self._state.leases.iterdir()):
+            if path.name not in records:
+                # A canary's, of an earlier boot, or dropped half-way.
+                with contextlib.suppress(InvalidRequest, OSError):
+                    LeaseDirectory(self._state.leases, path.name).revoke()
+        for name, record in records.items():
+            files = LeaseDirectory(self._state.leases, name)
+            if files.phase() in (None, PagePhase.REVOKED):
+                # Not finished being made, or not finished being dropped.
+                files.revoke()
+                self._state.forget(name)
+                continue
+            self._leases[name] = Lease(record, files)
+        living = self._processes.scan({name: lease.uid for name, lease in self._leases.items()})
+        for lease in self._leases.values():
+            lease.processes = living[lease.name]
+            lease.was_alive = bool(lease.processes)
+            lease.files.reopen()
+            if lease.phase is not Phase.RUNNING and lease.phase is not Phase.LOST:
+                self._mover.settle(lease)
+            lease.files.set_phase(PAGE[lease.phase])
+            log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
+
+    def _examine(self) -> None:
+        """Run the self-test of every device; again later where there was no room for it."""
+        key = f"{self._boot_id} {self._nvml.driver} {self._simulated}"
+        kept = self._state.canary()
+        for gpu in self._nvml.gpus:
+            if verdict := canary.kept(kept, key, gpu.uuid):
+                self._verdicts[gpu.uuid] = verdict
+        while not self._stopping.is_set():
+            for gpu in self._nvml.gpus:
+                known = self._verdicts.get(gpu.uuid)
+                if known is not None and known.final:
+                    continue
+                verdict = canary.examine(
+                    gpu,
+                    nvml=self._nvml,
+                    checkpoint=self._checkpoint,
+                    leases=self._state.leases,
+                    ours=self._watchdog.own.add,
+                )
+                self._verdicts[gpu.uuid] = verdict
+                if verdict != known:
+                    self._tell_verdict(gpu, verdict)
+            self._state.save_canary(canary.keep(key, self._verdicts))
+            self._examined.set()
+            if all(verdict.final for verdict in self._verdicts.values()):
+                return
+            self._stopping.wait(CANARY_RETRY_S)
+
+    def _tell_verdict(self, gpu: Gpu, verdict: canary.Verdict) -> None:
+        log.info(
+            "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s",
+            gpu.uuid, verdict.suspendable, verdict.level,
+            verdict.suspend_bytes_per_s, verdict.resume_bytes_per_s, verdict.reason or "-",
+        )  # fmt: skip
+        self._events.publish(
+            EventKind.DEVICE,
+            device=gpu.uuid,
+            reason=verdict.reason,
+            fields={"suspendable": "true" if verdict.suspendable else "false", "level": str(verdict.level)},
+        )
+
+
+EXAMPLES = """\
+examples:
+  gpushare helper --state-dir /var/lib/gpushare --socket /run/gpushare/helper.sock --allow-uid 985
+      as root, for a broker that runs as uid 985
+  gpushare helper --state-dir ./state --socket ./state/helper.sock
+      as yourself, for a broker and servers of the same user
+
+The state directory must outlive the helper (not /tmp), and the users of the
+servers must be able to pass through it: they open their own limit page in it.
+"""
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options on a command line; exits with 2 and a usage line when they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="gpushare helper",
+        description="Runs beside the NVIDIA driver: inventory, samples, limits, suspend and resume.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--state-dir", type=Path, required=True, help="limit pages, accounts and the journal")
+    parser.add_argument("--socket", type=Path, help="where to listen (default: STATE_DIR/helper.sock)")
+    parser.add_argument(
+        "--allow-uid", type=int, action="append", default=[], metavar="UID",
+        help="also answer this user; root and the helper's own user always may (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watchdog", type=Action, choices=list(Action), default=Action.WARN,
+        help="about processes beyond their limit or without a lease: tell, also stop them, or do not look",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host-budget-percent", type=int, default=50, metavar="PERCENT",
+        help="how much of the host's memory suspended leases may take together (default 50)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sample-s", type=float, default=1.0, metavar="SECONDS", help="time between samples (default 1)"
+    )
+    given = parser.parse_args(argv)
+    if not 1 <= given.host_budget_percent <= 95:
+        parser.error("--host-budget-percent is 1 to 95")
+    if not 0.05 <= given.sample_s <= 10:
+        parser.error("--sample-s is 0.05 to 10 seconds: an end must be seen within 2 s, mostly")
+    if any(uid < 0 for uid in given.allow_uid):
+        parser.error("--allow-uid is a user's number")
+    state_dir = given.state_dir.absolute()
+    return Options(
+        state_dir=state_dir,
+        socket=(given.socket or state_dir / "helper.sock").absolute(),
+        allow_uids=frozenset(given.allow_uid),
+        watchdog=given.watchdog,
+        host_budget_percent=given.host_budget_percent,
+        sample_s=given.sample_s,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the helper until SIGTERM or SIGINT; 0 after a clean stop, 1 with a reason otherwise."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    _raise_descriptors()
+    try:
+        helper = Helper(options)
+    except GpuShareError as error:
+        print(f"gpushare helper: {error}", file=sys.stderr)
+        return 1
+    helper.start()
+    stop.wait()
+    helper.stop()
+    log.info("helper stopped")
+    # Threads that hang in the driver must not keep the process.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _raise_descriptors() -> None:
+    """One pidfd per process of a lease: take what the hard limit gives."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

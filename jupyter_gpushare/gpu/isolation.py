@@ -1,0 +1,331 @@
+"""The two files of a lease, as the preload library shares them with the helper.
+
+The layout is that of native/gpushare_lease.h; tests hold the two together.
+
+* ``limit`` is the helper's: made whole under another name and renamed, changed
+  field by field with pwrite, so that a process which has it mapped sees each
+  field either old or new.  Its owner cannot write it.
+* ``account`` is the user's: mapped and written by every process of the lease.
+  The user can make it anything: shorter, a FIFO, a link, full of lies, locked
+  for ever.  So the helper never maps it (a truncated map kills the reader), never
+  locks it (its mutex may have a holder that never leaves) and never follows it:
+  it preads a fixed number of bytes from what is a regular file.  What it says is
+  used for its own lease only: to notice that the owner wants the GPU, and to
+  explain.  Another lease's safety never rests on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import shutil
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from ..errors import InvalidRequest
+
+DEVICES = 16
+SLOTS = 256
+VERSION = 1
+LIMIT_MAGIC = 0x4C535047
+ACCOUNT_MAGIC = 0x41535047
+
+LIMIT_NAME = "limit"
+ACCOUNT_NAME = "account"
+
+# struct gpushare_limit_page
+LIMIT_HEAD = struct.Struct("<IIII")  # magic, version, device_count, phase
+LIMIT_DEVICE = struct.Struct("<16sQQ")  # uuid, limit_bytes, context_bytes
+LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
+COUNT_AT = 8
+PHASE_AT = 12
+LIMIT_IN_DEVICE = 16
+CONTEXT_IN_DEVICE = 24
+
+# struct gpushare_account
+ACCOUNT_HEAD = struct.Struct("<IIQ64x")  # magic, version, denied, lock
+SLOT = struct.Struct(f"<iIQQQ{8 * DEVICES}x")  # pid, taints, start_ticks, calls, queries
+SLOT_USED = struct.Struct(f"<{DEVICES}Q")
+USED_IN_SLOT = 32
+ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
+
+_LEASE = re.compile(r"[a-z0-9-]{1,64}")
+
+
+class PagePhase(enum.IntEnum):
+    """enum gpushare_phase: what the processes of a lease may do."""
+
+    RUNNING = 0
+    SUSPENDING = 1
+    SUSPENDED = 2
+    RESUMING = 3
+    REVOKED = 4
+
+
+class Taint(enum.IntFlag):
+    """enum gpushare_taint: what makes a process not suspendable."""
+
+    MANAGED = 1
+    IPC = 2
+    EXPORTED = 4
+    PEER = 8
+
+
+TAINT_WORDS = {
+    Taint.MANAGED: "managed memory",
+    Taint.IPC: "CUDA IPC",
+    Taint.EXPORTED: "memory shared with another process",
+    Taint.PEER: "peer access between GPUs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one process says about itself."""
+
+    pid: int
+    start_ticks: int
+    taints: Taint
+    calls: int
+    queries: int
+    used_bytes: tuple[int, ...]  # by index in the limit page
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the processes of a lease say together."""
+
+    denied: int
+    slots: tuple[Slot, ...]
+
+    def held(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The bytes alone, by process (pid, start_ticks)."""
+        return {(slot.pid, slot.start_ticks): slot.used_bytes for slot in self.slots}
+
+    def counters(self) -> Counters:
+        """The counters alone, by process."""
+        return Counters({(slot.pid, slot.start_ticks): (slot.calls, slot.queries) for slot in self.slots})
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How many CUDA calls and queries each process (pid, start_ticks) entered."""
+
+    entered: Mapping[tuple[int, int], tuple[int, int]]
+
+    def token(self) -> str:
+        """An opaque word that changes when a call is entered; queries do not count."""
+        text = ",".join(
+            f"{pid}:{start}:{calls}" for (pid, start), (calls, _) in sorted(self.entered.items()) if calls
+        )
+        return "c" + blake2b(text.encode(), digest_size=12).hexdigest()
+
+    def calls_since(self, before: Counters) -> bool:
+        """Whether a process entered a CUDA call after ``before``; one that ended does not count."""
+        return any(
+            calls != before.entered.get(process, (0, 0))[0] for process, (calls, _) in self.entered.items()
+        )
+
+    def queries_since(self, before: Counters) -> bool:
+        """Whether a process asked for the state of a stream or event after ``before``."""
+        return any(
+            queries != before.entered.get(process, (0, 0))[1]
+            for process, (_, queries) in self.entered.items()
+        )
+
+
+NO_COUNTERS = Counters({})
+
+
+def check_lease(lease: str) -> str:
+    """The lease's name, if it can be the name of a directory.
+
+    Raises:
+        InvalidRequest: it is not ``[a-z0-9-]{1,64}``.
+    """
+    if not _LEASE.fullmatch(lease):
+        raise InvalidRequest(f"a lease is named [a-z0-9-]{{1,64}}, not {lease[:80]!r}")
+    return lease
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """The 16 bytes of ``GPU-...`` or ``MIG-...`` as cuDeviceGetUuid_v2 answers them.
+
+    Raises:
+        InvalidRequest: it is not such a name.
+    """
+    _kind, _dash, digits = uuid.partition("-")
+    try:
+        raw = bytes.fromhex(digits.replace("-", ""))
+    except ValueError:
+        raw = b""
+    if len(raw) != 16:
+        raise InvalidRequest(f"not the UUID of a device: {uuid[:80]!r}")
+    return raw
+
+
+def parse_account(raw: bytes) -> Account | None:
+    """What an account file says; None when it is not one."""
+    if len(raw) != ACCOUNT_BYTES:
+        return None
+    magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
+    if magic == 0 and not any(raw[: ACCOUNT_HEAD.size]):
+        return Account(0, ())  # no process has opened it yet
+    if magic != ACCOUNT_MAGIC or version != VERSION:
+        return None
+    slots = []
+    at = ACCOUNT_HEAD.size
+    for pid, taints, start_ticks, calls, queries in SLOT.iter_unpack(memoryview(raw)[at:]):
+        if pid > 0:
+            used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
+            slots.append(Slot(pid, start_ticks, Taint(taints & 15), calls, queries, used))
+        at += SLOT.size
+    return Account(denied, tuple(slots))
+
+
+class LeaseDirectory:
+    """The directory of one lease: makes it, changes the limit page, reads the account."""
+
+    def __init__(self, root: Path, lease: str) -> None:
+        self.path = root / check_lease(lease)
+        self._limit = self.path / LIMIT_NAME
+        self._account = self.path / ACCOUNT_NAME
+        self._account_fd = -1
+        # The sampling and the waking thread share the descriptor.
+        self._guard = threading.Lock()
+
+    def create(self, uid: int, limits: Mapping[str, int], phase: PagePhase) -> None:
+        """Make the directory with a limit page and an account owned by ``uid``.
+
+        What exists is kept but for the page, which is replaced as a whole: only for
+        a lease that no process carries.
+        """
+        self.path.mkdir(mode=0o755, exist_ok=True)
+        self.path.chmod(0o755)
+        page = bytearray(LIMIT_BYTES)
+        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), phase)
+        for index, (uuid, limit_bytes) in enumerate(limits.items()):
+            at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
+            LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, 0)
+        _write_whole(self._limit, bytes(page), 0o644, os.geteuid())
+        if not os.path.lexists(self._account):
+            head = ACCOUNT_HEAD.pack(0, 0, 0)
+            _write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), 0o600, uid)
+
+    def set_phase(self, phase: PagePhase) -> None:
+        """Tell the processes of the lease what they may do."""
+        self._pwrite(struct.pack("<I", phase), PHASE_AT)
+
+    def set_limit(self, index: int, limit_bytes: int) -> None:
+        """Change the limit on the device at ``index`` of the page."""
+        self._pwrite(struct.pack("<Q", limit_bytes), _device_at(index) + LIMIT_IN_DEVICE)
+
+    def set_context(self, index: int, context_bytes: int) -> None:
+        """Charge what the driver shows beyond the accounts (contexts)."""
+        self._pwrite(struct.pack("<Q", context_bytes), _device_at(index) + CONTEXT_IN_DEVICE)
+
+    def phase(self) -> PagePhase | None:
+        """The phase in the limit page; None when the page is missing or broken."""
+        try:
+            fd = os.open(self._limit, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            head = os.pread(fd, LIMIT_HEAD.size, 0)
+        finally:
+            os.close(fd)
+        if len(head) != LIMIT_HEAD.size or LIMIT_HEAD.unpack(head)[:2] != (LIMIT_MAGIC, VERSION):
+            return None
+        value = LIMIT_HEAD.unpack(head)[3]
+        return PagePhase(value) if value in iter(PagePhase) else None
+
+    def raw_account(self) -> bytes:
+        """The bytes of the account as last looked up; fewer than a whole one when it is broken."""
+        with self._guard:
+            if self._account_fd < 0:
+                return b""
+            try:
+                return os.pread(self._account_fd, ACCOUNT_BYTES, 0)
+            except OSError:
+                return b""
+
+    def reopen(self) -> None:
+        """Look the account up again: its owner may have replaced it."""
+        fd = _open_regular(self._account)
+        with self._guard:
+            old, self._account_fd = self._account_fd, fd
+        if old >= 0:
+            os.close(old)
+
+    def account(self) -> Account | None:
+        """What the processes of the lease say now; None when the account is broken."""
+        self.reopen()
+        return parse_account(self.raw_account())
+
+    def close(self) -> None:
+        """Let go of the account."""
+        with self._guard:
+            old, self._account_fd = self._account_fd, -1
+        if old >= 0:
+            os.close(old)
+
+    def revoke(self) -> None:
+        """Deny everything from now on, and remove the files."""
+        if self._limit.is_file():
+            self.set_phase(PagePhase.REVOKED)
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _pwrite(self, value: bytes, at: int) -> None:
+        fd = os.open(self._limit, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, value, at)
+        finally:
+            os.close(fd)
+
+
+def words_of(taints: Iterable[Taint]) -> str:
+    """What a user is told about taints: "managed memory, CUDA IPC"; empty for none."""
+    found = Taint(0)
+    for taint in taints:
+        found |= taint
+    return ", ".join(word for taint, word in TAINT_WORDS.items() if taint in found)
+
+
+def _device_at(index: int) -> int:
+    if not 0 <= index < DEVICES:
+        raise IndexError(index)
+    return LIMIT_HEAD.size + index * LIMIT_DEVICE.size
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _write_whole(path: Path, content: bytes, mode: int, uid: int) -> None:
+    """Make a file that is never seen half written, owned by ``uid``."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, content)
+        os.fchmod(fd, mode)
+        if uid != os.geteuid():
+            os.fchown(fd, uid, -1)
+    finally:
+        os.close(fd)
+    new.rename(path)

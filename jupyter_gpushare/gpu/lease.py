@@ -1,0 +1,143 @@
+"""One lease as the helper knows it, and the table of its phases.
+
+    RUNNING -> SUSPENDING -> SUSPENDED -> RESUMING -> RUNNING
+
+A move that fails goes back to where it came from; a process that the driver
+gave up makes the lease LOST until that process has ended.  Only `Lease.enter`
+changes the phase, and only along `TRANSITIONS`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from .isolation import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
+from .journal import Parked, Record
+from .processes import Process
+from .verbs import Phase
+
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
+    {
+        Phase.RUNNING: frozenset({Phase.SUSPENDING, Phase.SUSPENDED}),
+        Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.RUNNING, Phase.LOST}),
+        Phase.SUSPENDED: frozenset({Phase.RESUMING, Phase.RUNNING, Phase.LOST}),
+        Phase.RESUMING: frozenset({Phase.RUNNING, Phase.SUSPENDED, Phase.LOST}),
+        Phase.LOST: frozenset({Phase.RUNNING}),
+    }
+)
+
+# What the processes of a lease may do in each phase.  After a loss the others go on.
+PAGE = MappingProxyType(
+    {
+        Phase.RUNNING: PagePhase.RUNNING,
+        Phase.SUSPENDING: PagePhase.SUSPENDING,
+        Phase.SUSPENDED: PagePhase.SUSPENDED,
+        Phase.RESUMING: PagePhase.RESUMING,
+        Phase.LOST: PagePhase.RUNNING,
+    }
+)
+
+Key = tuple[int, int]  # pid, start ticks
+
+
+class Lease:
+    """What the helper knows about one lease; `moving` is held by whoever moves or changes it."""
+
+    def __init__(self, record: Record, files: LeaseDirectory) -> None:
+        self.name = record.lease
+        self.uid = record.uid
+        self.limits = record.limits
+        self.files = files
+        self.phase = record.phase
+        self.moving = threading.Lock()
+        self.dropped = False
+        # A driver call hung or failed on the way: to be settled later.
+        self.unsettled = False
+
+        # While not RUNNING: what is locked or parked, and the counters it was parked with.
+        self.parked = {each.key: each for each in record.parked}
+        self.lost = {each.key: each for each in record.lost}
+        self.baseline = counters_of(record)
+        self.wanted = False
+        self.queries_only = False
+        self.told_at = 0.0  # when it was last said that the lease is wanted
+        self.looked_at = b""  # the account as the waker last saw it
+
+        # As last measured.
+        self.processes: tuple[Process, ...] = ()
+        self.used_bytes: dict[str, int] = {}
+        self.by_process: dict[int, int] = {}
+        self.account: Account | None = None
+        self.seen = NO_COUNTERS
+        self.active_at = time.monotonic()
+        self.was_alive = False
+        self.contexts: dict[str, int] = {}  # as charged in the limit page
+        # Processes that the driver failed to move: why, and until when that is believed.
+        self.hindered: dict[Key, tuple[str, float]] = {}
+
+    @property
+    def saved_bytes(self) -> dict[str, int]:
+        """Bytes by device that are parked in host memory (while suspended)."""
+        total: dict[str, int] = {}
+        for parked in list(self.parked.values()):
+            for uuid, count in parked.saved_bytes.items():
+                total[uuid] = total.get(uuid, 0) + count
+        return total
+
+    def enter(self, phase: Phase) -> Phase:
+        """Change the phase and the limit page; returns the phase before.
+
+        Raises:
+            ValueError: the table has no such transition; nothing changed.
+        """
+        before = self.phase
+        if phase is before:
+            return before
+        if phase not in TRANSITIONS[before]:
+            raise ValueError(f"lease {self.name}: no way from {before} to {phase}")
+        self.phase = phase
+        self.files.set_phase(PAGE[phase])
+        if phase in (Phase.RUNNING, Phase.LOST):
+            self.parked = {}
+            self.baseline = NO_COUNTERS
+            self.active_at = time.monotonic()
+        self.wanted = self.queries_only = False
+        self.told_at, self.looked_at = 0.0, b""
+        return before
+
+    def record(self, boot_id: str) -> Record:
+        """The lease as it is to be written down."""
+        return Record(
+            boot_id=boot_id,
+            lease=self.name,
+            uid=self.uid,
+            limits=self.limits,
+            phase=self.phase,
+            parked=tuple(self.parked.values()),
+            lost=tuple(self.lost.values()),
+            counted={
+                f"{pid}:{start}": f"{calls}:{queries}"
+                for (pid, start), (calls, queries) in self.baseline.entered.items()
+            },
+        )
+
+
+def counters_of(record: Record) -> Counters:
+    """The counters that a record kept."""
+    entered = {}
+    for process, counted in record.counted.items():
+        pid, _, start = process.partition(":")
+        calls, _, queries = counted.partition(":")
+        entered[int(pid), int(start)] = (int(calls), int(queries))
+    return Counters(entered)
+
+
+def parked_of(keys: Mapping[Key, Mapping[str, int]]) -> dict[Key, Parked]:
+    """Processes with their bytes by device, as they are kept."""
+    return {
+        (pid, start): Parked(pid=pid, start_ticks=start, saved_bytes=dict(saved))
+        for (pid, start), saved in keys.items()
+    }

@@ -1,0 +1,312 @@
+"""Which processes belong to a lease, and signals to them that cannot hit another.
+
+A process belongs to a lease when its user is the lease's user and
+
+1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd
+   suffix), or
+2. its environment has ``GPUSHARE_LEASE=<lease>``, or
+3. its parent belonged to the lease when it was first seen (a child that cleared
+   its environment).  This is remembered, so that a child whose parent ends
+   before it (double fork) stays.
+
+The user is compared first and last: whatever a process writes into its own
+environment, it never joins another user's lease.
+
+A pid is never trusted: a process is (pid, start time), held open by a pidfd.
+A pidfd that polls readable is an exit, zombies included, so that an exit is
+noticed without looking at anything.
+
+Looking at all processes must be cheap, because it is done every second: the
+names and inodes in /proc are one directory read; only a (pid, inode) that is new
+is opened, or one younger than `SETTLES_S`, which may be between fork and exec
+and get its environment later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+MARK = "GPUSHARE_LEASE"
+SETTLES_S = 5.0
+# A larger environment can hide the mark from us; the process tree still finds it.
+ENVIRON_BYTES = 256 << 10
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
+_KERNEL = re.compile(rb"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as it was when first seen (its lease when it settled)."""
+
+    pid: int
+    start_ticks: int  # field 22 of /proc/PID/stat
+    started_at: float
+    uid: int
+    parent: int
+    name: str
+    kernel: str
+    carries: str  # the lease that its cgroup or environment names
+    lease: str  # the lease it belongs to, if the user is the lease's
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.pid, self.start_ticks
+
+
+class Processes:
+    """All processes of this machine by lease; one reader at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
+        self._guard = threading.Lock()
+        self._pidfds: dict[tuple[int, int], int] = {}
+        self._exits = select.epoll()
+        self._by_fd: dict[int, tuple[int, int]] = {}
+
+    def close(self) -> None:
+        """Let go of every pidfd."""
+        with self._guard:
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
+            self._pidfds.clear()
+            self._by_fd.clear()
+            self._exits.close()
+
+    def scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+        """The living processes of each lease, oldest first; ``owners`` says whose each lease is."""
+        with self._guard:
+            return self._scan(owners)
+
+    def find(self, pid: int) -> Process | None:
+        """The process with this pid, as the last scan saw it."""
+        known = self._known.get(pid)
+        return known[1] if known else None
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Whether a process of a lease ended; waits for it, bounded."""
+        try:
+            return bool(self._exits.poll(timeout_s, maxevents=1))
+        except (ValueError, OSError):  # closed meanwhile
+            time.sleep(timeout_s)
+            return False
+
+    def alive(self, key: tuple[int, int]) -> bool:
+        """Whether this very process has not ended (a zombie has)."""
+        pidfd = self._open(key)
+        if pidfd is None:
+            return False
+        try:
+            return not select.select([pidfd], [], [], 0)[0]
+        finally:
+            os.close(pidfd)
+
+    def signal(self, key: tuple[int, int], number: int) -> bool:
+        """Send a signal to this very process; False when it has ended."""
+        pidfd = self._open(key)
+        if pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+    def _scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+        now = time.monotonic()
+        present = _listing()
+        for pid in [pid for pid in self._known if pid not in present]:
+            del self._known[pid]
+        fresh = [
+            (pid, inode)
+            for pid, inode in present.items()
+            if (known := self._known.get(pid)) is None
+            or known[0] != inode
+            or (not known[1].carries and now - known[1].started_at < SETTLES_S)
+        ]
+        read = [(inode, process) for pid, inode in fresh if (process := _read(pid, now)) is not None]
+        # Parents first, so that a whole new tree finds its lease in one scan.
+        for pid in {pid for pid, _ in fresh} - {process.pid for _, process in read}:
+            self._known.pop(pid, None)
+        for inode, process in sorted(read, key=lambda item: item[1].start_ticks):
+            self._known[process.pid] = (inode, self._placed(process))
+        ended = self._ended()
+        found: dict[str, list[Process]] = {lease: [] for lease in owners}
+        held: set[tuple[int, int]] = set()
+        for _, process in self._known.values():
+            if owners.get(process.lease) != process.uid or process.key in ended:
+                continue
+            if self._hold(process.key):
+                found[process.lease].append(process)
+                held.add(process.key)
+        self._release(held)
+        return {
+            lease: tuple(sorted(each, key=lambda p: (p.start_ticks, p.pid))) for lease, each in found.items()
+        }
+
+    def _placed(self, process: Process) -> Process:
+        before = self._known.get(process.pid)
+        if before and before[1].key == process.key and before[1].lease and not process.carries:
+            return replace(process, lease=before[1].lease)
+        parent = self._known.get(process.parent)
+        inherited = parent[1].lease if parent and parent[1].uid == process.uid else ""
+        return replace(process, lease=process.carries or inherited)
+
+    def _hold(self, key: tuple[int, int]) -> bool:
+        """Hold a process open and watch for its exit; False when it has ended."""
+        if key in self._pidfds:
+            return True
+        pidfd = self._open(key)
+        if pidfd is None:
+            return False
+        self._pidfds[key] = pidfd
+        self._by_fd[pidfd] = key
+        self._exits.register(pidfd, select.EPOLLIN)
+        return True
+
+    def _release(self, held: set[tuple[int, int]]) -> None:
+        for key in [key for key in self._pidfds if key not in held]:
+            pidfd = self._pidfds.pop(key)
+            del self._by_fd[pidfd]
+            self._exits.unregister(pidfd)
+            os.close(pidfd)
+
+    def _ended(self) -> set[tuple[int, int]]:
+        """The held processes that have ended, zombies included."""
+        return {self._by_fd[fd] for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._by_fd)))}
+
+    def _open(self, key: tuple[int, int]) -> int | None:
+        """A pidfd of this very process; None when it is gone."""
+        pid, start_ticks = key
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        # The pidfd holds the process first, then its start time says which it is.
+        if start_of(pid) != start_ticks:
+            os.close(pidfd)
+            return None
+        return pidfd
+
+
+def leader(processes: tuple[Process, ...]) -> Process | None:
+    """The oldest process that carries the lease and whose parent does not belong to it."""
+    pids = {process.pid for process in processes}
+    for process in processes:
+        if process.carries == process.lease and process.parent not in pids:
+            return process
+    return processes[0] if processes else None
+
+
+def start_of(pid: int) -> int:
+    """The start time of a process in ticks since boot; -1 when there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else -1
+
+
+def boot_id() -> str:
+    """A word that is another after every boot."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def room_in_cgroup(pid: int) -> int | None:
+    """How many bytes the process's cgroup (v2) may still take; None without a limit."""
+    try:
+        with open(f"/proc/{pid}/cgroup", "rb") as file:
+            paths = [line[3:].strip().decode() for line in file if line.startswith(b"0::/")]
+    except OSError:
+        return None
+    room: int | None = None
+    for path in paths:
+        while path not in ("", "/"):
+            with contextlib.suppress(OSError, ValueError):
+                here = _cgroup_number(path, "memory.max") - _cgroup_number(path, "memory.current")
+                room = here if room is None else min(room, here)
+            path = os.path.dirname(path)
+    return room
+
+
+def _cgroup_number(path: str, name: str) -> int:
+    with open(f"/sys/fs/cgroup{path}/{name}", encoding="ascii") as file:
+        return int(file.read())  # "max" is a ValueError: no limit here
+
+
+def _listing() -> dict[int, int]:
+    """Pid -> inode of its directory, which is another when the pid is used again."""
+    with os.scandir("/proc") as entries:
+        return {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
+
+
+def _read(pid: int, now: float) -> Process | None:
+    fields = _stat(pid)
+    if not fields:
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _TICKS_PER_S
+    status = _bytes(f"/proc/{pid}/status", 4096)
+    uid = _field(status, b"Uid:")
+    if uid < 0:
+        return None
+    command = _bytes(f"/proc/{pid}/cmdline", 8192)
+    kernel = _KERNEL.search(command)
+    carries = _named_by(pid)
+    return Process(
+        pid=pid,
+        start_ticks=int(fields[19]),
+        started_at=now - age_s,
+        uid=uid,
+        parent=int(fields[1]),
+        name=_bytes(f"/proc/{pid}/comm", 64).decode(errors="replace").strip(),
+        kernel=kernel.group(1).decode() if kernel else "",
+        carries=carries,
+        lease=carries,
+    )
+
+
+def _named_by(pid: int) -> str:
+    """The lease that the cgroup or else the environment of a process names."""
+    cgroup = _CGROUP.search(_bytes(f"/proc/{pid}/cgroup", 8192))
+    if cgroup:
+        return cgroup.group(1).decode()
+    mark = f"{MARK}=".encode()
+    for entry in _bytes(f"/proc/{pid}/environ", ENVIRON_BYTES).split(b"\0"):
+        if entry.startswith(mark):
+            return entry[len(mark) :].decode(errors="replace")
+    return ""
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the third (state) on; empty when it is gone."""
+    raw = _bytes(f"/proc/{pid}/stat", 2048)
+    return raw[raw.rfind(b")") + 2 :].split() if b")" in raw else []
+
+
+def _field(status: bytes, name: bytes) -> int:
+    for line in status.splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    return -1
+
+
+def _bytes(path: str, most: int) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, most)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

@@ -1,0 +1,267 @@
+"""Measure every second, in one thread, and answer `sample` from memory.
+
+A pass reads each device (bounded: a device that hangs is unhealthy and costs its
+own values only), finds the processes of each lease, and reads each account.  The
+pass also runs at once when a process of a lease ended and after each move, so
+that what is reported follows quickly.
+
+Whether a process computed is asked from the driver per process; where it cannot
+say (MIG, some vGPUs), a busy device counts for every lease with memory on it:
+rather too active than put to sleep while computing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from ..errors import DeviceError
+from .events import Events
+from .host import HostMemory
+from .isolation import NO_COUNTERS, Account
+from .lease import Lease
+from .nvml import Gpu, Nvml, Usage
+from .processes import Process, Processes
+from .suspend import Mover
+from .verbs import DeviceSample, EventKind, LeaseSample, Phase, ProcessSample, Sample
+from .watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+PROCESSES_SHOWN = 64
+# Passes asked for out of turn are at least so far apart.
+PAUSE_S = 0.05
+SETTLE_EVERY_S = 5.0
+# Smaller changes of what contexts take are not written into the limit page.
+CONTEXT_STEP_BYTES = 1 << 20
+
+
+class Sampler:
+    """Keeps the last measurement of devices and leases."""
+
+    def __init__(
+        self,
+        *,
+        nvml: Nvml,
+        processes: Processes,
+        mover: Mover,
+        host: HostMemory,
+        watchdog: Watchdog,
+        events: Events,
+        leases: Callable[[], Iterable[Lease]],
+        period_s: float,
+    ) -> None:
+        self._nvml = nvml
+        self._processes = processes
+        self._mover = mover
+        self._host = host
+        self._watchdog = watchdog
+        self._events = events
+        self._leases = leases
+        self._period_s = period_s
+        self._turn = threading.Condition()
+        self._begun = 0
+        self._ended = 0
+        self._asked = False
+        self._stopped = False
+        self._devices: dict[str, DeviceSample] = {}
+        self._at = 0.0
+        self._host_available_bytes = 0
+        self._settled_at = 0.0
+
+    # For other threads
+
+    def sample(self) -> Sample:
+        """The last measurement; never asks the driver."""
+        leases = list(self._leases())
+        return Sample(
+            at=self._at,
+            devices=tuple(self._devices.values()),
+            leases=tuple(self._lease_sample(lease) for lease in leases),
+            host_available_bytes=self._host_available_bytes,
+            host_saved_bytes=sum(
+                sum(lease.saved_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
+            ),
+        )
+
+    def health(self, uuid: str) -> tuple[bool, str]:
+        """Whether a device answered last time, and if not, why."""
+        device = self._devices.get(uuid)
+        return (device.healthy, device.reason) if device else (True, "")
+
+    def refresh(self, timeout_s: float) -> None:
+        """Ask for a pass that begins now, and wait for its end, bounded."""
+        with self._turn:
+            # One that runs already may have looked too early: the next one counts.
+            wanted = self._begun + 1
+            self._asked = True
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._ended >= wanted or self._stopped, timeout_s)
+
+    def stop(self) -> None:
+        """End both threads."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+
+    # Threads
+
+    def run(self) -> None:
+        """Measure until stopped."""
+        while not self._stopped:
+            with self._turn:
+                self._asked = False
+                self._begun += 1
+            self.measure()
+            with self._turn:
+                self._ended = self._begun
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._asked or self._stopped, self._period_s)
+            if self._asked:
+                time.sleep(PAUSE_S)
+
+    def run_exits(self) -> None:
+        """Ask for a pass whenever a process of a lease ended, until stopped."""
+        while not self._stopped:
+            if self._processes.wait_exit(30.0):
+                self.refresh(self._period_s)
+
+    def measure(self) -> None:
+        """One pass."""
+        usages = {gpu.uuid: usage for gpu in self._nvml.gpus if (usage := self._device(gpu)) is not None}
+        leases = list(self._leases())
+        living = self._processes.scan({lease.name: lease.uid for lease in leases})
+        for lease in leases:
+            self._lease(lease, usages, living.get(lease.name, ()))
+        self._host_available_bytes = self._host.available_bytes()
+        self._at = time.monotonic()
+        self._watchdog.look(usages, leases)
+        self._settle(leases)
+
+    # One pass
+
+    def _device(self, gpu: Gpu) -> Usage | None:
+        before = self._devices.get(gpu.uuid)
+        usage: Usage | None = None
+        try:
+            usage = self._nvml.usage(gpu.uuid)
+            now = DeviceSample(
+                uuid=gpu.uuid,
+                used_bytes=usage.used_bytes,
+                utilization_percent=usage.utilization_percent,
+                healthy=True,
+            )
+        except DeviceError as error:
+            now = DeviceSample(
+                uuid=gpu.uuid,
+                used_bytes=before.used_bytes if before else 0,
+                utilization_percent=0,
+                healthy=False,
+                reason=str(error),
+            )
+        self._devices[gpu.uuid] = now
+        if now.healthy != (before.healthy if before else True):
+            log.warning("device=%s healthy=%s reason=%s", gpu.uuid, now.healthy, now.reason)
+            self._events.publish(
+                EventKind.DEVICE,
+                device=gpu.uuid,
+                reason=now.reason,
+                fields={"healthy": "true" if now.healthy else "false"},
+            )
+        return usage
+
+    def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
+        lease.processes = living
+        pids = {process.pid for process in lease.processes}
+        used: dict[str, int] = {}
+        by_process: dict[int, int] = {}
+        computing = False
+        for uuid, usage in usages.items():
+            for pid in pids & usage.processes.keys():
+                used[uuid] = used.get(uuid, 0) + usage.processes[pid]
+                by_process[pid] = by_process.get(pid, 0) + usage.processes[pid]
+            if usage.computing is not None:
+                computing = computing or bool(pids & usage.computing)
+            elif usage.utilization_percent and uuid in used:
+                computing = True
+        before = lease.account
+        account = lease.files.account()
+        # Only where nothing moved around the driver's answer do the two belong together.
+        if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
+            _charge_contexts(lease, account, used)
+        lease.used_bytes, lease.by_process, lease.account = used, by_process, account
+        counters = account.counters() if account else NO_COUNTERS
+        if computing or counters.calls_since(lease.seen):
+            lease.active_at = time.monotonic()
+        lease.seen = counters
+        if lease.was_alive and not living:
+            log.info("lease=%s ended", lease.name)
+            self._events.publish(EventKind.ENDED, lease=lease.name, reason="its last process is gone")
+        lease.was_alive = bool(living)
+
+    def _settle(self, leases: list[Lease]) -> None:
+        """Try again what a hung driver call left half done; let leases go on after a loss."""
+        now = time.monotonic()
+        if now - self._settled_at < SETTLE_EVERY_S:
+            return
+        self._settled_at = now
+        for lease in leases:
+            if (lease.unsettled or lease.lost) and lease.moving.acquire(blocking=False):
+                try:
+                    if lease.unsettled and not lease.dropped:
+                        self._mover.settle(lease)
+                    if lease.phase is Phase.LOST and not lease.dropped:
+                        self._mover.forget_lost(lease)
+                finally:
+                    lease.moving.release()
+
+    def _lease_sample(self, lease: Lease) -> LeaseSample:
+        phase = lease.phase
+        asleep = phase is Phase.SUSPENDED
+        account = lease.account
+        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        shown = [
+            process
+            for process in lease.processes
+            if process.pid in lease.by_process or process.key in slots or process.key in lease.parked
+        ]
+        by_process = lease.by_process
+        keys = [process.key for process in shown if process.pid in by_process]
+        reason = self._mover.hindrance(lease, account, keys, forced=False)
+        return LeaseSample(
+            lease=lease.name,
+            phase=phase,
+            used_bytes={} if asleep else lease.used_bytes,
+            saved_bytes=lease.saved_bytes if asleep or phase is Phase.RESUMING else {},
+            calls=(account.counters() if account else NO_COUNTERS).token(),
+            active_at=lease.active_at,
+            suspendable=not reason and phase is not Phase.LOST,
+            suspend_reason=reason,
+            alive=bool(lease.processes),
+            processes=tuple(
+                ProcessSample(
+                    pid=process.pid,
+                    started_at=process.started_at,
+                    name=process.name,
+                    used_bytes=0 if asleep else by_process.get(process.pid, 0),
+                    calls=slots[process.key].calls if process.key in slots else -1,
+                    kernel=process.kernel,
+                )
+                for process in shown[:PROCESSES_SHOWN]
+            ),
+            wanted=lease.wanted,
+            queries_only=lease.queries_only,
+        )
+
+
+def _charge_contexts(lease: Lease, account: Account, used: dict[str, int]) -> None:
+    """What the driver shows beyond the account is contexts: charge it to the limit."""
+    keys = {process.key for process in lease.processes}
+    for index, uuid in enumerate(lease.limits):
+        counted = sum(held[index] for key, held in account.held().items() if key in keys)
+        beyond = max(0, used.get(uuid, 0) - counted)
+        if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
+            lease.files.set_context(index, beyond)
+            lease.contexts[uuid] = beyond

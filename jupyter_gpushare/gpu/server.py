@@ -1,0 +1,225 @@
+"""The helper's unix socket: who may speak, one line in, one line out, everything bounded.
+
+The kernel says who is on the other end (SO_PEERCRED): root, the helper's own user
+and those named with ``--allow-uid`` may speak, whatever the socket's mode.  At
+most `MAX_CONNECTIONS` speak at once, each in a thread of its own, with lines of at
+most `verbs.MAX_LINE_BYTES`; one more is told ``busy``.  A peer that neither reads
+nor finishes its line is disconnected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeviceError, HelperError, InvalidRequest
+from .events import Events, Watcher
+from .verbs import MAX_LINE_BYTES, ErrorKind, decode, encode
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 32
+# A line, once begun, must end; an answer must be read; a silent peer may stay for long.
+LINE_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 3600.0
+WATCH_CHECK_S = 5.0
+
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Answer = Any  # a dataclass of `verbs`
+
+
+class Server:
+    """Accepts connections and hands each request to ``handle``."""
+
+    def __init__(
+        self,
+        path: Path,
+        allowed_uids: frozenset[int],
+        handle: Callable[[str, dict[str, Any]], Answer],
+        events: Events,
+    ) -> None:
+        """Bind the socket.
+
+        Raises:
+            HelperError: somebody answers on it already, or it cannot be bound.
+        """
+        self._path = path
+        self._allowed = allowed_uids | {0, os.geteuid()}
+        self._handle = handle
+        self._events = events
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._guard = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._stopped = False
+        self._socket = _bind(path)
+
+    def run(self) -> None:
+        """Accept until stopped."""
+        while not self._stopped:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                if self._stopped:
+                    return
+                time.sleep(0.1)  # out of descriptors: the peers have to wait
+                continue
+            if not self._slots.acquire(blocking=False):
+                _refuse(peer, ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
+                continue
+            with self._guard:
+                self._open.add(peer)
+            threading.Thread(target=self._serve, args=(peer,), name="peer", daemon=True).start()
+
+    def stop(self) -> None:
+        """Close the socket and every connection."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+        with self._guard:
+            for peer in self._open:
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            uid = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
+            if uid not in self._allowed:
+                log.warning("peer uid=%d refused", uid)
+                _refuse(peer, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
+                return
+            self._talk(peer)
+        except (OSError, _Closed):
+            pass  # the peer is gone, or too slow
+        finally:
+            with self._guard:
+                self._open.discard(peer)
+            peer.close()
+            self._slots.release()
+
+    def _talk(self, peer: socket.socket) -> None:
+        rest = bytearray()
+        while True:
+            line = _line(peer, rest)
+            watcher: Watcher | None = None
+            try:
+                verb, fields = _request(line)
+                if verb == "watch":
+                    # From here on nothing is missed: the sample comes after it.
+                    watcher = self._events.watch()
+                answer: dict[str, Any] = {"ok": True, "result": asdict(self._handle(verb, fields))}
+            except Exception as error:  # the outermost loop of this thread
+                answer = _error(error)
+            try:
+                _send(peer, encode(answer))
+                if watcher is not None and answer["ok"]:
+                    self._stream(peer, watcher)
+                    return
+            finally:
+                if watcher is not None:
+                    self._events.leave(watcher)
+            if len(line) > MAX_LINE_BYTES:
+                return
+
+    def _stream(self, peer: socket.socket, watcher: Watcher) -> None:
+        while True:
+            try:
+                event = watcher.events.get(timeout=WATCH_CHECK_S)
+            except queue.Empty:
+                peer.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    if not peer.recv(1, socket.MSG_PEEK):
+                        return
+                continue
+            if event is None or watcher.cut:
+                return
+            _send(peer, encode(event))
+
+
+class _Closed(Exception):
+    """The peer closed the connection."""
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            listener.connect(str(path))
+            raise HelperError("running", f"another device helper answers on {path}")
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        listener.bind(str(path))
+        # Who may speak is decided by the peer's credentials.
+        path.chmod(0o666)
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        listener.close()
+        raise HelperError("socket", f"cannot listen on {path}: {error}") from None
+    except HelperError:
+        listener.close()
+        raise
+    return listener
+
+
+def _line(peer: socket.socket, rest: bytearray) -> bytes:
+    """The next line, or the first bytes of one that is too long."""
+    while (end := rest.find(b"\n")) < 0:
+        if len(rest) > MAX_LINE_BYTES:
+            return bytes(rest)
+        peer.settimeout(LINE_TIMEOUT_S if rest else IDLE_TIMEOUT_S)
+        more = peer.recv(65536)
+        if not more:
+            raise _Closed
+        rest += more
+    line = bytes(rest[:end])
+    del rest[: end + 1]
+    return line
+
+
+def _request(line: bytes) -> tuple[str, dict[str, Any]]:
+    fields = decode(line)
+    verb = fields.pop("verb", None)
+    if not isinstance(verb, str):
+        raise InvalidRequest("a request needs a verb")
+    return verb, fields
+
+
+def _send(peer: socket.socket, line: bytes) -> None:
+    peer.settimeout(SEND_TIMEOUT_S)
+    peer.sendall(line)
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    call, code = "", 0
+    if isinstance(error, InvalidRequest):
+        kind: str = ErrorKind.BAD_REQUEST
+    elif isinstance(error, HelperError):
+        kind = error.kind
+    elif isinstance(error, DeviceError):
+        kind, call, code = ErrorKind.DEVICE, error.call, error.code
+    else:
+        log.error("a request failed", exc_info=error)
+        kind = ErrorKind.INTERNAL
+    message = str(error) if kind is not ErrorKind.INTERNAL else f"{type(error).__name__}: {error}"
+    return {"ok": False, "error": {"kind": str(kind), "message": message, "call": call, "code": code}}
+
+
+def _refuse(peer: socket.socket, kind: ErrorKind, message: str) -> None:
+    with contextlib.suppress(OSError):
+        peer.settimeout(1.0)
+        answer = {"ok": False, "error": {"kind": str(kind), "message": message, "call": "", "code": 0}}
+        peer.sendall(encode(answer))
+    peer.close()

@@ -1,0 +1,529 @@
+"""Move the device memory of one lease to host memory and back.
+
+Suspend:  decide -> journal -> page SUSPENDING -> Lock all -> counters -> Checkpoint all
+          -> counters -> the driver shows it gone -> journal -> page SUSPENDED
+Resume:   room -> journal -> page RESUMING -> Restore all -> Unlock all -> page RUNNING -> journal
+
+Rules:
+
+* The counters of CUDA calls are taken with the decision.  A call entered since,
+  seen after Lock or after Checkpoint, means that the owner is back: everything is
+  put back and the answer is *wanted*.  A forced suspension does not look at them.
+* A restore is tried only when the driver shows the bytes plus a margin free on
+  every device, less what other restores in progress were promised.  One that runs
+  out of memory would lose the process for ever.
+* Memory counts as given back only when the driver no longer shows it.
+* Nothing is believed about where a process is: GetState is asked.  `settle` brings
+  a lease from any mixture of states to one of the two ends.  It ends a failed
+  move, finds out after a restart what the last helper left, and is repeated while
+  a driver call hangs.
+* A process that ended is dropped.  None is ever killed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from ..errors import DeviceError
+from .bounded import TIMED_OUT
+from .checkpoint import Checkpoint, State
+from .events import Events
+from .host import HostMemory
+from .isolation import NO_COUNTERS, Account, words_of
+from .journal import Parked, StateDirectory
+from .lease import Key, Lease, parked_of
+from .nvml import Nvml
+from .processes import Processes
+from .verbs import EventKind, Moved, Phase, Refusal
+
+log = logging.getLogger(__name__)
+
+# Kept free beside a restore: the driver's own bookkeeping grows a little with it.
+MARGIN_BYTES = 64 << 20
+# A device's bookkeeping may lag behind an exit or a checkpoint.
+ROOM_WAIT_S = 2.0
+GONE_WAIT_S = 10.0
+# Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
+COPY_FLOOR_S = 30.0
+COPY_BYTES_PER_S = 500_000_000
+# A process that appears between the list and the page is caught by the next round.
+ROUNDS = 3
+RETRIES = 3
+ASLEEP = (Phase.SUSPENDED, Phase.RESUMING)
+# What GetState answers for a process that does not use CUDA (any more, after an exec):
+# CUDA_ERROR_INVALID_VALUE, NOT_INITIALIZED, INVALID_HANDLE, NOT_FOUND.
+_NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
+# How long a process that the driver failed to checkpoint is left alone.
+HINDERED_S = 600.0
+
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY: the lock timed out
+
+
+class Undo(Exception):
+    """A suspension cannot go on: put everything back and refuse."""
+
+    def __init__(self, refused: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.refused = refused
+        self.reason = reason
+
+
+class Mover:
+    """Suspends and resumes leases; safe to call from several threads."""
+
+    def __init__(
+        self,
+        *,
+        nvml: Nvml,
+        checkpoint: Checkpoint,
+        processes: Processes,
+        state: StateDirectory,
+        host: HostMemory,
+        events: Events,
+        boot_id: str,
+        hindrance: Callable[[str], str],
+        leases: Callable[[], Iterable[Lease]],
+        on_suspended: Callable[[], None],
+        step: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """``hindrance`` says why a device cannot be suspended (or ""), ``step`` is told each step."""
+        self._on_suspended = on_suspended
+        self._nvml = nvml
+        self._checkpoint = checkpoint
+        self._processes = processes
+        self._state = state
+        self._host = host
+        self._events = events
+        self._boot_id = boot_id
+        self._hindrance = hindrance
+        self._leases = leases
+        self._step = step
+        self._room = threading.Condition()
+        self._promised: dict[str, int] = {}
+
+    # Verbs
+
+    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> Moved:
+        """Park the lease's device memory; ``lease.moving`` is held by the caller."""
+        began = time.monotonic()
+        if lease.unsettled:
+            self.settle(lease)
+        if lease.phase is Phase.SUSPENDED:
+            return Moved(done=True, bytes=sum(lease.saved_bytes.values()))
+        if lease.phase is Phase.LOST:
+            return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
+        if lease.phase is not Phase.RUNNING:
+            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        try:
+            self._suspend(lease, calls, timeout_s)
+        except Undo as undo:
+            return _refused(undo.refused, undo.reason)
+        except DeviceError as error:
+            return _refused(Refusal.BUSY, str(error))
+        return Moved(
+            done=True, bytes=sum(lease.saved_bytes.values()), took_s=round(time.monotonic() - began, 4)
+        )
+
+    def resume(self, lease: Lease, timeout_s: float) -> Moved:
+        """Copy the lease's memory back; ``lease.moving`` is held by the caller."""
+        began = time.monotonic()
+        if lease.unsettled:
+            self.settle(lease)
+        if lease.phase is Phase.RUNNING:
+            return Moved(done=True)
+        if lease.phase is Phase.LOST:
+            return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
+        if lease.phase is not Phase.SUSPENDED:
+            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        lease.parked = {key: each for key, each in lease.parked.items() if self._processes.alive(key)}
+        saved = lease.saved_bytes
+        try:
+            with self._promise_room(saved, timeout_s):
+                self._resume(lease)
+        except Undo as undo:
+            return _refused(undo.refused, undo.reason)
+        except DeviceError as error:
+            return _refused(Refusal.BUSY, str(error))
+        return Moved(done=True, bytes=sum(saved.values()), took_s=round(time.monotonic() - began, 4))
+
+    def settle(self, lease: Lease) -> None:
+        """Bring a lease whose move was cut short to an end, whatever the driver says it reached.
+
+        It ends where most of the work is done already: suspended when every process
+        is checkpointed, running otherwise.  ``lease.unsettled`` tells whether it has
+        to be called again.
+        """
+        try:
+            states = self._states(lease)
+            if lease.phase is Phase.SUSPENDED and not states:
+                lease.unsettled = False  # it held no device memory, or its processes have ended
+                return
+            if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
+                lease.unsettled = True
+                return
+            parked = [key for key, state in states.items() if state is State.CHECKPOINTED]
+            if lease.parked and len(parked) == len(states):
+                self._enter(lease, Phase.SUSPENDED, "found checkpointed")
+            elif not parked:
+                self._finish_running(lease, "found in device memory")
+            else:
+                self._settle_mixed(lease, parked)
+            lease.unsettled = False
+        except (DeviceError, Undo) as error:
+            if not lease.unsettled:
+                log.warning("lease=%s phase=%s unsettled: %s", lease.name, lease.phase, error)
+            lease.unsettled = True
+
+    def forget_lost(self, lease: Lease) -> None:
+        """Let a lease go on once the processes that the driver lost have ended."""
+        lease.lost = {key: each for key, each in lease.lost.items() if self._processes.alive(key)}
+        if not lease.lost:
+            self._enter(lease, Phase.RUNNING, "the lost processes have ended")
+
+    def hindrance(self, lease: Lease, account: Account | None, keys: Iterable[Key], forced: bool) -> str:
+        """Why the lease cannot be suspended while these processes use the GPU; "" if it can."""
+        keys = set(keys)
+        if not keys:
+            return ""
+        if self._checkpoint.unavailable:
+            return self._checkpoint.unavailable
+        for uuid in lease.limits:
+            if reason := self._hindrance(uuid):
+                return reason
+        now = time.monotonic()
+        for key, (reason, until) in list(lease.hindered.items()):
+            if key in keys and until > now:
+                return reason
+        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        if words := words_of(slot.taints for key, slot in slots.items() if key in keys):
+            return f"it uses {words}"
+        if not forced and account is None:
+            return "its account file is broken"
+        if not forced and not keys <= slots.keys():
+            return "preload library not loaded"
+        return ""
+
+    # Suspend
+
+    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
+        forced = not calls
+        deadline = time.monotonic() + timeout_s
+        account = lease.files.account()
+        if not forced:
+            _check_calls(account, calls)
+        found = self._on_devices(lease)
+        if reason := self.hindrance(lease, account, found, forced):
+            raise Undo(Refusal.NOT_SUSPENDABLE, reason)
+        by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
+        held = sum(sum(other.saved_bytes.values()) for other in self._leases() if other.phase in ASLEEP)
+        with self._host.promise(by_pid, held) as no_room:
+            if no_room:
+                raise Undo(Refusal.HOST_MEMORY, no_room)
+            lease.parked = parked_of(found)
+            self._enter(lease, Phase.SUSPENDING, "forced" if forced else "idle")
+            try:
+                self._park(lease, calls, deadline)
+            except (Undo, DeviceError) as error:
+                self._put_back(lease)
+                if lease.phase is Phase.SUSPENDED:
+                    return  # it could not be put back: whoever wants it resumes it
+                if isinstance(error, DeviceError):
+                    raise Undo(Refusal.BUSY, str(error)) from None
+                raise
+        self._enter(lease, Phase.SUSPENDED, "forced" if forced else "idle")
+        self._step("suspend:done")
+
+    def _park(self, lease: Lease, calls: str, deadline: float) -> None:
+        """Lock and checkpoint every process of the lease that is on a device."""
+        done: set[Key] = set()
+        for attempt in range(ROUNDS):
+            found = {key: held for key, held in self._on_devices(lease).items() if key not in done}
+            if attempt and not found:
+                break
+            if attempt == ROUNDS - 1 and found:
+                raise Undo(Refusal.BUSY, "new processes of the lease keep appearing on the GPU")
+            # Written down before it is done: the next helper asks the driver about these.
+            lease.parked = {**lease.parked, **parked_of(found)}
+            self._save(lease)
+            self._step("suspend:intent")
+            for key in found:
+                self._lock(lease, key, deadline)
+            self._step("suspend:locked")
+            # Locked processes allocate no more: these are the bytes that will be missing.
+            held = self._on_devices(lease)
+            lease.parked.update(parked_of({key: held[key] for key in found if key in held}))
+            account = lease.files.account()
+            if calls:
+                _check_calls(account, calls)
+            if not attempt:
+                lease.baseline = account.counters() if account else NO_COUNTERS
+            self._save(lease)
+            for key in found:
+                self._park_one(lease, key)
+            done |= found.keys()
+            if calls:
+                _check_calls(lease.files.account(), calls)
+            self._step("suspend:parked")
+        self._wait_gone(lease)
+
+    def _lock(self, lease: Lease, key: Key, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise Undo(Refusal.BUSY, "locking the processes of the lease took too long")
+        try:
+            self._checkpoint.lock(key[0], left_s)
+        except DeviceError as error:
+            if not self._processes.alive(key):
+                lease.parked.pop(key, None)
+                return
+            if error.code in (_NOT_READY, TIMED_OUT):
+                raise Undo(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
+            self._hinder(lease, key, f"the driver cannot lock it ({error})")
+            raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
+
+    def _park_one(self, lease: Lease, key: Key) -> None:
+        if key not in lease.parked:
+            return
+        try:
+            self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
+        except DeviceError as error:
+            if not self._processes.alive(key):
+                lease.parked.pop(key, None)
+                return
+            self._hinder(lease, key, f"the driver failed to checkpoint it ({error})")
+            raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
+        self._step("suspend:one")
+
+    def _wait_gone(self, lease: Lease) -> None:
+        deadline = time.monotonic() + GONE_WAIT_S
+        while self._on_devices(lease).keys() & lease.parked.keys():
+            if time.monotonic() > deadline:
+                raise Undo(Refusal.BUSY, "the driver still shows the memory of the lease")
+            time.sleep(0.01)
+
+    def _put_back(self, lease: Lease) -> None:
+        """After a suspension failed: running again, or as near as the driver lets us."""
+        try:
+            saved = {
+                uuid: count
+                for key, state in self._states(lease).items()
+                if state is State.CHECKPOINTED
+                for uuid, count in lease.parked[key].saved_bytes.items()
+            }
+            with self._promise_room(saved, ROOM_WAIT_S):
+                self._restore_all(lease)
+                self._finish_running(lease, "suspension undone")
+        except (Undo, DeviceError):
+            self.settle(lease)
+
+    # Resume
+
+    def _resume(self, lease: Lease) -> None:
+        """Restore and unlock every process; the room is promised by the caller."""
+        self._enter(lease, Phase.RESUMING, "")
+        self._step("resume:intent")
+        try:
+            self._restore_all(lease)
+            self._step("resume:restored")
+            self._finish_running(lease, "")
+        except (Undo, DeviceError) as error:
+            self._park_again(lease)
+            raise Undo(Refusal.BUSY, str(error)) from None
+        if lease.phase is Phase.LOST:
+            raise Undo(Refusal.LOST, "the driver could not bring the memory of a process back")
+        self._step("resume:done")
+
+    def _restore_all(self, lease: Lease) -> None:
+        """CHECKPOINTED -> LOCKED for every process; what the driver loses goes to ``lease.lost``.
+
+        Raises:
+            DeviceError: a process is still checkpointed, or the driver does not say.
+        """
+        for key, state in self._states(lease).items():
+            if state is not State.CHECKPOINTED or key not in lease.parked:
+                continue
+            for attempt in range(RETRIES):
+                try:
+                    self._checkpoint.restore(key[0], _copy_s(lease.parked[key]))
+                    break
+                except DeviceError:
+                    # Gone and lost ones are sorted out by their states; tried again
+                    # only where the driver says that nothing has changed.
+                    if self._states(lease).get(key) is not State.CHECKPOINTED:
+                        break
+                    if attempt == RETRIES - 1:
+                        raise
+            self._step("resume:one")
+
+    def _finish_running(self, lease: Lease, reason: str) -> None:
+        """LOCKED -> RUNNING for every process, and the phase with them."""
+        for key, state in self._states(lease).items():
+            if state is State.LOCKED:
+                self._unlock(lease, key)
+        phase = Phase.LOST if lease.lost else Phase.RUNNING
+        self._step("resume:unlocked")
+        self._enter(lease, phase, "the driver lost a process" if lease.lost else reason)
+
+    def _unlock(self, lease: Lease, key: Key) -> None:
+        for attempt in range(RETRIES):
+            try:
+                self._checkpoint.unlock(key[0])
+                return
+            except DeviceError:
+                if self._states(lease).get(key) is not State.LOCKED:
+                    return
+                if attempt == RETRIES - 1:
+                    raise
+
+    def _park_again(self, lease: Lease) -> None:
+        """After a resume failed: suspended again, or as near as the driver lets us."""
+        try:
+            for key, state in self._states(lease).items():
+                if state is State.LOCKED:
+                    self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
+        except DeviceError as error:
+            log.warning("lease=%s could not be parked again: %s", lease.name, error)
+        self.settle(lease)
+
+    def _settle_mixed(self, lease: Lease, parked: list[Key]) -> None:
+        """Some processes are in host memory, some on the device: all to the device if they fit."""
+        saved: dict[str, int] = {}
+        for key in parked:
+            for uuid, count in lease.parked[key].saved_bytes.items():
+                saved[uuid] = saved.get(uuid, 0) + count
+        try:
+            with self._promise_room(saved, ROOM_WAIT_S):
+                self._restore_all(lease)
+                self._finish_running(lease, "found half-way")
+        except (Undo, DeviceError):
+            for key, state in self._states(lease).items():
+                if state is State.RUNNING:
+                    self._checkpoint.lock(key[0], ROOM_WAIT_S)
+                if state in (State.RUNNING, State.LOCKED):
+                    self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
+            self._enter(lease, Phase.SUSPENDED, "found half-way, no room to go back")
+
+    @contextmanager
+    def _promise_room(self, saved: Mapping[str, int], timeout_s: float) -> Iterator[None]:
+        """Hold free device memory for a restore.
+
+        Raises:
+            Undo: the driver does not show enough free (``no_room``).
+        """
+        began = time.monotonic()
+        with self._room:
+            while reason := self._no_room(saved):
+                # Another restore's promise is counted twice while it copies: wait for it.
+                others = any(self._promised.get(uuid) for uuid in saved)
+                wait_s = timeout_s if others else min(timeout_s, ROOM_WAIT_S)
+                if time.monotonic() - began >= wait_s:
+                    raise Undo(Refusal.NO_ROOM, reason)
+                self._room.wait(0.02)
+            for uuid, count in saved.items():
+                self._promised[uuid] = self._promised.get(uuid, 0) + count
+        try:
+            yield
+        finally:
+            with self._room:
+                for uuid, count in saved.items():
+                    self._promised[uuid] -= count
+                self._room.notify_all()
+
+    def _no_room(self, saved: Mapping[str, int]) -> str:
+        for uuid, count in saved.items():
+            free = self._nvml.free_bytes(uuid) - self._promised.get(uuid, 0)
+            if count and free < count + MARGIN_BYTES:
+                return f"{count} bytes (and a margin of {MARGIN_BYTES}) are needed on {uuid}, {free} are free"
+        return ""
+
+    # What the driver says
+
+    def _states(self, lease: Lease) -> dict[Key, State]:
+        """Where each process of the move is; those that ended or were lost leave the move.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        states: dict[Key, State] = {}
+        for key in list(lease.parked):
+            try:
+                state = self._checkpoint.state(key[0])
+            except DeviceError as error:
+                if self._processes.alive(key) and error.code not in _NO_CUDA_PROCESS:
+                    raise
+                del lease.parked[key]
+                continue
+            if not self._processes.alive(key):
+                del lease.parked[key]
+            elif state is State.FAILED:
+                lease.lost[key] = lease.parked.pop(key)
+            else:
+                states[key] = state
+        return states
+
+    def _on_devices(self, lease: Lease) -> dict[Key, dict[str, int]]:
+        """The lease's processes that the driver shows on a device, with their bytes, now."""
+        owned = {
+            process.pid: process.key
+            for process in self._processes.scan({each.name: each.uid for each in self._leases()}).get(
+                lease.name, ()
+            )
+        }
+        found: dict[Key, dict[str, int]] = {}
+        for gpu in self._nvml.gpus:
+            try:
+                shown = self._nvml.processes(gpu.uuid)
+            except DeviceError:
+                if gpu.uuid in lease.limits:
+                    raise
+                continue  # another device's trouble
+            for pid, count in shown.items():
+                if pid in owned:
+                    found.setdefault(owned[pid], {})[gpu.uuid] = count
+        return found
+
+    def _hinder(self, lease: Lease, key: Key, reason: str) -> None:
+        lease.hindered = {k: v for k, v in lease.hindered.items() if v[1] > time.monotonic()}
+        lease.hindered[key] = (reason, time.monotonic() + HINDERED_S)
+
+    def _save(self, lease: Lease) -> None:
+        self._state.save(lease.record(self._boot_id))
+
+    def _enter(self, lease: Lease, phase: Phase, reason: str) -> None:
+        """Change the phase: on disk, in the limit page, for those who watch, in the log."""
+        saved = sum(lease.saved_bytes.values())
+        before = lease.enter(phase)
+        self._save(lease)
+        if before is phase:
+            return
+        if phase is Phase.SUSPENDED:
+            self._on_suspended()
+        log.info(
+            "lease=%s %s->%s bytes=%d processes=%d reason=%s",
+            lease.name, before, phase, saved, len(lease.parked), reason or "asked",
+        )  # fmt: skip
+        self._events.publish(
+            EventKind.PHASE,
+            lease=lease.name,
+            reason=reason,
+            fields={"from": str(before), "to": str(phase), "bytes": str(saved)},
+        )
+
+
+def _check_calls(account: Account | None, calls: str) -> None:
+    if account is None:
+        raise Undo(Refusal.NOT_SUSPENDABLE, "its account file is broken")
+    if account.counters().token() != calls:
+        raise Undo(Refusal.WANTED, "a process of the lease entered a CUDA call")
+
+
+def _copy_s(parked: Parked) -> float:
+    return COPY_FLOOR_S + sum(parked.saved_bytes.values()) / COPY_BYTES_PER_S
+
+
+def _refused(refused: Refusal, reason: str) -> Moved:
+    return Moved(done=False, refused=refused, reason=reason)
