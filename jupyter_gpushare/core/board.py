@@ -19,7 +19,7 @@ takes room for the job's memory while the lender's copy is still there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from math import ceil
 
 from jupyter_gpushare.core.model import (
@@ -79,6 +79,19 @@ class Room:
         """What a build session can still be guaranteed."""
         return WHOLE_GPU - self.claimed - self.firm
 
+    def on_lent(self, claimants: Container[str]) -> list[Lease]:
+        """Who holds room that others claim: those without a claim that came last."""
+        found: list[Lease] = []
+        if not self.claimed:
+            return found
+        unclaimed = WHOLE_GPU - self.claimed
+        for lease in sorted(self.holders, key=lambda x: (x.granted_at, x.id)):
+            if lease.id not in claimants:
+                unclaimed -= held_by(lease)
+                if unclaimed < 0:
+                    found.append(lease)
+        return found
+
 
 class Board:
     """All rooms, accounts and host memory, as the decisions so far leave them."""
@@ -96,7 +109,7 @@ class Board:
             if has_place(lease):
                 self._enter(lease)
         for room in self.rooms.values():
-            for lease in self._on_lent_room(room):
+            for lease in room.on_lent(self.standing.claimants):
                 self.reserve(lease)
 
     def _enter(self, lease: Lease) -> None:
@@ -120,15 +133,6 @@ class Board:
             self.host_free -= parked_bytes(lease)
         elif lease.state in (State.SUSPENDED, State.RESUMING):
             self.host_free -= lease.saved_bytes
-
-    def _on_lent_room(self, room: Room) -> Iterable[Lease]:
-        """The jobs on room that others claim: the last that came to this device."""
-        unclaimed = WHOLE_GPU - room.claimed
-        for lease in sorted(room.holders, key=lambda x: (x.granted_at, x.id)):
-            if not self.has_claim(lease):
-                unclaimed -= held_by(lease)
-                if unclaimed < 0 and lease.kind is Kind.TRAIN:
-                    yield lease
 
     # -- questions
 
@@ -167,7 +171,7 @@ class Board:
 
     def reserve(self, lease: Lease) -> None:
         """Keep host memory for a job that runs on lent room."""
-        if lease.id not in self.reserved and self.is_whole(lease):
+        if lease.kind is Kind.TRAIN and lease.id not in self.reserved and self.is_whole(lease):
             needed = self.reserve_needed(lease, lease.devices, held_by(lease))
             self.reserved[lease.id] = needed
             self.host_free -= needed

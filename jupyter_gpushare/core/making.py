@@ -69,6 +69,19 @@ class Making:
     victims: tuple[Victim, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """On what terms a job asks for room."""
+
+    owed: bool  # its project is below quota
+    over_limit: int  # how much must leave its own project
+    lend: bool  # it may go where a session sleeps, or is put to sleep
+
+    def there(self, room: Room) -> int:
+        """What the job can count on without asking anybody."""
+        return room.soon if self.lend else room.soon - room.asleep
+
+
 def eligible_at(lease: Lease, settings: Settings) -> float | None:
     """The moment from which a running session's room may be lent; None: not while it is as it is."""
     if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:
@@ -96,6 +109,7 @@ class Maker:
 
     def __init__(self, board: Board) -> None:
         self.board = board
+        self.obstacle = Why.NO_ROOM  # why the last `for_job` came to nothing
 
     # -- who can be asked
 
@@ -104,6 +118,7 @@ class Maker:
         if not eligible(lease, board.settings, board.moment) or not board.can_park(lease):
             return None
         if parked_bytes(lease) > board.host_free:
+            self.obstacle = Why.HOST_MEMORY
             return None
         if lease.lend_now:
             return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
@@ -136,9 +151,9 @@ class Maker:
     def _for_owner(self, holder: Lease) -> Victim | None:
         return None if self.board.has_claim(holder) else self._holder(holder, Why.LENDER_RETURNED)
 
-    def _for_job(self, holder: Lease, job: Lease, *, owed: bool) -> Victim | None:
+    def _for_job(self, holder: Lease, job: Lease, *, owed: bool, lend: bool) -> Victim | None:
         board = self.board
-        if holder.kind is Kind.BUILD and (lender := self._lender(holder)):
+        if lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
             return lender
         if owed and holder.project != job.project and holder.id not in board.standing.in_quota:
             return self._holder(holder, Why.OVER_QUOTA)
@@ -151,12 +166,13 @@ class Maker:
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
         chosen: list[Victim] = []
-        for room in self.board.rooms_of(lease):
+        shorts = [(room, held_by(lease) - room.soon) for room in self.board.rooms_of(lease)]
+        for room, short in shorts:
             victims = [v for x in room.holders if (v := self._for_owner(x))]
-            if (picked := self._enough(room, held_by(lease), victims, chosen)) is None:
+            if (picked := _enough(room, short, victims, chosen)) is None:
                 return None
             chosen = picked
-        return self._least(self.board.rooms_of(lease), held_by(lease), chosen)
+        return _least(shorts, chosen)
 
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
@@ -173,13 +189,20 @@ class Maker:
         ``owed``: its project is below quota.  ``over_limit``: how much must
         leave its own project as well.
         """
+        self.obstacle = Why.NO_ROOM
+        made = self._for_job_on(job, rooms, _Ask(owed, over_limit, lend=True))
+        if made is None and self.obstacle is Why.HOST_MEMORY:
+            made = self._for_job_on(job, rooms, _Ask(owed, over_limit, lend=False))
+        return made
+
+    def _for_job_on(self, job: Lease, rooms: Sequence[Room], ask: _Ask) -> Making | None:
         offers: dict[str, tuple[tuple[object, ...], list[Victim]]] = {}
         for room in rooms:
             need = demand(job, room.device) if not job.devices else held_by(job)
-            victims = [v for x in room.holders if (v := self._for_job(x, job, owed=owed))]
-            picked = self._enough(room, need, victims, [])
+            victims = [v for x in room.holders if (v := self._for_job(x, job, owed=ask.owed, lend=ask.lend))]
+            picked = _enough(room, need - ask.there(room), victims, [])
             if picked is not None:
-                spare = room.soon + sum(held_by(v.lease) for v in picked) - need
+                spare = ask.there(room) + sum(held_by(v.lease) for v in picked) - need
                 offers[room.device.uuid] = (*_price(picked), spare, room.device.uuid), picked
         best: tuple[tuple[object, ...], list[Room]] | None = None
         count = len(job.devices) or job.device_count
@@ -196,15 +219,16 @@ class Maker:
                     best = price, able
         if best is None:
             return None
-        return self._settle(job, best[1], _union(offers[r.device.uuid][1] for r in best[1]), over_limit)
+        return self._settle(job, best[1], _union(offers[r.device.uuid][1] for r in best[1]), ask)
 
-    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], over_limit: int) -> Making | None:
+    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], ask: _Ask) -> Making | None:
         """Drop who is not needed, and see that host memory holds what would be parked."""
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        victims = self._least(rooms, need, union)
-        if over_limit:
-            juniors = [v for x in self._jobs_of(job.project) if (v := self._for_job(x, job, owed=False))]
-            if (more := _enough_for_limit(job.project, over_limit, victims, juniors)) is None:
+        victims = _least([(room, need - ask.there(room)) for room in rooms], union)
+        if ask.over_limit:
+            jobs = self._jobs_of(job.project)
+            juniors = [v for x in jobs if (v := self._for_job(x, job, owed=False, lend=False))]
+            if (more := _enough_for_limit(job.project, ask.over_limit, victims, juniors)) is None:
                 return None
             victims = more
         spot = Spot(job.devices or tuple(r.device.uuid for r in rooms), need)
@@ -218,10 +242,13 @@ class Maker:
                 left -= parked_bytes(v.lease)
                 settled.append(v)
             elif v.lease.kind is Kind.BUILD:
-                return None
+                left = -1
             else:
                 settled.append(Victim(v.lease, Cost.STOPPED_JOB, v.why, park=False))
-        return Making(spot, tuple(settled)) if left >= 0 else None
+        if left < 0:
+            self.obstacle = Why.HOST_MEMORY
+            return None
+        return Making(spot, tuple(settled))
 
     def _lends(self, rooms: Iterable[Room], need: int, victims: Iterable[Victim]) -> bool:
         """Whether the room so made would be somebody's who sleeps."""
@@ -233,34 +260,33 @@ class Maker:
                 return True
         return False
 
-    def _enough(
-        self, room: Room, need: int, victims: list[Victim], chosen: list[Victim]
-    ) -> list[Victim] | None:
-        """``chosen`` and the cheapest of ``victims`` that together make ``need`` free on a device."""
-        picked = list(chosen)
-        short = need - room.soon - _given(room, chosen)
-        for v in sorted(victims, key=lambda v: v.rank):
-            if short <= 0:
-                break
-            if v not in picked:
-                picked.append(v)
-                short -= held_by(v.lease)
-        return picked if short <= 0 else None
-
-    def _least(self, rooms: Iterable[Room], need: int, victims: list[Victim]) -> tuple[Victim, ...]:
-        """``victims`` without those whose room is not needed, the dearest dropped first."""
-        rooms = list(rooms)
-        kept = sorted(victims, key=lambda v: v.rank)
-        for v in sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
-            rest = [x for x in kept if x is not v]
-            if all(room.soon + _given(room, rest) >= need for room in rooms):
-                kept = rest
-        return tuple(kept)
-
 
 def outranks(job: Lease, holder: Lease) -> bool:
     """Whether ``job`` may take the room of ``holder``, a job of the same project."""
     return holder.kind is Kind.TRAIN and holder.project == job.project and holder.priority < job.priority
+
+
+def _enough(room: Room, short: int, victims: list[Victim], chosen: list[Victim]) -> list[Victim] | None:
+    """``chosen`` and the cheapest of ``victims`` that together free what is ``short`` on a device."""
+    picked = list(chosen)
+    short -= _given(room, chosen)
+    for v in sorted(victims, key=lambda v: v.rank):
+        if short <= 0:
+            break
+        if v not in picked:
+            picked.append(v)
+            short -= held_by(v.lease)
+    return picked if short <= 0 else None
+
+
+def _least(shorts: Sequence[tuple[Room, int]], victims: list[Victim]) -> tuple[Victim, ...]:
+    """``victims`` without those whose room is not needed, the dearest dropped first."""
+    kept = sorted(victims, key=lambda v: v.rank)
+    for v in sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
+        rest = [x for x in kept if x is not v]
+        if all(_given(room, rest) >= short for room, short in shorts):
+            kept = rest
+    return tuple(kept)
 
 
 def _enough_for_limit(

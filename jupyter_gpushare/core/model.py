@@ -222,6 +222,7 @@ class Why(enum.StrEnum):
     PRIORITY = "priority"  # a lease of the same project outranks it
     ROOM_BACK = "room_back"  # there is room again
     WANTED = "wanted"  # its owner runs a GPU cell
+    NOT_WAITING = "not_waiting"  # it has what it needs, or asks for nothing now
     NO_ROOM = "no_room"
     WAITS_FOR_ROOM = "waits_for_room"  # room was asked for and is on its way
     PROJECT_LIMIT = "project_limit"

@@ -30,6 +30,7 @@ from jupyter_gpushare.core import making, order
 from jupyter_gpushare.core.board import Board, Room
 from jupyter_gpushare.core.making import Maker, Victim
 from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
     Action,
     Cluster,
     Grant,
@@ -63,7 +64,7 @@ def plan(cluster: Cluster, now: float) -> Plan:
     Actions take only what is free at ``now``.  Room that is on its way is kept
     for the lease it was asked for, and granted by a later call.
     """
-    done = Round(cluster, now)
+    done = Round(cluster, now).run()
     return Plan(tuple(done.actions), done.next_at)
 
 
@@ -78,16 +79,35 @@ class Round:
         self.waiting: dict[str, Waiting] = {}  # in the order in which they would be served
         self.next_at: float | None = None
         self._hopeless: set[Shape] = set()
-        owners, sessions, guests, jobs = self._census(cluster.leases)
-        for lease in sorted(owners, key=order.session_key):
-            self._wake_owner(lease)
-        for lease in sorted(sessions, key=order.session_key):
-            self._start_session(lease)
+
+    def run(self) -> Round:
+        """Apply all rules."""
+        owners, sessions, guests, jobs = self._census(self.board.cluster.leases)
+        self._serve_people(owners, sessions)
         for lease in sorted(guests, key=order.session_key):
             self._wake_guest(lease)
         self._serve(jobs)
         if self.waiting:
-            self._look_ahead(cluster.leases)
+            self._look_ahead(self.board.cluster.leases)
+        return self
+
+    def run_sessions(self) -> Round:
+        """Apply the rules up to new sessions: what one more session would find."""
+        owners, sessions, _, _ = self._census(self.board.cluster.leases)
+        self._serve_people(owners, sessions)
+        return self
+
+    def _serve_people(self, owners: list[Lease], sessions: list[Lease]) -> None:
+        for lease in sorted(owners, key=order.session_key):
+            self._wake_owner(lease)
+        for lease in sorted(sessions, key=order.session_key):
+            if self._backs_off(lease):
+                continue
+            found = self.session_grant(lease)
+            if isinstance(found, Why):
+                self._wait(lease, found)
+            else:
+                self._start_session(lease, found)
 
     def _census(self, leases: Iterable[Lease]) -> tuple[list[Lease], ...]:
         owners: list[Lease] = []
@@ -138,37 +158,39 @@ class Round:
         self._ask(victims or (), lease)
         return bool(victims or account.leaving)
 
-    def _start_session(self, lease: Lease) -> None:
-        if self._backs_off(lease):
-            return
+    def session_grant(self, lease: Lease) -> Grant | Why:
+        """What a new session gets at this point of the round, or why it gets nothing.
+
+        Within quota, room that it can claim: awake where that is free now,
+        else asleep.  Beyond quota, only free room that nobody claims and that
+        it can give back.
+        """
         board, account = self.board, self.board.account(lease)
         quota_left = account.project.quota_milli - account.claimed
+        spot = find(lease, board.usable, _claimable_now, quota_left)
+        if spot and not account.over_limit(spot.size_milli):
+            return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM)
+        if spot := spot or find(lease, board.usable, _claimable, quota_left):
+            return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True)
+        if spot := find(lease, board.usable, _unclaimed_returnable):
+            if account.over_limit(spot.size_milli):
+                return Why.PROJECT_LIMIT
+            return Grant(lease.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=True)
+        return self._unplaced(lease)
 
-        def claimable_now(room: Room) -> int:
-            return min(room.claimable, room.now)
-
-        def claimable(room: Room) -> int:
-            return room.claimable
-
-        if spot := find(lease, board.usable, claimable_now, quota_left):
-            if not account.over_limit(spot.size_milli):
-                self._grant(lease, spot, claim=True)
-                return
-        elif not (spot := find(lease, board.usable, claimable, quota_left)):
-            self._start_guest(lease)
-            return
-        self.actions.append(Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True))
-        board.take_asleep(lease, spot.devices, spot.held_milli)
-
-    def _start_guest(self, lease: Lease) -> None:
-        """A session beyond quota: only on free room that nobody claims, and that it can give back."""
-        board, account = self.board, self.board.account(lease)
-        if not (spot := find(lease, board.usable, _unclaimed_returnable)):
-            self._wait(lease, Why.NO_ROOM if find(lease, board.usable, _whole) else Why.TOO_LARGE)
-        elif account.over_limit(spot.size_milli):
-            self._wait(lease, Why.PROJECT_LIMIT)
+    def _start_session(self, lease: Lease, grant: Grant) -> None:
+        self.actions.append(grant)
+        if grant.asleep:
+            self.board.take_asleep(lease, grant.devices, grant.held_milli)
         else:
-            self._grant(lease, spot, borrowed=True)
+            self.board.take(lease, grant.devices, grant.held_milli, claim=not grant.borrowed)
+
+    def _unplaced(self, lease: Lease) -> Why:
+        """Why a lease that finds no room now finds none."""
+        board = self.board
+        if find(lease, board.usable, _whole):
+            return Why.NO_ROOM
+        return Why.DEVICE_BROKEN if find(lease, list(board.rooms.values()), _whole) else Why.TOO_LARGE
 
     def _wake_guest(self, lease: Lease) -> None:
         board, held = self.board, held_by(lease)
@@ -184,6 +206,11 @@ class Round:
             board.take(lease, lease.devices, held)
 
     # -- jobs
+
+    def would_start(self, job: Lease) -> bool:
+        """Whether a new job would start at this point of the round."""
+        spot = self._spot(job, self.board.usable, _now)
+        return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
 
     def _serve(self, jobs: list[Lease]) -> None:
         """Offer room to the jobs of all projects in turn."""
@@ -276,21 +303,16 @@ class Round:
         board, account = self.board, self.board.account(job)
         size = _least_size(job, rooms)
         if size is None:
-            return Why.TOO_LARGE
+            return self._unplaced(job)
         over = account.over_limit_soon(size)
         made = self.maker.for_job(job, rooms, owed=account.is_below_quota(size), over_limit=over)
         if made is None:
-            return Why.PROJECT_LIMIT if over else Why.NO_ROOM
+            return Why.PROJECT_LIMIT if over else self.maker.obstacle
         self._ask(made.victims, job)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
 
     # -- effects on the board
-
-    def _grant(self, lease: Lease, spot: Spot, *, claim: bool = False, borrowed: bool = False) -> None:
-        why = Why.CLAIM if claim else Why.FREE_ROOM
-        self.actions.append(Grant(lease.id, spot.devices, spot.held_milli, why, borrowed=borrowed))
-        self.board.take(lease, spot.devices, spot.held_milli, claim=claim)
 
     def _start_job(self, job: Lease, spot: Spot) -> None:
         board, lent = self.board, self._lent(spot, soon=False)
@@ -302,7 +324,9 @@ class Round:
             board.take(job, spot.devices, spot.held_milli)
         else:
             beyond = not board.account(job).fits_quota(spot.size_milli)
-            self._grant(job, spot, borrowed=lent or beyond)
+            grant = Grant(job.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=lent or beyond)
+            self.actions.append(grant)
+            board.take(job, spot.devices, spot.held_milli)
 
     def _ask(self, victims: Iterable[Victim], lease: Lease) -> None:
         for v in victims:
@@ -350,17 +374,25 @@ def _unclaimed(room: Room) -> int:
     return room.unclaimed
 
 
+def _claimable(room: Room) -> int:
+    return room.claimable
+
+
+def _claimable_now(room: Room) -> int:
+    return min(room.claimable, room.now)
+
+
 def _unclaimed_returnable(room: Room) -> int:
     return room.unclaimed if room.device.suspendable else 0
 
 
 def _whole(room: Room) -> int:
-    return 1000
+    return WHOLE_GPU
 
 
 def _least_size(job: Lease, rooms: list[Room]) -> int | None:
     """The least that ``job`` takes anywhere; None: it fits nowhere."""
     if job.devices:
         return held_by(job) * len(job.devices)
-    needs = [need for r in rooms if (need := demand(job, r.device)) <= 1000]
+    needs = [need for r in rooms if (need := demand(job, r.device)) <= WHOLE_GPU]
     return min(needs) * job.device_count if len(needs) >= job.device_count else None
