@@ -1,0 +1,278 @@
+"""`explain`, `offers`, `check_request`: the same round that decides says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpushare.core.explain import (
+    Offer,
+    Size,
+    Starts,
+    Use,
+    borrowed,
+    check_request,
+    claims,
+    eligible,
+    eligible_at,
+    explain,
+    lent,
+    offers,
+    uses,
+    warn_at,
+)
+from jupyter_gpushare.core.model import Kind, State, Survival, Why
+from jupyter_gpushare.errors import InvalidRequest, NotFound
+from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
+
+
+def test_positions_follow_the_order_in_which_jobs_would_be_served():
+    c = cluster(
+        build("nb", 900, "0"),
+        train("third", 500, queued_at=2),
+        train("first", 500, queued_at=9, priority=1),
+        train("second", 1000, queued_at=1),
+        train("never", 1000, device_count=2, queued_at=0),
+    )
+    told = {id: explain(c, id, NOW) for id in ("first", "second", "third", "never")}
+    assert [told[id].position for id in told] == [1, 2, 3, None]
+    assert [told[id].never for id in told] == [False, False, False, True]
+    assert told["never"].why is Why.TOO_LARGE
+
+
+def test_needs_and_free_are_over_all_devices():
+    c = cluster(build("nb", 750, "0"), train("gang", 1000, device_count=2), gpus=2)
+    told = explain(c, "gang", NOW)
+    assert (told.needs_milli, told.free_milli, told.why) == (2000, 1250, Why.NO_ROOM)
+    assert told.blocked_by == "p"
+
+
+def test_a_smaller_size_that_would_start_now_is_named():
+    busy = build("nb", 1000, "0")
+    assert explain(cluster(busy, train("gang", 1000, device_count=4), gpus=4), "gang", NOW).smaller == Size(
+        1000, 3
+    )
+    c = cluster(build("nb", 500, "0"), train("job", 1000))
+    assert explain(c, "job", NOW).smaller == Size(500, 1)
+    assert explain(cluster(busy, train("job", 1000)), "job", NOW).smaller is None
+    c = cluster(build("nb", 500, "0"), build("new", 1000))
+    assert explain(c, "new", NOW).smaller == Size(500, 1)
+
+
+def test_what_gets_room_now_is_explained_by_its_decision():
+    assert explain(cluster(train("job", 500)), "job", NOW).why is Why.FREE_ROOM
+    assert explain(cluster(train("job", 500, "0")), "job", NOW).why is Why.NOT_WAITING
+
+
+def test_an_unknown_lease_is_not_found():
+    with pytest.raises(NotFound, match="no lease 'x'"):
+        explain(cluster(), "x", NOW)
+
+
+@pytest.mark.parametrize(
+    ("why", "c"),
+    [
+        (Why.DEVICE_BROKEN, cluster(train("x", 500), gpus=[device(0, usable=False)])),
+        (Why.DEVICE_BROKEN, cluster(train("x", 500, "7", state=ASLEEP))),
+        (Why.DEVICE_BROKEN, cluster(build("x", 500, "7", state=ASLEEP, wanted=True))),
+        (
+            Why.DEVICE_BROKEN,
+            cluster(build("x", 500, "7", state=ASLEEP, wanted=True), projects=[project("p", 0)]),
+        ),
+        (Why.TOO_LARGE, cluster(train("x", 0, memory_bytes=81 * GIB))),
+        (Why.TOO_LARGE, cluster(train("x", 0, memory_bytes=1), gpus=[device(0, reserve_bytes=80 * GIB)])),
+        (Why.TOO_LARGE, cluster(build("x", 1000, device_count=2))),
+        (Why.BACKING_OFF, cluster(train("x", 500, retry_at=NOW + 1))),
+        (Why.BACKING_OFF, cluster(build("x", 500, retry_at=NOW + 1))),
+        (Why.BACKING_OFF, cluster(build("x", 500, "0", state=ASLEEP, wanted=True, retry_at=NOW + 1))),
+        (Why.WAITS_FOR_ROOM, cluster(train("a", 500, "0", state=State.STOPPING), train("x", 1000))),
+        (Why.WAITS_FOR_ROOM, cluster(build("a", 500, "0", idle_s=9000), train("x", 1000))),
+        (
+            Why.HOST_MEMORY,
+            cluster(build("a", 500, "0", idle_s=9000, used_bytes=9), train("x", 1000), host_budget_bytes=9),
+        ),
+        (Why.NO_ROOM, cluster(build("a", 600, "0"), build("x", 500))),
+        (Why.PROJECT_LIMIT, cluster(build("x", 500), projects=[project("p", 0, limit_milli=400)])),
+        (Why.PROJECT_LIMIT, cluster(train("x", 500), projects=[project("p", 0, limit_milli=400)])),
+        (
+            Why.PROJECT_LIMIT,
+            cluster(
+                build("x", 500, "0", state=ASLEEP, wanted=True), projects=[project("p", 0, limit_milli=400)]
+            ),
+        ),
+    ],
+)
+def test_why(why, c):
+    assert explain(c, "x", NOW).why is why
+
+
+def test_a_suspended_job_says_who_holds_its_devices():
+    c = cluster(
+        build("ada", 1000, "0", project="q"),
+        train("big", 1000, "1 2"),
+        train("bo", 1000, "0", state=ASLEEP),
+        gpus=3,
+    )
+    assert explain(c, "bo", NOW).blocked_by == "q"
+
+
+# -- offers
+
+
+def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
+    c = cluster(train("job", 1000, "0"), gpus=2, projects=[project("p", 2)])
+    now, both = offers(c, "p", [(500, 1), (1000, 2)], NOW)
+    assert now == Offer(
+        fraction_milli=500,
+        device_count=1,
+        starts=Starts.NOW,
+        why=Why.CLAIM,
+        devices=("gpu1",),
+        free_milli=1000,
+    )
+    assert (both.starts, both.borrowed, both.devices) == (Starts.ASLEEP, False, ("gpu0", "gpu1"))
+    (beyond,) = offers(c, "other", [(500, 1)], NOW)
+    assert (beyond.starts, beyond.borrowed) == (Starts.NOW, True)
+    (refused,) = offers(c, "other", [(1000, 2)], NOW)
+    assert (refused.starts, refused.why, refused.devices) == (Starts.NO, Why.NO_ROOM, ())
+
+
+def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():
+    c = cluster(build("ada", 500, "0", state=ASLEEP, wanted=True), build("new", 250, queued_at=NOW - 1))
+    assert [o.starts for o in offers(c, "p", [(250, 1), (500, 1)], NOW)] == [Starts.NOW, Starts.NO]
+
+
+def test_offers_of_jobs_say_whether_others_make_room():
+    c = cluster(build("nb", 500, "0", idle_s=9000), projects=[project("p", 0.6)])
+    got = offers(c, "p", [(500, 1), (1000, 1), (1000, 2)], NOW, kind=Kind.TRAIN, survival=Survival.NONE)
+    assert [(o.starts, o.why) for o in got] == [
+        (Starts.NOW, Why.FREE_ROOM),
+        (Starts.SOON, Why.WAITS_FOR_ROOM),
+        (Starts.NO, Why.TOO_LARGE),
+    ]
+    assert got[0].borrowed
+
+
+# -- requests
+
+
+@pytest.mark.parametrize(
+    ("lease", "message"),
+    [
+        (train("x", 1000, device_count=8), r"Asks for 8 GPUs together; the largest machine has 2\."),
+        (train("x", 1000, device_count=8, consolidate=False), r"Asks for 8 GPUs; there are 3\."),
+        (train("x", 0, memory_bytes=100 * GIB), r"100\.0 GiB of GPU memory; the largest GPU has 78\.0 GiB"),
+        (train("x", 1000, device_count=2), r"Asks for 2 GPUs; project p may use at most 1 GPU\."),
+        (train("x", 0), "asks for nothing"),
+        (train("x", -1), "asks for nothing"),
+        (train("x", 1001), "asks for nothing"),
+        (train("x", 1000, device_count=0), "asks for nothing"),
+        (train("x", 500, device_count=2), "only given whole"),
+        (train("x", 0, memory_bytes=1, device_count=2), "only given whole"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(lease, message):
+    devices = [device(n, node=f"n{n // 2}", reserve_bytes=2 * GIB) for n in range(3)]
+    c = cluster(gpus=devices, projects=[project("p", 1, limit_milli=1000)])
+    with pytest.raises(InvalidRequest, match=message):
+        check_request(c, lease)
+
+
+def test_a_machine_without_devices_refuses_everything():
+    with pytest.raises(InvalidRequest, match="has no GPU"):
+        check_request(cluster(gpus=0), train("x", 500))
+
+
+def test_what_can_run_passes():
+    c = cluster(gpus=2, projects=[project("p", 1, limit_milli=1000)])
+    check_request(c, train("x", 1000))
+    check_request(c, train("x", 0, memory_bytes=20 * GIB))
+    check_request(c, train("x", 1000, device_count=2, project="unlimited"))
+    check_request(cluster(), train("x", 1000))
+
+
+# -- eligibility
+
+
+def test_a_session_is_eligible_after_its_timeout_and_warned_before():
+    settings = cluster(idle_timeout_s=900).settings
+    nb = build("nb", 500, "0", idle_s=0)
+    assert eligible_at(nb, settings) == NOW + 900
+    assert warn_at(nb, settings) == NOW + 600
+    assert warn_at(nb, cluster(idle_timeout_s=30).settings) == NOW + 20
+    assert not eligible(nb, settings, NOW + 899)
+    assert eligible(nb, settings, NOW + 900)
+
+
+def test_busy_sleeping_and_unsuspendable_sessions_and_jobs_are_never_eligible():
+    settings = cluster().settings
+    for lease in (
+        build("nb", 500, "0"),
+        build("nb", 500, "0", idle_s=9999, state=ASLEEP),
+        build("nb", 500, "0", idle_s=9999, suspendable=False),
+        train("job", 500, "0", idle_since_at=0.0),
+    ):
+        assert eligible_at(lease, settings) is None
+        assert warn_at(lease, settings) is None
+        assert not eligible(lease, settings, NOW)
+
+
+# -- who borrows
+
+
+def test_use_beyond_quota_and_on_lent_room_is_borrowed():
+    c = cluster(
+        build("ada", 500, "0", state=ASLEEP),
+        train("within", 500, "0", granted_at=1),
+        train("lent", 500, "0", granted_at=2),
+        train("beyond", 1000, "1", granted_at=3),
+        train("leaving", 1000, "2", state=State.STOPPING),
+        train("waits", 1000),
+        gpus=3,
+        projects=[project("p", 1.5)],
+    )
+    assert borrowed(c) == {"within": False, "lent": True, "beyond": True}
+    assert lent(c) == {"ada": ("lent",)}
+    assert claims(c) == {"gpu0": 500, "gpu1": 0, "gpu2": 0}
+
+
+def test_use_of_each_project():
+    c = cluster(
+        build("ada", 500, "0", state=ASLEEP),
+        build("awake", 500, "1"),
+        build("alone", 500, "1", state=ASLEEP),
+        train("bo", 1000, "0", project="q"),
+        train("sleeper", 1000, "2", project="q", state=ASLEEP),
+        train("waits", 1000, project="q"),
+        train("gone", 1000, project="q", cancelled=True),
+        gpus=3,
+        projects=[project("p", 2), project("q", 1), project("idle", 0)],
+    )
+    assert uses(c) == (
+        Use(
+            project="p",
+            in_use_milli=500,
+            borrowed_milli=0,
+            claimed_milli=1500,
+            lent_milli=500,
+            fair_share_milli=500,
+            waiting_milli=0,
+        ),
+        Use(
+            project="q",
+            in_use_milli=1000,
+            borrowed_milli=1000,
+            claimed_milli=0,
+            lent_milli=0,
+            fair_share_milli=2500,
+            waiting_milli=2000,
+        ),
+        Use(
+            project="idle",
+            in_use_milli=0,
+            borrowed_milli=0,
+            claimed_milli=0,
+            lent_milli=0,
+            fair_share_milli=0,
+            waiting_milli=0,
+        ),
+    )
