@@ -1,0 +1,9 @@
+"""Inside JupyterHub: the spawners and the size picker of the spawn page.
+
+`GPUShareMixin` goes before any spawner class of the site:
+``class X(GPUShareMixin, SystemdSpawner)``.
+"""
+
+from jupyter_gpushare.hub.spawner import GPUShareLocalSpawner, GPUShareMixin, GPUShareSimpleSpawner
+
+__all__ = ["GPUShareLocalSpawner", "GPUShareMixin", "GPUShareSimpleSpawner"]

@@ -1,0 +1,118 @@
+"""``user_options["gpushare"]``: what a user asked for, from the form or the REST API.
+
+Nothing about it can be trusted, and it comes back from the Hub's database at
+later starts, so `read` checks type and range every time.  Rights and room are
+the broker's to judge.
+
+The form's own fields (`FIELD`...) are turned into the same options by
+`from_form`; what is wrong in them is said by `read`, once, for both ways.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jupyter_gpushare.core.model import parse_fraction
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.wire import GpuRequest, decode
+
+KEY = "gpushare"
+PROJECT_FIELD = "gpushare_project"
+SIZE_FIELD = "gpushare_size"  # followed by : and the project, where there are several
+MEMORY_FIELD = "gpushare_memory"
+EXACT_MEMORY = "memory"  # value of a size: the amount is in the memory field
+
+# Far beyond any machine: larger numbers are typing errors, which the broker need not see.
+MAX_GPUS = 1024
+_MAX_TEXT = 64
+
+
+def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
+    """Return the request for a GPU in a server's options; None: no GPU is asked for.
+
+    Raises:
+        InvalidRequest: not of the right shape or out of range; the text is for the user.
+    """
+    given = user_options.get(KEY)
+    if given is None or given == {}:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f'the option "{KEY}" is an object like {{"fraction": "0.5"}}')
+    # People write numbers where a text is meant; 0.5 means "0.5", exactly.
+    plain = {
+        key: str(value) if key == "fraction" and type(value) in (int, float) else value
+        for key, value in given.items()
+    }
+    request = decode(_json(plain), GpuRequest)
+    sizes = [name for name in ("fraction", "memory", "gpus") if getattr(request, name) is not None]
+    if len(sizes) != 1:
+        raise InvalidRequest(f'ask for one of "fraction", "memory" and "gpus", not for {len(sizes)} of them')
+    if request.fraction is not None:
+        parse_fraction(request.fraction)
+    if request.gpus is not None and not 0 <= request.gpus <= MAX_GPUS:
+        raise InvalidRequest(f"{request.gpus} is not a number of GPUs: ask for 0 (no GPU) or more")
+    for text in (request.memory, request.project):
+        if text is not None and not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
+            raise InvalidRequest(f"{text[:40]!r} is neither an amount of memory nor a project")
+    return None if request.gpus == 0 else request
+
+
+def _json(plain: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(plain).encode()
+    except (TypeError, ValueError, RecursionError):  # bytes of an uploaded file, for example
+        raise InvalidRequest(f'the option "{KEY}" holds more than text and numbers') from None
+
+
+def size_field(project: str) -> str:
+    """The name of the form field with the size chosen within a project."""
+    return f"{SIZE_FIELD}:{project}"
+
+
+def memory_field(project: str) -> str:
+    """The name of the form field with an exact amount of memory within a project."""
+    return f"{MEMORY_FIELD}:{project}"
+
+
+def split_form(form: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (our fields, the site's own fields)."""
+    ours = (PROJECT_FIELD, SIZE_FIELD, MEMORY_FIELD)
+    mine = {key: value for key, value in form.items() if key.partition(":")[0] in ours}
+    return mine, {key: value for key, value in form.items() if key not in mine}
+
+
+def from_form(fields: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return ``user_options["gpushare"]`` for what was chosen on the spawn page.
+
+    Raises:
+        InvalidRequest: the fields are not from our form.
+    """
+    project = _text(fields, PROJECT_FIELD)
+    chosen = _text(fields, size_field(project))
+    if chosen == EXACT_MEMORY:
+        amount = _text(fields, memory_field(project)).strip()
+        if amount.replace(".", "", 1).isdigit() and amount.isascii():
+            amount += "GB"  # the unit that stands beside the field
+        options: dict[str, Any] = {"memory": amount}
+    else:
+        options = _card_value(chosen or '{"gpus": 0}')
+    if project and options.get("gpus") != 0:
+        options["project"] = project
+    return options
+
+
+def _card_value(chosen: str) -> dict[str, Any]:
+    try:
+        options = json.loads(chosen)
+    except (ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        raise InvalidRequest(f"{chosen[:40]!r} is not a size; choose one of the cards")
+    return options
+
+
+def _text(fields: Mapping[str, Sequence[Any]], name: str) -> str:
+    values = fields.get(name) or [""]
+    return values[0] if isinstance(values[0], str) else ""

@@ -1,0 +1,192 @@
+"""The spawn page's part of ours: what could start now, as a plain form.
+
+A pure function of the broker's offers.  The page works without JavaScript: one
+group of radio buttons per project; with several projects a select shows the
+chosen project's group (where the browser knows ``:has``, else all are shown,
+each under its heading).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from jupyter_gpushare import words
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.hub import options
+from jupyter_gpushare.wire import Offer, Offers
+
+SILENT = (
+    "The GPU service does not answer just now, so sizes cannot be offered. "
+    "You can start without GPU, or reload this page in a minute."
+)
+_NO_GPU: Mapping[str, Any] = {"gpus": 0}
+
+_templates = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    value: str
+    label: str
+    detail: str
+    starts: str
+    promise: str
+    reason: str
+    disabled: bool
+    checked: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Part of the bar: what so many GPUs of the machine are doing."""
+
+    percent: float
+    style: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The choices within one project."""
+
+    project: str
+    size_field: str
+    memory_field: str
+    cards: tuple[Card, ...]
+    exact: bool  # an exact amount of memory may be asked for
+    exact_checked: bool
+    exact_value: str
+    segments: tuple[Segment, ...]
+    summary: str
+
+
+def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = "") -> str:
+    """Return the HTML of the picker.
+
+    ``last`` is the user's last choice (as in `options`), preselected where it can
+    start; ``trouble`` says why there are no offers.
+    """
+    groups = [_group(each, last) for each in offers] or [_bare_group()]
+    chosen = last.get("project")
+    selected = next((i for i, group in enumerate(groups) if group.project == chosen), 0)
+    idle_s = offers[0].idle_timeout_s if offers else 0.0
+    return _templates.get_template("picker.html").render(
+        groups=groups,
+        selected=selected,
+        trouble=trouble,
+        idle=words.duration(idle_s) if idle_s else "",
+        project_field=options.PROJECT_FIELD,
+        exact_memory=options.EXACT_MEMORY,
+    )
+
+
+def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
+    wanted = _comparable(last)
+    memory = str(last.get("memory") or "")
+    cards = [_card(offer, wanted) for offer in offers.offers]
+    exact = any(not card.disabled for card in cards)
+    exact_checked = bool(memory) and exact and not any(card.checked for card in cards)
+    none = _no_gpu_card(checked=not exact_checked and not any(card.checked for card in cards))
+    return Group(
+        project=offers.project,
+        size_field=options.size_field(offers.project),
+        memory_field=options.memory_field(offers.project),
+        cards=(*cards, none),
+        exact=exact,
+        exact_checked=exact_checked,
+        exact_value=memory.removesuffix("GB"),
+        segments=_segments(offers),
+        summary=_summary(offers),
+    )
+
+
+def _bare_group() -> Group:
+    return Group(
+        project="",
+        size_field=options.size_field(""),
+        memory_field=options.memory_field(""),
+        cards=(_no_gpu_card(checked=True),),
+        exact=False,
+        exact_checked=False,
+        exact_value="",
+        segments=(),
+        summary="",
+    )
+
+
+def _no_gpu_card(*, checked: bool) -> Card:
+    return Card(
+        value=json.dumps(_NO_GPU),
+        label="No GPU",
+        detail="For editing and for work on the processor; jobs can still be submitted.",
+        starts="starts now",
+        promise="",
+        reason="",
+        disabled=False,
+        checked=checked,
+    )
+
+
+def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in chosen.items() if key != "project" and value is not None}
+
+
+def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
+    disabled = offer.starts == "no"
+    of = f" of {offer.device}" if offer.device else ""
+    promise = "guaranteed" if offer.guaranteed else "may be taken back"
+    return Card(
+        value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
+        label=offer.label,
+        detail=f"{words.gigabytes(offer.memory_bytes)}{of}",
+        starts={"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts],
+        promise="" if disabled else promise,
+        reason=offer.reason,
+        disabled=disabled,
+        checked=not disabled and _comparable(offer.options) == wanted,
+    )
+
+
+def _gpus(milli: int) -> str:
+    return f"{milli / WHOLE_GPU:g}"
+
+
+def _segments(offers: Offers) -> tuple[Segment, ...]:
+    use, total = offers.use, offers.total_milli
+    if total <= 0:
+        return ()
+    others = max(0, total - offers.free_milli - use.in_use_milli - use.lent_milli)
+    parts = (
+        (use.in_use_milli, "bg-primary", f"{_gpus(use.in_use_milli)} in use by {use.name}"),
+        (use.lent_milli, "bg-info", f"{_gpus(use.lent_milli)} of {use.name} lent"),
+        (others, "bg-secondary", f"{_gpus(others)} in use by others"),
+        (offers.free_milli, "bg-success", f"{_gpus(offers.free_milli)} free"),
+    )
+    return tuple(
+        Segment(percent=round(100 * milli / total, 1), style=style, text=text)
+        for milli, style, text in parts
+        if milli
+    )
+
+
+def _summary(offers: Offers) -> str:
+    use = offers.use
+    borrowed = f", {_gpus(use.borrowed_milli)} of them borrowed" if use.borrowed_milli else ""
+    lent = f"; {_gpus(use.lent_milli)} lent while their owners are idle" if use.lent_milli else ""
+    return (
+        f"Project {use.name}: {_gpus(use.in_use_milli)} GPUs in use{borrowed}, "
+        f"{_gpus(use.quota_milli)} guaranteed{lent}. "
+        f"Free on this machine: {_gpus(offers.free_milli)} of {_gpus(offers.total_milli)}."
+    )

@@ -1,0 +1,227 @@
+"""Where a job leaves its traces: in the user's own files, bounded.
+
+    ~/.local/share/gpushare/jobs/<job>/attempt-<n>.log                 the first `HEAD_BYTES` it printed
+                                       attempt-<n>.log.<offset>        later parts, named by where they begin
+                                       attempt-<n>.json                state, exit code, reason (`Record`)
+
+Rules:
+
+* Of a long log the beginning and the end are kept: the head, and the newest
+  `TAIL_PARTS` parts of `PART_BYTES`.  Offsets count every byte that the job ever
+  printed, so that a reader notices what was left out.
+* Writing never fails and never ends a job: what a full disk does not take is
+  counted as left out.
+* Everything is readable with a pager and by `read_log`, with or without a runner.
+* The folders of the newest `KEEP_JOBS` jobs are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+HEAD_BYTES = 32 << 20
+PART_BYTES = 8 << 20
+TAIL_PARTS = 4
+KEEP_JOBS = 200
+
+_JOB_ID = re.compile(r"[a-z0-9]{1,40}")
+
+
+def jobs_dir(home: Path) -> Path:
+    """The folder of all jobs of the user whose home this is."""
+    return home / ".local" / "share" / "gpushare" / "jobs"
+
+
+def log_path(home: Path, job: str, attempt: int) -> Path:
+    """The (first part of the) log of one attempt.
+
+    Raises:
+        ValueError: not the id of a job: it would name a folder somewhere else.
+    """
+    if not _JOB_ID.fullmatch(job) or attempt < 1:
+        raise ValueError(f"{job[:60]!r}, attempt {attempt}: no such job")
+    return jobs_dir(home) / job / f"attempt-{attempt}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a log: ``data`` begins at ``offset``; read on at ``next_offset``."""
+
+    offset: int  # may be larger than what was asked for: the bytes between were left out
+    data: bytes
+
+    @property
+    def next_offset(self) -> int:
+        return self.offset + len(self.data)
+
+
+def _parts(path: Path) -> list[tuple[int, Path]]:
+    """The files of a log in order, with the offset at which each begins."""
+    found = [(0, path)] if path.is_file() else []
+    with contextlib.suppress(OSError):
+        for other in path.parent.glob(f"{path.name}.*"):
+            begin = other.name[len(path.name) + 1 :]
+            if begin.isascii() and begin.isdigit():
+                found.append((int(begin), other))
+    return sorted(found)
+
+
+def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
+    """Return what a job printed from ``offset`` on; no data: nothing more yet."""
+    for begin, part in _parts(path):
+        try:
+            with part.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if begin + size <= offset:
+                    continue
+                file.seek(max(0, offset - begin))
+                return Piece(max(begin, offset), file.read(at_most_bytes))
+        except OSError:
+            continue  # rotated away meanwhile
+    return Piece(offset, b"")
+
+
+def log_end(path: Path) -> int:
+    """The offset behind the last byte that is kept."""
+    ends = [0]
+    for begin, part in _parts(path):
+        with contextlib.suppress(OSError):
+            ends.append(begin + part.stat().st_size)
+    return max(ends)
+
+
+class BoundedLog:
+    """The writing end of a log; safe to use from several threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        head_bytes: int = HEAD_BYTES,
+        part_bytes: int = PART_BYTES,
+        tail_parts: int = TAIL_PARTS,
+    ) -> None:
+        self.path = path
+        self.left_out_bytes = 0  # that the disk did not take
+        self._head_bytes = head_bytes
+        self._part_bytes = part_bytes
+        self._tail_parts = tail_parts
+        self._guard = threading.Lock()
+        self._file: int | None = None
+        self._room = head_bytes
+        self._tail: list[Path] = []
+        self._end = 0
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for _, old in _parts(path):
+            with contextlib.suppress(OSError):
+                old.unlink()
+        self._open(path)
+
+    @property
+    def end(self) -> int:
+        """How many bytes were printed, kept or not."""
+        return self._end
+
+    def write(self, data: bytes) -> None:
+        """Append; returns also when the disk is full or the folder is gone."""
+        with self._guard:
+            while data:
+                if self._room == 0:
+                    self._next_part()
+                now, data = data[: self._room], data[self._room :]
+                self._put(now)
+                self._end += len(now)
+                self._room -= len(now)
+
+    def close(self) -> None:
+        """Write nothing more; flushed to the disk."""
+        with self._guard:
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.fsync(self._file)
+                os.close(self._file)
+                self._file = None
+
+    def _open(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._file = os.open(path, flags, 0o600)
+        except OSError:
+            self._file = None
+
+    def _put(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                raise OSError("there is no file")
+            written = os.write(self._file, data)
+        except OSError:
+            written = 0
+        if written < len(data):
+            # The next part is named by its offset: no byte ever moves to another one's place.
+            self.left_out_bytes += len(data) - written
+            self._room = len(data)
+
+    def _next_part(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        path = self.path.with_name(f"{self.path.name}.{self._end:015d}")
+        self._open(path)
+        self._room = self._part_bytes
+        if self._file is not None:
+            self._tail.append(path)
+        while len(self._tail) > self._tail_parts:
+            with contextlib.suppress(OSError):
+                self._tail.pop(0).unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is known about one attempt, in the JSON file beside its log."""
+
+    id: str
+    attempt: int
+    name: str
+    command: list[str]
+    state: Literal["starting", "running", "ended"]
+    log: str
+    exit_code: int | None = None  # negative: the signal that ended it
+    reason: str = ""
+    stopped: bool = False  # it was told to stop
+    reported: bool = False  # the broker knows how it ended
+    log_bytes: int = 0
+    log_left_out_bytes: int = 0
+
+
+def write_record(path: Path, record: Record) -> bool:
+    """Replace the file in one step; False when the disk did not take it."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            json.dump(asdict(record), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
+    """Remove the folders of all jobs but the ``keep`` that were used last."""
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for job in folder.iterdir():
+            if _JOB_ID.fullmatch(job.name) and not job.is_symlink() and job.is_dir():
+                found.append((job.stat().st_mtime, job))
+    for _, job in sorted(found, reverse=True)[keep:]:
+        shutil.rmtree(job, ignore_errors=True)

@@ -1,0 +1,163 @@
+"""The runner's pages, behind the Hub's login: the log, and the state as JSON.
+
+* ``.../``            the end of the log, for people
+* ``.../log?offset=N`` raw bytes from N on, at most `CHUNK_BYTES`; the header
+  ``X-Gpushare-Next`` says where to read on, ``X-Gpushare-Offset`` where the
+  answer begins (behind N when the middle of a long log was left out)
+* ``.../status``      `Record` as JSON, with progress
+* ``.../api``         open: the Hub asks here whether the server is up
+
+Only the owner of the job (and whoever the Hub lets at the owner's servers) gets in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jupyterhub import __version__ as hub_version
+from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuthenticated
+from tornado import web
+from tornado.escape import xhtml_escape
+
+from jupyter_gpushare.job.files import Record, log_end, read_log
+
+CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+_REFRESH_S = 5
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">{refresh}
+<title>{name} - training job {id}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem }}
+pre {{ border: 1px solid gray; border-radius: .3rem; padding: .8rem; white-space: pre-wrap }}
+</style></head>
+<body><h1>{name}</h1>
+<p role="status">{sentence}</p>
+<p>Job {id}, attempt {attempt}. The log is in your files: <code>{log}</code></p>
+<h2>{heading}</h2>
+<pre tabindex="0">{text}</pre>
+</body></html>
+"""
+
+Now = Callable[[], tuple[Record, Mapping[str, float | None]]]
+
+
+class _Open(web.RequestHandler):
+    """The Hub's probe: tells nothing, and that this server is up."""
+
+    def initialize(self, seen: Callable[[], None]) -> None:
+        self._seen = seen
+
+    def set_default_headers(self) -> None:
+        self.set_header("X-JupyterHub-Version", hub_version)
+
+    def get(self) -> None:
+        self.finish({"version": hub_version})
+
+    def on_finish(self) -> None:
+        self._seen()
+
+
+class _Private(HubOAuthenticated, web.RequestHandler):
+    def initialize(self, now: Now, log: Path, auth: HubOAuth) -> None:
+        self._now = now
+        self._path = log
+        self.hub_auth = auth
+
+    def set_default_headers(self) -> None:
+        self.set_header("X-JupyterHub-Version", hub_version)
+        self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cache-Control", "no-store")
+
+    async def prepare(self) -> None:
+        # Asked here and kept by HubAuth: get_current_user would block the whole runner meanwhile.
+        await self.hub_auth.get_user(self, sync=False)
+
+    def offset(self) -> int:
+        given = self.get_query_argument("offset", "0")
+        if not (given.isascii() and given.isdigit() and len(given) <= 18):
+            raise web.HTTPError(400, "offset is a number of bytes from 0")
+        return int(given)
+
+
+class _LogPage(_Private):
+    @web.authenticated
+    def get(self) -> None:
+        record, _ = self._now()
+        end = log_end(self._path)
+        piece = read_log(self._path, max(0, end - _TAIL_BYTES), _TAIL_BYTES)
+        running = record.state != "ended"
+        self.finish(
+            _PAGE.format(
+                refresh=f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if running else "",
+                name=xhtml_escape(record.name),
+                id=xhtml_escape(record.id),
+                attempt=record.attempt,
+                sentence=xhtml_escape(sentence(record)),
+                log=xhtml_escape(record.log),
+                heading="Log" if piece.offset == 0 else f"The end of the log (from byte {piece.offset})",
+                text=xhtml_escape(piece.data.decode(errors="replace")),
+            )
+        )
+
+
+class _RawLog(_Private):
+    @web.authenticated
+    def get(self) -> None:
+        piece = read_log(self._path, self.offset(), CHUNK_BYTES)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.set_header("X-Gpushare-Offset", str(piece.offset))
+        self.set_header("X-Gpushare-Next", str(piece.next_offset))
+        self.finish(piece.data)
+
+
+class _Status(_Private):
+    @web.authenticated
+    def get(self) -> None:
+        record, progress = self._now()
+        self.finish({**asdict(record), **progress})
+
+
+def sentence(record: Record) -> str:
+    """What is true now, for people."""
+    if record.state == "starting":
+        return "Starting."
+    if record.state == "running":
+        return "Running. This page reloads itself."
+    if record.reason:
+        return record.reason
+    if record.exit_code == 0:
+        return "Done."
+    return f"Ended with exit code {record.exit_code}."
+
+
+def application(prefix: str, *, now: Now, log: Path, seen: Callable[[], None]) -> web.Application:
+    """Return the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
+
+    Raises:
+        ValueError: the Hub did not say who may see them.
+    """
+    auth = HubOAuth()
+    if not auth.access_scopes:
+        raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: everybody would be let in")
+    private: dict[str, Any] = {"now": now, "log": log, "auth": auth}
+    callback = urlsplit(auth.oauth_redirect_uri).path
+    return web.Application(
+        [
+            (f"{prefix}api/?", _Open, {"seen": seen}),
+            (callback, HubOAuthCallbackHandler),
+            (f"{prefix}log", _RawLog, private),
+            (f"{prefix}status", _Status, private),
+            (f"{prefix}?", _LogPage, private),
+        ],
+        cookie_secret=secrets.token_bytes(32),
+        hub_auth=auth,
+    )

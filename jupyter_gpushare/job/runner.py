@@ -1,0 +1,372 @@
+"""The life of one attempt, from the Hub's start of the server to its end.
+
+1. Answer HTTP.  The Hub counts a server that does not answer as a failed spawn,
+   so a command that ends at once must not take the server with it.
+2. Start the command, its output going to a bounded log; report ``started``.
+3. Wait until it ends, or until the runner is told to stop (SIGTERM from the
+   device helper, SIGINT from the Hub).  Stopping: SIGTERM to the command's
+   process group, up to ``grace_s`` for it to end, then SIGKILL to whatever is left.
+   A second signal changes nothing.  When the command ends by itself, what it
+   left behind gets SIGTERM and a short grace.
+4. Write down how it ended, report ``ended`` until the broker takes it, stay until
+   the Hub has seen the server ready, exit.
+
+What the broker must know is on disk before it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets
+
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.job import pages
+from jupyter_gpushare.job.children import Command, become_subreaper, descendants
+from jupyter_gpushare.job.command import (
+    NOT_FOUND,
+    CannotStart,
+    command_environment,
+    why_not,
+    working_directory,
+)
+from jupyter_gpushare.job.files import BoundedLog, Record, forget_old_jobs, jobs_dir, log_path, write_record
+from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
+from jupyter_gpushare.wire import JobReport, JobSpec, decode
+
+# The Hub probes as soon as the process is there; later it has given up or is gone.
+SEEN_PATIENCE_S = 60.0
+# Between the Hub's probe and the end of its own start of the server.
+LINGER_S = 2.0
+# For what a command left running when it ended by itself.
+LEFTOVER_GRACE_S = 5.0
+_BIND_PATIENCE_S = 5.0
+_READ_BYTES = 64 << 10
+_PROGRESS_BYTES = 4096
+# SIGCHLD wakes the runner; this is for signals that came together, and for grandchildren.
+_LOOK_EVERY_S = 0.2
+
+log = logging.getLogger("gpushare.job")
+
+
+class Runner:
+    """Runs one `JobSpec` in the environment of a single-user server."""
+
+    def __init__(self, spec: JobSpec, env: Mapping[str, str]) -> None:
+        self._spec = spec
+        self._env = env
+        self._home = env.get("HOME") or os.getcwd()
+        self._log_path = log_path(Path(self._home), spec.id, spec.attempt)
+        self._record = Record(
+            id=spec.id,
+            attempt=spec.attempt,
+            name=spec.name,
+            command=list(spec.command),
+            state="starting",
+            log=str(self._log_path),
+        )
+        self._progress: dict[str, float | None] = {}
+        self._stop = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._seen = asyncio.Event()
+        self._seen_at = math.inf
+
+    async def run(self) -> Record:
+        """Run the attempt to its end and return how it ended; the broker was told, if it listened.
+
+        Raises:
+            GpuShareError: the Hub's address for this server cannot be used.
+        """
+        began_at = time.monotonic()
+        server = await self._serve()
+        become_subreaper()
+        self._listen_to_signals()
+        reports = Reports(
+            BrokerClient(self._env["GPUSHARE_API_URL"], self._env["JUPYTERHUB_API_TOKEN"]), self._spec
+        )
+        activity = asyncio.create_task(keep_active(self._env))
+        try:
+            forget_old_jobs(jobs_dir(Path(self._home)))
+            self._log = BoundedLog(self._log_path)
+            self._keep(self._record)
+            with _ProgressSocket(self._on_progress) as progress_socket:
+                await self._run_command(reports, progress_socket)
+            self._log.close()
+            self._keep(self._record)
+            if await reports.ended(self._final_report()):
+                self._keep(replace(self._record, reported=True))
+            await self._stay_until_seen(began_at)
+        finally:
+            activity.cancel()
+            server.stop()
+        return self._record
+
+    # ---- HTTP ------------------------------------------------------------------
+
+    async def _serve(self) -> HTTPServer:
+        url = urlsplit(self._env.get("JUPYTERHUB_SERVICE_URL", ""))
+        prefix = self._env.get("JUPYTERHUB_SERVICE_PREFIX", "/")
+        if not url.port:
+            raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
+        app = pages.application(prefix, now=self._now, log=self._log_path, seen=self._on_seen)
+        server = HTTPServer(app, ssl_options=self._ssl(), xheaders=True)
+        until = time.monotonic() + _BIND_PATIENCE_S
+        while True:
+            try:
+                server.add_sockets(bind_sockets(url.port, url.hostname or "127.0.0.1"))
+            except OSError as error:
+                # Somebody's outgoing connection may hold the number for a moment.
+                if time.monotonic() >= until:
+                    raise GpuShareError(f"cannot listen at {url.netloc}: {error.strerror}") from None
+                await asyncio.sleep(_LOOK_EVERY_S)
+            else:
+                return server
+
+    def _ssl(self) -> object:
+        """The Hub's internal TLS, where the site uses it."""
+        if "JUPYTERHUB_SSL_KEYFILE" not in self._env:
+            return None
+        from jupyterhub.utils import make_ssl_context
+
+        return make_ssl_context(
+            self._env["JUPYTERHUB_SSL_KEYFILE"],
+            self._env["JUPYTERHUB_SSL_CERTFILE"],
+            cafile=self._env["JUPYTERHUB_SSL_CLIENT_CA"],
+        )
+
+    def _now(self) -> tuple[Record, Mapping[str, float | None]]:
+        return self._record, self._progress
+
+    def _on_seen(self) -> None:
+        if not self._seen.is_set():
+            self._seen_at = time.monotonic()
+            self._seen.set()
+
+    async def _stay_until_seen(self, began_at: float) -> None:
+        """Return when the Hub knows this server as started, or will not ask any more."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, began_at + SEEN_PATIENCE_S - time.monotonic())):
+                await self._seen.wait()
+                await asyncio.sleep(max(0.0, self._seen_at + LINGER_S - time.monotonic()))
+
+    # ---- the command -----------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop)
+        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _on_stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+
+    async def _run_command(self, reports: Reports, progress_socket: str) -> None:
+        """Start the command, see it through, and put into the record how it ended."""
+        if self._stop.is_set():
+            self._ended(-signal.SIGTERM, "Stopped before it was started.", stopped=True)
+            return
+        try:
+            command, pump = self._start(progress_socket)
+        except CannotStart as refusal:
+            self._say(str(refusal))
+            self._ended(refusal.exit_code, str(refusal))
+            return
+        reports.started()
+        self._keep(replace(self._record, state="running"))
+        telling = asyncio.create_task(self._tell_progress(reports))
+        try:
+            await self._see_through(command)
+        finally:
+            telling.cancel()
+        # All writers of the pipe are gone, unless one is stuck in the kernel.
+        await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
+
+    def _start(self, progress_socket: str) -> tuple[Command, threading.Thread]:
+        env = command_environment(self._env, self._spec, progress_socket)
+        folder = working_directory(self._spec, self._home)
+        argv = list(self._spec.command)
+        if not argv or not argv[0]:
+            raise CannotStart("The job has no command.", NOT_FOUND)
+        # Looked up as the command will see it, not as the runner does.
+        argv[0] = shutil.which(argv[0], path=env.get("PATH")) or argv[0]
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            command = Command(argv, cwd=folder, env=env, output=writing)
+        except (OSError, ValueError) as error:
+            os.close(reading)
+            raise why_not(error, self._spec.command) from None
+        finally:
+            os.close(writing)
+        pump = threading.Thread(target=_pump, args=(reading, self._log.write), daemon=True)
+        pump.start()
+        return command, pump
+
+    async def _see_through(self, command: Command) -> None:
+        await self._until(lambda: command.reap() is not None or self._stop.is_set())
+        stopped = command.exit_code is None
+        if stopped:
+            self._say(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
+            command.signal_group(signal.SIGTERM)
+            until = time.monotonic() + self._spec.grace_s
+            await self._until(lambda: command.reap() is not None, until)
+        else:
+            until = time.monotonic() + min(LEFTOVER_GRACE_S, self._spec.grace_s)
+        if command.exit_code is not None and descendants():
+            # Not before the command itself has ended: it may be ending them in its own way.
+            command.signal_all(signal.SIGTERM)
+        await self._until(lambda: command.reap() is not None and not descendants(), until)
+        left = await asyncio.to_thread(command.end_all)
+        if left:
+            self._say(f"{len(left)} processes cannot be ended; they hang in the kernel")
+        code = command.exit_code if command.exit_code is not None else -signal.SIGKILL
+        self._ended(code, self._reason(code, stopped), stopped=stopped)
+
+    async def _until(self, done: Callable[[], bool], until: float = math.inf) -> None:
+        """Return once ``done`` or at ``until``; looks at every SIGCHLD and `_LOOK_EVERY_S`."""
+        while not done() and time.monotonic() < until:
+            self._wake.clear()
+            pause_s = min(_LOOK_EVERY_S, max(0.0, until - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+
+    def _reason(self, code: int, stopped: bool) -> str:
+        if stopped and code == -signal.SIGKILL:
+            return f"Stopped; it had not ended {self._spec.grace_s:g} s after SIGTERM and was killed."
+        if stopped:
+            return "Stopped."
+        if code == 0:
+            return ""
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"Ended by {signal.Signals(-code).name}."
+            return f"Ended by signal {-code}."
+        return f"Ended with exit code {code}."
+
+    # ---- what is kept and told -------------------------------------------------
+
+    def _ended(self, code: int, reason: str, *, stopped: bool = False) -> None:
+        self._record = replace(self._record, state="ended", exit_code=code, reason=reason, stopped=stopped)
+
+    def _final_report(self) -> JobReport:
+        record = self._record
+        return JobReport(
+            state="ended",
+            exit_code=record.exit_code,
+            reason=record.reason,
+            stopped=record.stopped,
+            **self._progress,
+        )
+
+    def _keep(self, record: Record) -> None:
+        self._record = replace(record, log_bytes=self._log.end, log_left_out_bytes=self._log.left_out_bytes)
+        if not write_record(self._log_path.with_suffix(".json"), self._record):
+            log.warning("job=%s attempt=%d: the disk does not take its record", record.id, record.attempt)
+        log.info(
+            "job=%s attempt=%d state=%s exit_code=%s",
+            record.id,
+            record.attempt,
+            record.state,
+            record.exit_code,
+        )
+
+    def _say(self, text: str) -> None:
+        """Put a line of ours into the log of the job."""
+        self._log.write(f"[gpushare] {text}\n".encode(errors="replace"))
+
+    def _on_progress(self, done: float, total: float | None) -> None:
+        self._progress = {"done": done, "total": total}
+
+    async def _tell_progress(self, reports: Reports) -> None:
+        told: dict[str, float | None] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_EVERY_S)
+            if self._progress != told:
+                told = self._progress
+                await reports.progress(told["done"] or 0.0, told["total"])
+
+
+def _pump(reading: int, write: Callable[[bytes], None]) -> None:
+    """Move what the command prints into the log, in a thread: a slow disk stops nothing else."""
+    with open(reading, "rb", buffering=0) as pipe:
+        while data := pipe.read(_READ_BYTES):
+            write(data)
+
+
+class _ProgressSocket:
+    """A datagram socket in a folder of its own; what is not understood is dropped."""
+
+    def __init__(self, on_progress: Callable[[float, float | None], None]) -> None:
+        self._on_progress = on_progress
+
+    def __enter__(self) -> str:
+        # Not in the home directory: the path of a socket has at most 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="gpushare-")
+        address = os.path.join(self._folder, "progress")
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
+        self._socket.bind(address)
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        return address
+
+    def __exit__(self, *_: object) -> None:
+        self._read()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            # As many as the kernel queues (net.unix.max_dgram_qlen), not as many as somebody sends.
+            for _ in range(64):
+                self._take(self._socket.recv(_PROGRESS_BYTES))
+
+    def _take(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            done, total = float(said["done"]), said.get("total")
+            total = None if total is None else float(total)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return
+        if math.isfinite(done) and (total is None or math.isfinite(total)):
+            self._on_progress(done, total)
+
+
+def main(env: Mapping[str, str] | None = None) -> int:
+    """Run the job that the environment describes; 0 when the broker knows how it ended."""
+    logging.basicConfig(format="[%(levelname).1s %(asctime)s gpushare.job] %(message)s", level=logging.INFO)
+    for chatty in ("httpx", "httpcore", "tornado.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    env = os.environ if env is None else env
+    try:
+        spec = decode(env.get("GPUSHARE_JOB", "").encode(), JobSpec)
+        record = asyncio.run(_run(spec, env))
+    except GpuShareError as error:
+        print(f"gpushare job: {error}", file=sys.stderr)
+        return 2
+    return 0 if record.reported else 1
+
+
+async def _run(spec: JobSpec, env: Mapping[str, str]) -> Record:
+    return await Runner(spec, env).run()
