@@ -88,6 +88,7 @@ class JobReport(Message, frozen=True):
     state: Literal["started", "ended", "progress"]
     exit_code: int | None = None
     reason: str = ""
+    stopped: bool = False  # the runner was told to stop before the command ended by itself
     done: float | None = None  # progress, in units of the job's own
     total: float | None = None
 

@@ -21,6 +21,9 @@ class LeaseRecord:
     uid: int = -1  # its processes run as
     attempt: int = 1
     since_at: str = ""  # wall clock (ISO 8601, UTC): when it entered its state
+    entered_at: float = 0.0  # the same moment on the monotonic clock
+    why: str = ""  # the reason of the last decision about it (core `Why`)
+    requeue: bool = False  # stopping: it goes back to the queue afterwards
     note: str = ""  # why it is in this state, a sentence part for people
     suspend_reason: str = ""  # why it cannot be suspended
     limits: dict[str, int] = field(default_factory=dict)  # bytes per device UUID
@@ -64,12 +67,15 @@ class JobRecord:
     env: dict[str, str]
     retries: int
     grace_s: float
+    request: str  # the JSON of the request, to submit it again
     submitted_at: str  # wall clock, like the next two
     started_at: str | None = None
     ended_at: str | None = None
     result: str = ""  # "", "succeeded", "failed", "cancelled"
-    exit_code: int | None = None
+    exit_code: int | None = None  # of the current attempt, as its runner reported it
+    stopped: bool = False  # ... after having been told to stop
     reason: str = ""
+    attempts: int = 0  # how often it was started, once it has ended
     failures: int = 0  # failed attempts so far
     preemptions: int = 0  # times it was suspended or requeued
     ran_s: float = 0.0

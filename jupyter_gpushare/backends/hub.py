@@ -1,0 +1,115 @@
+"""The few calls to JupyterHub's REST API that the broker makes.
+
+Scopes needed: ``list:users read:users read:groups read:servers servers
+delete:servers``.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from jupyter_gpushare.backends.base import HubError, ServerKey
+
+# Users per page of the list; the Hub's own default limit is 200.
+_PAGE = 200
+_MAX_PAGES = 500
+
+
+class _Server(msgspec.Struct):
+    name: str
+    ready: bool = False
+    pending: str | None = None
+    stopped: bool = False
+
+
+class _User(msgspec.Struct):
+    name: str
+    groups: list[str] = []
+    servers: dict[str, _Server] = {}
+
+
+class HubClient:
+    """Talks to the Hub as the broker's service."""
+
+    def __init__(self, api_url: str, token: str, *, timeout_s: float = 20.0) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=api_url.rstrip("/") + "/",
+            headers={"Authorization": f"token {token}"},
+            timeout=timeout_s,
+            trust_env=False,
+        )
+
+    async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, **options)  # type: ignore[arg-type]
+        except httpx.TransportError as error:
+            raise HubError(f"the Hub does not answer ({type(error).__name__})") from None
+
+    @staticmethod
+    def _said(response: httpx.Response) -> str:
+        try:
+            return str(msgspec.json.decode(response.content)["message"])
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            return f"status {response.status_code}"
+
+    async def start_server(self, key: ServerKey) -> None:
+        """Ask the Hub to start a named server.
+
+        Raises:
+            HubError: permanent where the user or the right is missing.
+        """
+        path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
+        response = await self._ask("POST", path, json={})
+        if response.status_code in (201, 202):
+            return
+        said = self._said(response)
+        if response.status_code == 400 and "already" in said:
+            return  # it runs, or is being started: asked twice is asked once
+        raise HubError(
+            f"the Hub did not start {key.server}: {said}", permanent=response.status_code in (403, 404)
+        )
+
+    async def stop_server(self, key: ServerKey) -> None:
+        """Ask the Hub to stop and forget a named server.
+
+        Raises:
+            HubError: it refused, or is busy with this server (ask again).
+        """
+        path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
+        response = await self._ask("DELETE", path, json={"remove": True})
+        if response.status_code not in (202, 204, 404):
+            raise HubError(f"the Hub did not stop {key.server}: {self._said(response)}")
+
+    async def servers(self) -> frozenset[ServerKey]:
+        """Return every server that is not stopped.
+
+        Raises:
+            HubError: the list could not be read completely.
+        """
+        found: set[ServerKey] = set()
+        for page in range(_MAX_PAGES):
+            response = await self._ask(
+                "GET", "users", params={"state": "active", "offset": page * _PAGE, "limit": _PAGE}
+            )
+            if response.status_code != 200:
+                raise HubError(f"the Hub did not list its servers: {self._said(response)}")
+            users = msgspec.json.decode(response.content, type=list[_User])
+            found |= {ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped}
+            if len(users) < _PAGE:
+                return frozenset(found)
+        raise HubError("the Hub has more users than the broker reads")
+
+    async def groups(self, user: str) -> tuple[str, ...]:
+        """Return the groups of a user; none for an unknown one."""
+        response = await self._ask("GET", f"users/{quote(user, safe='')}")
+        if response.status_code == 404:
+            return ()
+        if response.status_code != 200:
+            raise HubError(f"the Hub did not tell the groups of {user}: {self._said(response)}")
+        return tuple(msgspec.json.decode(response.content, type=_User).groups)
+
+    async def close(self) -> None:
+        await self._http.aclose()

@@ -1,0 +1,356 @@
+"""The broker as a process: configuration, database, device helper, HTTP.
+
+Started by the Hub as a managed service (``gpushare broker --respawn``), or by
+systemd as an external one.  It takes its address and its token from the
+environment of a JupyterHub service (``JUPYTERHUB_SERVICE_URL``,
+``JUPYTERHUB_API_TOKEN``, ...), everything else from traits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler
+from tornado import httpserver, web
+from tornado.netutil import bind_sockets
+from traitlets import Bool, Dict, Float, Integer, List, TraitError, Unicode, default, validate
+from traitlets.config import Application
+
+from jupyter_gpushare import __version__, wire
+from jupyter_gpushare.backends.hub import HubClient
+from jupyter_gpushare.backends.local import HelperClient, LocalBackend
+from jupyter_gpushare.broker import metrics, openapi
+from jupyter_gpushare.broker import respawn as respawning
+from jupyter_gpushare.broker.access import Access
+from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.desk import Desk
+from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
+from jupyter_gpushare.broker.loop import Loop
+from jupyter_gpushare.broker.pages import AdminPage
+from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
+from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.views import Views
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest, StoreError
+
+log = logging.getLogger("gpushare.broker")
+
+MAX_CONNECTIONS = 2_000
+
+
+def boot_id() -> str:
+    """Return the id of this boot: monotonic moments of another one mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class GPUShareBroker(Application):
+    """Decides who uses which part of which GPU, and remembers it."""
+
+    name = "gpushare broker"
+    version = __version__
+    description = "The broker of jupyter-gpushare: a JupyterHub service."
+    examples = """
+    # run it (it needs the environment of a JupyterHub service)
+    gpushare broker --config jupyterhub_config.py
+    # what a managed service runs: broker and device helper are started again when they end
+    gpushare broker --respawn --with-helper --config jupyterhub_config.py
+    """
+
+    aliases = {
+        "config": "GPUShareBroker.config_file",
+        "db-url": "GPUShareBroker.db_url",
+        "state-dir": "GPUShareBroker.state_dir",
+        "log-level": "Application.log_level",
+    }
+    flags = {
+        "respawn": ({"GPUShareBroker": {"respawn": True}}, "Start the broker again whenever it ends."),
+        "with-helper": (
+            {"GPUShareBroker": {"with_helper": True}},
+            "With --respawn: also keep a device helper running.",
+        ),
+    }
+
+    config_file = Unicode("", help="Configuration file; may be the Hub's own jupyterhub_config.py.").tag(
+        config=True
+    )
+    respawn = Bool(False, help="Run as the parent that starts the broker again within a second.").tag(
+        config=True
+    )
+    with_helper = Bool(
+        False, help="With respawn: also keep a device helper running, as the same user (for demos)."
+    ).tag(config=True)
+    projects = Dict(
+        help="""Who is guaranteed what: project name to a dict of
+
+        * ``quota``: guaranteed GPUs, a number (1.5) or a percentage of the machine's GPUs ("50%");
+        * ``weight``: share of what is over, 1 by default;
+        * ``limit``: hard cap in GPUs, none by default;
+        * ``groups``: the Hub groups whose members belong to it, by default the group of the same name.
+        """
+    ).tag(config=True)
+    idle_timeout = Float(
+        900.0,
+        help="Seconds without a busy kernel and without GPU activity after which a session's GPU may be "
+        "lent, if somebody waits. Shorter lends more and wakes more often (see docs/concepts.md).",
+    ).tag(config=True)
+    grace = Float(
+        30.0, help="Seconds between SIGTERM and SIGKILL when a job is stopped, unless the job says otherwise."
+    ).tag(config=True)
+    sizes = List(
+        Unicode(),
+        ["1/4", "1/2", "1"],
+        help="Sizes offered on the spawn page, in GPUs, such as 1/4, 0.5, 1 or 2.",
+    ).tag(config=True)
+    state_dir = Unicode(
+        "/var/lib/gpushare", help="Directory of the broker's own files; must not be writable for others."
+    ).tag(config=True)
+    db_url = Unicode(
+        help="SQLAlchemy URL of the broker's database, never the Hub's; default: SQLite in state_dir."
+    ).tag(config=True)
+    helper_socket = Unicode(help="Unix socket of the device helper; by default in state_dir.").tag(
+        config=True
+    )
+    helper_state_dir = Unicode(
+        help="With with_helper: the helper's own files; default: helper/ in state_dir."
+    ).tag(config=True)
+    spawner_token_file = Unicode(
+        help="File (mode 0600) with the token that the Hub's spawner uses; by default spawner-token in "
+        "state_dir. It is made when it is missing."
+    ).tag(config=True)
+    max_jobs = Integer(10_000, min=1, help="Jobs that may wait or run, all users together.").tag(config=True)
+    max_jobs_per_user = Integer(1_000, min=1, help="Jobs of one user that may wait or run.").tag(config=True)
+    keep_minutes_per_day = Float(
+        120.0, help="Minutes a day for which a user may keep an idle GPU from being lent."
+    ).tag(config=True)
+    identity_cache_s = Integer(
+        30, min=1, max=300, help="Seconds for which the Hub's answer about a token is believed."
+    ).tag(config=True)
+
+    @default("db_url")
+    def _default_db_url(self) -> str:
+        return f"sqlite:///{Path(self.state_dir).absolute() / 'broker.sqlite'}"
+
+    @default("helper_socket")
+    def _default_helper_socket(self) -> str:
+        return str(Path(self.state_dir) / "helper.sock")
+
+    @default("helper_state_dir")
+    def _default_helper_state_dir(self) -> str:
+        return str(Path(self.state_dir) / "helper")
+
+    @default("spawner_token_file")
+    def _default_spawner_token_file(self) -> str:
+        return str(Path(self.state_dir) / "spawner-token")
+
+    @validate("idle_timeout", "grace", "keep_minutes_per_day")
+    def _positive(self, proposal: Any) -> float:
+        value = float(proposal.value)
+        if not 0 <= value < 10_000_000:
+            raise TraitError(f"{proposal.trait.name} is a number of 0 or more, not {value}")
+        return value
+
+    @validate("projects")
+    def _known_projects(self, proposal: Any) -> dict[str, Any]:
+        try:
+            for name, config in proposal.value.items():
+                parse_project(name, config)
+        except InvalidRequest as error:
+            raise TraitError(f"GPUShareBroker.projects: {error}") from None
+        return dict(proposal.value)
+
+    @validate("sizes")
+    def _known_sizes(self, proposal: Any) -> list[str]:
+        try:
+            for size in proposal.value:
+                parse_gpus(size)
+        except InvalidRequest as error:
+            raise TraitError(f"GPUShareBroker.sizes: {error}") from None
+        return list(proposal.value)
+
+    def initialize(self, argv: list[str] | None = None) -> None:
+        """Read the command line, then the configuration file; the command line wins."""
+        self.parse_command_line(argv)
+        given = self.cli_config
+        if self.config_file:
+            self.load_config_file(
+                Path(self.config_file).name, path=str(Path(self.config_file).absolute().parent)
+            )
+            self.update_config(given)
+
+    def policy(self) -> Policy:
+        """Return the configuration as plain values."""
+        return Policy(
+            projects=tuple(parse_project(name, config) for name, config in self.projects.items()),
+            idle_timeout_s=self.idle_timeout,
+            grace_s=self.grace,
+            sizes=tuple(parse_gpus(size) for size in self.sizes),
+            max_jobs=self.max_jobs,
+            max_jobs_per_user=self.max_jobs_per_user,
+            keep_minutes_per_day=self.keep_minutes_per_day,
+        )
+
+    # ---- running -------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run until told to stop; returns the exit status."""
+        if self.respawn:
+            return respawning.run(
+                state_dir=Path(self.state_dir),
+                helper_socket=Path(self.helper_socket) if self.with_helper else None,
+                helper_state_dir=Path(self.helper_state_dir),
+                arguments=[a for a in self.argv_given if a not in ("--respawn", "--with-helper")],
+            )
+        try:
+            Path(self.state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+            return asyncio.run(self._serve())
+        except GpuShareError as error:
+            log.critical("%s", error)
+            return 1
+
+    argv_given: list[str] = []
+
+    async def _serve(self) -> int:
+        url = urlparse(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
+        if not url.port or not os.environ.get("JUPYTERHUB_API_TOKEN"):
+            raise StoreError(
+                "the broker is a service of JupyterHub: JUPYTERHUB_SERVICE_URL and JUPYTERHUB_API_TOKEN "
+                "are not set (see docs/admin.md)"
+            )
+        store = Store(self.db_url, boot_id())
+        try:
+            await self._serve_with(store, url.hostname or "127.0.0.1", url.port)
+        finally:
+            store.close()
+        return 0
+
+    async def _serve_with(self, store: Store, host: str, port: int) -> None:
+        book = Book(store, self.policy(), clock=time.monotonic)
+        book.load(boot_id())
+        backend = LocalBackend(
+            HelperClient(Path(self.helper_socket), store.epoch),
+            HubClient(os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"]),
+        )
+        loop = Loop(book, backend)
+        server = self._listen(book, backend, loop, host, port)
+        log.info("broker %s epoch=%d answers at %s:%d", __version__, store.epoch, host, port)
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(loop.run())
+                await _until(stopped)
+                running.cancel()
+        except* StoreError as failed:
+            raise StoreError(str(failed.exceptions[0])) from None
+        finally:
+            server.stop()
+            await backend.close()
+
+    def _listen(
+        self, book: Book, backend: LocalBackend, loop: Loop, host: str, port: int
+    ) -> httpserver.HTTPServer:
+        prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
+        hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
+        service = Service(
+            book=book,
+            desk=Desk(book, backend, loop),
+            views=Views(book),
+            access=Access(hub_auth, self._spawner_token(), backend),
+            registry=metrics.registry(book),
+            prefix=prefix,
+            openapi=lambda: openapi.describe(prefix),
+            waiting={},
+        )
+        options = {"service": service}
+        api = prefix.rstrip("/") + "/api/v1/"
+        application = web.Application(
+            [
+                *((api + pattern(route), route.handler, options) for route in ROUTES),
+                (prefix + "oauth_callback", HubOAuthCallbackHandler),
+                (prefix + "metrics", Metrics, options),
+                (prefix + "?", AdminPage, options),
+                (".*", NoSuchPath, options),
+            ],
+            cookie_secret=self._cookie_secret(),
+            log_function=_log_request,
+        )
+        try:
+            sockets = bind_sockets(port, host)
+        except OSError as error:
+            raise StoreError(
+                f"port {port} on {host} is in use ({error.strerror}): stop what listens there, "
+                "or change the url of the service gpushare"
+            ) from None
+        server = httpserver.HTTPServer(
+            application, max_body_size=wire.MAX_BODY_BYTES, max_buffer_size=4 * wire.MAX_BODY_BYTES
+        )
+        server.add_sockets(sockets)
+        return server
+
+    def _spawner_token(self) -> str:
+        return secret_file(Path(self.spawner_token_file))
+
+    def _cookie_secret(self) -> bytes:
+        return secret_file(Path(self.state_dir) / "cookie-secret").encode()
+
+
+async def _until(stopped: asyncio.Event) -> None:
+    """Return when told to stop, or when the parent that restarts this process is gone."""
+    parent = os.environ.get(respawning.PARENT_VARIABLE)
+    while not stopped.is_set():
+        if parent is not None and os.getppid() != int(parent):
+            log.warning("the parent of this broker is gone: ending")
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stopped.wait()
+
+
+def secret_file(path: Path) -> str:
+    """Return the secret in a file that nobody else can read; it is made when it is missing.
+
+    Raises:
+        StoreError: others can read it, or it cannot be made.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                file.write(secrets.token_hex(32))
+        if path.stat().st_mode & 0o077:
+            raise StoreError(f"{path} can be read by others: chmod 600 it")
+        return path.read_text().strip()
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+
+
+def _log_request(handler: web.RequestHandler) -> None:
+    status = handler.get_status()
+    if status >= 500:
+        log.warning("%s %s answered %d", handler.request.method, handler.request.path, status)
+
+
+def main(argv: list[str]) -> int:
+    """Entry of ``gpushare broker``."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="[%(levelname).1s %(asctime)s %(name)s] %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    app = GPUShareBroker.instance()
+    app.argv_given = list(argv)
+    try:
+        app.initialize(argv)
+    except TraitError as error:
+        log.critical("%s", error)
+        return 2
+    return app.run()

@@ -1,0 +1,405 @@
+"""Everything the broker knows, in memory and on disk, and the only place that changes it.
+
+* `advance` moves a lease along its table of transitions, logs one line, writes
+  the decision and commits; only then does the caller act.
+* What is measured (samples, hints of kernels) lives beside the records and is
+  not stored: after a restart it is measured again.
+* `cluster` is the snapshot that `core.plan` decides on.
+* Readers wait on `seq`, a number that grows with every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from jupyter_gpushare import words
+from jupyter_gpushare.broker.policy import Policy
+from jupyter_gpushare.broker.records import ENDED, DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.broker.store import Change, Store
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Cluster,
+    Device,
+    Event,
+    Lease,
+    Project,
+    Settings,
+    State,
+    advance,
+)
+from jupyter_gpushare.errors import NotFound, StoreError
+from jupyter_gpushare.gpu.verbs import Inventory, LeaseSample, Sample
+
+log = logging.getLogger("gpushare.broker")
+
+# Shorter pauses between CUDA calls are not idleness.
+_ACTIVE_S = 2.0
+# Ended jobs that stay in memory (all are on disk).
+_MAX_ENDED_JOBS = 2_000
+
+
+def iso_now() -> str:
+    """Return the wall clock, UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(slots=True)
+class Live:
+    """What is measured or hinted about a lease; forgotten with the process."""
+
+    sample: LeaseSample | None = None
+    seen_alive: bool = False
+    gone_since_at: float | None = None  # its processes are gone since
+    active_at: float = 0.0  # last sign of work on the GPU
+    kernel_busy: bool = False  # hint of its server
+    kernel_active_at: float = 0.0
+    kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
+    wanted: bool = False
+    retry_at: float = 0.0  # nothing is planned for it before
+    effect_retry_at: float = 0.0  # a failed effect is not tried again before
+    not_suspendable: str = ""  # the driver refused, until retry_at
+    lost: bool = False  # its device state was lost
+    ran_from_at: float = 0.0  # accounted until
+
+
+class Book:
+    """The records, their changes, and the snapshot for the planner."""
+
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], str] = iso_now,
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self.clock = clock
+        self.iso_now = wall
+        self.leases: dict[str, LeaseRecord] = {}  # living ones
+        self.jobs: dict[str, JobRecord] = {}
+        self.decisions: deque[DecisionRecord] = deque(maxlen=1_000)
+        self.overrides: dict[str, ProjectOverride] = {}
+        self.live: dict[str, Live] = {}
+        self.inventory: Inventory | None = None
+        self.sample: Sample | None = None
+        self.sampled_at = float("-inf")
+        self.seq = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.woken = asyncio.Event()  # for the loop: something changed
+        self._changed = asyncio.Condition()
+        self._decision_seq = 0
+
+    def load(self, boot_id: str) -> None:
+        """Take over what the last broker left; moments of another boot start anew."""
+        loaded = self.store.load()
+        now = self.clock()
+        same_boot = loaded.boot_id == boot_id
+        for record in loaded.leases:
+            if not same_boot:
+                lease = replace(
+                    record.lease, submitted_at=now, queued_at=now, granted_at=now, keep_until_at=0.0
+                )
+                record = replace(record, lease=lease, entered_at=now)
+            self.leases[record.id] = record
+            self.live[record.id] = self.new_live()
+        self.jobs = {job.id: job for job in loaded.jobs}
+        self.decisions.extend(loaded.decisions)
+        self._decision_seq = loaded.decisions[-1].seq if loaded.decisions else 0
+        self.overrides = {o.name: o for o in loaded.overrides}
+
+    # ---- changes -------------------------------------------------------------
+
+    async def commit(self, *changes: Change) -> None:
+        """Make changes durable; a failure ends the broker (`failed`).
+
+        Raises:
+            StoreError: the database failed.
+        """
+        try:
+            await self.store.commit(changes)
+        except StoreError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+
+    async def put_lease(self, record: LeaseRecord, *also: Change) -> None:
+        """Store a changed lease (same state) and what goes with it."""
+        self._keep(record)
+        await self.commit(record, *also)
+        await self.bump()
+
+    async def put_job(self, job: JobRecord) -> None:
+        self._keep_job(job)
+        await self.commit(job)
+        await self.bump()
+
+    async def add(self, record: LeaseRecord, *also: Change) -> None:
+        """Store a new lease."""
+        self.live[record.id] = self.new_live()
+        await self.put_lease(record, *also)
+
+    def new_live(self) -> Live:
+        now = self.clock()
+        return Live(active_at=now, ran_from_at=now)
+
+    async def put_override(self, override: ProjectOverride) -> None:
+        self.overrides[override.name] = override
+        await self.commit(override)
+        await self.bump()
+
+    async def advance(
+        self,
+        record: LeaseRecord,
+        event: Event,
+        *,
+        why: str = "",
+        for_lease: str = "",
+        job: JobRecord | None = None,
+        **changes: Any,
+    ) -> LeaseRecord:
+        """Move a lease along its table and make it durable; returns the new record.
+
+        Raises:
+            Conflict: ``event`` cannot happen now; nothing is changed.
+            StoreError: the database failed.
+        """
+        changed, stored = self.move(record, event, why=why, for_lease=for_lease, job=job, **changes)
+        await self.commit(*stored)
+        await self.bump()
+        return changed
+
+    def move(
+        self,
+        record: LeaseRecord,
+        event: Event,
+        *,
+        why: str = "",
+        for_lease: str = "",
+        job: JobRecord | None = None,
+        **changes: Any,
+    ) -> tuple[LeaseRecord, list[Change]]:
+        """Move a lease in memory; the caller commits what is returned before it acts.
+
+        In one step, without a wait, so that a whole plan is taken over before
+        anybody else looks.  ``changes`` replace fields of the record, or of its
+        `Lease`.  ``why`` (of a decision) is also written to the decision log.
+        ``job`` is stored in the same commit.
+
+        Raises:
+            Conflict: ``event`` cannot happen now; nothing is changed.
+        """
+        record = self.leases.get(record.id, record)
+        state = advance(record.state, event)
+        now = self.clock()
+        mine = {k: changes.pop(k) for k in list(changes) if k in _LEASE_FIELDS}
+        if why:
+            changes["why"] = why
+        changed = replace(
+            record,
+            lease=replace(record.lease, state=state, **mine),
+            since_at=self.iso_now(),
+            entered_at=now,
+            **changes,
+        )
+        log.info(
+            "lease=%s user=%s project=%s %s->%s event=%s reason=%s for=%s for_s=%.1f note=%s",
+            changed.handle,
+            changed.lease.user,
+            changed.lease.project,
+            record.state,
+            state,
+            event,
+            why or "-",
+            for_lease or "-",
+            now - record.entered_at,
+            changed.note or "-",
+        )
+        also: list[Change] = []
+        ran = record.state is State.RUNNING and state is not State.RUNNING
+        if job is None and ran:
+            job = self.job_of(record)
+        if job is not None:
+            if ran:
+                job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
+            self._keep_job(job)
+            also.append(job)
+        if why:
+            also.append(self._decide(changed, event, why, for_lease))
+        self._keep(changed)
+        return changed, [changed, *also]
+
+    def _decide(self, record: LeaseRecord, event: Event, why: str, for_lease: str) -> DecisionRecord:
+        self._decision_seq += 1
+        action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
+        other = self.leases.get(for_lease)
+        facts = words.DecisionFacts(
+            action=action,
+            why=why,
+            who=self.name_of(record),
+            for_whom=self._other_name(record, other),
+        )
+        decision = DecisionRecord(
+            seq=self._decision_seq,
+            at=self.iso_now(),
+            lease=record.id,
+            user=record.lease.user,
+            project=record.lease.project,
+            action=action,
+            why=why,
+            for_lease=for_lease or None,
+            sentence=words.decision(facts),
+        )
+        self.decisions.append(decision)
+        return decision
+
+    def _other_name(self, record: LeaseRecord, other: LeaseRecord | None) -> str:
+        """Name who profits: people and jobs only within the same project."""
+        if other is None or other.id == record.id:
+            return ""
+        if other.lease.project == record.lease.project:
+            return self.name_of(other)
+        what = "a training job" if other.is_job else "a session"
+        return f"{what} of project {other.lease.project}"
+
+    def _keep(self, record: LeaseRecord) -> None:
+        if record.state in ENDED:
+            self.leases.pop(record.id, None)
+            self.live.pop(record.id, None)
+        else:
+            self.leases[record.id] = record
+
+    def _keep_job(self, job: JobRecord) -> None:
+        self.jobs[job.id] = job
+        if job.result and len(self.jobs) > _MAX_ENDED_JOBS:
+            ended = sorted((j for j in self.jobs.values() if j.result), key=lambda j: j.submitted_at)
+            for old in ended[: len(ended) // 2]:
+                del self.jobs[old.id]
+
+    async def bump(self) -> None:
+        """Tell everybody who waits that something changed."""
+        self.seq += 1
+        self.woken.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_beyond(self, seq: int, timeout_s: float) -> None:
+        """Return when ``self.seq`` is beyond ``seq``, or after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.seq > seq)
+        except TimeoutError:
+            return
+
+    # ---- lookups -------------------------------------------------------------
+
+    def get(self, lease_id: str) -> LeaseRecord:
+        """Return a living lease.
+
+        Raises:
+            NotFound: there is none of this id.
+        """
+        record = self.leases.get(lease_id)
+        if record is None:
+            raise NotFound("there is no such lease (it may have ended)")
+        return record
+
+    def by_handle(self, handle: str) -> LeaseRecord | None:
+        record = self.leases.get(handle.rsplit("-", 1)[0])
+        return record if record is not None and record.handle == handle else None
+
+    def by_server(self, user: str, server: str) -> LeaseRecord | None:
+        return next((r for r in self.leases.values() if r.lease.user == user and r.server == server), None)
+
+    def job_of(self, record: LeaseRecord) -> JobRecord | None:
+        return self.jobs.get(record.id[1:]) if record.is_job else None
+
+    def name_of(self, record: LeaseRecord) -> str:
+        """Return how people call a lease: ``bo's job train.py (2 GPUs)``."""
+        lease = record.lease
+        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        job = self.job_of(record)
+        what = f"job {job.name}" if job is not None else "session"
+        return f"{lease.user}'s {what} ({size})"
+
+    def device_name(self, uuids: Iterable[str]) -> str:
+        """Return the model of a lease's devices, for people."""
+        wanted = set(uuids)
+        devices = self.inventory.devices if self.inventory else ()
+        return next((d.name for d in devices if d.uuid in wanted), "")
+
+    # ---- the snapshot --------------------------------------------------------
+
+    @property
+    def total_milli(self) -> int:
+        return WHOLE_GPU * len(self.inventory.devices) if self.inventory else 0
+
+    def projects(self) -> tuple[Project, ...]:
+        return tuple(p.project(self.total_milli, self.overrides.get(p.name)) for p in self.policy.projects)
+
+    def devices(self) -> Iterator[Device]:
+        if self.inventory is None:
+            return
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else {}
+        for device in self.inventory.devices:
+            yield Device(
+                uuid=device.uuid,
+                memory_bytes=device.memory_bytes,
+                reserve_bytes=device.reserve_bytes,
+                node=self.inventory.host,
+                island=device.island,
+                name=device.name,
+                usable=healthy.get(device.uuid, device.healthy),
+                suspendable=device.suspendable,
+            )
+
+    def cluster(self, now: float, extra: Iterable[Lease] = ()) -> Cluster:
+        """Return the snapshot at ``now``; ``extra`` are leases that are only being considered."""
+        budget = self.inventory.host_budget_bytes if self.inventory else 0
+        return Cluster(
+            devices=tuple(self.devices()),
+            projects=self.projects(),
+            leases=(*(self.measured(r, now) for r in self.leases.values()), *extra),
+            settings=Settings(idle_timeout_s=self.policy.idle_timeout_s, host_budget_bytes=budget),
+        )
+
+    def measured(self, record: LeaseRecord, now: float) -> Lease:
+        """Return a lease with what is measured about it filled in."""
+        live, lease = self.live[record.id], record.lease
+        sample = live.sample
+        return replace(
+            lease,
+            used_bytes=sum(sample.used_bytes.values()) if sample else 0,
+            idle_since_at=self.idle_since(record, now),
+            wanted=live.wanted,
+            retry_at=live.retry_at,
+            suspendable=not self.suspend_obstacle(record),
+        )
+
+    def idle_since(self, record: LeaseRecord, now: float) -> float | None:
+        """Return since when neither a kernel nor the GPU of a lease did anything; None: busy."""
+        live = self.live[record.id]
+        active = max(live.active_at, live.kernel_active_at, record.lease.granted_at)
+        return None if live.kernel_busy or now - active < _ACTIVE_S else active
+
+    def suspend_obstacle(self, record: LeaseRecord) -> str:
+        """Return why a lease cannot be suspended; empty: it can."""
+        live = self.live[record.id]
+        if live.not_suspendable:
+            return live.not_suspendable
+        if live.sample is not None and not live.sample.suspendable:
+            return live.sample.suspend_reason
+        for device in self.inventory.devices if self.inventory else ():
+            if device.uuid in record.lease.devices and not device.suspendable:
+                return device.suspend_reason
+        return ""
+
+
+_LEASE_FIELDS = frozenset(Lease.__dataclass_fields__)

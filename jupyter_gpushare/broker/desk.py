@@ -1,0 +1,492 @@
+"""What people, spawners and runners ask for: checked, written down, answered.
+
+The desk never waits for room: a session is granted or refused at once, a job
+is accepted into the queue.  Rights were checked by the handlers as far as
+tokens go; what belongs to whom is checked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from jupyter_gpushare import wire, words
+from jupyter_gpushare.backends.base import Backend
+from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.loop import STALE_S, Loop, granted, is_job_server
+from jupyter_gpushare.broker.policy import gpus_to_milli, parse_gpus, parse_memory
+from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.core.explain import check_request, explain
+from jupyter_gpushare.core.model import WHOLE_GPU, Event, Grant, Kind, Lease, State, Survival, parse_fraction
+from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.errors import (
+    Conflict,
+    DeviceError,
+    HelperError,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    TooMany,
+)
+
+log = logging.getLogger("gpushare.broker")
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+# How long a start waits for the last server of the same name to let go.
+_LETTING_GO_S = 10.0
+
+
+def random_id() -> str:
+    """Return 10 random letters and digits: ids are not to be guessed."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(10))
+
+
+class Desk:
+    """Answers requests; the loop carries out what they lead to."""
+
+    def __init__(self, book: Book, backend: Backend, loop: Loop) -> None:
+        self.book = book
+        self.backend = backend
+        self.loop = loop
+        self._kept: dict[tuple[str, str], float] = {}  # (user, day) -> minutes kept
+
+    # ---- what is asked for ---------------------------------------------------
+
+    def choose_project(self, groups: Sequence[str], wanted: str | None) -> str:
+        """Return the project a request counts towards.
+
+        Raises:
+            NotFound: there is no such project, or it is not the user's.
+            NotAllowed: the user belongs to no project.
+        """
+        mine = self.book.policy.projects_of(groups)
+        if wanted is not None:
+            if wanted not in mine:
+                yours = f"yours: {', '.join(mine)}" if mine else "you belong to none"
+                raise NotFound(
+                    f"there is no project {wanted[:60]!r} for you; {yours}", reason="unknown_project"
+                )
+            return wanted
+        if not mine:
+            raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
+        return mine[0]
+
+    def size_of(self, request: wire.GpuRequest) -> tuple[int, int, int]:
+        """Return (fraction_milli, device_count, memory_bytes); all 0: no GPU.
+
+        Raises:
+            InvalidRequest: no size, several, or one that cannot be.
+        """
+        given = [x for x in (request.fraction, request.memory, request.gpus) if x is not None]
+        if len(given) > 1:
+            raise InvalidRequest("give one of fraction, memory and gpus, not several")
+        if request.fraction is not None:
+            return parse_fraction(request.fraction), 1, 0
+        if request.memory is not None:
+            return 0, 1, parse_memory(request.memory)
+        count = request.gpus or 0
+        if not 0 <= count <= 1024:
+            raise InvalidRequest(f"gpus is a whole number from 0 to 1024, not {count}")
+        return (WHOLE_GPU if count else 0), count, 0
+
+    def _known(self) -> None:
+        if self.book.inventory is None or self.book.clock() - self.book.sampled_at > STALE_S:
+            raise Conflict(
+                "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
+                reason="devices_unknown",
+            )
+
+    # ---- sessions ------------------------------------------------------------
+
+    async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
+        """Answer the spawner: what the server that is about to start may use.
+
+        Raises:
+            RequestError: it must not start; the text is for the user.
+        """
+        if is_job_server(request.server):
+            return await self._start_job_server(request)
+        await self._let_go(request.user, request.server)
+        fraction_milli, device_count, memory_bytes = self.size_of(request.options or wire.GpuRequest())
+        if not device_count:
+            return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
+        project = self.choose_project(request.groups, request.options.project if request.options else None)
+        self._known()
+        now = self.book.clock()
+        lease = Lease(
+            id="b" + random_id(),
+            project=project,
+            kind=Kind.BUILD,
+            fraction_milli=fraction_milli,
+            device_count=device_count,
+            memory_bytes=memory_bytes,
+            user=request.user,
+            server=request.server,
+            submitted_at=now,
+            queued_at=now,
+        )
+        check_request(self.book.cluster(now), lease)
+        record, grant = await self._grant_session(lease, request.uid)
+        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+
+    async def _let_go(self, user: str, server: str) -> None:
+        """End what an earlier server of the same name holds; the Hub says that it is gone."""
+        until = self.book.clock() + _LETTING_GO_S
+        while (record := self.book.by_server(user, server)) is not None:
+            if record.state is not State.STOPPING:
+                await self.book.advance(record, Event.STOP, note="a new server of this name starts")
+            if self.book.clock() > until:
+                raise Conflict("the last server of this name still frees its GPU: try again in a few seconds")
+            await asyncio.sleep(0.1)
+
+    async def _grant_session(self, lease: Lease, uid: int) -> tuple[LeaseRecord, Grant]:
+        book, now = self.book, self.book.clock()
+        cluster = book.cluster(now, extra=(lease,))
+        grant = next(
+            (a for a in plan(cluster, now).actions if isinstance(a, Grant) and a.lease == lease.id), None
+        )
+        if grant is None:
+            told = explain(cluster, lease.id, now)
+            size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+            text = words.waiting(told.why, needs=size, free_milli=told.free_milli, position=None)
+            raise Conflict(f"{text} Choose a smaller size, or start without a GPU.", reason="no_room")
+        record = LeaseRecord(lease=lease, uid=uid, since_at=book.iso_now(), entered_at=now)
+        event = Event.GRANT_ASLEEP if grant.asleep else Event.GRANT
+        # In memory first and in one step, so that nobody else is given this room meanwhile.
+        book.leases[lease.id], book.live[lease.id] = record, book.new_live()
+        record = await book.advance(record, event, why=grant.why, **granted(book, record, grant))
+        return record, grant
+
+    async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
+        try:
+            env = await self.backend.prepare(record.handle, record.uid, record.limits, asleep=asleep)
+        except (HelperError, DeviceError) as error:
+            log.warning("lease=%s prepare: %s", record.handle, error)
+            if not record.is_job:
+                await self.book.advance(record, Event.RELEASE, note=str(error))
+            raise Conflict(
+                "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
+                reason="devices_unknown",
+            ) from None
+        lease = record.lease
+        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        limit = sum(record.limits.values())
+        name = self.book.device_name(lease.devices)
+        return wire.SpawnGrant(
+            lease=record.handle,
+            kind=lease.kind,
+            env=env,
+            devices=list(lease.devices),
+            memory_limit_bytes=limit,
+            asleep=asleep,
+            borrowed=borrowed,
+            message=f"Your {size} ({words.gigabytes(limit)} of {name}) is "
+            + ("lent just now and comes with your first GPU cell." if asleep else "ready."),
+        )
+
+    async def stop(self, request: wire.SpawnStop) -> None:
+        """Note that a server has ended, however; doing so twice is fine."""
+        record = self.book.by_server(request.user, request.server)
+        if record is None or record.state is State.STOPPING:
+            return
+        if not record.is_job:
+            await self.book.advance(record, Event.STOP)
+        elif record.state is State.GRANTED:
+            await self.loop.start_failed(record, "the Hub could not start its server")
+        # A running job tells its own end; if it cannot, its processes are seen to be gone.
+
+    # ---- jobs ----------------------------------------------------------------
+
+    async def _start_job_server(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
+        record = self.book.by_handle(request.server)
+        job = self.book.job_of(record) if record is not None else None
+        if (
+            record is None
+            or job is None
+            or record.lease.user != request.user
+            or record.state is not State.GRANTED
+        ):
+            raise Conflict(
+                f"{request.server} is a name for training jobs, and no such job is to start now: "
+                "submit jobs with gpushare submit",
+                reason="not_expected",
+            )
+        if record.uid != request.uid:
+            record = replace(record, uid=request.uid)
+            await self.book.put_lease(record)
+        grant = await self._prepare(record, asleep=False, borrowed=False)
+        spec = wire.JobSpec(
+            id=job.id,
+            attempt=record.attempt,
+            name=job.name,
+            command=list(job.command),
+            cwd=job.cwd,
+            env=job.env,
+            grace_s=job.grace_s,
+        )
+        return wire.SpawnGrant(
+            lease=grant.lease,
+            kind=grant.kind,
+            env=grant.env,
+            devices=grant.devices,
+            memory_limit_bytes=grant.memory_limit_bytes,
+            message=grant.message,
+            job=spec,
+        )
+
+    async def submit(
+        self, user: str, groups: Sequence[str], request: wire.JobRequest, key: str | None
+    ) -> JobRecord:
+        """Accept a job into the queue; the same ``key`` again returns the first one.
+
+        Raises:
+            RequestError: it cannot be accepted; the text says what to change.
+        """
+        book = self.book
+        if key is not None:
+            if not 1 <= len(key) <= 255:
+                raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
+            same = next((j for j in book.jobs.values() if j.user == user and j.idempotency_key == key), None)
+            if same is not None:
+                return same
+        _check_job(request)
+        project = self.choose_project(groups, request.project)
+        self._known()
+        waiting = [j for j in book.jobs.values() if not j.result]
+        if len(waiting) >= book.policy.max_jobs:
+            raise TooMany(f"the queue is full ({book.policy.max_jobs} jobs): try again later")
+        if sum(j.user == user for j in waiting) >= book.policy.max_jobs_per_user:
+            raise TooMany(
+                f"you have {book.policy.max_jobs_per_user} jobs waiting or running: wait, or cancel some"
+            )
+        job_id, now = random_id(), book.clock()
+        fraction_milli, device_count, memory_bytes = _job_size(request)
+        lease = Lease(
+            id=f"j{job_id}",
+            project=project,
+            kind=Kind.TRAIN,
+            fraction_milli=fraction_milli,
+            device_count=device_count,
+            memory_bytes=memory_bytes,
+            user=user,
+            priority=request.priority,
+            survival=Survival(request.checkpoint),
+            submitted_at=now,
+            queued_at=now,
+        )
+        check_request(book.cluster(now), lease)
+        job = JobRecord(
+            id=job_id,
+            user=user,
+            project=project,
+            name=request.name or request.command[0].rsplit("/", 1)[-1][:60],
+            command=tuple(request.command),
+            cwd=request.cwd,
+            env=request.env,
+            retries=request.retries,
+            grace_s=book.policy.grace_s if request.grace_s is None else request.grace_s,
+            request=wire.encode(request).decode(),
+            submitted_at=book.iso_now(),
+            idempotency_key=key,
+        )
+        record = LeaseRecord(lease=lease, attempt=0, since_at=book.iso_now(), entered_at=now)
+        book.jobs[job.id] = job
+        await book.add(record, job)
+        log.info("job=%s user=%s project=%s queued size=%s", job.id, user, project, request.gpus)
+        return job
+
+    def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:
+        """Return a job of ``user``.
+
+        Raises:
+            NotFound: there is none, or it is another's.
+        """
+        job = self.book.jobs.get(job_id)
+        if job is None or (job.user != user and not admin):
+            raise NotFound(f"you have no job {job_id[:40]!r}")
+        return job
+
+    async def cancel(self, job: JobRecord) -> JobRecord:
+        """End a job: at once when it waits, with grace when it runs."""
+        record = self.book.leases.get(job.lease_id)
+        if record is None or job.result:
+            return job
+        record = replace(record, lease=replace(record.lease, cancelled=True))
+        await self.book.put_lease(record)
+        if record.state is State.PENDING:
+            await self.loop.finish(record, "cancelled", "Stopped by its owner before it started.")
+        elif record.state is not State.STOPPING:
+            await self.book.advance(record, Event.STOP)
+        return self.book.jobs[job.id]
+
+    async def retry(self, job: JobRecord, groups: Sequence[str]) -> JobRecord:
+        """Submit the same job again.
+
+        Raises:
+            Conflict: it has not ended yet.
+        """
+        if not job.result:
+            raise Conflict("this job has not ended: cancel it first")
+        return await self.submit(job.user, groups, wire.decode(job.request.encode(), wire.JobRequest), None)
+
+    async def report(self, user: str, job_id: str, attempt: int, report: wire.JobReport) -> None:
+        """Note what a runner says of its attempt; a report of another attempt is ignored.
+
+        Raises:
+            NotFound: the user has no such job.
+        """
+        book = self.book
+        job = self.job(user, job_id)
+        record = book.leases.get(job.lease_id)
+        if record is None or record.attempt != attempt:
+            return
+        match report.state:
+            case "started":
+                if record.state is State.GRANTED:
+                    job = replace(job, started_at=job.started_at or book.iso_now())
+                    await book.advance(record, Event.STARTED, job=job, tries=0)
+            case "ended":
+                code = 1 if report.exit_code is None else report.exit_code
+                job = replace(
+                    job,
+                    exit_code=code,
+                    stopped=report.stopped,
+                    reason=report.reason[:500],
+                    started_at=job.started_at or book.iso_now(),
+                )
+                if record.state is State.GRANTED:
+                    await book.advance(record, Event.STARTED, job=job, tries=0)
+                else:
+                    await book.put_job(job)
+            case "progress":
+                await book.put_job(replace(job, done=report.done, total=report.total))
+
+    # ---- what owners do with their lease -------------------------------------
+
+    async def activity(self, user: str, server: str, report: wire.ActivityReport) -> None:
+        """Note what a server says of its kernels: a hint."""
+        record = self.book.by_server(user, server)
+        if record is None or record.is_job:
+            return
+        live, now = self.book.live[record.id], self.book.clock()
+        was_busy = live.kernel_busy
+        live.kernel_busy = any(k.busy for k in report.kernels)
+        idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
+        if live.kernel_busy:
+            live.kernel_active_at = now
+        elif idle is not None:
+            live.kernel_active_at = max(live.kernel_active_at, min(now, now - idle))
+        live.kernels = {k.id[:64]: k.name[:255] for k in report.kernels[:64]}
+        if was_busy != live.kernel_busy:
+            await self.book.bump()
+
+    async def wake(self, record: LeaseRecord) -> None:
+        """Bring a sleeping lease back as if it ran a GPU cell.
+
+        Raises:
+            Conflict: it is not asleep.
+        """
+        if record.state is not State.SUSPENDED or record.is_job:
+            raise Conflict(f"this lease is {record.state}, not asleep")
+        self.book.live[record.id].wanted = True
+        await self.book.bump()
+
+    async def keep(self, record: LeaseRecord, minutes: float) -> None:
+        """Keep a session from being put to sleep for a while; a day has a budget.
+
+        Raises:
+            InvalidRequest: not 1 to 240 minutes.
+            TooMany: the day's budget is used up.
+        """
+        if not 1 <= minutes <= 240:
+            raise InvalidRequest(f"minutes is a number from 1 to 240, not {minutes}")
+        day = (record.lease.user, datetime.now(UTC).date().isoformat())
+        used = self._kept.get(day, 0.0)
+        if used + minutes > self.book.policy.keep_minutes_per_day:
+            left = max(0.0, self.book.policy.keep_minutes_per_day - used)
+            raise TooMany(f"you can keep your GPU for {left:.0f} more minutes today")
+        self._kept = {k: v for k, v in self._kept.items() if k[1] == day[1]} | {day: used + minutes}
+        until = self.book.clock() + 60 * minutes
+        await self.book.put_lease(
+            replace(record, lease=replace(record.lease, keep_until_at=until, lend_now=False))
+        )
+
+    async def lend(self, record: LeaseRecord) -> None:
+        """Offer the room of a session at once.
+
+        Raises:
+            Conflict: it is not awake.
+        """
+        if record.state is not State.RUNNING or record.is_job:
+            raise Conflict(f"this lease is {record.state}: only a session that is awake can be lent")
+        await self.book.put_lease(
+            replace(record, lease=replace(record.lease, lend_now=True, keep_until_at=0.0))
+        )
+
+    async def change_project(self, name: str, change: wire.ProjectChange) -> None:
+        """Override the configured numbers of a project.
+
+        Raises:
+            NotFound: no such project.
+            InvalidRequest: a value is out of range.
+        """
+        if self.book.policy.project_config(name) is None:
+            raise NotFound(f"there is no project {name[:60]!r}")
+        old = self.book.overrides.get(name, ProjectOverride(name=name))
+        if change.weight is not None and not 0 <= change.weight <= 1000:
+            raise InvalidRequest(f"weight is a whole number from 0 to 1000, not {change.weight}")
+        await self.book.put_override(
+            replace(
+                old,
+                quota_milli=old.quota_milli if change.quota is None else gpus_to_milli(change.quota, "quota"),
+                weight=old.weight if change.weight is None else change.weight,
+                limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
+            )
+        )
+
+
+def _job_size(request: wire.JobRequest) -> tuple[int, int, int]:
+    if request.memory is not None:
+        return 0, 1, parse_memory(request.memory)
+    return (*parse_gpus(request.gpus), 0)
+
+
+def _check_job(request: wire.JobRequest) -> None:
+    """Refuse what no runner could run.
+
+    Raises:
+        InvalidRequest: says which field and what to change.
+    """
+    if not request.command or not request.command[0].strip():
+        raise InvalidRequest(
+            "a job needs a command, for example: gpushare submit --gpus 1 -- python train.py"
+        )
+    if len(request.command) > wire.MAX_COMMAND_ARGS or sum(map(len, request.command)) > 100_000:
+        raise InvalidRequest("the command is too long: put it into a script")
+    if any("\0" in word for word in request.command):
+        raise InvalidRequest("the command has a NUL character")
+    if request.cwd is not None and (
+        not request.cwd.startswith("/") or "\0" in request.cwd or len(request.cwd) > 4096
+    ):
+        raise InvalidRequest("cwd is an absolute path")
+    if len(request.env) > wire.MAX_ENV or sum(len(k) + len(v) for k, v in request.env.items()) > 100_000:
+        raise InvalidRequest(f"at most {wire.MAX_ENV} environment variables, 100,000 characters together")
+    for name, value in request.env.items():
+        if not _ENV_NAME.fullmatch(name) or "\0" in value:
+            raise InvalidRequest(f"{name[:40]!r} is not a name of an environment variable")
+        if name.startswith(("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")):
+            raise InvalidRequest(f"{name} is set by the system and cannot be given")
+    if request.name is not None and not 1 <= len(request.name) <= 100:
+        raise InvalidRequest("a name has 1 to 100 characters")
+    if not -100 <= request.priority <= 100:
+        raise InvalidRequest("priority is a whole number from -100 to 100")
+    if not 0 <= request.retries <= 10:
+        raise InvalidRequest("retries is a whole number from 0 to 10")
+    if request.grace_s is not None and not 0 <= request.grace_s <= 3600:
+        raise InvalidRequest("grace_s is a number of seconds from 0 to 3600")

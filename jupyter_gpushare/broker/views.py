@@ -1,0 +1,441 @@
+"""What the broker shows: records and measurements turned into answers of `wire`.
+
+Nothing is decided here.  What `core` has to work out (positions, what is
+borrowed) is worked out once per change and second, however many ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from jupyter_gpushare import __version__, wire, words
+from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.loop import STALE_S
+from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
+from jupyter_gpushare.core import explain
+from jupyter_gpushare.core.model import (
+    HOLDS_ROOM,
+    WHOLE_GPU,
+    Cluster,
+    Kind,
+    Lease,
+    State,
+    Why,
+)
+from jupyter_gpushare.core.plan import Round
+
+_JOB_STATES: Mapping[State, wire.JobState] = {
+    State.PENDING: "queued",
+    State.GRANTED: "starting",
+    State.RUNNING: "running",
+    State.SUSPENDING: "suspended",
+    State.SUSPENDED: "suspended",
+    State.RESUMING: "suspended",
+    State.STOPPING: "stopping",
+}
+_FRESH_S = 1.0
+MAX_EVENTS = 20
+
+
+@dataclass(slots=True)
+class _Worked:
+    """What was worked out for one moment."""
+
+    seq: int
+    at: float
+    cluster: Cluster
+    borrowed: Mapping[str, bool]
+    waiting: int
+    why: Mapping[str, Why]  # of every lease that waits
+    position: Mapping[str, int]  # of every job that waits, 1 is next
+    free_milli: int
+
+
+class Views:
+    """Answers built from the book; holds nothing of its own but one moment's workings."""
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._worked: _Worked | None = None
+
+    def _now(self) -> _Worked:
+        book, now = self.book, self.book.clock()
+        worked = self._worked
+        if worked is None or worked.seq != book.seq or now - worked.at > _FRESH_S:
+            cluster = book.cluster(now)
+            waiting = sum(
+                1 for r in book.leases.values() if r.is_job and r.state in (State.PENDING, State.SUSPENDED)
+            )
+            done = Round(cluster, now).run()
+            jobs = [x for x, w in done.waiting.items() if x in book.leases and w.why is not Why.TOO_LARGE]
+            worked = _Worked(
+                seq=book.seq,
+                at=now,
+                cluster=cluster,
+                borrowed=explain.borrowed(cluster),
+                waiting=waiting,
+                why={x: w.why for x, w in done.waiting.items()},
+                position={x: n for n, x in enumerate((j for j in jobs if book.leases[j].is_job), 1)},
+                free_milli=sum(max(0, room.now) for room in done.board.usable),
+            )
+            self._worked = worked
+        return worked
+
+    # ---- leases --------------------------------------------------------------
+
+    def leases(self, user: str | None) -> list[wire.LeaseStatus]:
+        """Return the living leases of a user, or of all."""
+        return [self.lease(r) for r in self.book.leases.values() if user is None or r.lease.user == user]
+
+    def lease(self, record: LeaseRecord) -> wire.LeaseStatus:
+        """Return what people see of one lease."""
+        facts, lease, book = self._facts(record), record.lease, self.book
+        sample = book.live[record.id].sample if record.id in book.live else None
+        level = {d.uuid: str(d.level) for d in book.inventory.devices} if book.inventory else {}
+        kernels = book.live[record.id].kernels if record.id in book.live else {}
+        return wire.LeaseStatus(
+            id=record.id,
+            user=lease.user,
+            server=record.server,
+            project=lease.project,
+            kind=lease.kind,
+            state=lease.state,
+            size=facts.size,
+            fraction_milli=lease.held_milli or lease.fraction_milli,
+            device_count=lease.device_count,
+            devices=list(lease.devices),
+            device_name=facts.device_name,
+            memory_limit_bytes=facts.memory_limit_bytes,
+            memory_used_bytes=facts.memory_used_bytes,
+            memory_saved_bytes=facts.memory_saved_bytes,
+            utilization_percent=self._utilization(lease),
+            level=level.get(lease.devices[0], "") if lease.devices else "",
+            suspendable=facts.suspendable,
+            borrowed=facts.borrowed,
+            wanted=facts.wanted,
+            badge=words.badge(facts),
+            sentence=words.sentence(facts),
+            idle_s=facts.idle_s,
+            lend_in_s=facts.lend_in_s,
+            since_at=record.since_at,
+            job=record.id[1:] if record.is_job else None,
+            processes=[
+                wire.ProcessUse(
+                    pid=p.pid, name=p.name, kernel=kernels.get(p.kernel, p.kernel), used_bytes=p.used_bytes
+                )
+                for p in (sample.processes if sample else ())
+            ],
+        )
+
+    def _utilization(self, lease: Lease) -> int | None:
+        sample = self.book.sample
+        if sample is None or lease.state is not State.RUNNING or lease.held_milli != WHOLE_GPU:
+            return None  # of a shared device nobody can tell whose utilization it is
+        mine = [d.utilization_percent for d in sample.devices if d.uuid in lease.devices]
+        return sum(mine) // len(mine) if mine else None
+
+    def _facts(self, record: LeaseRecord) -> words.LeaseFacts:
+        book, worked, lease = self.book, self._now(), record.lease
+        live = book.live[record.id]
+        measured = book.measured(record, worked.at)
+        idle_s = None if measured.idle_since_at is None else worked.at - measured.idle_since_at
+        lend_in_s, warned = None, False
+        if (
+            lease.kind is Kind.BUILD
+            and lease.state is State.RUNNING
+            and idle_s is not None
+            and worked.waiting
+        ):
+            eligible = explain.eligible_at(measured, worked.cluster.settings)
+            warn = explain.warn_at(measured, worked.cluster.settings)
+            if eligible is not None:
+                lend_in_s = max(0.0, eligible - worked.at)
+                warned = warn is not None and worked.at >= warn
+        obstacle = book.suspend_obstacle(record)
+        note = record.note
+        if record.is_job and lease.state is State.PENDING:
+            note = self._why_waiting(record)
+        return words.LeaseFacts(
+            kind=lease.kind,
+            state=lease.state,
+            size=words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes),
+            device_name=book.device_name(lease.devices),
+            memory_limit_bytes=sum(record.limits.values()),
+            memory_used_bytes=measured.used_bytes,
+            memory_saved_bytes=measured.saved_bytes,
+            idle_s=idle_s,
+            lend_in_s=lend_in_s,
+            warned=warned,
+            waiting=worked.waiting,
+            why=record.why,
+            note=note,
+            borrowed=worked.borrowed.get(record.id, False),
+            wanted=live.wanted,
+            since=_clock_time(record.since_at),
+            lent_to=self._lent_to(record) if lease.state is State.SUSPENDED else "",
+            suspendable=not obstacle,
+            suspend_reason=obstacle,
+        )
+
+    def _lent_to(self, record: LeaseRecord) -> str:
+        """Name who uses a sleeping lease's devices: a project, never a person of another one."""
+        mine = set(record.lease.devices)
+        for other in self.book.leases.values():
+            if other.is_job and mine & set(other.lease.devices) and other.state in HOLDS_ROOM:
+                return f"a training job of project {other.lease.project}"
+        return ""
+
+    def _why_waiting(self, record: LeaseRecord) -> str:
+        worked, lease = self._now(), record.lease
+        return words.waiting(
+            worked.why.get(record.id, Why.NO_ROOM),
+            needs=words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes),
+            free_milli=worked.free_milli,
+            position=worked.position.get(record.id),
+        )
+
+    # ---- jobs ----------------------------------------------------------------
+
+    def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
+        """Return jobs, living ones first, then by time, newest first."""
+        mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
+        mine.sort(key=lambda j: (not j.result, j.submitted_at), reverse=True)
+        return [self.job(j) for j in mine[:limit]]
+
+    def job(self, job: JobRecord) -> wire.Job:
+        """Return what people see of one job."""
+        job = self.book.jobs.get(job.id, job)
+        record = self.book.leases.get(job.lease_id)
+        state: wire.JobState
+        position = None
+        ran_s = job.ran_s
+        if job.result or record is None:
+            state, reason = _ended(job), job.reason
+        else:
+            facts = self._facts(record)
+            state, reason = _JOB_STATES[record.state], words.sentence(facts)
+            if record.state is State.PENDING:
+                position = self._now().position.get(record.id)
+            if record.state is State.RUNNING:
+                ran_s += max(0.0, self.book.clock() - record.entered_at)
+        request = wire.decode(job.request.encode(), wire.JobRequest)
+        return wire.Job(
+            id=job.id,
+            name=job.name,
+            state=state,
+            exit_code=job.exit_code if job.result else None,
+            attempt=record.attempt if record else job.attempts,
+            reason=reason,
+            user=job.user,
+            project=job.project,
+            size=words.fraction_or_memory(request.gpus, request.memory),
+            command=list(job.command),
+            checkpoint=request.checkpoint,
+            position=position,
+            submitted_at=job.submitted_at,
+            started_at=job.started_at,
+            ended_at=job.ended_at,
+            waited_s=round(_seconds(job.submitted_at, job.ended_at or self.book.iso_now()) - ran_s, 3),
+            ran_s=round(ran_s, 3),
+            preemptions=job.preemptions,
+            server=record.handle if record and record.state is not State.PENDING else None,
+            done=job.done,
+            total=job.total,
+        )
+
+    # ---- projects, devices, the rest ------------------------------------------
+
+    def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
+        """Return the projects of a user, or all."""
+        names = self.book.policy.projects_of(groups)
+        cluster, borrowed = self._now().cluster, self._now().borrowed
+        uses = {u.project: u for u in explain.uses(cluster)}
+        return [
+            wire.ProjectUse(
+                name=project.name,
+                quota_milli=project.quota_milli,
+                weight=project.weight,
+                limit_milli=project.limit_milli,
+                in_use_milli=uses[project.name].in_use_milli,
+                borrowed_milli=_held(
+                    x for x in cluster.leases if x.project == project.name and borrowed.get(x.id)
+                ),
+                lent_milli=uses[project.name].lent_milli,
+                fair_share_milli=uses[project.name].fair_share_milli,
+                waiting=sum(
+                    1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
+                ),
+                overridden=project.name in self.book.overrides,
+            )
+            for project in cluster.projects
+            if everyone or project.name in names
+        ]
+
+    def offers(self, groups: Sequence[str], project: str) -> wire.Offers:
+        """Return what a session of ``project`` could get now."""
+        worked, book = self._now(), self.book
+        names = book.policy.projects_of(groups)
+        known = bool(worked.cluster.devices) and book.clock() - book.sampled_at <= STALE_S
+        offers = (
+            [
+                self._offer(o, project)
+                for o in explain.offers(worked.cluster, project, book.policy.sizes, worked.at)
+            ]
+            if known
+            else []
+        )
+        use = next(p for p in self.projects((), everyone=True) if p.name == project)
+        held = _held(x for x in worked.cluster.leases if x.state in HOLDS_ROOM)
+        return wire.Offers(
+            project=project,
+            projects=list(names),
+            offers=offers,
+            use=use,
+            free_milli=max(0, book.total_milli - held),
+            total_milli=book.total_milli,
+            idle_timeout_s=book.policy.idle_timeout_s,
+        )
+
+    def _offer(self, offer: explain.Offer, project: str) -> wire.Offer:
+        devices = list(self.book.devices())
+        device = max(devices, key=lambda d: d.grantable_bytes)
+        whole = offer.device_count > 1
+        starts: Literal["now", "soon", "no"] = "now" if offer.starts == "now" else "no"
+        reason = ""
+        if offer.starts == "asleep":
+            starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
+        elif starts == "no":
+            size = words.size(offer.fraction_milli, offer.device_count)
+            reason = words.waiting(offer.why, needs=size, free_milli=offer.free_milli, position=None)
+        elif offer.borrowed:
+            reason = f"beyond the quota of project {project}: it may be taken back, and sleeps then"
+        return wire.Offer(
+            label=words.size(offer.fraction_milli, offer.device_count),
+            options={"gpus": offer.device_count}
+            if whole or offer.fraction_milli == WHOLE_GPU
+            else {"fraction": f"{offer.fraction_milli / WHOLE_GPU:g}"},
+            memory_bytes=device.grantable_bytes * offer.fraction_milli // WHOLE_GPU * offer.device_count,
+            starts=starts,
+            guaranteed=not offer.borrowed,
+            reason=reason,
+            device=device.name,
+        )
+
+    def devices(self) -> wire.Devices:
+        """Return the devices, measured, with what is held and claimed of each."""
+        book, cluster = self.book, self._now().cluster
+        inventory, sample = book.inventory, book.sample
+        if inventory is None:
+            return wire.Devices(
+                devices=[], driver="", simulated=False, host_budget_bytes=0, host_saved_bytes=0
+            )
+        measured = {d.uuid: d for d in sample.devices} if sample else {}
+        claims = explain.claims(cluster)
+        rows = []
+        for device in inventory.devices:
+            now = measured.get(device.uuid)
+            rows.append(
+                wire.DeviceStatus(
+                    uuid=device.uuid,
+                    name=device.name,
+                    memory_bytes=device.memory_bytes,
+                    used_bytes=now.used_bytes if now else 0,
+                    utilization_percent=now.utilization_percent if now else 0,
+                    healthy=now.healthy if now else device.healthy,
+                    reason=now.reason if now else device.reason,
+                    level=str(device.level),
+                    suspendable=device.suspendable,
+                    suspend_reason=device.suspend_reason,
+                    held_milli=sum(
+                        x.held_milli
+                        for x in cluster.leases
+                        if device.uuid in x.devices and x.state in HOLDS_ROOM
+                    ),
+                    claimed_milli=claims.get(device.uuid, 0),
+                )
+            )
+        return wire.Devices(
+            devices=rows,
+            driver=inventory.driver,
+            simulated=inventory.simulated,
+            host_budget_bytes=inventory.host_budget_bytes,
+            host_saved_bytes=sample.host_saved_bytes if sample else 0,
+        )
+
+    def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:
+        """Return the newest decisions about a user's leases, newest first."""
+        found: list[wire.Decision] = []
+        for decision in reversed(self.book.decisions):
+            if user is None or decision.user == user:
+                found.append(_decision(decision, show_all=user is None))
+                if len(found) == limit:
+                    break
+        return found
+
+    def status(self, user: str, groups: Sequence[str], *, admin: bool) -> wire.Status:
+        """Return everything that is a user's."""
+        return wire.Status(
+            seq=self.book.seq,
+            at=self.book.iso_now(),
+            user=user,
+            admin=admin,
+            leases=self.leases(user),
+            jobs=self.jobs(user, limit=100),
+            projects=self.projects(groups),
+            events=self.decisions(user, MAX_EVENTS),
+            devices_known=self.book.clock() - self.book.sampled_at <= STALE_S,
+        )
+
+    def health(self) -> wire.Health:
+        """Return whether everything that is needed answers."""
+        reasons = []
+        if self.book.inventory is None or self.book.clock() - self.book.sampled_at > STALE_S:
+            reasons.append("The device helper does not answer: nothing is granted until it does.")
+        elif not self.book.inventory.devices:
+            reasons.append("The device helper found no GPU.")
+        reasons += [f"GPU {d.uuid}: {d.reason}" for d in self.devices().devices if not d.healthy]
+        return wire.Health(
+            status="degraded" if reasons else "ok",
+            version=__version__,
+            epoch=self.book.store.epoch,
+            reasons=reasons,
+        )
+
+
+def _held(leases: Iterable[Lease]) -> int:
+    return sum(x.held_milli * len(x.devices) for x in leases if x.state in HOLDS_ROOM)
+
+
+def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
+    return wire.Decision(
+        seq=record.seq,
+        at=record.at,
+        lease=record.lease,
+        user=record.user,
+        project=record.project,
+        action=record.action,
+        why=record.why,
+        for_lease=record.for_lease if show_all else None,
+        sentence=record.sentence,
+    )
+
+
+def _ended(job: JobRecord) -> wire.JobState:
+    match job.result:
+        case "succeeded":
+            return "succeeded"
+        case "cancelled":
+            return "cancelled"
+        case _:
+            return "failed"
+
+
+def _clock_time(iso: str) -> str:
+    return datetime.fromisoformat(iso).astimezone().strftime("%H:%M") if iso else ""
+
+
+def _seconds(start: str, end: str) -> float:
+    return max(0.0, (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds())

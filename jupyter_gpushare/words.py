@@ -1,0 +1,247 @@
+"""What people read: one table of sentences for JupyterLab, Hub pages, command line and log.
+
+Every sentence says what is true now, what happens next and when, and what one
+can do.  Never an estimate without a range.  Words kept away from users:
+reclaim, evict, pending, cull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, State, Why
+
+_GB = 1000**3
+_NICE = {250: "1/4", 333: "1/3", 500: "1/2", 666: "2/3", 750: "3/4"}
+
+
+def gigabytes(count: int) -> str:
+    """``40 GB``; below ten with one digit; decimal, as device names have it."""
+    value = count / _GB
+    return f"{value:.1f} GB" if 0 < value < 9.95 else f"{value:.0f} GB"
+
+
+def fraction(milli: int) -> str:
+    """``1/2`` where people would write it so, else ``0.123``."""
+    return _NICE.get(milli) or f"{milli / WHOLE_GPU:g}"
+
+
+def size(fraction_milli: int, device_count: int, memory_bytes: int = 0) -> str:
+    """``1/2 GPU``, ``2 GPUs``, ``20 GB``: what was asked for."""
+    if memory_bytes:
+        return f"{gigabytes(memory_bytes)} of a GPU"
+    if device_count > 1:
+        return f"{device_count} GPUs"
+    return f"{fraction(fraction_milli)} GPU"
+
+
+def fraction_or_memory(gpus: str, memory: str | None) -> str:
+    """``2 GPUs``, ``1/2 GPU``, ``20GiB of a GPU``: a size as its owner wrote it."""
+    if memory:
+        return f"{memory} of a GPU"
+    return f"{gpus} GPUs" if gpus.isdigit() and gpus != "1" else f"{gpus} GPU"
+
+
+def duration(seconds: float) -> str:
+    """``5 s``, ``6 min``, ``2 h``: one unit, rounded."""
+    if seconds < 90:
+        return f"{max(0, round(seconds))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{round(seconds / 3600)} h"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFacts:
+    """What a sentence about a lease depends on."""
+
+    kind: Kind
+    state: State
+    size: str
+    device_name: str
+    memory_limit_bytes: int
+    memory_used_bytes: int
+    memory_saved_bytes: int
+    idle_s: float | None  # None: active
+    lend_in_s: float | None  # None: nobody waits, or it cannot be lent
+    warned: bool
+    waiting: int  # how many wait for room
+    why: str  # reason of the last decision (core `Why`)
+    note: str
+    borrowed: bool
+    wanted: bool
+    since: str  # local time of the state, HH:MM
+    lent_to: str  # "a training job of project nlp"
+    suspendable: bool
+    suspend_reason: str
+
+
+def badge(facts: LeaseFacts) -> str:
+    """The two or three words of the status bar."""
+    match facts.state:
+        case State.RUNNING if facts.kind is Kind.TRAIN:
+            return "Running, borrowed" if facts.borrowed else "Running"
+        case State.RUNNING if facts.idle_s is None:
+            return "Active"
+        case State.RUNNING if facts.warned and facts.lend_in_s is not None:
+            return f"Lent in {duration(facts.lend_in_s)}"
+        case State.RUNNING if not facts.suspendable:
+            return "Held"
+        case State.RUNNING:
+            return f"Idle {duration(facts.idle_s or 0.0)}"
+        case State.SUSPENDED if facts.kind is Kind.TRAIN:
+            return "Paused"
+        case State.SUSPENDED if facts.wanted:
+            return "Waiting to wake"
+        case _:
+            return _BADGES[facts.state]
+
+
+_BADGES: Mapping[State, str] = {
+    State.PENDING: "Queued",
+    State.GRANTED: "Starting",
+    State.RUNNING: "Running",
+    State.SUSPENDING: "Going to sleep",
+    State.SUSPENDED: "Asleep, GPU lent",
+    State.RESUMING: "Waking up",
+    State.STOPPING: "Stopping",
+    State.RELEASED: "Ended",
+    State.FAILED: "Failed",
+}
+
+
+def sentence(facts: LeaseFacts) -> str:
+    """The sentence of the panel, for a session or for the job of a lease."""
+    return _job_sentence(facts) if facts.kind is Kind.TRAIN else _session_sentence(facts)
+
+
+def _session_sentence(facts: LeaseFacts) -> str:
+    saved, used = gigabytes(facts.memory_saved_bytes), gigabytes(facts.memory_used_bytes)
+    match facts.state:
+        case State.PENDING | State.GRANTED:
+            of = f" of an {facts.device_name}" if facts.device_name else ""
+            return f"Getting your {facts.size} ({gigabytes(facts.memory_limit_bytes)}{of})."
+        case State.RUNNING:
+            return _awake_sentence(facts, used)
+        case State.SUSPENDING:
+            return f"Saving {used} of GPU memory. If you run a cell now, it waits and then runs."
+        case State.SUSPENDED if facts.wanted:
+            return "Your GPU is guaranteed but busy just now: it comes back in a moment, then your cell runs."
+        case State.SUSPENDED:
+            lent = (
+                f"Your GPU is lent to {facts.lent_to}. "
+                if facts.lent_to
+                else "Nobody uses your GPU just now. "
+            )
+            return f"Asleep since {facts.since}. {lent}Run any GPU cell to wake it; your variables are safe."
+        case State.RESUMING:
+            return f"Waking up: copying {saved} back to the GPU. Your cell runs after that."
+        case State.STOPPING:
+            return "The server has ended; its GPU memory is being freed."
+        case State.FAILED:
+            return f"The GPU was lost: {facts.note or 'see the log'}."
+        case State.RELEASED:
+            return "This server has ended and holds no GPU."
+
+
+def _awake_sentence(facts: LeaseFacts, used: str) -> str:
+    if facts.note == "state_lost":
+        return (
+            "Your GPU memory could not be brought back, so the kernels that used it have to restart. "
+            "Files are safe."
+        )
+    borrowed = " It is borrowed: it may sleep when its project needs it." if facts.borrowed else ""
+    if facts.idle_s is None:
+        return f"Your {facts.size} is in use.{borrowed}"
+    idle = f"Idle for {duration(facts.idle_s)}."
+    if not facts.suspendable:
+        return f"{idle} This session cannot be put to sleep ({facts.suspend_reason}), so it keeps its GPU."
+    if facts.waiting and facts.lend_in_s is not None:
+        who = "1 job is waiting" if facts.waiting == 1 else f"{facts.waiting} jobs are waiting"
+        return (
+            f"{idle} {who}. In {duration(facts.lend_in_s)} your GPU memory ({used}) moves to this "
+            "machine's RAM and the GPU is lent. Your variables stay."
+        )
+    return f"{idle} Nobody is waiting, so your GPU stays with you."
+
+
+def _job_sentence(facts: LeaseFacts) -> str:
+    match facts.state:
+        case State.PENDING:
+            return facts.note or f"Waits for {facts.size}."
+        case State.GRANTED:
+            return f"Starting on {facts.size}."
+        case State.RUNNING if facts.borrowed:
+            return f"Running on {facts.size}, borrowed. It may be paused when its owner needs it."
+        case State.RUNNING:
+            return f"Running on {facts.size}."
+        case State.SUSPENDING:
+            return f"Pausing: {_BECAUSE.get(facts.why, 'its room is needed')}."
+        case State.SUSPENDED:
+            because = _BECAUSE.get(facts.why, "its room is needed")
+            return (
+                f"Paused at {facts.since} because {because}. Nothing was lost; it goes on when there is room."
+            )
+        case State.RESUMING:
+            return "Going on: its GPU memory is being copied back."
+        case State.STOPPING:
+            return f"Stopping{': ' + _BECAUSE[facts.why] if facts.why in _BECAUSE else ''}."
+        case State.RELEASED | State.FAILED:
+            return facts.note or "Ended."
+
+
+_BECAUSE: Mapping[str, str] = {
+    Why.LENDER_RETURNED: "the owner of the GPU came back",
+    Why.OVER_QUOTA: "another project took back its guaranteed GPU",
+    Why.PRIORITY: "work of higher priority in its project came first",
+    Why.IDLE: "it was idle and others wait",
+    Why.LEND_NOW: "its owner lent the GPU",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionFacts:
+    action: str  # "grant", "suspend", "resume", "requeue", ...
+    why: str
+    who: str  # "bo's job train (2 GPUs)", "ada's session (1/2 GPU)"
+    for_whom: str = ""
+
+
+def decision(facts: DecisionFacts) -> str:
+    """One line of the decision log."""
+    because = {
+        Why.FREE_ROOM: "there is free room",
+        Why.ROOM_BACK: "there is room again",
+        Why.WANTED: "its owner runs a GPU cell",
+        **_BECAUSE,
+    }.get(facts.why, facts.why.replace("_", " "))
+    done = {
+        "grant": "gets its room",
+        "suspend": "is put to sleep",
+        "resume": "is woken",
+        "requeue": "is stopped and goes back to the queue",
+    }.get(facts.action, facts.action)
+    whom = f" for {facts.for_whom}" if facts.for_whom else ""
+    return f"{facts.who} {done}{whom}: {because}."
+
+
+def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> str:
+    """Why a job waits: ``Number 3. Needs 2 GPUs; 1.25 are free.``"""
+    number = f"Number {position}. " if position else ""
+    free = f"{free_milli / WHOLE_GPU:g}"
+    match why:
+        case Why.PROJECT_LIMIT:
+            return f"{number}Its project is at its limit; it starts when other work of the project ends."
+        case Why.TOO_LARGE:
+            return f"Cannot start: asks for {needs}, more than this machine has."
+        case Why.WAITS_FOR_ROOM:
+            return f"{number}Needs {needs}; room is being made."
+        case Why.HOST_MEMORY:
+            return f"{number}Needs {needs}; there is not enough RAM to put more idle sessions to sleep."
+        case Why.BACKING_OFF:
+            return f"{number}Its last start failed; it is tried again in a moment."
+        case Why.DEVICE_BROKEN:
+            return f"{number}Needs {needs}; a GPU is out of order."
+        case _:
+            return f"{number}Needs {needs}; {free} {'is' if free == '1' else 'are'} free."
