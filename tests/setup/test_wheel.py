@@ -1,0 +1,57 @@
+"""The wheel that people install: compiled, tagged for its machine, announced to Jupyter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> frozenset[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return frozenset(archive.namelist())
+
+
+def test_it_fits_every_python_on_this_kind_of_machine(wheel):
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.stem.endswith(f"-py3-none-{platform}")
+
+
+@pytest.mark.parametrize("library", ["libgpushare_preload.so", "sim/libcuda.so.1", "sim/libnvidia-ml.so.1"])
+def test_it_brings_the_compiled_libraries(names, library):
+    assert f"jupyter_gpushare/native/lib/{library}" in names
+
+
+def test_it_brings_the_migrations_of_the_database(names):
+    assert any(name.startswith("jupyter_gpushare/broker/migrations/versions/0001") for name in names)
+
+
+def test_jupyter_server_finds_the_extension(names):
+    assert any(name.endswith("/etc/jupyter/jupyter_server_config.d/jupyter_gpushare.json") for name in names)
+
+
+def test_what_only_building_needs_stays_out(names):
+    assert not any(
+        "/node_modules/" in name or name.startswith(("jupyter_gpushare/ui/", "tests/")) for name in names
+    )
