@@ -1,0 +1,61 @@
+"""Where the compiled libraries are: the preload library and the simulated driver.
+
+The C sources lie beside this file; `jupyter_gpushare.native.build` compiles them
+into ``lib/`` when the package is installed.  Only paths are handed out here: who
+puts them into a process's environment loads nothing itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jupyter_gpushare.errors import GpuShareError
+
+_HERE = Path(__file__).resolve().parent
+
+PRELOAD_NAME = "libgpushare_preload.so"
+SIMULATED_NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+def lib_dir() -> Path:
+    """The folder of the compiled libraries.
+
+    Raises:
+        GpuShareError: they have not been built.
+    """
+    folder = _HERE / "lib"
+    missing = [
+        name
+        for name in (PRELOAD_NAME, *(f"sim/{name}" for name in SIMULATED_NAMES))
+        if not (folder / name).is_file()
+    ]
+    if missing:
+        raise GpuShareError(
+            f"not built: {', '.join(missing)} in {folder}; run: python -m jupyter_gpushare.native.build"
+        )
+    return folder
+
+
+def preload_path() -> Path:
+    """The library for LD_PRELOAD that keeps a lease within its memory.
+
+    Raises:
+        GpuShareError: it is not built, or its path cannot stand in LD_PRELOAD,
+            where blanks and colons separate entries.
+    """
+    return _loadable(lib_dir() / PRELOAD_NAME)
+
+
+def sim_dir() -> Path:
+    """The folder for LD_LIBRARY_PATH that holds the simulated driver.
+
+    Raises:
+        GpuShareError: it is not built, or its path cannot stand in LD_LIBRARY_PATH.
+    """
+    return _loadable(lib_dir() / "sim")
+
+
+def _loadable(path: Path) -> Path:
+    if any(separator in str(path) for separator in " \t\n:;"):
+        raise GpuShareError(f"the dynamic linker cannot take this path, install elsewhere: {path}")
+    return path

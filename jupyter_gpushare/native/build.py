@@ -1,0 +1,132 @@
+"""Compile the C libraries: ``python -m jupyter_gpushare.native.build``.
+
+Needs a C compiler and nothing else: no CUDA headers, no driver, only Python's
+standard library.  A library is compiled when one of its sources (or this file)
+is newer, under another name first, so that a process never loads half a file.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jupyter_gpushare.errors import GpuShareError
+
+NATIVE = Path(__file__).resolve().parent
+
+STRICT = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion")
+SHARED = ("-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One shared object: where it goes below ``lib/`` and what it is made of."""
+
+    output: str
+    sources: tuple[str, ...]
+    linker: tuple[str, ...] = ()
+
+
+LIBRARIES = (
+    Library(
+        "sim/libcuda.so.1",
+        (
+            "fake_gpu.c",
+            "fake_cuda.c",
+            "fake_memory.c",
+            "fake_stream.c",
+            "fake_checkpoint.c",
+            "fake_control.c",
+            "fake_exports.c",
+        ),
+        # Its own calls stay its own, also where a preloaded library has the same names.
+        ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+    ),
+    Library(
+        "sim/libnvidia-ml.so.1",
+        ("fake_gpu.c", "fake_nvml.c"),
+        ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic"),
+    ),
+    Library(
+        "libgpushare_preload.so",
+        ("preload.c", "lease_client.c", "preload_stubs.S"),
+        ("-Wl,-Bsymbolic",),
+    ),
+)
+
+
+def compiler() -> tuple[str, ...]:
+    """The C compiler's command line, from ``CC`` or plain ``cc``."""
+    return tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
+
+
+def is_current(library: Library, folder: Path) -> bool:
+    """Whether a library exists and is not older than anything it is made of."""
+    output = folder / library.output
+    if not output.is_file():
+        return False
+    inputs = [NATIVE / source for source in library.sources]
+    inputs += [*NATIVE.glob("*.h"), Path(__file__)]
+    built_at = output.stat().st_mtime_ns
+    return all(path.stat().st_mtime_ns <= built_at for path in inputs)
+
+
+def compile_library(library: Library, folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The freshly compiled library below ``folder``.
+
+    Raises:
+        GpuShareError: there is no compiler, or it refused; the text holds its output.
+    """
+    output = folder / library.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sources = [str(NATIVE / source) for source in library.sources]
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".building-") as scratch:
+        made = Path(scratch) / output.name
+        flags = [*STRICT, *extra_flags, *SHARED, f"-I{NATIVE}"]
+        command = [*compiler(), *flags, *sources, "-o", str(made), "-ldl", *library.linker]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise GpuShareError(
+                f"no C compiler: {command[0]!r} cannot be run ({error.strerror}). "
+                "Install one (Debian, Ubuntu: apt-get install gcc libc6-dev) or name it in CC."
+            ) from error
+        if result.returncode != 0:
+            raise GpuShareError(f"{shlex.join(command)} failed:\n{result.stderr}")
+        made.chmod(0o755)
+        made.replace(output)
+    return output
+
+
+def build(folder: Path | None = None) -> tuple[Path, ...]:
+    """Everything that had to be compiled; empty when all was current.
+
+    Raises:
+        GpuShareError: as `compile_library`, or this is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise GpuShareError(f"the libraries work with the Linux driver only, not on {sys.platform}")
+    target = folder or NATIVE / "lib"
+    return tuple(compile_library(library, target) for library in LIBRARIES if not is_current(library, target))
+
+
+def main() -> int:
+    """Exit code of the command line: 0 when the libraries are there, 1 with a reason."""
+    try:
+        made = build()
+    except GpuShareError as error:
+        print(f"gpushare: {error}", file=sys.stderr)
+        return 1
+    for path in made:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+/* What a real libcuda does not have: switches and gauges for tests and for the demo.
+ *
+ * All start with gpushare_sim_ and may be called without cuInit.  Device numbers here are
+ * those of the machine (as in NVML), not of a process.  0 is success, -1 a wrong argument or
+ * no simulated machine.
+ */
+#include <string.h>
+
+#include "fake_cuda.h"
+
+/* Use the state at `path` instead of $GPUSHARE_SIM_STATE: for a test that steers several. */
+API int gpushare_sim_attach(const char *path)
+{
+    return sim_attach(path);
+}
+
+/* Make a fault strike `count` times (-1: until cleared).  pid 0: any process; device -1: any. */
+API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned value)
+{
+    int result = -1;
+    if (sim_open() || kind <= SIM_FAULT_NONE || kind >= SIM_FAULT_KINDS || count == 0 || count < -1 || pid < 0 ||
+        device < -1 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    if (kind == SIM_FAULT_XID && device >= 0) {
+        sim->device[device].xid = value;
+        sim->device[device].xids++;
+        result = 0;
+    }
+    for (int i = 0; kind != SIM_FAULT_XID && result && i < SIM_FAULTS; i++)
+        if (sim->fault[i].kind == SIM_FAULT_NONE) {
+            sim->fault[i] = (struct sim_fault){(uint32_t)kind, pid, device, count, value};
+            atomic_fetch_add(&sim->fault_count, 1);
+            result = 0;
+        }
+    sim_unlock();
+    return result;
+}
+
+API int gpushare_sim_clear_faults(void)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    memset(sim->fault, 0, sizeof sim->fault);
+    atomic_store(&sim->fault_count, 0);
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_host_memory(uint64_t *total, uint64_t *available)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim_sweep();
+    uint64_t used = sim_host_used();
+    *total = sim->host_total_bytes;
+    *available = used < *total ? *total - used : 0;
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_set_host_memory(uint64_t total)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim->host_total_bytes = total;
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_device_memory(int device, uint64_t *used, uint64_t *peak, uint64_t *total)
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    sim_sweep();
+    *used = sim_device_used((uint32_t)device);
+    *peak = sim->device[device].peak_bytes;
+    *total = sim->device[device].total_bytes;
+    sim_unlock();
+    return 0;
+}
+
+/* The peak starts again from what is in use now. */
+API int gpushare_sim_reset_peak(int device)
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    sim_sweep();
+    sim->device[device].peak_bytes = sim_device_used((uint32_t)device);
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_uuid_text(sim->device[device].uuid, text);
+    return 0;
+}
+
+/* A process's checkpoint state (as CUprocessState), or -1 when it does not use CUDA. */
+API int gpushare_sim_process_state(int pid)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim_sweep();
+    struct sim_process *process = sim_find(pid);
+    int state = process ? (int)process->state : -1;
+    sim_unlock();
+    return state;
+}

@@ -1,0 +1,465 @@
+#define _GNU_SOURCE
+#include "fake_gpu.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "process_identity.h"
+
+struct sim_state *sim;
+
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static char state_path[PATH_MAX];
+static int ledger_fd = -1;
+
+/* ---- time and waiting ---- */
+
+uint64_t sim_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void sim_sleep_ns(uint64_t ns)
+{
+    uint64_t until = sim_now_ns() + ns;
+    struct timespec at = {.tv_sec = (time_t)(until / 1000000000u), .tv_nsec = (long)(until % 1000000000u)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL) == EINTR) {
+    }
+}
+
+void sim_gate_set(struct sim_process *process, enum sim_gate gate)
+{
+    atomic_store(&process->gate, (uint32_t)gate);
+    syscall(SYS_futex, &process->gate, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void sim_gate_wait(struct sim_process *process, uint32_t seen, uint64_t at_most_ns)
+{
+    struct timespec wait = {.tv_sec = (time_t)(at_most_ns / 1000000000u), .tv_nsec = (long)(at_most_ns % 1000000000u)};
+    syscall(SYS_futex, &process->gate, FUTEX_WAIT, seen, &wait, NULL, 0);
+}
+
+void sim_lock(void)
+{
+    if (pthread_mutex_lock(&sim->mutex) == EOWNERDEAD)
+        pthread_mutex_consistent(&sim->mutex);
+}
+
+void sim_unlock(void)
+{
+    pthread_mutex_unlock(&sim->mutex);
+}
+
+/* ---- the machine's description ---- */
+
+/* "80GB", "512GiB", "0": bytes.  On devices GB means GiB, as on an 80GB H100 (81,559 MiB). */
+static bool parse_size(const char **at, uint64_t *bytes)
+{
+    char *end;
+    if (!isdigit((unsigned char)**at))
+        return false;
+    double number = strtod(*at, &end);
+    static const struct { const char *name; double bytes; } unit[] = {
+        {"GiB", 1073741824.0}, {"MiB", 1048576.0}, {"TiB", 1099511627776.0}, {"GB", 1073741824.0}, {"MB", 1048576.0},
+    };
+    for (size_t i = 0; i < sizeof unit / sizeof *unit; i++)
+        if (!strncmp(end, unit[i].name, strlen(unit[i].name))) {
+            *bytes = (uint64_t)(number * unit[i].bytes);
+            *at = end + strlen(unit[i].name);
+            return number < 1e6;
+        }
+    *bytes = 0;
+    *at = end;
+    return number <= 0;
+}
+
+static void make_uuid(uint8_t uuid[16], const char *name, uint32_t index)
+{
+    uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a: the same machine has the same UUIDs on every run */
+    for (const char *c = name; *c; c++)
+        hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
+    for (int half = 0; half < 2; half++) {
+        uint64_t mixed = (hash + index * 2u + (uint32_t)half) * 0x9e3779b97f4a7c15u;
+        mixed = (mixed ^ (mixed >> 29)) * 0xbf58476d1ce4e5b9u;
+        mixed ^= mixed >> 32;
+        memcpy(uuid + 8 * half, &mixed, 8);
+    }
+    uuid[6] = (uint8_t)((uuid[6] & 0x0f) | 0x40);
+    uuid[8] = (uint8_t)((uuid[8] & 0x3f) | 0x80);
+}
+
+static bool parse_devices(struct sim_state *state, const char **at)
+{
+    do {
+        char *end;
+        if (!isdigit((unsigned char)**at))
+            return false;
+        unsigned long count = strtoul(*at, &end, 10);
+        size_t length = strcspn(end, ",+");
+        if (*end != 'x' || count < 1 || count > SIM_DEVICES - state->device_count)
+            return false;
+        const char *name = end + 1, *dash = NULL;
+        for (const char *c = name; c < end + length; c++)
+            dash = *c == '-' ? c : dash;
+        uint64_t bytes = 0;
+        if (!dash || dash == name)
+            return false;
+        *at = dash + 1;
+        if (!parse_size(at, &bytes) || bytes < SIM_PAGE_BYTES || *at != end + length)
+            return false;
+        for (; count; count--) {
+            struct sim_device *device = &state->device[state->device_count];
+            snprintf(device->name, sizeof device->name, "Simulated %.*s", (int)(*at - name), name);
+            make_uuid(device->uuid, device->name, state->device_count++);
+            device->total_bytes = bytes;
+        }
+    } while (**at == '+' && (*at)++);
+    return true;
+}
+
+static bool parse_spec(struct sim_state *state, const char *spec)
+{
+    state->host_total_bytes = (uint64_t)512 << 30;
+    state->context_bytes = (uint64_t)500 << 20;
+    if (!parse_devices(state, &spec))
+        return false;
+    while (*spec == ',') {
+        uint64_t *into = NULL;
+        spec++;
+        if (!strncmp(spec, "host=", 5))
+            into = &state->host_total_bytes, spec += 5;
+        else if (!strncmp(spec, "context=", 8))
+            into = &state->context_bytes, spec += 8;
+        else if (!strncmp(spec, "copy=", 5))
+            into = &state->copy_bytes_per_s, spec += 5;
+        if (!into || !parse_size(&spec, into))
+            return false;
+        if (into == &state->copy_bytes_per_s && !strncmp(spec, "/s", 2))
+            spec += 2;
+    }
+    return *spec == 0;
+}
+
+/* ---- opening ---- */
+
+static void init_mutex(pthread_mutex_t *mutex)
+{
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(mutex, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+}
+
+/* Opened without O_CREAT first: in a sticky folder the kernel refuses O_CREAT on another
+ * user's file (fs.protected_regular). */
+static int open_shared(const char *path, int flags)
+{
+    int fd = open(path, flags | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) {
+        fd = open(path, flags | O_CLOEXEC | O_CREAT | O_EXCL, 0666);
+        if (fd >= 0)
+            (void)!fchmod(fd, 0666); /* processes of several users share it, whatever the umask */
+        else if (errno == EEXIST)
+            fd = open(path, flags | O_CLOEXEC);
+    }
+    return fd;
+}
+
+static int fail(const char *path, const char *why)
+{
+    fprintf(stderr, "gpushare: simulated driver: %s: %s\n", path, why);
+    return -1;
+}
+
+static struct sim_state *map_state(int fd, const char *path)
+{
+    struct stat st;
+    if (fstat(fd, &st) || (st.st_size < (off_t)sizeof(struct sim_state) && ftruncate(fd, sizeof(struct sim_state)))) {
+        fail(path, strerror(errno));
+        return NULL;
+    }
+    struct sim_state *state = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (state == MAP_FAILED) {
+        fail(path, strerror(errno));
+        return NULL;
+    }
+    if (atomic_load(&state->magic) == SIM_MAGIC)
+        return state;
+    const char *spec = getenv("GPUSHARE_SIMULATE");
+    memset(state, 0, sizeof *state);
+    if (spec && parse_spec(state, spec)) {
+        init_mutex(&state->mutex);
+        atomic_store(&state->magic, SIM_MAGIC);
+        return state;
+    }
+    fail(path, spec ? "GPUSHARE_SIMULATE must read like 2xH100-80GB,host=512GiB" : "GPUSHARE_SIMULATE is not set");
+    munmap(state, sizeof *state);
+    return NULL;
+}
+
+static int attach(const char *path)
+{
+    int fd = strlen(path) + sizeof ".ledger" < sizeof state_path ? open_shared(path, O_RDWR) : -1;
+    if (fd < 0)
+        return fail(path, strerror(errno));
+    struct flock whole = {.l_type = F_WRLCK};
+    while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
+    }
+    struct sim_state *state = map_state(fd, path);
+    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
+    fcntl(fd, F_OFD_SETLK, &whole);
+    close(fd);
+    if (!state)
+        return -1;
+    if (sim)
+        munmap(sim, sizeof *sim);
+    if (ledger_fd >= 0)
+        close(ledger_fd);
+    ledger_fd = -1;
+    strcpy(state_path, path);
+    sim = state;
+    return 0;
+}
+
+int sim_attach(const char *path)
+{
+    pthread_mutex_lock(&opening);
+    int result = sim && !strcmp(path, state_path) ? 0 : attach(path);
+    pthread_mutex_unlock(&opening);
+    return result;
+}
+
+int sim_open(void)
+{
+    if (sim)
+        return 0;
+    const char *path = getenv("GPUSHARE_SIM_STATE");
+    return path && *path ? sim_attach(path) : fail("GPUSHARE_SIM_STATE", "is not set");
+}
+
+/* ---- sums and processes ---- */
+
+uint64_t sim_process_device_used(const struct sim_process *process, uint32_t device)
+{
+    return process->used_bytes[device] + process->context_bytes[device];
+}
+
+uint64_t sim_device_used(uint32_t device)
+{
+    uint64_t bytes = 0;
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid)
+            bytes += sim_process_device_used(&sim->process[i], device);
+    return bytes;
+}
+
+uint64_t sim_host_used(void)
+{
+    uint64_t bytes = 0;
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        for (int d = 0; sim->process[i].pid && d < SIM_DEVICES; d++)
+            bytes += sim->process[i].parked_used_bytes[d] + sim->process[i].parked_context_bytes[d];
+    return bytes;
+}
+
+struct sim_process *sim_find(int32_t pid)
+{
+    for (int i = 0; pid > 0 && i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid == pid)
+            return &sim->process[i];
+    return NULL;
+}
+
+struct sim_process *sim_add(int32_t pid, uint64_t start_ticks)
+{
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (!sim->process[i].pid) {
+            struct sim_process *process = &sim->process[i];
+            memset(process, 0, sizeof *process);
+            process->start_ticks = start_ticks;
+            process->pid = pid;
+            return process;
+        }
+    return NULL;
+}
+
+/* Whoever moved this process's memory, or was locking it, died: back to where it started. */
+static void undo_move(struct sim_process *process)
+{
+    if (process->move == SIM_MOVE_LOCK)
+        sim_gate_set(process, SIM_GATE_OPEN);
+    for (int d = 0; d < SIM_DEVICES; d++) {
+        if (process->move == SIM_MOVE_CHECKPOINT)
+            process->parked_used_bytes[d] = process->parked_context_bytes[d] = 0;
+        if (process->move == SIM_MOVE_RESTORE)
+            process->used_bytes[d] = process->context_bytes[d] = 0;
+    }
+    process->move = SIM_MOVE_NONE;
+}
+
+void sim_sweep(void)
+{
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        struct sim_process *process = &sim->process[i];
+        if (!process->pid)
+            continue;
+        if (process_start_ticks(process->pid) != process->start_ticks) {
+            struct sim_process gone = *process;
+            uint64_t bytes = 0;
+            for (uint32_t d = 0; d < sim->device_count; d++)
+                bytes += sim_process_device_used(process, d);
+            process->pid = 0;
+            sim_note(&gone, "exit", -1, bytes);
+        } else if (process->move && process_start_ticks(process->mover_pid) != process->mover_start_ticks) {
+            undo_move(process);
+        }
+    }
+}
+
+/* ---- utilization ---- */
+
+static void fill_buckets(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns)
+{
+    uint64_t last = until_ns / SIM_BUCKET_NS, first = from_ns / SIM_BUCKET_NS;
+    if (last >= SIM_BUCKETS && first < last - (SIM_BUCKETS - 1))
+        first = last - (SIM_BUCKETS - 1), from_ns = first * SIM_BUCKET_NS;
+    for (uint64_t b = busy->bucket + 1; b <= last && b <= busy->bucket + SIM_BUCKETS; b++)
+        busy->busy_ns[b % SIM_BUCKETS] = 0;
+    busy->bucket = last > busy->bucket ? last : busy->bucket;
+    for (uint64_t b = first; b <= last; b++) {
+        uint64_t start = b * SIM_BUCKET_NS, end = start + SIM_BUCKET_NS;
+        uint64_t part = (until_ns < end ? until_ns : end) - (from_ns > start ? from_ns : start);
+        busy->busy_ns[b % SIM_BUCKETS] += (uint32_t)part;
+    }
+}
+
+void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns)
+{
+    if (from_ns <= busy->until_ns) { /* goes on, or overlaps: one stretch */
+        busy->until_ns = until_ns > busy->until_ns ? until_ns : busy->until_ns;
+        return;
+    }
+    if (busy->until_ns > busy->from_ns)
+        fill_buckets(busy, busy->from_ns, busy->until_ns);
+    busy->from_ns = from_ns;
+    busy->until_ns = until_ns;
+}
+
+/* Share of the last second, 0 to 100. */
+uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t now_ns)
+{
+    const uint64_t window_ns = (uint64_t)SIM_WINDOW_BUCKETS * SIM_BUCKET_NS;
+    uint64_t since = now_ns > window_ns ? now_ns - window_ns : 0, total = 0;
+    uint64_t from = busy->from_ns > since ? busy->from_ns : since;
+    uint64_t until = busy->until_ns < now_ns ? busy->until_ns : now_ns;
+    if (until > from)
+        total = until - from;
+    uint64_t oldest = since / SIM_BUCKET_NS + 1;
+    for (uint64_t b = oldest; b <= busy->bucket && b < oldest + SIM_BUCKETS; b++)
+        if (busy->bucket - b < SIM_BUCKETS)
+            total += busy->busy_ns[b % SIM_BUCKETS];
+    uint64_t percent = (total * 100 + window_ns / 2) / window_ns;
+    return percent > 100 ? 100 : (uint32_t)percent;
+}
+
+uint64_t sim_busy_until(const struct sim_process *process)
+{
+    uint64_t until = 0;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        until = process->busy[d].until_ns > until ? process->busy[d].until_ns : until;
+    return until;
+}
+
+/* ---- the ledger ---- */
+
+void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes)
+{
+    static const char full[] = "{\"event\":\"ledger_full\"}\n";
+    char path[PATH_MAX], line[320];
+    if (sim->ledger_bytes > SIM_LEDGER_MAX_BYTES)
+        return;
+    if (ledger_fd < 0) {
+        snprintf(path, sizeof path, "%.*s.ledger", (int)(sizeof path - sizeof ".ledger"), state_path);
+        ledger_fd = open_shared(path, O_WRONLY | O_APPEND);
+    }
+    uint64_t used = device >= 0 ? sim_device_used((uint32_t)device) : 0;
+    int length = snprintf(line, sizeof line,
+                          "{\"ns\":%llu,\"pid\":%d,\"event\":\"%s\",\"device\":%d,\"bytes\":%llu,"
+                          "\"device_used\":%llu,\"host_used\":%llu}\n",
+                          (unsigned long long)sim_now_ns(), process->pid, event, device, (unsigned long long)bytes,
+                          (unsigned long long)used, (unsigned long long)sim_host_used());
+    sim->ledger_bytes += (uint64_t)length;
+    if (sim->ledger_bytes > SIM_LEDGER_MAX_BYTES)
+        (void)!write(ledger_fd, full, sizeof full - 1);
+    else
+        (void)!write(ledger_fd, line, (size_t)length);
+}
+
+/* ---- faults ---- */
+
+static bool fits(const struct sim_fault *fault, enum sim_fault_kind kind, int32_t pid, int32_t device)
+{
+    return fault->kind == kind && fault->remaining != 0 && (fault->pid == 0 || fault->pid == pid) &&
+           (fault->device < 0 || device < 0 || fault->device == device);
+}
+
+bool sim_device_lost(uint32_t device)
+{
+    if (!atomic_load_explicit(&sim->fault_count, memory_order_acquire))
+        return false;
+    for (int i = 0; i < SIM_FAULTS; i++)
+        if (fits(&sim->fault[i], SIM_FAULT_DEVICE_LOST, 0, (int32_t)device))
+            return true;
+    return false;
+}
+
+bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value)
+{
+    bool struck = false;
+    if (!atomic_load_explicit(&sim->fault_count, memory_order_acquire))
+        return false;
+    sim_lock();
+    for (int i = 0; i < SIM_FAULTS && !struck; i++) {
+        struct sim_fault *fault = &sim->fault[i];
+        if (!fits(fault, kind, pid, device))
+            continue;
+        struck = true;
+        *value = fault->value;
+        if (fault->remaining > 0 && --fault->remaining == 0) {
+            fault->kind = SIM_FAULT_NONE;
+            atomic_fetch_sub(&sim->fault_count, 1);
+        }
+    }
+    sim_unlock();
+    return struck;
+}
+
+void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device)
+{
+    uint32_t ms = 0;
+    if (sim_strikes(kind, pid, device, &ms))
+        sim_sleep_ns((uint64_t)ms * 1000000u);
+}
+
+void sim_uuid_text(const uint8_t uuid[16], char text[SIM_UUID_TEXT])
+{
+    int at = snprintf(text, SIM_UUID_TEXT, "GPU-");
+    for (int i = 0; i < 16; i++)
+        at += snprintf(text + at, (size_t)(SIM_UUID_TEXT - at), i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
+                       uuid[i]);
+}

@@ -1,0 +1,155 @@
+/* The simulated GPUs: what both simulated libraries share, and every process maps.
+ *
+ *   $GPUSHARE_SIM_STATE          the shared state (struct sim_state), made by whoever is first
+ *   $GPUSHARE_SIM_STATE.ledger   what happened, one JSON object a line, append only
+ *   $GPUSHARE_SIMULATE           what the machine has; read only by whoever makes the state:
+ *                                COUNTxNAME-SIZE[+COUNTxNAME-SIZE...][,host=SIZE][,context=SIZE][,copy=SIZE/s]
+ *                                for example 2xH100-80GB,host=512GiB
+ *
+ * Rules.  A process is its pid and its start time.  The mutex is robust and is never
+ * held while something waits.  Sums are always made from the processes' entries, so a
+ * process that dies inside the mutex leaves nothing half counted.  A dead process holds
+ * nothing: it is swept when somebody looks or when room is short.  Sizes are bytes.
+ */
+#ifndef GPUSHARE_FAKE_GPU_H
+#define GPUSHARE_FAKE_GPU_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    SIM_DEVICES = 16,
+    SIM_PROCESSES = 256,
+    SIM_FAULTS = 32,
+    SIM_BUCKETS = 64,           /* of utilization history ... */
+    SIM_BUCKET_NS = 20000000,   /* ... 20 ms each ... */
+    SIM_WINDOW_BUCKETS = 50,    /* ... of which the last second is reported */
+    SIM_UUID_TEXT = 41,         /* "GPU-" + 36 characters + 0 */
+};
+#define SIM_MAGIC 0x31555047u /* "GPU1" */
+#define SIM_PAGE_BYTES ((uint64_t)2 << 20)
+#define SIM_LEDGER_MAX_BYTES ((uint64_t)64 << 20)
+
+/* CUprocessState of cuda.h 13.0 */
+enum sim_process_state { SIM_RUNNING = 0, SIM_LOCKED = 1, SIM_CHECKPOINTED = 2, SIM_FAILED = 3 };
+
+/* The door every CUDA call of a process goes through; waiters sleep on it (futex). */
+enum sim_gate { SIM_GATE_OPEN = 0, SIM_GATE_CLOSED = 1, SIM_GATE_FAILED = 2 };
+
+/* What a checkpoint call that takes its time is doing, so that its death can be undone. */
+enum sim_move { SIM_MOVE_NONE = 0, SIM_MOVE_LOCK = 1, SIM_MOVE_CHECKPOINT = 2, SIM_MOVE_RESTORE = 3 };
+
+/* What makes the driver refuse to checkpoint a process. */
+enum sim_hindrance { SIM_HINDERED_MANAGED = 1, SIM_HINDERED_IPC = 2, SIM_HINDERED_PEER = 4, SIM_HINDERED_EXPORT = 8 };
+
+enum sim_fault_kind {
+    SIM_FAULT_NONE = 0,
+    SIM_FAULT_LOCK_TIMEOUT = 1,     /* cuCheckpointProcessLock times out */
+    SIM_FAULT_CHECKPOINT_FAILS = 2, /* half-way; the process stays locked, its memory where it was */
+    SIM_FAULT_RESTORE_POISONS = 3,  /* the process is lost for ever */
+    SIM_FAULT_RESTORE_FAILS = 4,    /* nothing changed: still checkpointed */
+    SIM_FAULT_UNLOCK_FAILS = 5,     /* still locked */
+    SIM_FAULT_DEVICE_LOST = 6,      /* the device fell off the bus, until the fault is cleared */
+    SIM_FAULT_HANG_CALL = 7,        /* a process's next CUDA call takes `value` ms */
+    SIM_FAULT_HANG_NVML = 8,        /* the next NVML query takes `value` ms */
+    SIM_FAULT_HANG_CHECKPOINT = 9,  /* the next checkpoint call takes `value` ms */
+    SIM_FAULT_XID = 10,             /* the device reports XID `value` once */
+    SIM_FAULT_KINDS
+};
+
+struct sim_fault {
+    uint32_t kind;
+    int32_t pid;       /* 0: any process */
+    int32_t device;    /* -1: any device */
+    int32_t remaining; /* how often it will still strike; -1: always */
+    uint32_t value;
+};
+
+struct sim_device {
+    char name[48];
+    uint8_t uuid[16];
+    uint64_t total_bytes;
+    uint64_t peak_bytes;
+    uint64_t xids; /* how many so far */
+    uint64_t xid;  /* the last one */
+};
+
+/* When a process was computing on a device: the current stretch, and what came before. */
+struct sim_busy {
+    uint64_t from_ns, until_ns;
+    uint64_t bucket;                /* number of the newest filled bucket */
+    uint32_t busy_ns[SIM_BUCKETS];
+};
+
+struct sim_process {
+    int32_t pid; /* 0: free */
+    uint32_t state;
+    uint64_t start_ticks;
+    _Atomic uint32_t gate;
+    _Atomic uint32_t inside; /* CUDA calls past the gate */
+    uint32_t hindrances;
+    uint32_t move;
+    int32_t mover_pid;
+    uint32_t visible_count;
+    uint64_t mover_start_ticks;
+    uint8_t visible[SIM_DEVICES]; /* ordinal -> device; a restore onto other devices changes it */
+    uint64_t used_bytes[SIM_DEVICES];
+    uint64_t context_bytes[SIM_DEVICES];
+    uint64_t parked_used_bytes[SIM_DEVICES]; /* in host memory */
+    uint64_t parked_context_bytes[SIM_DEVICES];
+    struct sim_busy busy[SIM_DEVICES];
+};
+
+struct sim_state {
+    _Atomic uint32_t magic;
+    uint32_t device_count;
+    pthread_mutex_t mutex;
+    uint64_t host_total_bytes;
+    uint64_t context_bytes;  /* one context costs this much on its device */
+    uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
+    uint64_t ledger_bytes;
+    _Atomic uint32_t fault_count;
+    struct sim_fault fault[SIM_FAULTS];
+    struct sim_device device[SIM_DEVICES];
+    struct sim_process process[SIM_PROCESSES];
+};
+
+extern struct sim_state *sim;
+
+/* Map the state of $GPUSHARE_SIM_STATE (or of `path`), making it when it is not there.
+ * 0, or -1 with one line on stderr. */
+int sim_open(void);
+int sim_attach(const char *path);
+
+uint64_t sim_now_ns(void);
+void sim_sleep_ns(uint64_t ns);
+void sim_lock(void);
+void sim_unlock(void);
+
+/* All of these want the mutex held. */
+void sim_sweep(void);
+struct sim_process *sim_find(int32_t pid);
+struct sim_process *sim_add(int32_t pid, uint64_t start_ticks);
+uint64_t sim_device_used(uint32_t device);
+uint64_t sim_host_used(void);
+uint64_t sim_process_device_used(const struct sim_process *process, uint32_t device);
+void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes);
+void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns);
+uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t now_ns);
+uint64_t sim_busy_until(const struct sim_process *process);
+bool sim_device_lost(uint32_t device);
+
+/* Whether a fault strikes now (and is used up by one); takes the mutex itself. */
+bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value);
+void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device);
+
+/* The door: futex wake-up and wait on a process's gate. */
+void sim_gate_set(struct sim_process *process, enum sim_gate gate);
+void sim_gate_wait(struct sim_process *process, uint32_t seen, uint64_t at_most_ns);
+
+void sim_uuid_text(const uint8_t uuid[16], char text[SIM_UUID_TEXT]);
+
+#endif

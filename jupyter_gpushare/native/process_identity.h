@@ -1,0 +1,42 @@
+/* Who a process is: a pid alone is reused, a pid with its start time is not.
+ *
+ * proc(5): /proc/PID/stat, field 3 state, 20 num_threads, 22 starttime.  The driver
+ * frees a process's memory before it becomes a zombie, so a zombie counts as gone;
+ * a leader that left its other threads running is no zombie (num_threads > 1).
+ */
+#ifndef GPUSHARE_PROCESS_IDENTITY_H
+#define GPUSHARE_PROCESS_IDENTITY_H
+
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Start time in clock ticks, or 0 when there is no such living process. */
+static inline uint64_t process_start_ticks(int32_t pid)
+{
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (got <= 0)
+        return 0;
+    text[got] = 0;
+    const char *rest = strrchr(text, ')'); /* the name may hold anything, so from its end */
+    char state = 0;
+    long threads = 0;
+    unsigned long long start = 0;
+    if (!rest || sscanf(rest + 1,
+                        " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
+                        &state, &threads, &start) != 3)
+        return 0;
+    if (state == 'X' || (state == 'Z' && threads <= 1))
+        return 0;
+    return start;
+}
+
+#endif

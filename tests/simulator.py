@@ -1,0 +1,236 @@
+"""A simulated GPU machine for tests: its environment, its switches and its ledger.
+
+    machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB")
+    subprocess.run([...], env=machine.env())
+    machine.fault(Fault.LOCK_TIMEOUT, pid=child.pid)
+    assert machine.device_used(0) == 0
+
+One `Simulator` is one state file; several can live in one test process, which itself never
+calls ``cuInit``.  `Lease` writes the two files of a lease as the device helper does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from jupyter_gpushare import native
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+#: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
+PAGE_HEADER = struct.Struct("<IIII")
+PAGE_DEVICE = struct.Struct("<16sQQ")
+DEVICES = 16
+SLOTS = 256
+PAGE_BYTES = PAGE_HEADER.size + DEVICES * PAGE_DEVICE.size
+ACCOUNT_HEADER = struct.Struct("<IIQ64x")
+SLOT = struct.Struct("<iIQQQ16Q")
+ACCOUNT_BYTES = ACCOUNT_HEADER.size + SLOTS * SLOT.size
+PAGE_MAGIC = 0x4C535047
+VERSION = 1
+
+
+class Fault(IntEnum):
+    """What can be made to go wrong (enum sim_fault_kind)."""
+
+    LOCK_TIMEOUT = 1
+    CHECKPOINT_FAILS = 2
+    RESTORE_POISONS = 3
+    RESTORE_FAILS = 4
+    UNLOCK_FAILS = 5
+    DEVICE_LOST = 6
+    HANG_CALL = 7
+    HANG_NVML = 8
+    HANG_CHECKPOINT = 9
+    XID = 10
+
+
+class Phase(IntEnum):
+    """What a lease's processes may do (enum gpushare_phase)."""
+
+    RUNNING = 0
+    SUSPENDING = 1
+    SUSPENDED = 2
+    RESUMING = 3
+    REVOKED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the ledger."""
+
+    ns: int
+    pid: int
+    event: str
+    device: int
+    bytes: int
+    device_used: int
+    host_used: int
+
+
+def _control() -> ctypes.CDLL:
+    return ctypes.CDLL(str(native.sim_dir() / "libcuda.so.1"), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+
+
+class Simulator:
+    """A simulated machine below a folder of its own."""
+
+    def __init__(self, folder: Path, spec: str = "2xH100-80GB,host=512GiB") -> None:
+        self.folder = folder
+        self.spec = spec
+        self.state_path = folder / "gpu-state"
+        self._library = _control()
+        saved = os.environ.get("GPUSHARE_SIMULATE")
+        os.environ["GPUSHARE_SIMULATE"] = spec
+        try:
+            if self._library.gpushare_sim_attach(os.fsencode(self.state_path)):
+                raise ValueError(f"not a machine: {spec}")
+        finally:
+            if saved is None:
+                del os.environ["GPUSHARE_SIMULATE"]
+            else:
+                os.environ["GPUSHARE_SIMULATE"] = saved
+
+    def env(self, **more: str) -> dict[str, str]:
+        """The environment of a process that uses this machine, and no other GPU."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "GPUSHARE_", "LD_"))}
+        env |= {
+            "GPUSHARE_SIMULATE": self.spec,
+            "GPUSHARE_SIM_STATE": str(self.state_path),
+            "LD_LIBRARY_PATH": str(native.sim_dir()),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        return env | more
+
+    def _attached(self) -> ctypes.CDLL:
+        assert self._library.gpushare_sim_attach(os.fsencode(self.state_path)) == 0
+        return self._library
+
+    def fault(self, kind: Fault, *, pid: int = 0, device: int = -1, count: int = 1, value: int = 0) -> None:
+        """Make a fault strike `count` times (-1: always); pid 0 and device -1 mean any."""
+        if self._attached().gpushare_sim_fault(int(kind), pid, device, count, value):
+            raise ValueError(f"no such fault: {kind} pid={pid} device={device}")
+
+    def clear_faults(self) -> None:
+        """Nothing goes wrong any more; a lost device is back."""
+        self._attached().gpushare_sim_clear_faults()
+
+    def _memory(self, device: int) -> tuple[int, int, int]:
+        used, peak, total = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        if self._attached().gpushare_sim_device_memory(
+            device, ctypes.byref(used), ctypes.byref(peak), ctypes.byref(total)
+        ):
+            raise ValueError(f"no device {device}")
+        return used.value, peak.value, total.value
+
+    def device_used(self, device: int) -> int:
+        """Bytes in use on a device, contexts included; the dead hold nothing."""
+        return self._memory(device)[0]
+
+    def device_peak(self, device: int) -> int:
+        """The most bytes ever in use on a device."""
+        return self._memory(device)[1]
+
+    def device_total(self, device: int) -> int:
+        """A device's size in bytes."""
+        return self._memory(device)[2]
+
+    def host_memory(self) -> tuple[int, int]:
+        """Simulated host memory: (total, available) bytes."""
+        total, available = ctypes.c_uint64(), ctypes.c_uint64()
+        self._attached().gpushare_sim_host_memory(ctypes.byref(total), ctypes.byref(available))
+        return total.value, available.value
+
+    def set_host_memory(self, total_bytes: int) -> None:
+        """Give the machine more or less host memory."""
+        self._attached().gpushare_sim_set_host_memory(ctypes.c_uint64(total_bytes))
+
+    def uuid(self, device: int) -> str:
+        """A device's UUID as NVML and CUDA_VISIBLE_DEVICES spell it."""
+        text = ctypes.create_string_buffer(41)
+        if self._attached().gpushare_sim_uuid(device, text):
+            raise ValueError(f"no device {device}")
+        return text.value.decode()
+
+    def process_state(self, pid: int) -> int:
+        """A process's checkpoint state (CUprocessState), -1 when it does not use CUDA."""
+        return int(self._attached().gpushare_sim_process_state(pid))
+
+    def ledger(self) -> list[Event]:
+        """Everything that happened, in order; ends of processes are noticed by asking."""
+        self.device_used(0)
+        path = Path(f"{self.state_path}.ledger")
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [Event(**json.loads(line)) for line in lines]
+
+
+class Lease:
+    """The two files of a lease, written as the device helper does."""
+
+    def __init__(self, folder: Path, limits: Sequence[tuple[str, int]], *, context_bytes: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.limits = list(limits)
+        self.context_bytes = context_bytes
+        self.write(Phase.RUNNING)
+        (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
+
+    def write(self, phase: Phase) -> None:
+        """Write the whole limit page in place, as one pwrite."""
+        page = bytearray(PAGE_BYTES)
+        PAGE_HEADER.pack_into(page, 0, PAGE_MAGIC, VERSION, len(self.limits), phase)
+        for index, (uuid, limit_bytes) in enumerate(self.limits):
+            raw = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+            PAGE_DEVICE.pack_into(
+                page, PAGE_HEADER.size + index * PAGE_DEVICE.size, raw, limit_bytes, self.context_bytes
+            )
+        fd = os.open(self.folder / "limit", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(fd, page, 0)
+        finally:
+            os.close(fd)
+
+    def env(self, name: str = "ada/") -> dict[str, str]:
+        """What a process of the lease has in its environment beside the machine's."""
+        return {
+            "GPUSHARE_LEASE": name,
+            "GPUSHARE_LEASE_DIR": str(self.folder),
+            "LD_PRELOAD": str(native.preload_path()),
+        }
+
+    def slots(self) -> dict[int, Slot]:
+        """By pid, what the processes of the lease wrote into the account."""
+        data = (self.folder / "account").read_bytes()
+        found = {}
+        for index in range(SLOTS):
+            pid, taints, ticks, calls, queries, *used = SLOT.unpack_from(
+                data, ACCOUNT_HEADER.size + index * SLOT.size
+            )
+            if pid:
+                found[pid] = Slot(pid, taints, ticks, calls, queries, tuple(used))
+        return found
+
+    def denied(self) -> int:
+        """How many allocations were refused for the limit."""
+        return int(ACCOUNT_HEADER.unpack_from((self.folder / "account").read_bytes())[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One process's part of the account."""
+
+    pid: int
+    taints: int
+    start_ticks: int
+    calls: int
+    queries: int
+    used_bytes: tuple[int, ...]
