@@ -158,6 +158,7 @@ def _start(gpu: Gpu, files: LeaseDirectory) -> subprocess.Popen[bytes]:
     }
     environment |= {
         "CUDA_VISIBLE_DEVICES": gpu.uuid,
+        "GPUSHARE_LEASE": files.path.name,
         "GPUSHARE_LEASE_DIR": str(files.path),
         "PYTHONPATH": str(PACKAGE_ROOT),
     }

@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 MAX_LEASES = 256
 RESERVE_PERCENT = 3
 RESERVE_FLOOR_BYTES = 256 << 20
-# How long `inventory` waits for the self-tests that run at start.
-CANARY_WAIT_S = 20.0
+# How long `inventory` waits for the self-tests that run at start; a `DEVICE` event follows a later end.
+CANARY_WAIT_S = 4.0
 CANARY_RETRY_S = 30.0
 # How long a change of a lease waits for a move of it that is under way.
 TURN_WAIT_S = 5.0

@@ -175,8 +175,8 @@ def parse_account(raw: bytes) -> Account | None:
     if len(raw) != ACCOUNT_BYTES:
         return None
     magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
-    if magic == 0 and not any(raw[: ACCOUNT_HEAD.size]):
-        return Account(0, ())  # no process has opened it yet
+    if magic == 0:
+        return Account(0, ())  # no process has finished opening it yet
     if magic != ACCOUNT_MAGIC or version != VERSION:
         return None
     slots = []

@@ -1,0 +1,298 @@
+"""A simulated machine with a device helper and the processes of leases, for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare import native
+
+WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 20.0
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """The first true value of ``condition``; fails when there is none in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Refused(Exception):
+    """The helper answered ``ok: false``."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__(f"{error['kind']}: {error['message']}")
+        self.kind = error["kind"]
+        self.message = error["message"]
+
+
+class Client:
+    """Speaks the helper's protocol: one line of JSON each way."""
+
+    def __init__(self, path: Path, epoch: int = 1) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(PATIENCE_S)
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+        self._rest = b""
+        self.epoch = epoch
+
+    def send(self, raw: bytes) -> None:
+        self._socket.sendall(raw)
+
+    def line(self, timeout_s: float = PATIENCE_S) -> bytes:
+        """The next line; empty when the helper closed the connection or said nothing in time."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._socket], [], [], left)[0]:
+                return b""
+            try:
+                more = self._socket.recv(65536)
+            except ConnectionResetError:
+                return b""
+            if not more:
+                return b""
+            self._rest += more
+        line, self._rest = self._rest.split(b"\n", 1)
+        return line
+
+    def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+        self.send(json.dumps({"verb": verb, "epoch": self.epoch, **fields}).encode() + b"\n")
+        line = self.line()
+        assert line, f"no answer to {verb}"
+        answer = json.loads(line)
+        if not answer["ok"]:
+            raise Refused(answer["error"])
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def event(self, kind: str, lease: str = "", timeout_s: float = PATIENCE_S) -> dict[str, Any] | None:
+        """The next event of this kind (about this lease); None when there is none in time."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            line = self.line(left)
+            if not line:
+                return None
+            event: dict[str, Any] = json.loads(line)
+            if event.get("kind") == kind and (not lease or event["lease"] == lease):
+                return event
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Worker:
+    """A process of a lease (worker.py)."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.pid = process.pid
+
+    def tell(self, command: str) -> None:
+        """Send a command without waiting."""
+        assert self.process.stdin
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout_s: float = PATIENCE_S) -> str:
+        """What it says next; empty when nothing came in time."""
+        assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            return ""
+        return self.process.stdout.readline().strip()
+
+    def do(self, command: str) -> str:
+        """The answer to a command, without its name."""
+        self.tell(command)
+        answer = self.answer()
+        assert answer, f"no answer to {command}"
+        return answer.split(" ", 1)[1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Machine:
+    """The simulated devices, one helper at a time, and workers."""
+
+    def __init__(self, folder: Path, spec: str = "2xH100-80GB,host=512GiB") -> None:
+        self.folder = folder
+        self.state_dir = folder / "state"
+        self.socket = folder / "h.sock"
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("GPUSHARE_LEASE", "LD_PRELOAD", "CUDA_"))
+        } | {
+            "GPUSHARE_SIMULATE": spec,
+            "GPUSHARE_SIM_STATE": str(folder / "sim"),
+            "LD_LIBRARY_PATH": str(native.sim_dir()),
+            "PYTHONPATH": str(ROOT),
+        }
+        self.helper: subprocess.Popen[bytes] | None = None
+        self.log = folder / "helper.log"
+        self._clients: list[Client] = []
+        self._workers: list[Worker] = []
+        self._directories: dict[str, str] = {}
+
+    def start(self, *arguments: str, step: str = "", wait: bool = True) -> None:
+        """Start a helper; with ``step`` it kills itself (-9) at that step."""
+        command = [
+            sys.executable, "-c", _HELPER, step,
+            "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
+        ]  # fmt: skip
+        with self.log.open("ab") as log:
+            self.helper = subprocess.Popen(command, env=self.environment, stderr=log)
+        if wait:
+            until(self._answers, f"the helper answers: {self.log.read_text()}")
+            self.ask("inventory")
+
+    def _answers(self) -> bool:
+        assert self.helper is not None
+        assert self.helper.poll() is None, f"the helper ended: {self.log.read_text()}"
+        with contextlib.suppress(OSError):
+            self.ask("hello")
+            return True
+        return False
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End the helper; its exit status."""
+        assert self.helper is not None
+        self.helper.send_signal(number)
+        status = self.helper.wait(PATIENCE_S)
+        self.helper = None
+        return status
+
+    def died(self) -> None:
+        """Wait until the helper killed itself."""
+        assert self.helper is not None
+        assert self.helper.wait(PATIENCE_S) == -signal.SIGKILL
+        self.helper = None
+
+    def client(self, epoch: int = 1) -> Client:
+        client = Client(self.socket, epoch)
+        self._clients.append(client)
+        return client
+
+    def watch(self) -> Client:
+        """A client whose stream of events has begun."""
+        client = self.client()
+        client.ask("watch")
+        return client
+
+    def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+        client = self.client()
+        try:
+            return client.ask(verb, **fields)
+        finally:
+            client.close()
+
+    def uuids(self) -> list[str]:
+        return [device["uuid"] for device in self.ask("inventory")["devices"]]
+
+    def lease(self, name: str, limit_bytes: int = 40 * GIB, device: int = 0, **fields: Any) -> str:
+        """Create a lease on one device; its directory."""
+        limits = {self.uuids()[device]: limit_bytes}
+        made = self.ask("set_limit", lease=name, uid=os.geteuid(), limits=limits, **fields)
+        self._directories[name] = made["directory"]
+        directory: str = made["directory"]
+        return directory
+
+    def of(self, name: str) -> dict[str, Any]:
+        """A lease as the last sample shows it."""
+        found: dict[str, Any] = next(
+            each for each in self.ask("sample")["leases"] if each["lease"] == name
+        )
+        return found
+
+    def worker(
+        self, lease: str = "", *, device: int = 0, preload: bool = True, wait: bool = True, mib: int = 0
+    ) -> Worker:
+        """Start a process of a lease (or of none), and let it allocate."""
+        environment = self.environment | {"CUDA_VISIBLE_DEVICES": self.uuids()[device]}
+        if lease:
+            environment |= {"GPUSHARE_LEASE": lease, "GPUSHARE_LEASE_DIR": self._directories[lease]}
+        if lease and preload:
+            environment["LD_PRELOAD"] = str(native.preload_path())
+        worker = Worker(
+            subprocess.Popen(
+                [sys.executable, str(WORKER)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        self._workers.append(worker)
+        if wait:
+            assert worker.answer() == "ready 0"
+        if mib:
+            assert worker.do(f"alloc {mib}") == "0"
+        if wait and lease:
+            until(lambda: self._sees(lease, worker.pid), f"the helper sees {worker.pid}")
+        return worker
+
+    def _sees(self, lease: str, pid: int) -> bool:
+        return pid in [process["pid"] for process in self.of(lease)["processes"]]
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """What happened on the simulated devices."""
+        path = self.folder / "sim.ledger"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def close(self) -> None:
+        """End everything that was started."""
+        for client in self._clients:
+            client.close()
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.process.communicate()
+        if self.helper is not None:
+            self.helper.kill()
+            self.helper.wait()
+
+
+_HELPER = """
+import os, signal, sys
+from jupyter_gpushare.gpu import helper
+step = sys.argv.pop(1)
+class Dying(helper.Helper):
+    def __init__(self, options):
+        super().__init__(options, step=lambda name: name == step and os.kill(os.getpid(), signal.SIGKILL))
+helper.Helper = Dying
+sys.exit(helper.main(sys.argv[1:]))
+"""
+
+
+def machine_in(folder: Path, **options: str) -> Iterator[Machine]:
+    """A machine that ends with its test."""
+    machine = Machine(folder, **options)
+    try:
+        yield machine
+    finally:
+        machine.close()

@@ -1,0 +1,127 @@
+"""A process of a lease: does on the GPU what it is told, one command a line.
+
+    alloc MIB         allocate and fill with a pattern of its own -> "alloc CODE"
+    check             read every block back                        -> "check ok" / "check bad"
+    query             ask for the state of a stream                 -> "query CODE"
+    launch MS         keep the device busy (simulated driver only)  -> "launch CODE"
+    free              free every block                              -> "free CODE"
+    sleep S           sleep, without the GPU                        -> "sleep 0"
+    thread            as check, from a second thread                -> "thread ok" / "thread bad"
+    spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
+    detach MIB        as spawn, double-forked with its environment cleared -> "detach PID CODE"
+    exit              end
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+
+cuda = ctypes.CDLL("libcuda.so.1")
+blocks = []
+
+
+def init():
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), 0)
+        or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or cuda.cuCtxSetCurrent(context)
+    ), context
+
+
+def alloc(mib):
+    address, size = ctypes.c_uint64(), ctypes.c_size_t(mib << 20)
+    code = cuda.cuMemAlloc_v2(ctypes.byref(address), size)
+    if not code:
+        pattern = os.urandom(4096)
+        code = cuda.cuMemcpyHtoD_v2(address, pattern, ctypes.c_size_t(len(pattern)))
+        blocks.append((address, pattern))
+    return code
+
+
+def check(context):
+    cuda.cuCtxSetCurrent(context)
+    for address, pattern in blocks:
+        found = ctypes.create_string_buffer(len(pattern))
+        if cuda.cuMemcpyDtoH_v2(found, address, ctypes.c_size_t(len(pattern))) or found.raw != pattern:
+            return "bad"
+    return "ok"
+
+
+def in_thread(context):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(check(context)))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def spawn(mib, environment):
+    child = subprocess.Popen(
+        [sys.executable, __file__, str(mib)], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    return f"{child.pid} {child.stdout.readline().split()[1]}"
+
+
+def detach(mib):
+    """A grandchild whose parent ends at once and whose environment names no lease."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "GPUSHARE_SIMULATE", "GPUSHARE_SIM_STATE", "GPUSHARE_TEST_RUN")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    script = (
+        "import subprocess, sys, time; "
+        f"c = subprocess.Popen([sys.executable, {__file__!r}, '{mib}'], stdout=subprocess.PIPE, text=True,"
+        " start_new_session=True); print(c.pid, c.stdout.readline().split()[1], flush=True)"
+    )
+    middle = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    line = middle.stdout.readline().strip()
+    middle.wait()
+    return line
+
+
+def main():
+    if len(sys.argv) > 1:  # a child: hold some memory until killed
+        code, _ = init()
+        print("held", code or alloc(int(sys.argv[1])), flush=True)
+        time.sleep(600)
+        return
+    code, context = init()
+    print("ready", code, flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        if verb == "alloc":
+            answer = alloc(int(words[0]))
+        elif verb == "check":
+            answer = check(context)
+        elif verb == "query":
+            answer = cuda.cuStreamQuery(None)
+        elif verb == "launch":
+            answer = cuda.gpushare_sim_launch(int(words[0]))
+        elif verb == "free":
+            answer = 0
+            for address, _ in blocks:
+                answer = answer or cuda.cuMemFree_v2(address)
+            blocks.clear()
+        elif verb == "sleep":
+            time.sleep(float(words[0]))
+            answer = 0
+        elif verb == "thread":
+            answer = in_thread(context)
+        elif verb == "spawn":
+            answer = spawn(int(words[0]), dict(os.environ))
+        elif verb == "detach":
+            answer = detach(int(words[0]))
+        elif verb == "exit":
+            os._exit(0)
+        else:
+            answer = "unknown"
+        print(verb, answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()
