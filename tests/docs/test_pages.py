@@ -54,3 +54,28 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def quoted_texts() -> list[str]:
+    """The pieces of error texts that docs/troubleshooting.md promises, without their gaps."""
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
+    pieces = [piece.strip(" ;:,()") for quote in quotes for piece in quote.split("...")]
+    return sorted({piece for piece in pieces if len(piece) > 8})
+
+
+@pytest.fixture(scope="module")
+def all_texts() -> str:
+    """Every string of the package and the Makefile, on one line; what is filled in reads as a blank."""
+    words = [(ROOT / "Makefile").read_text(), (ROOT / "tests" / "conftest.py").read_text()]
+    for path in (ROOT / "jupyter_gpushare").rglob("*.py"):
+        # Adjacent literals and the line breaks between them read as one text.
+        text = re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        words.append(re.sub(r"\{[^{}\n]*\}", " ", text))
+    return re.sub(r"\s+", " ", " ".join(words))
+
+
+@pytest.mark.parametrize("piece", quoted_texts())
+def test_an_error_text_in_the_troubleshooting_page_exists(all_texts, piece):
+    numberless = re.sub(r"\b\d{3,}\b", " ", piece)
+    assert any(re.sub(r"\s+", " ", text).strip() in all_texts for text in (piece, numberless))
