@@ -172,7 +172,7 @@ class Maker:
             if (picked := _enough(room, short, victims, chosen)) is None:
                 return None
             chosen = picked
-        return _least(shorts, chosen)
+        return self._afford(_least(shorts, chosen), 0)
 
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
@@ -232,23 +232,32 @@ class Maker:
                 return None
             victims = more
         spot = Spot(job.devices or tuple(r.device.uuid for r in rooms), need)
-        left = self.board.host_free
+        reserve = 0
         if self._lends(rooms, need, victims):
-            left -= self.board.reserve_needed(job, spot.devices, need)
+            reserve = self.board.reserve_needed(job, spot.devices, need)
+        settled = self._afford(victims, reserve)
+        return None if settled is None else Making(spot, settled)
+
+    def _afford(self, victims: Sequence[Victim], reserve: int) -> tuple[Victim, ...] | None:
+        """``victims`` such that host memory holds who is parked, and ``reserve``; None: it cannot.
+
+        A job that finds no host memory is stopped instead; a session never is.
+        """
+        left = self.board.host_free - reserve
+        left += sum(self.board.reserved.get(v.lease.id, 0) for v in victims)
         settled = []
         for v in victims:
-            left += self.board.reserved.get(v.lease.id, 0)
             if v.park and parked_bytes(v.lease) <= left:
                 left -= parked_bytes(v.lease)
                 settled.append(v)
-            elif v.lease.kind is Kind.BUILD:
-                left = -1
-            else:
+            elif v.lease.kind is Kind.TRAIN:
                 settled.append(Victim(v.lease, Cost.STOPPED_JOB, v.why, park=False))
-        if left < 0:
+            else:
+                break
+        if len(settled) < len(victims) or (reserve and left < 0):
             self.obstacle = Why.HOST_MEMORY
             return None
-        return Making(spot, tuple(settled))
+        return tuple(settled)
 
     def _lends(self, rooms: Iterable[Room], need: int, victims: Iterable[Victim]) -> bool:
         """Whether the room so made would be somebody's who sleeps."""
@@ -270,12 +279,11 @@ def _enough(room: Room, short: int, victims: list[Victim], chosen: list[Victim])
     """``chosen`` and the cheapest of ``victims`` that together free what is ``short`` on a device."""
     picked = list(chosen)
     short -= _given(room, chosen)
-    for v in sorted(victims, key=lambda v: v.rank):
+    for v in sorted((v for v in victims if v not in chosen), key=lambda v: v.rank):
         if short <= 0:
             break
-        if v not in picked:
-            picked.append(v)
-            short -= held_by(v.lease)
+        picked.append(v)
+        short -= held_by(v.lease)
     return picked if short <= 0 else None
 
 
@@ -295,12 +303,11 @@ def _enough_for_limit(
     """``chosen`` and as many of ``more`` as bring the project under its limit; None: it stays above."""
     over_limit -= sum(size_of(v.lease) for v in chosen if v.lease.project == project)
     names = {v.lease.id for v in chosen}
-    for v in sorted(more, key=lambda v: v.rank):
+    for v in sorted((v for v in more if v.lease.id not in names), key=lambda v: v.rank):
         if over_limit <= 0:
             break
-        if v.lease.id not in names:
-            chosen = (*chosen, v)
-            over_limit -= size_of(v.lease)
+        chosen = (*chosen, v)
+        over_limit -= size_of(v.lease)
     return chosen if over_limit <= 0 else None
 
 

@@ -220,15 +220,16 @@ class Round:
         heap = [(self._turn(queue), name) for name, queue in queues.items()]
         heapq.heapify(heap)
         while heap:
-            turn, name = heapq.heappop(heap)
-            queue = queues[name]
-            if (now := self._turn(queue)) != turn:  # others took from it meanwhile
-                heapq.heappush(heap, (now, name))
-                continue
+            _, name = heapq.heappop(heap)
+            queue, asked = queues[name], len(self.actions)
             while queue and not self._serve_one(queue.pop()):
                 pass
             if queue:
                 heapq.heappush(heap, (self._turn(queue), name))
+            if any(not isinstance(a, Grant | Resume) for a in self.actions[asked:]):
+                # Whoever gave room away is owed more now.
+                heap = [(self._turn(queues[name]), name) for _, name in heap]
+                heapq.heapify(heap)
 
     def _turn(self, queue: list[Lease]) -> tuple[float | str, ...]:
         head = queue[-1]

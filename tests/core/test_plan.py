@@ -471,3 +471,100 @@ def test_a_higher_priority_frees_the_limit_of_its_project():
         projects=[project("p", 1, limit_milli=1000)],
     )
     assert actions(c) == [Suspend("low", Why.PRIORITY, "high")]
+
+
+# -- corners
+
+
+def test_lending_sessions_are_not_asked_where_host_memory_cannot_hold_the_borrower_but_owed_room_is_taken():
+    c = cluster(
+        build("nb", 1000, "0", idle_s=9000, project="q"),
+        train("over", 1000, "1", project="q", survival=Survival.NONE),
+        train("job", 1000),
+        gpus=2,
+        projects=[project("p", 1), project("q", 1)],
+        host_budget_bytes=GIB,
+    )
+    assert actions(c) == [Requeue("over", Why.OVER_QUOTA, "job")]
+
+
+def test_jobs_for_which_nothing_can_be_done_are_all_told_why():
+    c = cluster(train("old", 1000, "0"), *[train(f"j{n}", 500) for n in range(3)])
+    assert actions(c) == []
+
+
+def test_borrowers_that_host_memory_was_never_kept_for_are_stopped():
+    both = [train(f"b{n}", 500, "0", used_bytes=GIB, granted_at=n, project="q") for n in range(2)]
+    nb = build("ada", 1000, "0", state=ASLEEP, wanted=True)
+    assert actions(cluster(nb, *both, host_budget_bytes=81 * GIB)) == [
+        Suspend("b1", Why.LENDER_RETURNED, "ada"),
+        Suspend("b0", Why.LENDER_RETURNED, "ada"),
+    ]
+    assert actions(cluster(nb, *both, host_budget_bytes=2 * GIB)) == [
+        Requeue("b1", Why.LENDER_RETURNED, "ada"),
+        Requeue("b0", Why.LENDER_RETURNED, "ada"),
+    ]
+
+
+def test_an_owner_waits_where_a_guest_cannot_be_parked_for_lack_of_host_memory():
+    guests = [build(f"g{n}", 500, "0", project="q", used_bytes=GIB) for n in range(2)]
+    nb = build("ada", 1000, "0", state=ASLEEP, wanted=True)
+    assert actions(cluster(nb, *guests, host_budget_bytes=2 * GIB)) == []
+    assert len(actions(cluster(nb, *guests, host_budget_bytes=3 * GIB))) == 2
+
+
+def test_a_guest_backs_off():
+    guest = build("guest", 500, "0", project="q", state=ASLEEP, wanted=True, retry_at=NOW + 3)
+    assert plan(cluster(guest), NOW) == Plan((), next_at=NOW + 3)
+
+
+def test_a_job_that_cannot_be_parked_anyway_needs_no_host_memory():
+    job, asleep = train("job", 1000), build("nb", 500, "0", state=ASLEEP)
+    c = cluster(asleep, job, host_budget_bytes=0, gpus=[device(0, suspendable=False)])
+    assert actions(c) == [grant("job", 0, borrowed=True)]
+
+
+def test_a_project_that_just_gave_room_away_gets_its_turn_earlier():
+    """q takes from p, which then has borrowed no more than r."""
+    c = cluster(
+        *[train(f"p{n}", 1000, f"{n}", granted_at=9 + n, survival=Survival.NONE) for n in range(3)],
+        train("r0", 1000, "3", project="r", granted_at=1, survival=Survival.NONE),
+        train("q0", 1000, project="q", device_count=2),
+        *[train(f"x{x}", 500, project=x, queued_at=1) for x in "pr"],
+        build("nb", 500, "4", project="q", granted_at=1),
+        gpus=5,
+        projects=[project("p", 0), project("q", 2.5), project("r", 0)],
+    )
+    assert actions(c) == [
+        Requeue("p2", Why.OVER_QUOTA, "q0"),
+        Requeue("p1", Why.OVER_QUOTA, "q0"),
+        grant("xp", 4, milli=500, borrowed=True),
+    ]
+
+
+def test_a_pause_for_priority_is_a_stop_where_host_memory_holds_only_one():
+    both = [train(f"b{n}", 500, "0", used_bytes=100, granted_at=n) for n in range(2)]
+    c = cluster(*both, train("high", 1000, priority=1), host_budget_bytes=150)
+    assert actions(c) == [Suspend("b1", Why.PRIORITY, "high"), Requeue("b0", Why.PRIORITY, "high")]
+
+
+def test_two_idle_sessions_sleep_only_if_host_memory_holds_both():
+    both = [build(f"b{n}", 500, "0", used_bytes=100, idle_s=9000) for n in range(2)]
+    c = cluster(*both, train("job", 1000, survival=Survival.NONE), host_budget_bytes=150)
+    assert actions(c) == []
+
+
+def test_a_limit_that_priority_cannot_make_room_under_holds():
+    limited = [project("p", 1, limit_milli=1000)]
+    c = cluster(
+        train("low", 400, "0"), train("same", 600, "0", priority=1), train("high", 1000, priority=1),
+        gpus=2, projects=limited,
+    )  # fmt: skip
+    assert actions(c) == []
+
+
+def test_only_as_many_jobs_leave_as_the_limit_asks_for():
+    limited = [project("p", 1, limit_milli=1000)]
+    low = [train(f"low{n}", 500, "0", granted_at=n) for n in range(2)]
+    c = cluster(*low, train("high", 500, priority=1), gpus=2, projects=limited)
+    assert actions(c) == [Suspend("low1", Why.PRIORITY, "high")]

@@ -10,8 +10,8 @@ import pytest
 import jupyter_gpushare.core
 
 ALLOWED = {
-    "__future__", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq", "itertools",
-    "math", "types", "typing",
+    "__future__", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq",
+    "itertools", "math", "types", "typing",
     "random",  # only `random.Random(seed)`: replayed futures
 }  # fmt: skip
 OURS = ("jupyter_gpushare.core", "jupyter_gpushare.errors")

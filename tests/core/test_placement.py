@@ -1,0 +1,107 @@
+"""Where leases go: several devices, islands, nodes, memory on mixed devices."""
+
+from __future__ import annotations
+
+from jupyter_gpushare.core.model import Grant, State, Suspend, Why
+from jupyter_gpushare.core.plan import plan
+from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
+
+
+def placed(*leases, gpus):
+    """Where the new leases go, as in "0 1"."""
+    done = plan(cluster(*leases, gpus=gpus), NOW)
+    return [" ".join(u.removeprefix("gpu") for u in a.devices) for a in done.actions if isinstance(a, Grant)]
+
+
+def nodes(*sizes):
+    """Devices of nodes n0, n1, ... with so many each."""
+    names = [f"n{n}" for n, size in enumerate(sizes) for _ in range(size)]
+    return [device(n, node=node) for n, node in enumerate(names)]
+
+
+def test_a_gang_stays_inside_an_island():
+    gpus = [device(n, island="left" if n in (0, 3) else "right") for n in range(4)]
+    assert placed(train("gang", 1000, device_count=2), gpus=gpus) == ["0 3"]
+
+
+def test_a_gang_takes_a_node_where_no_island_has_room():
+    gpus = [device(n, island="left" if n in (0, 3) else "") for n in range(4)]
+    assert placed(train("old", 1000, "0"), train("gang", 1000, device_count=2), gpus=gpus) == ["1 2"]
+
+
+def test_a_gang_is_not_spread_over_nodes():
+    assert (
+        placed(
+            train("a", 1000, "0"),
+            train("b", 1000, "2"),
+            train("gang", 1000, device_count=2),
+            gpus=nodes(2, 2),
+        )
+        == []
+    )
+
+
+def test_a_gang_takes_the_node_it_fits_best():
+    assert placed(train("gang", 1000, device_count=2), gpus=nodes(4, 2)) == ["4 5"]
+
+
+def test_a_gang_that_does_not_care_takes_what_is_left_over():
+    gang = train("gang", 1000, device_count=3, consolidate=False)
+    assert placed(train("a", 1000, "4"), gang, gpus=nodes(4, 2)) == ["5 0 1"]
+
+
+def test_a_job_larger_than_every_node_takes_the_emptiest_nodes():
+    gang = train("gang", 1000, device_count=4)
+    assert placed(train("a", 1000, "2"), gang, gpus=nodes(2, 2, 2)) == ["0 1 4 5"]
+
+
+def test_memory_is_converted_for_the_device_it_is_placed_on():
+    small, large = device(0, memory_bytes=40 * GIB), device(1, memory_bytes=160 * GIB)
+    lease = train("job", 0, memory_bytes=30 * GIB)
+    assert plan(cluster(lease, gpus=[large]), NOW).actions[0].held_milli == 188
+    assert plan(cluster(lease, gpus=[small, large]), NOW).actions == (
+        Grant("job", ("gpu0",), 750, Why.FREE_ROOM),
+    )
+    lease = train("job", 0, memory_bytes=50 * GIB)
+    assert plan(cluster(lease, gpus=[small, large]), NOW).actions == (
+        Grant("job", ("gpu1",), 313, Why.FREE_ROOM),
+    )
+
+
+def test_a_claim_in_bytes_must_fit_the_quota_where_it_is_placed():
+    small, large = device(0, memory_bytes=40 * GIB), device(1, memory_bytes=160 * GIB)
+    c = cluster(build("nb", 0, memory_bytes=30 * GIB), gpus=[small, large], projects=[project("p", 0.5)])
+    assert plan(c, NOW).actions == (Grant("nb", ("gpu1",), 188, Why.CLAIM),)
+
+
+def test_a_gang_beyond_quota_is_no_claim():
+    c = cluster(build("nb", 1000, device_count=2), gpus=2, projects=[project("p", 1)])
+    assert plan(c, NOW).actions == (Grant("nb", ("gpu0", "gpu1"), 1000, Why.FREE_ROOM, borrowed=True),)
+
+
+def test_room_for_a_gang_is_made_where_it_disturbs_fewest():
+    idle = [build(f"nb{n}", 500, on, idle_s=9000) for n, on in enumerate("0123")]
+    busy_elsewhere = build("other", 500, "3", idle_s=9000)
+    c = cluster(*idle, busy_elsewhere, train("gang", 1000, device_count=2), gpus=nodes(2, 2))
+    assert plan(c, NOW).actions == (Suspend("nb0", Why.IDLE, "gang"), Suspend("nb1", Why.IDLE, "gang"))
+
+
+def test_a_victim_on_several_devices_is_asked_once():
+    c = cluster(build("nb", 1000, "0 1", idle_s=9000), train("gang", 1000, device_count=2), gpus=2)
+    assert plan(c, NOW).actions == (Suspend("nb", Why.IDLE, "gang"),)
+
+
+def test_a_device_that_is_gone_counts_for_nobody():
+    c = cluster(train("old", 1000, "0 7"), train("job", 1000), gpus=2)
+    assert placed(*c.leases, gpus=2) == ["1"]
+
+
+def test_an_owner_on_two_devices_wakes_when_both_are_free():
+    ada = build("ada", 1000, "0 1", state=ASLEEP, wanted=True)
+    c = cluster(ada, train("a", 1000, "0"), train("b", 1000, "1"), gpus=2)
+    assert plan(c, NOW).actions == (
+        Suspend("a", Why.LENDER_RETURNED, "ada"),
+        Suspend("b", Why.LENDER_RETURNED, "ada"),
+    )
+    c = cluster(ada, train("a", 1000, "0"), train("b", 1000, "1", state=State.RESUMING), gpus=2)
+    assert plan(c, NOW).actions == ()
