@@ -106,6 +106,8 @@ c.JupyterHub.cleanup_servers = True
 c.JupyterHub.spawner_class = "gpushare-simple"
 c.SimpleLocalProcessSpawner.home_dir_template = str(state / "home" / "{username}")
 c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
+# JupyterLab refuses to run as root unless told so; this demo may be tried in a container as root.
+c.Spawner.args = ["--allow-root"] if os.geteuid() == 0 else []
 c.Spawner.default_url = "/lab"
 c.Spawner.environment = {**driver, "PATH": path}
 # The Hub looks that often (s) whether a server is still there; the default is 30. A job's end

@@ -23,7 +23,6 @@ from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.errors import (
     BrokerUnavailable,
-    GpuShareError,
     InvalidRequest,
     NotAllowed,
     NotFound,
@@ -127,7 +126,7 @@ class Base(HubOAuthenticated, web.RequestHandler):
         self.answer(wire.ErrorAnswer(status=status_code, reason=reason, message=message), status_code)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        if not isinstance(value, GpuShareError):
+        if not isinstance(value, (RequestError, BrokerUnavailable)):
             super().log_exception(typ, value, tb)
 
 

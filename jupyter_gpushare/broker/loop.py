@@ -134,7 +134,7 @@ class Loop:
             lease = replace(record.lease, attained_gpu_s=record.lease.attained_gpu_s + gained)
             self.book.leases[record.id] = replace(record, lease=lease)
         live.ran_from_at = now
-        if sample is not None and sample.wanted and record.state is State.SUSPENDED:
+        if sample is not None and sample.wanted and record.state is State.SUSPENDED and self._is_news(record):
             await self._wanted(record, queries_only=sample.queries_only)
         if record.state is State.GRANTED and live.seen_alive and not record.is_job:
             await self.book.advance(record, Event.STARTED)
@@ -266,12 +266,17 @@ class Loop:
         vanished = live.gone_since_at is not None and now - live.gone_since_at > GONE_S
         if record.is_job and (vanished or job is None or job.exit_code is not None):
             return self._end_job
-        phase = live.sample.phase if live.sample else None
+        phase = live.sample.phase if live.sample and self._is_news(record) else None
         if record.state is State.SUSPENDED and phase is Phase.RUNNING:
             return self._found_awake
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._found_asleep
         return None
+
+    def _is_news(self, record: LeaseRecord) -> bool:
+        """Return whether the last sample was taken while the lease was in its present state."""
+        sample = self.book.sample
+        return sample is not None and sample.at > record.entered_at
 
     async def _effect(
         self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord
@@ -416,7 +421,8 @@ class Loop:
         while True:
             await self.measure()
             sample = live.sample
-            if sample is None or not (sample.alive or any(sample.used_bytes.values())):
+            gone = sample is None or not (sample.alive or any(sample.used_bytes.values()))
+            if gone and self._is_news(record):
                 return
             if self.book.clock() >= kill_at:
                 log.warning("lease=%s still has processes after its grace: killing them", record.handle)
