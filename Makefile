@@ -36,16 +36,15 @@ help:  ## say what there is
 setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(if $(HAS_UI),$(STAMPS)/ui)  ## set everything up in .venv
 
 hub: setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
-	@$(BIN)/python - <<'PYTHON'
-	import os, socket, sys
-	port = int(os.environ.get("GPUSHARE_DEMO_PORT", "8000"))
-	with socket.socket() as probe:
-	    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-	    try:
-	        probe.bind(("127.0.0.1", port))
-	    except OSError as error:
-	        sys.exit(f"Cannot use port {port}: {error.strerror}. Stop what runs there, or choose another: GPUSHARE_DEMO_PORT=8100 make hub")
-	PYTHON
+	@port=$${GPUSHARE_DEMO_PORT:-8000}
+	# The Hub's page, and the three ports that jupyterhub_config.py uses inside.
+	for used in $$port $$((port + 1)) $$((port + 2)) $$((port + 3)); do
+	    if ! $(BIN)/python -c "import socket; socket.create_server(('127.0.0.1', $$used)).close()" 2>/dev/null; then
+	        echo "Cannot use port $$used: another program listens there (another demo hub?)." >&2
+	        echo "Stop it, or choose others: GPUSHARE_DEMO_PORT=8100 make hub" >&2
+	        exit 1
+	    fi
+	done
 	# A shell in the background passes on an ignored SIGINT; with it every server takes 10 s to stop.
 	PATH=$(BIN):$$PATH exec env --default-signal=INT $(BIN)/jupyterhub -f jupyterhub_config.py
 
