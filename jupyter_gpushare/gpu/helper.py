@@ -33,7 +33,7 @@ from . import canary, verbs
 from .checkpoint import Checkpoint
 from .events import Events
 from .host import HostMemory
-from .isolation import DEVICES, LeaseDirectory, PagePhase, check_lease, uuid_bytes
+from .isolation import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, check_lease, uuid_bytes
 from .journal import Record, StateDirectory
 from .lease import PAGE, Lease
 from .nvml import Gpu, Nvml
@@ -320,9 +320,11 @@ class Helper:
             return
         again = Lease(record, lease.files)
         again.moving = lease.moving
-        self._state.save(record)
         again.files.create(again.uid, again.limits, PAGE[again.phase])
-        again.files.reopen()
+        # What processes of before counted is no wish of those to come.
+        account = again.files.account()
+        again.baseline = account.counters() if account else NO_COUNTERS
+        self._state.save(again.record(self._boot_id))
         with self._guard:
             self._leases[lease.name] = again
         lease.dropped = True

@@ -21,3 +21,11 @@ def machine(bare: Machine) -> Machine:
     """A machine with a helper."""
     bare.start()
     return bare
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Machine]:
+    """A machine with two devices and a helper."""
+    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB"):
+        machine.start()
+        yield machine

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare import native
+from tests.simulator import Simulator
 
 WORKER = Path(__file__).with_name("worker.py")
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0
 GIB = 1 << 30
 MIB = 1 << 20
@@ -138,20 +138,13 @@ class Worker:
 class Machine:
     """The simulated devices, one helper at a time, and workers."""
 
-    def __init__(self, folder: Path, spec: str = "2xH100-80GB,host=512GiB") -> None:
+    def __init__(self, folder: Path, spec: str = "1xH100-80GB,host=512GiB") -> None:
         self.folder = folder
         self.state_dir = folder / "state"
         self.socket = folder / "h.sock"
-        self.environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("GPUSHARE_LEASE", "LD_PRELOAD", "CUDA_"))
-        } | {
-            "GPUSHARE_SIMULATE": spec,
-            "GPUSHARE_SIM_STATE": str(folder / "sim"),
-            "LD_LIBRARY_PATH": str(native.sim_dir()),
-            "PYTHONPATH": str(ROOT),
-        }
+        self.sim = Simulator(folder, spec)
+        run = os.environ.get("GPUSHARE_TEST_RUN", "")
+        self.environment = self.sim.env(GPUSHARE_TEST_RUN=run)
         self.helper: subprocess.Popen[bytes] | None = None
         self.log = folder / "helper.log"
         self._clients: list[Client] = []
@@ -211,22 +204,32 @@ class Machine:
             client.close()
 
     def uuids(self) -> list[str]:
-        return [device["uuid"] for device in self.ask("inventory")["devices"]]
+        return [self.sim.uuid(index) for index in range(int(self.sim.spec.split("x")[0]))]
 
-    def lease(self, name: str, limit_bytes: int = 40 * GIB, device: int = 0, **fields: Any) -> str:
-        """Create a lease on one device; its directory."""
-        limits = {self.uuids()[device]: limit_bytes}
+    def lease(
+        self, name: str, limit_bytes: int = 40 * GIB, devices: tuple[int, ...] = (0,), **fields: Any
+    ) -> Path:
+        """Create a lease; its directory."""
+        limits = {self.uuids()[device]: limit_bytes for device in devices}
         made = self.ask("set_limit", lease=name, uid=os.geteuid(), limits=limits, **fields)
         self._directories[name] = made["directory"]
-        directory: str = made["directory"]
-        return directory
+        return Path(made["directory"])
 
     def of(self, name: str) -> dict[str, Any]:
         """A lease as the last sample shows it."""
-        found: dict[str, Any] = next(
-            each for each in self.ask("sample")["leases"] if each["lease"] == name
-        )
+        found: dict[str, Any] = next(each for each in self.ask("sample")["leases"] if each["lease"] == name)
         return found
+
+    def settled(self, name: str) -> str:
+        """The counters of a lease once two samples in a row agree on them."""
+        seen = ""
+        for _ in range(100):
+            now = self.of(name)["calls"]
+            if now == seen:
+                return seen
+            seen = now
+            time.sleep(0.25)
+        raise AssertionError(f"the counters of {name} do not come to rest")
 
     def worker(
         self, lease: str = "", *, device: int = 0, preload: bool = True, wait: bool = True, mib: int = 0
@@ -258,11 +261,6 @@ class Machine:
 
     def _sees(self, lease: str, pid: int) -> bool:
         return pid in [process["pid"] for process in self.of(lease)["processes"]]
-
-    def ledger(self) -> list[dict[str, Any]]:
-        """What happened on the simulated devices."""
-        path = self.folder / "sim.ledger"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:
         """End everything that was started."""

@@ -1,16 +1,214 @@
-from tests.gpu.machine import GIB, MIB, Machine
+"""Suspend and resume on the simulated driver, as the broker asks for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.machine import GIB, MIB, Machine, Refused, until
 
 
 def test_memory_comes_back_as_it_was(machine: Machine) -> None:
     machine.lease("ada")
-    worker = machine.worker("ada", mib=256, preload=False)
-    moved = machine.ask("suspend", lease="ada")
+    worker = machine.worker("ada", mib=256)
+    moved = machine.ask("suspend", lease="ada", calls=machine.of("ada")["calls"])
     assert moved["done"], moved
     assert moved["bytes"] >= 256 * MIB
     assert machine.of("ada")["phase"] == "suspended"
     assert machine.ask("sample")["devices"][0]["used_bytes"] == 0
+    assert machine.sim.device_used(0) == 0
     worker.tell("check")
     assert worker.answer(0.3) == ""
     assert machine.ask("resume", lease="ada")["done"]
     assert worker.answer() == "check ok"
     assert machine.of("ada")["phase"] == "running"
+
+
+def test_all_processes_of_a_lease_move_together(two: Machine) -> None:
+    two.lease("ada")
+    workers = [two.worker("ada", mib=64) for _ in range(3)]
+    moved = two.ask("suspend", lease="ada")
+    assert moved["done"]
+    assert moved["bytes"] >= 3 * 64 * MIB
+    assert two.sim.device_used(0) == 0
+    assert two.ask("resume", lease="ada")["done"]
+    assert [worker.do("check") for worker in workers] == ["ok"] * 3
+
+
+def test_another_lease_on_the_device_does_not_notice(machine: Machine) -> None:
+    machine.lease("ada", 20 * GIB)
+    machine.lease("bo", 20 * GIB)
+    machine.worker("ada", mib=64)
+    bo = machine.worker("bo", mib=64)
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert bo.do("check") == "ok"
+    assert machine.of("bo")["phase"] == "running"
+
+
+def test_suspending_and_resuming_twice_changes_nothing_more(machine: Machine) -> None:
+    machine.lease("ada")
+    machine.worker("ada", mib=64)
+    first = machine.ask("suspend", lease="ada")
+    again = machine.ask("suspend", lease="ada")
+    assert (again["done"], again["bytes"]) == (True, first["bytes"])
+    assert machine.ask("resume", lease="ada")["done"]
+    assert machine.ask("resume", lease="ada")["done"]
+
+
+def test_a_lease_without_gpu_processes_can_sleep(machine: Machine) -> None:
+    machine.lease("ada")
+    assert machine.of("ada")["suspendable"]
+    moved = machine.ask("suspend", lease="ada", calls=machine.of("ada")["calls"])
+    assert (moved["done"], moved["bytes"]) == (True, 0)
+    worker = machine.worker("ada", wait=False)
+    assert worker.answer(0.5) == ""
+    assert machine.ask("resume", lease="ada")["done"]
+    assert worker.answer() == "ready 0"
+
+
+def test_a_lease_may_start_asleep(machine: Machine) -> None:
+    machine.lease("bo", suspended=True)
+    watch = machine.watch()
+    worker = machine.worker("bo", wait=False)
+    assert watch.event("wanted", "bo")
+    assert worker.answer(0.2) == ""
+    assert machine.sim.device_used(0) == 0
+    assert machine.ask("resume", lease="bo")["done"]
+    assert worker.answer() == "ready 0"
+    assert worker.do("alloc 64") == "0"
+
+
+def test_a_suspension_is_refused_when_a_call_was_entered_since_the_decision(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    calls = until(lambda: machine.of("ada")["calls"], "a sample")
+    assert worker.do("check") == "ok"
+    moved = machine.ask("suspend", lease="ada", calls=calls)
+    assert (moved["done"], moved["refused"]) == (False, "wanted")
+    assert worker.do("check") == "ok"
+    assert machine.of("ada")["phase"] == "running"
+
+
+def test_a_forced_suspension_does_not_look_at_the_counters(machine: Machine) -> None:
+    machine.lease("job")
+    worker = machine.worker("job", mib=64)
+    assert worker.do("check") == "ok"
+    assert machine.ask("suspend", lease="job")["done"]
+
+
+def test_a_resume_without_room_is_refused_and_loses_nothing(machine: Machine) -> None:
+    machine.lease("ada", 70 * GIB)
+    machine.lease("bo", 70 * GIB)
+    ada = machine.worker("ada", mib=60 * 1024)
+    assert machine.ask("suspend", lease="ada")["done"]
+    bo = machine.worker("bo", mib=60 * 1024)
+    moved = machine.ask("resume", lease="ada", timeout_s=0.2)
+    assert (moved["done"], moved["refused"]) == (False, "no_room")
+    assert machine.of("ada")["phase"] == "suspended"
+    assert bo.do("check") == "ok"
+    bo.kill()
+    assert machine.ask("resume", lease="ada")["done"]
+    assert ada.do("check") == "ok"
+
+
+def test_a_resume_waits_a_moment_for_memory_that_is_being_given_back(machine: Machine) -> None:
+    machine.lease("ada", 70 * GIB)
+    machine.lease("bo", 70 * GIB)
+    ada = machine.worker("ada", mib=60 * 1024)
+    assert machine.ask("suspend", lease="ada")["done"]
+    bo = machine.worker("bo", mib=60 * 1024)
+    client = machine.client()
+    client.send(b'{"verb":"resume","epoch":1,"lease":"ada"}\n')
+    assert client.line(0.2) == b""
+    bo.kill()
+    assert b'"done":true' in client.line().replace(b" ", b"")
+    assert ada.do("check") == "ok"
+
+
+def test_two_resumes_at_once_share_the_room_that_is_there(machine: Machine) -> None:
+    for name in ("ada", "bo"):
+        machine.lease(name, 70 * GIB)
+        machine.worker(name, mib=30 * 1024)
+        assert machine.ask("suspend", lease=name)["done"]
+    clients = [machine.client(), machine.client()]
+    for client, name in zip(clients, ("ada", "bo"), strict=True):
+        client.send(f'{{"verb":"resume","epoch":1,"lease":"{name}"}}\n'.encode())
+    assert all(b'"done":true' in client.line() for client in clients)
+    assert {machine.of(name)["phase"] for name in ("ada", "bo")} == {"running"}
+
+
+def test_host_memory_bounds_what_is_suspended(machine: Machine) -> None:
+    machine.sim.set_host_memory(16 * GIB)
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=10 * 1024)  # the budget is half of the memory
+    moved = machine.ask("suspend", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "host_memory")
+    assert "budget" in moved["reason"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_taint_is_named_as_the_reason(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    assert worker.do("taint") == "0"
+    until(lambda: not machine.of("ada")["suspendable"], "the taint is seen")
+    assert "managed memory" in machine.of("ada")["suspend_reason"]
+    moved = machine.ask("suspend", lease="ada")
+    assert (moved["refused"], "managed memory" in moved["reason"]) == ("not_suspendable", True)
+
+
+def test_without_the_library_only_a_forced_suspension_is_possible(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64, preload=False)
+    seen = until(lambda: machine.of("ada") if machine.of("ada")["used_bytes"] else None, "its memory")
+    assert (seen["suspendable"], seen["suspend_reason"]) == (False, "preload library not loaded")
+    assert seen["processes"][0]["calls"] == -1
+    assert machine.ask("suspend", lease="ada", calls=seen["calls"])["refused"] == "not_suspendable"
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_process_that_dies_asleep_is_dropped(machine: Machine) -> None:
+    machine.lease("ada")
+    dies, lives = machine.worker("ada", mib=64), machine.worker("ada", mib=64)
+    assert machine.ask("suspend", lease="ada")["done"]
+    dies.kill()
+    assert machine.ask("resume", lease="ada")["done"]
+    assert lives.do("check") == "ok"
+
+
+def test_a_lease_on_two_devices_moves_on_both(two: Machine) -> None:
+    two.lease("big", devices=(0, 1))
+    first, second = two.worker("big", mib=64), two.worker("big", device=1, mib=64)
+    assert two.ask("suspend", lease="big")["done"]
+    assert [two.sim.device_used(device) for device in (0, 1)] == [0, 0]
+    saved = two.of("big")["saved_bytes"]
+    assert set(saved) == set(two.uuids())
+    assert two.ask("sample")["host_saved_bytes"] == sum(saved.values())
+    assert two.ask("resume", lease="big")["done"]
+    assert [first.do("check"), second.do("check")] == ["ok", "ok"]
+
+
+def test_an_unknown_lease_is_refused_and_dropping_it_is_fine(machine: Machine) -> None:
+    assert machine.ask("suspend", lease="nobody")["refused"] == "no_lease"
+    assert machine.ask("resume", lease="nobody")["refused"] == "no_lease"
+    assert machine.ask("drop", lease="nobody") == {"known": False}
+    with pytest.raises(Refused) as refused:
+        machine.ask("signal", lease="nobody", number=15)
+    assert refused.value.kind == "unknown_lease"
+
+
+def test_a_dropped_lease_may_allocate_no_more(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    assert machine.ask("drop", lease="ada") == {"known": True}
+    assert worker.do("alloc 64") == "2"
+    assert machine.ask("sample")["leases"] == []
+
+
+def test_what_is_left_asleep_of_a_dropped_lease_is_ended(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.ask("drop", lease="ada")["known"]
+    assert worker.process.wait(10) == -9

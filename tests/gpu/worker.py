@@ -1,15 +1,15 @@
 """A process of a lease: does on the GPU what it is told, one command a line.
 
-    alloc MIB         allocate and fill with a pattern of its own -> "alloc CODE"
-    check             read every block back                        -> "check ok" / "check bad"
-    query             ask for the state of a stream                 -> "query CODE"
-    launch MS         keep the device busy (simulated driver only)  -> "launch CODE"
-    free              free every block                              -> "free CODE"
-    sleep S           sleep, without the GPU                        -> "sleep 0"
-    thread            as check, from a second thread                -> "thread ok" / "thread bad"
-    spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
-    detach MIB        as spawn, double-forked with its environment cleared -> "detach PID CODE"
-    exit              end
+alloc MIB         allocate and fill with a pattern of its own -> "alloc CODE"
+check             read every block back                        -> "check ok" / "check bad"
+query             ask for the state of a stream                 -> "query CODE"
+taint             allocate managed memory                       -> "taint CODE"
+free              free every block                              -> "free CODE"
+sleep S           sleep, without the GPU                        -> "sleep 0"
+thread            as check, from a second thread                -> "thread ok" / "thread bad"
+spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
+detach MIB        as spawn, double-forked with its environment cleared -> "detach PID CODE"
+exit              end
 """
 
 import ctypes
@@ -100,8 +100,9 @@ def main():
             answer = check(context)
         elif verb == "query":
             answer = cuda.cuStreamQuery(None)
-        elif verb == "launch":
-            answer = cuda.gpushare_sim_launch(int(words[0]))
+        elif verb == "taint":
+            size = ctypes.c_size_t(1 << 20)
+            answer = cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), size, ctypes.c_uint(1))
         elif verb == "free":
             answer = 0
             for address, _ in blocks:

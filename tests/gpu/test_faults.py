@@ -1,0 +1,126 @@
+"""The driver refuses, fails half-way, hangs, or loses a device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.gpu.machine import Machine, until
+from tests.simulator import Fault
+
+
+@pytest.fixture
+def ada(machine: Machine) -> Machine:
+    machine.lease("ada")
+    return machine
+
+
+def test_a_lock_that_times_out_leaves_the_lease_running(ada: Machine) -> None:
+    first, second = ada.worker("ada", mib=64), ada.worker("ada", mib=64)
+    ada.sim.fault(Fault.LOCK_TIMEOUT, pid=second.pid)
+    moved = ada.ask("suspend", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "busy")
+    assert [first.do("check"), second.do("check")] == ["ok", "ok"]
+    assert ada.of("ada")["phase"] == "running"
+    assert ada.ask("suspend", lease="ada")["done"]
+
+
+def test_a_checkpoint_that_fails_puts_every_process_back(ada: Machine) -> None:
+    workers = [ada.worker("ada", mib=64) for _ in range(3)]
+    ada.sim.fault(Fault.CHECKPOINT_FAILS, pid=workers[1].pid)
+    moved = ada.ask("suspend", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
+    assert [worker.do("check") for worker in workers] == ["ok"] * 3
+    shown = ada.of("ada")
+    assert (shown["phase"], shown["saved_bytes"]) == ("running", {})
+    # It is not tried over and over: the sample says why.
+    assert not shown["suspendable"]
+    assert "failed to checkpoint" in shown["suspend_reason"]
+
+
+def test_a_restore_that_fails_once_is_tried_again(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    assert ada.ask("suspend", lease="ada")["done"]
+    ada.sim.fault(Fault.RESTORE_FAILS, pid=worker.pid)
+    assert ada.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_restore_that_keeps_failing_leaves_all_processes_asleep(ada: Machine) -> None:
+    workers = [ada.worker("ada", mib=64) for _ in range(2)]
+    assert ada.ask("suspend", lease="ada")["done"]
+    ada.sim.fault(Fault.RESTORE_FAILS, pid=workers[1].pid, count=-1)
+    moved = ada.ask("resume", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "busy")
+    assert ada.of("ada")["phase"] == "suspended"
+    assert ada.sim.device_used(0) == 0
+    ada.sim.clear_faults()
+    assert ada.ask("resume", lease="ada")["done"]
+    assert [worker.do("check") for worker in workers] == ["ok", "ok"]
+
+
+def test_an_unlock_that_fails_is_tried_again(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    assert ada.ask("suspend", lease="ada")["done"]
+    ada.sim.fault(Fault.UNLOCK_FAILS, pid=worker.pid, count=2)
+    assert ada.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_process_that_the_driver_loses_is_said_to_be_lost_until_it_ends(ada: Machine) -> None:
+    lost, other = ada.worker("ada", mib=64), ada.worker("ada", mib=64)
+    watch = ada.watch()
+    assert ada.ask("suspend", lease="ada")["done"]
+    ada.sim.fault(Fault.RESTORE_POISONS, pid=lost.pid)
+    moved = ada.ask("resume", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "lost")
+    assert ada.of("ada")["phase"] == "lost"
+    assert other.do("check") == "ok"
+    until(lambda: (watch.event("phase", "ada") or {}).get("fields", {}).get("to") == "lost", "lost is told")
+    assert ada.ask("suspend", lease="ada")["refused"] == "lost"
+    lost.kill()
+    until(lambda: ada.of("ada")["phase"] == "running", "the lease goes on")
+    fresh = ada.worker("ada", mib=64)
+    assert fresh.do("check") == "ok"
+
+
+def test_a_hung_query_of_a_device_does_not_block_a_sample(two: Machine) -> None:
+    two.lease("ada")
+    worker = two.worker("ada", mib=64)
+    watch = two.watch()
+    two.sim.fault(Fault.HANG_NVML, device=0, count=1, value=9000)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        asked = time.monotonic()
+        two.ask("sample")
+        assert time.monotonic() - asked < 1.0
+    event = watch.event("device")
+    assert event
+    assert event["device"] == two.uuids()[0]
+    healthy = [device["healthy"] for device in two.ask("sample")["devices"]]
+    assert healthy == [False, True]
+    until(lambda: two.ask("sample")["devices"][0]["healthy"], "it answers again")
+    assert worker.do("check") == "ok"
+
+
+def test_a_lost_device_is_said_to_be_unhealthy(two: Machine) -> None:
+    watch = two.watch()
+    two.sim.fault(Fault.DEVICE_LOST, device=1, count=-1)
+    event = watch.event("device")
+    assert event
+    assert (event["device"], event["fields"]["healthy"]) == (two.uuids()[1], "false")
+    assert [device["healthy"] for device in two.ask("inventory")["devices"]] == [True, False]
+    two.sim.clear_faults()
+    until(lambda: two.ask("sample")["devices"][1]["healthy"], "it is back")
+
+
+def test_a_checkpoint_call_that_hangs_is_settled_when_it_returns(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    ada.sim.fault(Fault.HANG_CHECKPOINT, pid=worker.pid, count=1, value=14000)
+    began = time.monotonic()
+    moved = ada.ask("suspend", lease="ada", timeout_s=0.5)
+    assert (moved["done"], moved["refused"]) == (False, "busy")
+    assert time.monotonic() - began < 13
+    until(lambda: ada.of("ada")["phase"] == "running", "settled")
+    assert worker.do("check") == "ok"
