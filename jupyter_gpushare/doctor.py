@@ -14,6 +14,7 @@ import enum
 import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,9 @@ from jupyter_gpushare.gpu.isolation import (
 )
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.words import gigabytes
+
+# Whoever runs doctor wants to know how it is now.
+RETRY_S = 1.0
 
 # Which level is a promise and which a request (design: isolation ladder).
 LEVELS = {
@@ -97,27 +101,25 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
     if not url:
         advice = "set GPUSHARE_API_URL (servers of the Hub have it), or give --url"
         return [_fail("broker", "No broker address is known here.", advice)], None, None
-    client = SyncBrokerClient(url, token)
-    try:
-        checks = [check_health(client.get("health", wire.Health))]
-    except (BrokerUnavailable, RequestError) as error:
-        advice = "tell the administrator; kernels keep running meanwhile"
-        return [_fail("broker", f"{_sentence(str(error))} ({url})", advice)], None, None
-    try:
-        status = client.get("status", wire.Status)
-        devices = client.get("devices", wire.Devices)
-    except RequestError as error:
-        advice = "use a token with the scope access:services!service=gpushare"
-        return [*checks, _fail("token", _sentence(str(error)), advice)], None, None
-    except BrokerUnavailable as error:
-        return [*checks, _fail("token", _sentence(str(error)), "try again in a minute")], None, None
-    finally:
-        client.close()
-    return (
-        [*checks, _ok("token", f"The broker knows you as {status.user}."), check_devices(status, devices)],
-        status,
-        devices,
-    )
+    with closing(SyncBrokerClient(url, token, retry_s=RETRY_S)) as client:
+        try:
+            broker = check_health(client.get("health", wire.Health))
+        except (BrokerUnavailable, RequestError) as error:
+            # Also what a broker answers that knows itself degraded: then it answers the rest.
+            broker = _fail("broker", f"{_sentence(str(error))} ({url})", "tell the administrator")
+        try:
+            status = client.get("status", wire.Status)
+            devices = client.get("devices", wire.Devices)
+        except RequestError as error:
+            advice = "use a token with the scope access:services!service=gpushare"
+            return [broker, _fail("token", _sentence(str(error)), advice)], None, None
+        except BrokerUnavailable:
+            return [broker], None, None
+    if broker.result is Result.FAIL:
+        advice = "the administrator finds the reasons in the broker's log"
+        broker = _warn("broker", "It answers, but says of itself that something is wrong.", advice)
+    token_known = _ok("token", f"The broker knows you as {status.user}.")
+    return [broker, token_known, check_devices(status, devices)], status, devices
 
 
 def check_health(health: wire.Health) -> Check:

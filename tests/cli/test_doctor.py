@@ -197,6 +197,15 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
     assert "restart the server" in gpushare("doctor").out
 
 
+def test_broker_that_is_degraded_is_a_warning_while_it_answers(gpushare, broker):
+    degraded = changed(HEALTH, status="degraded", reasons=["The Hub does not answer."])
+    broker.answer("GET health", msgspec.to_builtins(degraded), 503)
+    broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
+    ran = gpushare("doctor", "--json")
+    assert ran.code == 0
+    assert ran.json["checks"][0]["result"] == "warn"
+
+
 def test_doctor_with_a_wrong_token_says_which_scope_is_needed(gpushare, broker):
     broker.answer("GET health", msgspec.to_builtins(HEALTH))
     ran = gpushare("doctor", "--token", "wrong")

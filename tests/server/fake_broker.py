@@ -97,6 +97,7 @@ class FakeBroker:
         ready.set()
         await self._stop.wait()
         server.stop()
+        self._changed.set()
         await server.close_all_connections()
 
 
@@ -105,6 +106,11 @@ class _Handler(RequestHandler):
 
     def initialize(self, broker: FakeBroker) -> None:
         self.broker = broker
+        self._gone = False
+
+    def on_connection_close(self) -> None:
+        self._gone = True
+        self.broker._changed.set()
 
     def check_xsrf_cookie(self) -> None:
         pass
@@ -142,7 +148,7 @@ class _Handler(RequestHandler):
         until = time.monotonic() + float(query.get("wait", 0))
         broker.polls_open += 1
         try:
-            while "after" in query and broker.status["seq"] <= int(query["after"]):
+            while "after" in query and broker.status["seq"] <= int(query["after"]) and not self._gone:
                 broker._changed.clear()
                 try:
                     await asyncio.wait_for(broker._changed.wait(), until - time.monotonic())
@@ -150,7 +156,8 @@ class _Handler(RequestHandler):
                     break
         finally:
             broker.polls_open -= 1
-        self.finish(json.dumps(broker.status))
+        if not self._gone:
+            self.finish(json.dumps(broker.status))
 
 
 def eventually(condition: Callable[[], Any], within_s: float = 20.0) -> Any:

@@ -1,0 +1,93 @@
+"""Starts and ends with the Jupyter server: two tasks, one connection to the broker.
+
+Reads from the environment what the Hub's spawner put there: GPUSHARE_API_URL,
+JUPYTERHUB_API_TOKEN (the identity of this server), JUPYTERHUB_SERVER_NAME.
+Without the first two it says so once and does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from jupyter_core.utils import ensure_async
+from jupyter_server.extension.application import ExtensionApp
+
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.server.activity import Reporter, Seen, look
+from jupyter_gpushare.server.handlers import Broker, routes
+from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
+
+MAX_SESSIONS = 1_000
+RESTART_S = 60
+
+
+class GpuShareExtension(ExtensionApp):
+    """The server extension; has no options of its own."""
+
+    name = "jupyter_gpushare"
+    load_other_extensions = True
+
+    serverapp: Any
+
+    def initialize_handlers(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+        self._client: BrokerClient | None = None
+        self._broker: Broker | None = None
+        for path in sorted(EVENTS_DIR.glob("*.yaml")):
+            self.serverapp.event_logger.register_event_schema(path)
+        url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
+        if url and token:
+            # Its users have retries of their own.
+            self._client = BrokerClient(url, token, retry_s=0.0)
+            server = os.environ.get("JUPYTERHUB_SERVER_NAME", "")
+            self._broker = Broker(self._client, Watch(self._client, server, self._emit, self.log), server)
+        else:
+            self.log.info("gpushare: no GPU broker for this server (GPUSHARE_API_URL is not set)")
+        self.handlers.extend(routes(self._broker))
+
+    async def _start_jupyter_server_extension(self, serverapp: Any) -> None:
+        """Begin to report and to listen; the loop runs now."""
+        if self._broker is None or self._client is None:
+            return
+        reporter = Reporter(self._client, self._look, self._notebooks, self.log)
+        for work in (reporter.run, self._broker.watch.run):
+            self._tasks.append(asyncio.create_task(self._keep_up(work)))
+
+    async def stop_extension(self) -> None:
+        """End both tasks and close the connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._broker is not None:
+            await self._broker.watch.stop()
+        if self._client is not None:
+            await self._client.close()
+
+    async def _keep_up(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                # A kernel or session manager of another kind may surprise: the server must not notice.
+                self.log.exception("gpushare: trying again in %d s", RESTART_S)
+            await asyncio.sleep(RESTART_S)
+
+    def _look(self) -> Seen:
+        terminals = self.serverapp.web_app.settings.get("terminal_manager")
+        return look(self.serverapp.kernel_manager, terminals)
+
+    async def _notebooks(self) -> Mapping[str, str]:
+        """Return the path of the notebook by kernel id, where there is one."""
+        sessions = await ensure_async(self.serverapp.session_manager.list_sessions())
+        return {
+            str(session["kernel"]["id"]): str(session.get("path") or session.get("name") or "")
+            for session in sessions[:MAX_SESSIONS]
+            if session.get("kernel")
+        }
+
+    def _emit(self, schema: str, data: dict[str, Any]) -> None:
+        self.serverapp.event_logger.emit(schema_id=schema, data=data)

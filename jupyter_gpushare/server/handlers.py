@@ -1,0 +1,176 @@
+"""``/gpushare/*`` of a Jupyter server, for the JupyterLab extension of the same origin.
+
+    GET  gpushare/status                           the broker's `Status`, and what only this server knows:
+                                                   enabled, server, silent_since
+    GET  gpushare/offers?project=P                 `Offers`
+    GET  gpushare/jobs, POST gpushare/jobs         `JobList`; `JobRequest` -> `Job`
+    GET  gpushare/jobs/ID, DELETE gpushare/jobs/ID `Job`
+    POST gpushare/leases/ID/resume, keep, lend     `LeaseStatus`
+
+While the broker is silent, ``status`` answers 200 with ``silent_since`` and no
+numbers; everything else 503.  Errors are `ErrorAnswer`.  Writes need the
+server's XSRF token or an API token, like all of a Jupyter server.  No request
+counts as activity of the user: an open panel must not keep a session awake.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from tornado import web
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.errors import BrokerUnavailable, RequestError
+from jupyter_gpushare.server.watch import Watch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """What the handlers need; ``None`` in their place: this server knows of no broker."""
+
+    client: BrokerClient
+    watch: Watch
+    server: str  # name of this server, "" is the default one
+
+
+class _Handler(APIHandler):
+    auth_resource = "gpushare"
+    _track_activity = False
+
+    def initialize(self, broker: Broker | None) -> None:
+        self.broker = broker
+
+    def connected(self) -> Broker:
+        if self.broker is None:
+            raise _Answered(404, "not_configured", "This server was started without a GPU broker.")
+        return self.broker
+
+    def read(self, kind: type[T]) -> T:
+        if len(self.request.body) > wire.MAX_BODY_BYTES:
+            raise _Answered(413, "too_large", f"At most {wire.MAX_BODY_BYTES} bytes are read.")
+        return wire.decode(self.request.body, kind)
+
+    async def answer(self, coming: Awaitable[Any], status: int = 200) -> None:
+        """Finish with what the broker answers, or with what it refuses."""
+        try:
+            self.send(await coming, status)
+        except RequestError as error:
+            raise _Answered(error.status, error.reason, str(error)) from None
+        except BrokerUnavailable as error:
+            raise _Answered(503, "unreachable", str(error)) from None
+
+    def send(self, message: Any, status: int = 200) -> None:
+        self.set_status(status)
+        self.set_header("Cache-Control", "no-store")
+        self.finish(wire.encode(message))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        if isinstance(error, RequestError):
+            error = _Answered(error.status, error.reason, str(error))
+        if isinstance(error, _Answered):
+            message = wire.ErrorAnswer(status=error.status_code, reason=error.word, message=error.text)
+            self.send(message, error.status_code)
+        else:
+            super().write_error(status_code, **kwargs)
+
+    def log_exception(self, *exc_info: Any) -> None:
+        # A refusal is an answer, not a fault of this server.
+        if not isinstance(exc_info[1], RequestError | _Answered):
+            super().log_exception(*exc_info)
+
+
+class _Answered(web.HTTPError):
+    """Ends a request with an `ErrorAnswer`."""
+
+    def __init__(self, status: int, word: str, text: str) -> None:
+        super().__init__(status)
+        self.word = word
+        self.text = text
+
+
+class StatusHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        if self.broker is None:
+            self.send({"enabled": False, "silent_since": None})
+            return
+        mine = {"enabled": True, "server": self.broker.server}
+        try:
+            status = await self.broker.watch.fresh()
+        except (BrokerUnavailable, RequestError) as error:
+            since = self.broker.watch.silent_since or datetime.now(UTC)
+            silent = {"silent_since": since.strftime("%Y-%m-%dT%H:%M:%SZ"), "message": str(error)}
+            self.send(mine | silent)
+            return
+        self.send(json.loads(wire.encode(status)) | mine | {"silent_since": None})
+
+
+class OffersHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        project = self.get_query_argument("project", "")
+        params = {"project": project} if project else None
+        await self.answer(self.connected().client.get("offers", wire.Offers, params=params))
+
+
+class JobsHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        limit = self.get_query_argument("limit", "100")
+        await self.answer(self.connected().client.get("jobs", wire.JobList, params={"limit": limit}))
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        client = self.connected().client
+        body = self.read(wire.JobRequest)
+        key = self.request.headers.get("Idempotency-Key")
+        await self.answer(client.post("jobs", body, wire.Job, key=key), 201)
+
+
+class JobHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, job: str) -> None:
+        await self.answer(self.connected().client.get(f"jobs/{job}", wire.Job))
+
+    @web.authenticated
+    @authorized
+    async def delete(self, job: str) -> None:
+        await self.answer(self.connected().client.delete(f"jobs/{job}", wire.Job))
+
+
+class LeaseHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def post(self, lease: str, verb: str) -> None:
+        client = self.connected().client
+        body = self.read(wire.KeepRequest) if verb == "keep" and self.request.body else None
+        if verb == "keep" and body is None:
+            body = wire.KeepRequest()
+        await self.answer(client.post(f"leases/{lease}/{verb}", body, wire.LeaseStatus))
+
+
+def routes(broker: Broker | None) -> list[tuple[str, type[_Handler], dict[str, Any]]]:
+    """Return the handlers for an `ExtensionApp`, below the server's base URL."""
+    given = {"broker": broker}
+    return [
+        (r"/gpushare/status", StatusHandler, given),
+        (r"/gpushare/offers", OffersHandler, given),
+        (r"/gpushare/jobs", JobsHandler, given),
+        (r"/gpushare/jobs/([a-z0-9]{1,40})", JobHandler, given),
+        (r"/gpushare/leases/([a-z0-9-]{1,64})/(resume|keep|lend)", LeaseHandler, given),
+    ]

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tornado.httpclient import HTTPRequest
+from tornado.websocket import WebSocketClientConnection, websocket_connect
+
+_spec = importlib.util.spec_from_file_location(
+    "gpushare_fake_broker", Path(__file__).with_name("fake_broker.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+fake_broker = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = fake_broker
+_spec.loader.exec_module(fake_broker)
+
+ROOT = Path(__file__).parents[2]
+SECRET = "secret-of-this-server"
+
+
+@dataclass
+class JupyterServer:
+    """A real Jupyter Server with our extension, in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"token {SECRET}"} | options.pop("headers", {})
+        return httpx.request(
+            method, f"{self.url}/{path}", headers=headers, timeout=30, trust_env=False, **options
+        )
+
+    def get(self, path: str) -> Any:
+        return self.request("GET", path).json()
+
+    @asynccontextmanager
+    async def socket(self, path: str) -> AsyncIterator[WebSocketClientConnection]:
+        """A websocket of the server, with the token."""
+        url = f"{self.url}/{path}".replace("http", "ws", 1)
+        request = HTTPRequest(url, headers={"Authorization": f"token {SECRET}"}, connect_timeout=20)
+        connection = await websocket_connect(request)
+        try:
+            yield connection
+        finally:
+            connection.close()
+            async with asyncio.timeout(20):
+                while await connection.read_message() is not None:
+                    pass  # until the other side has closed too
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
+    """Start a server below ``folder`` and wait until it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name in ("config", "data", "runtime", "work"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("GPUSHARE_API", "GPUSHARE_LEASE", "JUPYTER"))
+    }
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "jupyter_server", f"--port={port}", "--no-browser", "--allow-root"],
+                "--ServerApp.jpserver_extensions={'jupyter_gpushare.server': True}",
+                "--ServerApp.reraise_server_extension_failures=True",
+                "--ServerApp.allow_unauthenticated_access=False",
+                "--ServerApp.port_retries=0",
+                f"--IdentityProvider.token={SECRET}",
+                f"--ServerApp.root_dir={folder / 'work'}",
+            ],
+            env=inherited
+            | {
+                "JUPYTER_CONFIG_DIR": str(folder / "config"),
+                "JUPYTER_DATA_DIR": str(folder / "data"),
+                "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+                "JUPYTER_PLATFORM_DIRS": "1",
+                "PYTHONPATH": str(ROOT),
+                "HOME": str(folder),
+            }
+            | environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+    server = JupyterServer(process, f"http://127.0.0.1:{port}", log)
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            return server.request("GET", "api/status").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    fake_broker.eventually(answers, 60)
+    return server
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    return fake_broker.eventually
+
+
+@pytest.fixture
+def golden() -> Callable[[str], dict[str, Any]]:
+    return fake_broker.golden
+
+
+@contextmanager
+def _start_both(folder: Path) -> Iterator[tuple[Any, JupyterServer]]:
+    """A broker, and ada's default server, which knows it."""
+    broker = fake_broker.FakeBroker()
+    broker.start()
+    environment = {"GPUSHARE_API_URL": broker.url, "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN}
+    server = start_server(folder, environment)
+    yield broker, server
+    if server.process.poll() is None:
+        server.stop()
+    broker.stop()
+
+
+@pytest.fixture(scope="session")
+def start_both() -> Callable[[Path], AbstractContextManager[tuple[Any, JupyterServer]]]:
+    return _start_both
+
+
+@pytest.fixture
+def running(tmp_path) -> Iterator[tuple[Any, JupyterServer]]:
+    with _start_both(tmp_path) as both:
+        yield both
+
+
+@pytest.fixture
+def broker(running) -> Any:
+    return running[0]
+
+
+@pytest.fixture
+def server(running) -> JupyterServer:
+    return running[1]
+
+
+@pytest.fixture
+def lonely_server(tmp_path) -> Iterator[JupyterServer]:
+    """A server that nobody told of a broker."""
+    server = start_server(tmp_path, {})
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+def execute_request(code: str) -> str:
+    """Return the websocket message that runs ``code``."""
+    header = {
+        "msg_id": uuid.uuid4().hex,
+        "msg_type": "execute_request",
+        "session": uuid.uuid4().hex,
+        "username": "",
+        "version": "5.3",
+    }
+    content = {
+        "code": code,
+        "silent": False,
+        "store_history": True,
+        "user_expressions": {},
+        "allow_stdin": False,
+    }
+    return json.dumps(
+        {
+            "header": header,
+            "parent_header": {},
+            "metadata": {},
+            "content": content,
+            "buffers": [],
+            "channel": "shell",
+        }
+    )
+
+
+@pytest.fixture(name="execute_request")
+def _execute_request() -> Callable[[str], str]:
+    return execute_request
