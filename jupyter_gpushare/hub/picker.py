@@ -8,6 +8,7 @@ each under its heading).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from jupyter_gpushare import words
-from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.core.model import WHOLE_GPU, parse_fraction
+from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.hub import options
 from jupyter_gpushare.wire import Offer, Offers
 
@@ -140,7 +142,11 @@ def _no_gpu_card(*, checked: bool) -> Card:
 
 
 def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in chosen.items() if key != "project" and value is not None}
+    """Return a choice so that 0.5 and "1/2" are equal; whatever it holds, it does not fail."""
+    found = {key: str(value) for key, value in chosen.items() if key != "project" and value is not None}
+    with contextlib.suppress(KeyError, InvalidRequest):
+        found["fraction"] = str(parse_fraction(found["fraction"]))
+    return found
 
 
 def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:

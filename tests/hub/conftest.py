@@ -1,0 +1,466 @@
+"""A real JupyterHub as a process, with a broker and single-user servers that the tests control.
+
+No proxy runs: `MemoryProxy` only remembers routes, and the tests talk to the Hub
+and to the servers directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+API_PREFIX = "/services/gpushare/api/v1/"
+SPAWNER_TOKEN = "spawner-secret"
+ADMIN_TOKEN = "admin-token-of-the-tests"
+PATIENCE_S = 30.0
+
+
+def lasting_port() -> int:
+    """A free port that stays free while its server restarts: outside the range of outgoing connections."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Return the first true value of ``condition``; fail after ``patience_s``."""
+    until = time.monotonic() + patience_s
+    while not (value := condition()):
+        if time.monotonic() > until:
+            pytest.fail(f"waited {patience_s:g} s for: {what}")
+        time.sleep(0.05)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# ---- the broker --------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    method: str
+    path: str
+    query: dict[str, str]
+    body: Any
+    token: str
+
+
+def project_use(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "quota_milli": 1000,
+        "weight": 1,
+        "limit_milli": None,
+        "in_use_milli": 500,
+        "borrowed_milli": 0,
+        "lent_milli": 250,
+        "fair_share_milli": 1000,
+        "waiting": 0,
+    }
+
+
+def offers(project: str, projects: list[str]) -> dict[str, Any]:
+    return {
+        "project": project,
+        "projects": projects,
+        "offers": [
+            {
+                "label": "1/2 GPU",
+                "options": {"fraction": "1/2"},
+                "memory_bytes": 40 * 10**9,
+                "starts": "now",
+                "guaranteed": True,
+                "device": "H100-80GB",
+            },
+            {
+                "label": "2 GPUs",
+                "options": {"gpus": 2},
+                "memory_bytes": 160 * 10**9,
+                "starts": "no",
+                "guaranteed": False,
+                "reason": "Only 1 GPU is free.",
+                "device": "H100-80GB",
+            },
+        ],
+        "use": project_use(project),
+        "free_milli": 1000,
+        "total_milli": 2000,
+        "idle_timeout_s": 900.0,
+    }
+
+
+GRANT: dict[str, Any] = {
+    "lease": "abc-1",
+    "kind": "build",
+    "env": {
+        "GPUSHARE_LEASE": "abc-1",
+        "GPUSHARE_LEASE_DIR": "/run/gpushare/abc-1",
+        "GPUSHARE_MEMORY_LIMIT": "40000000000",
+        "CUDA_VISIBLE_DEVICES": "GPU-1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "LD_PRELOAD": "/nowhere/libgpushare_preload.so",
+    },
+    "devices": ["GPU-1"],
+    "memory_limit_bytes": 40 * 10**9,
+    "message": "Your half GPU (40 GB of an H100) is ready.",
+}
+NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": ""}
+
+
+@dataclass
+class FakeBroker:
+    """Answers as it is told to; remembers what it was asked."""
+
+    port: int
+    asked: list[Asked] = field(default_factory=list)
+    grant: dict[str, Any] | None = None  # None: by whether a GPU is asked for
+    refuse: tuple[int, str, str] | None = None  # starts: status, reason, message
+    hang_s: float = 0.0
+    projects: list[str] = field(default_factory=lambda: ["vision"])
+    _server: ThreadingHTTPServer | None = None
+
+    def of(self, path: str) -> list[Asked]:
+        return [each for each in self.asked if each.path == path]
+
+    def reset(self) -> None:
+        self.asked.clear()
+        self.grant = self.refuse = None
+        self.hang_s = 0.0
+        self.projects = ["vision"]
+        self.up()
+
+    def up(self) -> None:
+        if self._server is not None:
+            return
+        broker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def _any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status, said = broker.answer(
+                    self.command,
+                    self.path,
+                    json.loads(body) if body else None,
+                    self.headers["Authorization"] or "",
+                )
+                data = b"" if said is None else json.dumps(said).encode()
+                with contextlib.suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+
+            do_GET = do_POST = _any
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+
+        self._server = Server(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def answer(self, method: str, url: str, body: Any, authorization: str) -> tuple[int, Any]:
+        parts = urlsplit(url)
+        path = parts.path.removeprefix(API_PREFIX)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        self.asked.append(Asked(method, path, query, body, authorization.partition(" ")[2]))
+        time.sleep(self.hang_s)
+        if path == "spawner/offers":
+            return 200, offers(query.get("project", self.projects[0]), self.projects)
+        if path == "spawner/start":
+            if self.refuse is not None:
+                status, reason, message = self.refuse
+                return status, {"status": status, "reason": reason, "message": message}
+            wants = body.get("options") is not None
+            return 200, self.grant if self.grant is not None else GRANT if wants else NO_GPU
+        return 204, None
+
+
+# ---- the Hub -----------------------------------------------------------------
+
+CONFIG = """
+import os, sys
+sys.path.insert(0, {here!r})
+from memory_proxy import MemoryProxy
+c = get_config()
+c.JupyterHub.proxy_class = MemoryProxy
+c.JupyterHub.bind_url = "http://127.0.0.1:{public_port}"
+c.JupyterHub.hub_bind_url = "http://127.0.0.1:{port}"
+c.JupyterHub.db_url = "sqlite:///{folder}/hub.sqlite"
+c.JupyterHub.cookie_secret_file = "{folder}/cookie"
+c.JupyterHub.authenticator_class = "dummy"
+c.Authenticator.allow_all = True
+c.JupyterHub.allow_named_servers = True
+c.JupyterHub.cleanup_servers = True
+c.JupyterHub.load_groups = {{"vision": {{"users": ["ada", "cy"]}}, "nlp": {{"users": ["cy"]}}}}
+c.JupyterHub.custom_scopes = {{"custom:gpushare:jobs": {{"description": "Submit jobs"}}}}
+c.JupyterHub.extra_user_scopes = {{"custom:gpushare:jobs", "access:services!service=gpushare"}}
+c.JupyterHub.services = [
+    {{"name": "tests", "api_token": "{admin_token}"}},
+    {{"name": "gpushare", "api_token": "token-of-the-broker"}},
+]
+c.JupyterHub.load_roles = [
+    {{
+        "name": "tests",
+        "services": ["tests"],
+        "scopes": ["admin:users", "admin:servers", "tokens", "access:servers"],
+    }}
+]
+c.JupyterHub.spawner_class = "{spawner}"
+c.SimpleLocalProcessSpawner.home_dir_template = "{folder}/home/{{username}}"
+c.Spawner.cmd = [{python!r}, {stub!r}]
+c.Spawner.poll_interval = 1
+c.Spawner.start_timeout = 20
+c.Spawner.http_timeout = 20
+c.Spawner.consecutive_failure_limit = 2
+c.LocalProcessSpawner.interrupt_timeout = 2
+c.Spawner.environment = {{"PYTHONPATH": {repository!r}}}
+c.GPUShareMixin.broker_url = "http://127.0.0.1:{broker_port}/services/gpushare"
+c.GPUShareMixin.broker_token_file = "{folder}/spawner-token"
+c.GPUShareMixin.broker_timeout_s = 3
+c.GPUShareMixin.offers_timeout_s = 1
+"""
+
+
+@dataclass
+class Hub:
+    folder: Path
+    port: int
+    broker: FakeBroker
+    config: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        # A test runner in the background of a script has SIGINT ignored.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "jupyterhub", "-f", str(self.config)]
+        with (self.folder / "hub.log").open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
+        wait_for(self._answers, "the Hub answers")
+
+    def _answers(self) -> bool:
+        if self.process is None or self.process.poll() is not None:
+            pytest.fail(f"the Hub ended:\n{self.log()[-3000:]}")
+        try:
+            return httpx.get(f"{self.url}/hub/api/", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def log(self) -> str:
+        return (self.folder / "hub.log").read_text(errors="replace")
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def api(self, method: str, path: str, body: Any = None, token: str = ADMIN_TOKEN) -> httpx.Response:
+        return httpx.request(
+            method,
+            f"{self.url}/hub/api/{path}",
+            json=body,
+            headers={"Authorization": f"token {token}"},
+            timeout=PATIENCE_S,
+            trust_env=False,
+        )
+
+    def start_server(
+        self, user: str, gpushare: Any = None, name: str = "", token: str = ADMIN_TOKEN
+    ) -> httpx.Response:
+        options = {} if gpushare is None else {"gpushare": gpushare}
+        return self.api("POST", self._server(user, name), {"user_options": options}, token)
+
+    def _server(self, user: str, name: str) -> str:
+        return f"users/{user}/servers/{name}" if name else f"users/{user}/server"
+
+    def stop_server(self, user: str, name: str = "", remove: bool = False) -> None:
+        # 400: it is being started or stopped just now.
+        def asked() -> bool:
+            return self.api(
+                "DELETE", self._server(user, name), {"remove": True} if remove else None
+            ).status_code in (202, 204, 404)
+
+        wait_for(asked, f"the Hub stops the server {name!r} of {user}")
+        wait_for(lambda: not self.server(user, name), f"the server {name!r} of {user} is gone")
+
+    def server(self, user: str, name: str = "") -> dict[str, Any] | None:
+        """The Hub's idea of a server that is not stopped."""
+        model = self.api("GET", f"users/{user}?include_stopped_servers").json()
+        found: dict[str, Any] | None = model.get("servers", {}).get(name)
+        return found if found is not None and not found.get("stopped") else None
+
+    def wait_ready(self, user: str, name: str = "") -> dict[str, Any]:
+        def ready() -> dict[str, Any] | None:
+            found = self.server(user, name)
+            return found if found is not None and found["ready"] else None
+
+        return dict(wait_for(ready, f"the server {name!r} of {user} is ready"))
+
+    def environment(self, user: str) -> dict[str, str]:
+        """The environment that the running server of a user was started with."""
+        pid = self.state(user)["pid"]
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+    def state(self, user: str, name: str = "") -> dict[str, Any]:
+        """What the Hub remembers of a running server."""
+        with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
+            row = db.execute(
+                "select s.state from spawners s join users u on u.id = s.user_id"
+                " where u.name = ? and s.name = ?",
+                (user, name),
+            ).fetchone()
+        return dict(json.loads(row[0])) if row and row[0] else {}
+
+    def set_state(self, user: str, state: dict[str, Any]) -> None:
+        """Change what a Hub that does not run remembers of a default server."""
+        with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
+            db.execute(
+                "update spawners set state = ? where name = ''"
+                " and user_id = (select id from users where name = ?)",
+                (json.dumps(state), user),
+            )
+            db.commit()
+
+    def ensure_user(self, user: str) -> None:
+        self.api("POST", f"users/{user}", {})
+
+    def user_token(self, user: str) -> str:
+        self.ensure_user(user)
+        return str(self.api("POST", f"users/{user}/tokens", {}).json()["token"])
+
+    @contextlib.contextmanager
+    def browser(self, user: str) -> Iterator[httpx.Client]:
+        """A client that is logged in."""
+        with httpx.Client(
+            base_url=self.url, timeout=PATIENCE_S, follow_redirects=True, trust_env=False
+        ) as client:
+            page = client.get("/hub/login")
+            xsrf = re.search(r'name="_xsrf"\s+value="([^"]+)"', page.text)
+            assert xsrf is not None
+            fields = {"username": user, "password": "x", "_xsrf": xsrf[1]}
+            # The page after a login would start a server.
+            assert client.post("/hub/login", data=fields, follow_redirects=False).status_code == 302
+            yield client
+
+    def submit_form(self, client: httpx.Client, user: str, fields: dict[str, str]) -> httpx.Response:
+        page = client.get(f"/hub/spawn/{user}")
+        action = re.search(r'action="([^"]+)"\s+method="post"', page.text)
+        assert action is not None, page.text
+        return client.post(action[1].replace("&amp;", "&"), data=fields, follow_redirects=False)
+
+
+@contextlib.contextmanager
+def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra: str = "") -> Iterator[Hub]:
+    broker = FakeBroker(lasting_port())
+    token = folder / "spawner-token"
+    token.write_text(SPAWNER_TOKEN)
+    token.chmod(0o600)
+    stub = folder / "stub_server.py"
+    shutil.copy(HERE / "stub_server.py", stub)
+    port = lasting_port()
+    config = folder / "config.py"
+    text = CONFIG.format(
+        here=str(HERE),
+        folder=folder,
+        port=port,
+        public_port=lasting_port(),
+        broker_port=broker.port,
+        admin_token=ADMIN_TOKEN,
+        spawner=spawner,
+        python=python,
+        stub=str(stub),
+        repository=str(REPOSITORY),
+    )
+    config.write_text(text + extra)
+    hub = Hub(folder, port, broker, config)
+    broker.up()
+    try:
+        hub.start()
+        yield hub
+    finally:
+        hub.stop()
+        broker.down()
+
+
+@pytest.fixture(scope="session")
+def shared_hub() -> Iterator[Hub]:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpushare-hub-") as folder,
+        running_hub(SIMPLE, Path(folder)) as hub,
+    ):
+        yield hub
+
+
+@pytest.fixture
+def hub(shared_hub: Hub) -> Iterator[Hub]:
+    """A Hub without servers and a broker with its usual answers; shared, for speed."""
+    shared_hub.broker.reset()
+    if not shared_hub.alive():
+        shared_hub.start()
+    yield shared_hub
+    shared_hub.broker.reset()
+    for user in shared_hub.api("GET", "users?include_stopped_servers").json():
+        for name, server in user["servers"].items():
+            if not server.get("stopped"):
+                shared_hub.stop_server(user["name"], name, remove=bool(name))
+
+
+SIMPLE = "jupyter_gpushare.hub.GPUShareSimpleSpawner"
+LOCAL = "jupyter_gpushare.hub.GPUShareLocalSpawner"
