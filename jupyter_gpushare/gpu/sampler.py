@@ -31,8 +31,8 @@ from .watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 PROCESSES_SHOWN = 64
-# Passes asked for out of turn are at least so far apart.
-PAUSE_S = 0.05
+# Passes are at least so far apart, whoever asks.
+PAUSE_S = 0.03
 SETTLE_EVERY_S = 5.0
 # Smaller changes of what contexts take are not written into the limit page.
 CONTEXT_STEP_BYTES = 1 << 20
@@ -119,8 +119,7 @@ class Sampler:
                 self._ended = self._begun
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._asked or self._stopped, self._period_s)
-            if self._asked:
-                time.sleep(PAUSE_S)
+            time.sleep(max(0.0, self._at + PAUSE_S - time.monotonic()))
 
     def run_exits(self) -> None:
         """Ask for a pass whenever a process of a lease ended, until stopped."""

@@ -29,6 +29,9 @@ from .verbs import MAX_LINE_BYTES, ErrorKind, decode, encode
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
+# Threads that tell one too many why; beyond them a connection is just closed.
+MAX_REFUSALS = 8
+REFUSAL_TIMEOUT_S = 1.0
 # A line, once begun, must end; an answer must be read; a silent peer may stay for long.
 LINE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 10.0
@@ -60,6 +63,7 @@ class Server:
         self._handle = handle
         self._events = events
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._refusals = threading.BoundedSemaphore(MAX_REFUSALS)
         self._guard = threading.Lock()
         self._open: set[socket.socket] = set()
         self._stopped = False
@@ -75,12 +79,14 @@ class Server:
                     return
                 time.sleep(0.1)  # out of descriptors: the peers have to wait
                 continue
-            if not self._slots.acquire(blocking=False):
-                _refuse(peer, ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
-                continue
-            with self._guard:
-                self._open.add(peer)
-            threading.Thread(target=self._serve, args=(peer,), name="peer", daemon=True).start()
+            if self._slots.acquire(blocking=False):
+                with self._guard:
+                    self._open.add(peer)
+                threading.Thread(target=self._serve, args=(peer,), name="peer", daemon=True).start()
+            elif self._refusals.acquire(blocking=False):
+                threading.Thread(target=self._turn_away, args=(peer,), name="refusal", daemon=True).start()
+            else:
+                peer.close()
 
     def stop(self) -> None:
         """Close the socket and every connection."""
@@ -93,6 +99,12 @@ class Server:
             for peer in self._open:
                 with contextlib.suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
+
+    def _turn_away(self, peer: socket.socket) -> None:
+        try:
+            _refuse(peer, ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
+        finally:
+            self._refusals.release()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
@@ -218,8 +230,10 @@ def _error(error: Exception) -> dict[str, Any]:
 
 
 def _refuse(peer: socket.socket, kind: ErrorKind, message: str) -> None:
+    """Answer the peer's first line with a refusal and close: an answer before it might go unread."""
+    answer = {"ok": False, "error": {"kind": str(kind), "message": message, "call": "", "code": 0}}
     with contextlib.suppress(OSError):
-        peer.settimeout(1.0)
-        answer = {"ok": False, "error": {"kind": str(kind), "message": message, "call": "", "code": 0}}
+        peer.settimeout(REFUSAL_TIMEOUT_S)
+        peer.recv(65536)
         peer.sendall(encode(answer))
     peer.close()

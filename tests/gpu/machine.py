@@ -46,7 +46,7 @@ class Refused(Exception):
 class Client:
     """Speaks the helper's protocol: one line of JSON each way."""
 
-    def __init__(self, path: Path, epoch: int = 1) -> None:
+    def __init__(self, path: Path, epoch: int | None = None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(PATIENCE_S)
         try:
@@ -78,7 +78,10 @@ class Client:
         return line
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        self.send(json.dumps({"verb": verb, "epoch": self.epoch, **fields}).encode() + b"\n")
+        reads = verb in ("hello", "inventory", "sample", "watch")
+        epoch = self.epoch if self.epoch is not None else None if reads else 1
+        sent = {"verb": verb, **fields} | ({} if epoch is None else {"epoch": epoch})
+        self.send(json.dumps(sent).encode() + b"\n")
         line = self.line()
         assert line, f"no answer to {verb}"
         answer = json.loads(line)
@@ -148,6 +151,7 @@ class Machine:
         self.helper: subprocess.Popen[bytes] | None = None
         self.log = folder / "helper.log"
         self._clients: list[Client] = []
+        self.workers: list[Worker] = []
         self._workers: list[Worker] = []
         self._directories: dict[str, str] = {}
 
@@ -185,7 +189,7 @@ class Machine:
         assert self.helper.wait(PATIENCE_S) == -signal.SIGKILL
         self.helper = None
 
-    def client(self, epoch: int = 1) -> Client:
+    def client(self, epoch: int | None = None) -> Client:
         client = Client(self.socket, epoch)
         self._clients.append(client)
         return client

@@ -1,0 +1,202 @@
+"""The helper's socket: who may speak, what is understood, what is bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.gpu.verbs import MAX_LINE_BYTES
+from tests.gpu.machine import GIB, Client, Machine, Refused, until
+
+UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "says"),
+    [
+        (b"nonsense", "bad_request", "not a line of JSON"),
+        (b"[1]", "bad_request", "JSON object"),
+        (b'{"verb":"sample","verb":"drop"}', "bad_request", "twice"),
+        (b'{"verb":"sample","epoch":NaN}', "bad_request", "NaN"),
+        (b"{}", "bad_request", "needs a verb"),
+        (b'{"verb":"reboot"}', "unknown_verb", "reboot"),
+        (b'{"verb":"sample","pid":1}', "bad_request", "'pid'"),
+        (b'{"verb":"suspend","lease":"ada"}', "bad_request", "needs the epoch"),
+        (b'{"verb":"suspend","epoch":1}', "bad_request", "'lease'"),
+        (b'{"verb":"suspend","epoch":"1","lease":"ada"}', "bad_request", "epoch"),
+        (b'{"verb":"suspend","epoch":true,"lease":"ada"}', "bad_request", "epoch"),
+        (b'{"verb":"suspend","epoch":1,"lease":"../ada"}', "bad_request", "[a-z0-9-]"),
+        (b'{"verb":"suspend","epoch":1,"lease":"ada","pid":5}', "bad_request", "'pid'"),
+        (b'{"verb":"suspend","epoch":1,"lease":"ada","timeout_s":0}', "bad_request", "timeout_s"),
+        (b'{"verb":"drop","epoch":1,"lease":""}', "bad_request", "[a-z0-9-]"),
+        (b'{"verb":"resume","epoch":1,"lease":"ada","timeout_s":"long"}', "bad_request", "expected float"),
+    ],
+)
+def test_a_bad_request_gets_a_clear_answer(machine: Machine, line: bytes, kind: str, says: str) -> None:
+    client = machine.client()
+    client.send(line + b"\n")
+    answer = json.loads(client.line())
+    assert (answer["ok"], answer["error"]["kind"]) == (False, kind)
+    assert says in answer["error"]["message"]
+    assert client.ask("hello")["pid"]  # the connection is still good
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "says"),
+    [
+        ({"limits": {}}, "bad_request", "1 to 16 devices"),
+        ({"limits": {UUID: GIB}}, "bad_request", "no device"),
+        ({"limits": {"": 0}}, "bad_request", "1 to"),
+        ({"limits": {"": 1 << 50}}, "bad_request", "1 to"),
+        ({"uid": -1}, "not_allowed", "uid -1"),
+        ({"lease": "A" * 65}, "bad_request", "[a-z0-9-]"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused(
+    machine: Machine, fields: dict[str, Any], kind: str, says: str
+) -> None:
+    mine = machine.uuids()[0]
+    request: dict[str, Any] = {"lease": "ada", "uid": os.geteuid(), "limits": {mine: GIB}} | fields
+    request["limits"] = {uuid or mine: count for uuid, count in request["limits"].items()}
+    with pytest.raises(Refused) as refused:
+        machine.ask("set_limit", **request)
+    assert refused.value.kind == kind
+    assert says in refused.value.message
+    assert machine.ask("sample")["leases"] == []
+
+
+def test_a_line_without_end_is_cut_off(machine: Machine) -> None:
+    client = machine.client()
+    client.send(b"x" * (MAX_LINE_BYTES + 2))
+    answer = json.loads(client.line())
+    assert answer["error"]["kind"] == "bad_request"
+    assert client.line(5) == b""
+
+
+def test_more_connections_than_allowed_are_told_so(machine: Machine) -> None:
+    many = [machine.client() for _ in range(32)]
+    for client in many:
+        client.ask("hello")
+    with pytest.raises(Refused) as refused:
+        machine.client().ask("hello")
+    assert refused.value.kind == "busy"
+    many.pop().close()
+    until(lambda: _answers(machine), "there is room again")
+    for client in many:
+        assert client.ask("hello")
+
+
+def _answers(machine: Machine) -> bool:
+    try:
+        return bool(machine.ask("hello"))
+    except (Refused, AssertionError, OSError):
+        return False
+
+
+def test_a_reader_that_does_not_read_is_disconnected_and_others_go_on(machine: Machine) -> None:
+    deaf = socket.socket(socket.AF_UNIX)
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    deaf.connect(str(machine.socket))
+    deaf.sendall(b'{"verb":"watch"}\n')
+    machine.lease("ada")
+    watch = machine.watch()
+    client = machine.client()
+    for _ in range(150):  # four events each: beyond the queue and the socket's buffer
+        client.ask("suspend", lease="ada")
+        client.ask("resume", lease="ada")
+    assert watch.event("phase", "ada")
+    deaf.settimeout(20)
+    with deaf:
+        while deaf.recv(1 << 20):
+            pass  # what was sent before, and then the end
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
+def test_another_user_is_refused_unless_allowed(bare: Machine) -> None:
+    bare.start("--allow-uid", "65533")
+    for folder in (bare.folder, *bare.folder.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    assert json.loads(_hello_as(bare, 65533))["ok"]
+    refused = json.loads(_hello_as(bare, 65534))
+    assert refused["error"]["kind"] == "not_allowed"
+    assert "65534" in refused["error"]["message"]
+
+
+def _hello_as(machine: Machine, uid: int) -> bytes:
+    """What the helper answers to this user: a forked child, for the user may not run our Python."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            client = Client(machine.socket)
+            client.send(b'{"verb":"hello"}\n')
+            os.write(writes, client.line())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    with os.fdopen(reads, "rb") as answer:
+        return answer.read()
+
+
+def test_a_second_helper_does_not_take_the_socket(bare: Machine) -> None:
+    bare.start()
+    first, bare.state_dir = bare.helper, bare.folder / "other-state"
+    bare.start(wait=False)
+    assert bare.helper
+    assert bare.helper.wait(20) == 1
+    assert "answers on" in bare.log.read_text()
+    bare.helper = first
+    assert bare.ask("hello")
+
+
+def test_a_socket_that_a_killed_helper_left_is_taken_over(bare: Machine) -> None:
+    bare.start()
+    bare.stop(9)
+    assert bare.socket.exists()
+    bare.start()
+    assert bare.ask("hello")
+
+
+def test_help_shows_examples(bare: Machine) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--help"],
+        env=bare.environment, capture_output=True, text=True, check=True, timeout=30,
+    ).stdout  # fmt: skip
+    assert "--state-dir" in said
+    assert "examples:" in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--host-budget-percent", "0"], ["--sample-s", "60"], ["--watchdog", "bite"]]
+)
+def test_an_option_that_makes_no_sense_is_refused(bare: Machine, arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--state-dir", str(bare.folder), *arguments],
+        env=bare.environment, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert arguments[0] in done.stderr
+
+
+def test_without_a_driver_the_reason_is_said(bare: Machine) -> None:
+    environment = {k: v for k, v in bare.environment.items() if k != "LD_LIBRARY_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--state-dir", str(bare.folder / "s")],
+        env=environment | {"LD_LIBRARY_PATH": "/nonexistent"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        pytest.skip("this machine has a driver")
+    assert done.returncode == 1
+    assert "nvml" in done.stderr.lower()
