@@ -103,6 +103,8 @@ class Simulator:
     def env(self, **more: str) -> dict[str, str]:
         """The environment of a process that uses this machine, and no other GPU."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "GPUSHARE_", "LD_"))}
+        # By this one the session finds processes that outlive it.
+        env |= {k: v for k, v in os.environ.items() if k == "GPUSHARE_TEST_RUN"}
         env |= {
             "GPUSHARE_SIMULATE": self.spec,
             "GPUSHARE_SIM_STATE": str(self.state_path),

@@ -1,0 +1,323 @@
+"""Suspending a process: its memory leaves the device, its calls wait, nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.native.conftest import Checkpoint, checkpoint_in
+from tests.native.worker import Worker, WorkerError
+from tests.simulator import GIB, MIB, Event, Fault, Simulator
+
+OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY, NOT_SUPPORTED = 2, 401, 600, 801
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+
+
+def ledger_is_sound(machine: Simulator, devices: int = 2) -> None:
+    """Recompute every sum of the ledger from its lines alone."""
+    held: dict[tuple[int, int], int] = {}
+    parked: dict[tuple[int, int], int] = {}
+    for line in machine.ledger():
+        key = (line.pid, line.device)
+        match line.event:
+            case "alloc" | "context":
+                held[key] = held.get(key, 0) + line.bytes
+            case "free" | "context_end":
+                held[key] -= line.bytes
+            case "checkpoint":
+                if line.device >= 0:
+                    parked[key] = held.pop(key)
+                    assert parked[key] == line.bytes
+            case "restore":
+                if line.device >= 0:
+                    held[key] = parked.pop(key)
+                    assert held[key] == line.bytes
+            case "exit":
+                held = {k: v for k, v in held.items() if k[0] != line.pid}
+                parked = {k: v for k, v in parked.items() if k[0] != line.pid}
+        assert all(value >= 0 for value in held.values())
+        for device in range(devices):
+            total = sum(value for (_, at), value in held.items() if at == device)
+            assert total <= machine.device_total(device)
+            if line.device == device:
+                assert line.device_used == total
+
+
+def test_a_suspended_process_leaves_the_device_and_comes_back_intact(
+    machine: Simulator, driver: Checkpoint
+) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('6GiB'); b.fill(seed=1); b.train(3, 0.001)")
+        driver.suspend(kernel.pid)
+        assert machine.device_used(0) == 0
+        assert machine.host_memory() == (512 * GIB, 506 * GIB)
+        assert machine.process_state(kernel.pid) == CHECKPOINTED
+        kernel.start("b.train(1, 0.001) == 4 and b.is_intact()")
+        assert kernel.is_waiting()
+        driver.resume(kernel.pid)
+        assert kernel.answer() is True
+        assert machine.device_used(0) == 6 * GIB
+    ledger_is_sound(machine)
+
+
+def test_its_cpu_work_goes_on(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1GiB')")
+        driver.suspend(kernel.pid)
+        assert kernel.ask("sum(range(1000))") == 499500
+        assert kernel.ask("demo_gpu.device_count()") == 2  # a query, which the driver does not lock
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "gpu.allocate(8)",
+        "b.free()",
+        "b.checksum()",
+        "gpu.memory()",
+        "gpu.synchronize()",
+        "b.start_step(0)",
+        "b.fill()",
+        "demo_gpu.open(1)",
+    ],
+)
+def test_calls_that_touch_the_gpu_wait(machine: Simulator, driver: Checkpoint, call: str) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1GiB'); b.fill()")
+        driver.suspend(kernel.pid)
+        kernel.start(call)
+        assert kernel.is_waiting(0.05)
+        driver.resume(kernel.pid)
+        kernel.answer()
+
+
+def test_lock_waits_for_running_work_and_gives_up_in_time(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1MiB'); b.fill()")
+        kernel.run("b.start_step(0.6)")  # submitted, nobody waits for it
+        assert driver.lock(kernel.pid, timeout_ms=50) == NOT_READY
+        assert machine.process_state(kernel.pid) == RUNNING
+        assert driver.lock(kernel.pid, timeout_ms=10000) == 0
+        assert driver.unlock(kernel.pid) == 0
+        kernel.run("b.finish_step()")
+        assert kernel.ask("b.is_intact()")
+
+
+def test_lock_does_not_wait_for_cpu_work(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.start("sys.stdin.readline() and None")
+        assert driver.lock(kernel.pid, timeout_ms=1000) == 0
+        assert driver.unlock(kernel.pid) == 0
+        kernel.start("ignored")
+        kernel.answer()
+
+
+def test_a_call_in_progress_makes_lock_time_out(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1MiB')")
+        machine.fault(Fault.HANG_CALL, pid=kernel.pid, value=400)
+        kernel.start("gpu.synchronize()")
+        while driver.lock(kernel.pid, timeout_ms=20) == 0:  # until the call has been entered
+            assert driver.unlock(kernel.pid) == 0
+        kernel.answer()
+        assert driver.lock(kernel.pid) == 0
+
+
+def test_the_order_of_calls_is_enforced(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        pid = kernel.pid
+        assert driver.checkpoint(pid) == ILLEGAL_STATE
+        assert driver.restore(pid) == ILLEGAL_STATE
+        assert driver.unlock(pid) == ILLEGAL_STATE
+        assert driver.lock(pid) == 0
+        assert driver.lock(pid) == ILLEGAL_STATE
+        assert driver.checkpoint(pid) == 0
+        assert driver.unlock(pid) == ILLEGAL_STATE
+        assert driver.restore(pid) == 0
+        assert driver.unlock(pid) == 0
+        assert driver.lock(1) == 1  # no CUDA there
+
+
+def test_without_host_memory_nothing_moves(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=4GiB,context=0GiB")
+    for driver in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            kernel.run("b = gpu.allocate('6GiB'); b.fill()")
+            assert driver.lock(kernel.pid) == 0
+            assert driver.checkpoint(kernel.pid) == OUT_OF_MEMORY
+            assert machine.device_used(0) == 6 * GIB
+            assert machine.host_memory() == (4 * GIB, 4 * GIB)
+            assert driver.unlock(kernel.pid) == 0
+            assert kernel.ask("b.is_intact()")
+
+
+def test_a_restore_without_room_poisons_for_ever(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as borrower:
+        kernel.run("b = gpu.allocate('50GiB')")
+        driver.suspend(kernel.pid)
+        borrower.run("b = gpu.allocate('50GiB')")
+        assert driver.restore(kernel.pid) == OUT_OF_MEMORY
+        assert machine.process_state(kernel.pid) == FAILED
+        borrower.run("b.free()")
+        assert driver.restore(kernel.pid) == ILLEGAL_STATE
+        assert driver.unlock(kernel.pid) == ILLEGAL_STATE
+        for _ in range(2):
+            with pytest.raises(WorkerError) as broken:
+                kernel.run("gpu.synchronize()")
+            assert broken.value.code == 999
+        poisons = [e for e in machine.ledger() if e.event == "poison"]
+        assert [(e.pid, e.device, e.bytes) for e in poisons] == [(kernel.pid, 0, 50 * GIB)]
+        assert machine.device_used(0) == 0
+
+
+def test_a_waiting_call_of_a_poisoned_process_ends(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        driver.suspend(kernel.pid)
+        kernel.start("gpu.synchronize()")
+        assert kernel.is_waiting(0.05)
+        machine.fault(Fault.RESTORE_POISONS, pid=kernel.pid)
+        assert driver.restore(kernel.pid) == OUT_OF_MEMORY
+        with pytest.raises(WorkerError):
+            kernel.answer()
+
+
+def test_faults_leave_the_process_where_it_was(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        pid = kernel.pid
+        kernel.run("b = gpu.allocate('2GiB'); b.fill()")
+        machine.fault(Fault.LOCK_TIMEOUT, pid=pid, count=2)
+        assert [driver.lock(pid), driver.lock(pid), driver.lock(pid)] == [NOT_READY, NOT_READY, 0]
+        machine.fault(Fault.CHECKPOINT_FAILS, pid=pid)
+        assert driver.checkpoint(pid) == 999
+        assert (machine.process_state(pid), machine.device_used(0)) == (LOCKED, 2 * GIB)
+        assert driver.checkpoint(pid) == 0
+        machine.fault(Fault.RESTORE_FAILS, pid=pid)
+        assert driver.restore(pid) == 999
+        assert machine.process_state(pid) == CHECKPOINTED
+        assert driver.restore(pid) == 0
+        machine.fault(Fault.UNLOCK_FAILS, pid=pid)
+        assert driver.unlock(pid) == 999
+        assert driver.unlock(pid) == 0
+        assert kernel.ask("b.is_intact()")
+    ledger_is_sound(machine)
+
+
+def test_restore_can_move_to_another_device(machine: Simulator, driver: Checkpoint) -> None:
+    first, second = machine.uuid(0), machine.uuid(1)
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('6GiB'); b.fill(); b.train(2, 0)")
+        driver.suspend(kernel.pid)
+        assert driver.restore(kernel.pid, ((first, second),)) == 1  # not every device is named
+        assert driver.restore(kernel.pid, ((first, second), (second, second))) == 1
+        assert driver.restore(kernel.pid, ((first, second), (second, first))) == 0
+        assert driver.unlock(kernel.pid) == 0
+        assert (machine.device_used(0), machine.device_used(1)) == (0, 6 * GIB)
+        assert kernel.ask("b.is_intact()")
+        kernel.run("c = gpu.allocate('1GiB')")
+        assert (machine.device_used(0), machine.device_used(1)) == (0, 7 * GIB)
+
+
+@pytest.mark.parametrize(
+    "hindrance",
+    [
+        "cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4096), 1)",
+        "cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), ctypes.c_uint64(b.address))",
+        "cuda.cuCtxEnablePeerAccess(other._context, 0)",
+    ],
+)
+def test_what_cannot_be_checkpointed_stays_and_goes_on(
+    machine: Simulator, driver: Checkpoint, hindrance: str
+) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); b = gpu.allocate('1GiB'); b.fill()")
+        kernel.run("other = demo_gpu.open(1); cuda.cuCtxSetCurrent(gpu._context)")
+        assert kernel.ask(hindrance) == 0
+        assert driver.lock(kernel.pid) == 0
+        assert driver.checkpoint(kernel.pid) == NOT_SUPPORTED
+        assert driver.unlock(kernel.pid) == 0
+        assert kernel.ask("b.is_intact()")
+
+
+def test_copies_take_their_time_and_both_sides_are_charged_meanwhile(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=64GiB,context=0GiB,copy=10GB/s")
+    for driver in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            kernel.run("b = gpu.allocate('5GiB'); b.fill()")
+            assert driver.lock(kernel.pid) == 0
+            driver.worker.start(f"cuda.cuCheckpointProcessCheckpoint({kernel.pid}, None)")
+            assert driver.worker.is_waiting(0.1)
+            assert machine.device_used(0) == 5 * GIB
+            assert machine.host_memory()[1] == 59 * GIB
+            assert driver.worker.answer() == 0
+            assert machine.device_used(0) == 0
+            assert driver.restore(kernel.pid) == 0
+            assert driver.unlock(kernel.pid) == 0
+            assert kernel.ask("b.is_intact()")
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
+def test_the_death_of_who_suspends_loses_nothing(tmp_path: Path, step: str) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=64GiB,context=0GiB,copy=1GB/s")
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1GiB'); b.fill()")
+        for doomed in checkpoint_in(machine.env()):
+            if step == "lock":
+                kernel.run("b.start_step(1.5)")
+                doomed.worker.start(f"cuda.cuCheckpointProcessLock({kernel.pid}, None)")
+            else:
+                assert doomed.lock(kernel.pid) == 0
+                if step == "restore":
+                    assert doomed.checkpoint(kernel.pid) == 0
+                name = f"cuCheckpointProcess{step.capitalize()}"
+                doomed.worker.start(f"cuda.{name}({kernel.pid}, None)")
+            assert doomed.worker.is_waiting(0.1)
+            doomed.worker.process.send_signal(signal.SIGKILL)
+            doomed.worker.process.wait(10)
+        for driver in checkpoint_in(machine.env()):
+            if step == "lock":
+                kernel.run("b.finish_step()")  # its gate opened by itself
+            elif step == "checkpoint":
+                assert driver.unlock(kernel.pid) == 0
+                assert machine.host_memory()[1] == 64 * GIB
+            else:
+                assert machine.process_state(kernel.pid) == CHECKPOINTED
+                assert machine.device_used(0) == 0
+                driver.resume(kernel.pid)
+            assert kernel.ask("b.is_intact()")
+
+
+def test_a_killed_suspended_process_frees_host_memory(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('6GiB')")
+        driver.suspend(kernel.pid)
+        kernel.kill()
+    assert machine.host_memory() == (512 * GIB, 512 * GIB)
+
+
+def test_the_ledger_tells_the_story(machine: Simulator, driver: Checkpoint) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('2MiB')")
+        driver.suspend(kernel.pid)
+        driver.resume(kernel.pid)
+        kernel.run("b.free()")
+
+    def brief(line: Event) -> tuple[str, int, int, int, int]:
+        return line.event, line.device, line.bytes, line.device_used, line.host_used
+
+    lines = [line for line in machine.ledger() if line.pid == kernel.pid]
+    size = 2 * MIB
+    assert [brief(line) for line in lines] == [
+        ("start", -1, 0, 0, 0),
+        ("context", 0, 0, 0, 0),
+        ("alloc", 0, size, size, 0),
+        ("lock", -1, 0, 0, 0),
+        ("checkpoint", 0, size, 0, size),
+        ("restore", 0, size, size, 0),
+        ("unlock", -1, 0, 0, 0),
+        ("free", 0, size, 0, 0),
+        ("exit", -1, 0, 0, 0),
+    ]
+    times = [line.ns for line in machine.ledger()]
+    assert times == sorted(times)
