@@ -94,7 +94,7 @@ def from_form(fields: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     if chosen == EXACT_MEMORY:
         amount = _text(fields, memory_field(project)).strip()
         if amount.replace(".", "", 1).isdigit() and amount.isascii():
-            amount += "GB"  # the unit that stands beside the field
+            amount += "GiB"  # what stands as GB beside the field, as everywhere (`words.gigabytes`)
         options: dict[str, Any] = {"memory": amount}
     else:
         options = _card_value(chosen or '{"gpus": 0}')

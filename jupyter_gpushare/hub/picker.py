@@ -108,7 +108,7 @@ def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
         cards=(*cards, none),
         exact=exact,
         exact_checked=exact_checked,
-        exact_value=memory.removesuffix("GB"),
+        exact_value=memory.removesuffix("GiB"),
         segments=_segments(offers),
         summary=_summary(offers),
     )

@@ -98,7 +98,7 @@ def offers(project: str, projects: list[str]) -> dict[str, Any]:
             {
                 "label": "1/2 GPU",
                 "options": {"fraction": "1/2"},
-                "memory_bytes": 40 * 10**9,
+                "memory_bytes": 40 << 30,
                 "starts": "now",
                 "guaranteed": True,
                 "device": "H100-80GB",
@@ -106,7 +106,7 @@ def offers(project: str, projects: list[str]) -> dict[str, Any]:
             {
                 "label": "2 GPUs",
                 "options": {"gpus": 2},
-                "memory_bytes": 160 * 10**9,
+                "memory_bytes": 160 << 30,
                 "starts": "no",
                 "guaranteed": False,
                 "reason": "Only 1 GPU is free.",
@@ -132,7 +132,7 @@ GRANT: dict[str, Any] = {
         "LD_PRELOAD": "/nowhere/libgpushare_preload.so",
     },
     "devices": ["GPU-1"],
-    "memory_limit_bytes": 40 * 10**9,
+    "memory_limit_bytes": 40 << 30,
     "message": "Your half GPU (40 GB of an H100) is ready.",
 }
 NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": ""}

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import msgspec
+
+from jupyter_gpushare.hub.picker import SILENT, render
+from jupyter_gpushare.wire import Offers
+from tests.hub.conftest import offers
+
+
+class Page(HTMLParser):
+    """Inputs, tags and text of a piece of HTML."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.inputs: list[dict[str, str | None]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "input":
+            self.inputs.append(dict(attrs))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def radios(self, name: str) -> list[dict[str, str | None]]:
+        return [each for each in self.inputs if each.get("type") == "radio" and each["name"] == name]
+
+
+def offered(project: str = "vision", projects: list[str] | None = None, **changes: Any) -> Offers:
+    return msgspec.convert({**offers(project, projects or [project]), **changes}, Offers)
+
+
+def page(*all_offers: Offers, last: dict[str, Any] | None = None, trouble: str = "") -> Page:
+    return Page(render(all_offers, last=last or {}, trouble=trouble))
+
+
+def checked(found: Page, project: str = "vision") -> list[str | None]:
+    return [radio["value"] for radio in found.radios(f"gpushare_size:{project}") if "checked" in radio]
+
+
+def test_every_offer_is_a_radio_button_and_no_gpu_is_always_one() -> None:
+    values = [radio["value"] for radio in page(offered()).radios("gpushare_size:vision")]
+    assert values == ['{"fraction": "1/2"}', '{"gpus": 2}', '{"gpus": 0}', "memory"]
+
+
+def test_a_size_that_cannot_start_is_disabled_with_its_reason() -> None:
+    found = page(offered())
+    assert ["disabled" in radio for radio in found.radios("gpushare_size:vision")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert "Only 1 GPU is free." in found.text
+
+
+def test_cards_say_memory_device_time_and_promise() -> None:
+    text = " ".join(page(offered()).text.split())
+    assert "1/2 GPU 40 GB of H100-80GB starts now guaranteed" in text
+
+
+def test_the_last_choice_is_preselected_however_it_was_written() -> None:
+    for fraction in ("1/2", "0.5", 0.5):
+        assert checked(page(offered(), last={"fraction": fraction, "project": "vision"})) == [
+            '{"fraction": "1/2"}'
+        ]
+
+
+def test_a_last_choice_that_cannot_start_now_gives_no_gpu() -> None:
+    assert checked(page(offered(), last={"gpus": 2})) == ['{"gpus": 0}']
+
+
+def test_a_first_visit_has_no_gpu_preselected() -> None:
+    assert checked(page(offered())) == ['{"gpus": 0}']
+
+
+def test_an_exact_amount_of_last_time_is_filled_in() -> None:
+    found = page(offered(), last={"memory": "20GiB"})
+    assert checked(found) == ["memory"]
+    (field,) = [each for each in found.inputs if each["name"] == "gpushare_memory:vision"]
+    assert field["value"] == "20"
+
+
+def test_garbage_from_last_time_does_no_harm() -> None:
+    for last in ({"fraction": ["x"]}, {"gpus": {"a": 1}}, {"memory": 7}, {"project": 3}):
+        assert len(checked(page(offered(), last=last))) == 1
+
+
+def test_without_offers_there_is_a_reason_and_the_card_without_gpu() -> None:
+    found = page(trouble=SILENT)
+    assert SILENT in found.text
+    assert [radio["value"] for radio in found.radios("gpushare_size:")] == ['{"gpus": 0}']
+
+
+def test_a_member_of_several_projects_chooses_one() -> None:
+    both = ["nlp", "vision"]
+    found = page(offered("nlp", both), offered("vision", both), last={"fraction": "1/2", "project": "vision"})
+    (selected,) = [attrs for tag, attrs in found.tags if tag == "option" and "selected" in attrs]
+    assert selected["value"] == "vision"
+    assert len(checked(found, "nlp")) == len(checked(found, "vision")) == 1
+
+
+def test_it_works_without_javascript() -> None:
+    assert "script" not in {tag for tag, _ in page(offered()).tags}
+
+
+def test_every_radio_has_a_name_and_a_description_for_who_cannot_see_it() -> None:
+    found = page(offered())
+    ids = {attrs["id"] for _, attrs in found.tags if "id" in attrs}
+    labelled = {attrs["for"] for tag, attrs in found.tags if tag == "label"}
+    for radio in found.radios("gpushare_size:vision"):
+        assert radio["id"] in labelled
+        for reference in ("aria-labelledby", "aria-describedby"):
+            assert radio.get(reference) is None or radio[reference] in ids
+    (group,) = [attrs for tag, attrs in found.tags if tag == "fieldset"]
+    assert group["role"] == "radiogroup"
+    assert group["aria-labelledby"] in ids
+
+
+def test_hostile_names_stay_text() -> None:
+    evil = '"><script>alert(1)</script>'
+    found = page(offered(evil, [evil, "b"]), offered("b", [evil, "b"]), last={"memory": evil}, trouble=evil)
+    assert "script" not in {tag for tag, _ in found.tags}
+    assert "onload" not in {key for _, attrs in found.tags for key in attrs}
+    assert evil in found.text
+
+
+def test_the_bar_adds_up_and_says_the_same_in_words() -> None:
+    found = page(offered())
+    widths = [
+        float((attrs["style"] or "").partition(":")[2].strip(" %"))
+        for tag, attrs in found.tags
+        if tag == "div" and "progress-bar" in (attrs.get("class") or "")
+    ]
+    assert sum(widths) == 100
+    assert "0.5 GPUs in use, 1 guaranteed" in found.text
+
+
+def test_a_machine_without_gpus_has_no_bar() -> None:
+    found = page(offered(offers=[], total_milli=0, free_milli=0))
+    assert not [1 for _, attrs in found.tags if "progress" in (attrs.get("class") or "")]
+    assert checked(found) == ['{"gpus": 0}']

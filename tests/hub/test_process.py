@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub.process import ProcessIdentity, started_for
+from jupyter_gpushare.hub.spawner import read_token
+from tests.hub.conftest import wait_for
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    env = {**os.environ, "JUPYTERHUB_USER": "ada", "JUPYTERHUB_SERVER_NAME": "x"}
+    with subprocess.Popen(["sleep", "600"], env=env) as process:
+        yield process
+        process.kill()
+
+
+def identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
+    found = ProcessIdentity.of(process.pid)
+    assert found is not None
+    return found
+
+
+def test_a_process_is_known_again(sleeper: subprocess.Popen[bytes]) -> None:
+    assert identity(sleeper).alive()
+
+
+def test_a_process_that_got_the_number_later_is_another_one(sleeper: subprocess.Popen[bytes]) -> None:
+    earlier = replace(identity(sleeper), start_ticks=identity(sleeper).start_ticks - 1)
+    assert not earlier.alive()
+    assert not earlier.signal(signal.SIGKILL)
+    assert sleeper.poll() is None
+
+
+def test_a_process_of_another_boot_is_another_one(sleeper: subprocess.Popen[bytes]) -> None:
+    assert not replace(identity(sleeper), boot_id="0" * 36).alive()
+
+
+def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    known = identity(sleeper)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    wait_for(lambda: not known.alive(), "the zombie is taken for dead")
+    assert not known.signal(signal.SIGTERM)
+
+
+def test_a_signal_reaches_the_process(sleeper: subprocess.Popen[bytes]) -> None:
+    assert identity(sleeper).signal(signal.SIGTERM)
+    assert sleeper.wait() == -signal.SIGTERM
+
+
+def test_nobody_has_pid_0() -> None:
+    assert ProcessIdentity.of(0) is None
+
+
+def test_a_server_without_remembered_start_time_is_known_by_its_environment(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    wait_for(lambda: started_for(sleeper.pid, "ada", "x"), "the program is executed")
+    assert not started_for(sleeper.pid, "ad", "x")
+    assert not started_for(sleeper.pid, "ada", "")
+
+
+def token_file(folder: Path, mode: int = 0o600, text: str = "secret\n") -> Path:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_token_that_only_its_owner_can_read_is_used(tmp_path: Path) -> None:
+    assert read_token(token_file(tmp_path)) == "secret"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(GpuShareError, match="chmod 600"):
+        read_token(token_file(tmp_path, mode))
+
+
+def test_a_missing_token_an_empty_one_and_a_link_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(GpuShareError, match="No such file"):
+        read_token(tmp_path / "none")
+    with pytest.raises(GpuShareError, match="no token"):
+        read_token(token_file(tmp_path, text="\n"))
+    link = tmp_path / "link"
+    link.symlink_to(token_file(tmp_path))
+    with pytest.raises(GpuShareError, match="cannot be read"):
+        read_token(link)
+    with pytest.raises(GpuShareError, match="not set"):
+        read_token(Path(""))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
+def test_a_token_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = token_file(tmp_path)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(GpuShareError, match="belongs to uid 12345"):
+        read_token(path)
