@@ -8,7 +8,7 @@ free              free every block                              -> "free CODE"
 sleep S           sleep, without the GPU                        -> "sleep 0"
 thread            as check, from a second thread                -> "thread ok" / "thread bad"
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
-detach MIB        as spawn, double-forked with its environment cleared -> "detach PID CODE"
+detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
 exit              end
 """
 
@@ -68,17 +68,13 @@ def spawn(mib, environment):
 
 
 def detach(mib):
-    """A grandchild whose parent ends at once and whose environment names no lease."""
-    kept = ("PATH", "LD_LIBRARY_PATH", "GPUSHARE_SIMULATE", "GPUSHARE_SIM_STATE", "GPUSHARE_TEST_RUN")
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    """A grandchild in a session of its own whose parent has ended: a daemon."""
     script = (
         "import subprocess, sys, time; "
         f"c = subprocess.Popen([sys.executable, {__file__!r}, '{mib}'], stdout=subprocess.PIPE, text=True,"
         " start_new_session=True); print(c.pid, c.stdout.readline().split()[1], flush=True)"
     )
-    middle = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
-    )
+    middle = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     line = middle.stdout.readline().strip()
     middle.wait()
     return line

@@ -1,0 +1,262 @@
+"""The two files of a lease: the C layout, and a user who makes the account anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gpu import isolation
+from jupyter_gpushare.gpu.isolation import (
+    ACCOUNT_BYTES,
+    LIMIT_BYTES,
+    Counters,
+    LeaseDirectory,
+    PagePhase,
+    Taint,
+    check_lease,
+    parse_account,
+    uuid_bytes,
+    words_of,
+)
+from tests.gpu.machine import GIB, Machine, until
+
+UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+NATIVE = Path(isolation.__file__).parents[1] / "native"
+
+LAYOUT = """
+#include <stddef.h>
+#include <stdio.h>
+#include "gpushare_lease.h"
+#define P(name, value) printf("%s %llu\\n", name, (unsigned long long)(value))
+int main(void) {
+  P("DEVICES", GPUSHARE_DEVICES); P("SLOTS", GPUSHARE_SLOTS); P("VERSION", GPUSHARE_VERSION);
+  P("LIMIT_MAGIC", GPUSHARE_LIMIT_MAGIC); P("ACCOUNT_MAGIC", GPUSHARE_ACCOUNT_MAGIC);
+  P("LIMIT_BYTES", sizeof(struct gpushare_limit_page)); P("ACCOUNT_BYTES", sizeof(struct gpushare_account));
+  P("COUNT_AT", offsetof(struct gpushare_limit_page, device_count));
+  P("PHASE_AT", offsetof(struct gpushare_limit_page, phase));
+  P("LIMIT_HEAD", offsetof(struct gpushare_limit_page, device));
+  P("LIMIT_DEVICE", sizeof(struct gpushare_limit_device));
+  P("LIMIT_IN_DEVICE", offsetof(struct gpushare_limit_device, limit_bytes));
+  P("CONTEXT_IN_DEVICE", offsetof(struct gpushare_limit_device, context_bytes));
+  P("ACCOUNT_HEAD", offsetof(struct gpushare_account, slot)); P("SLOT", sizeof(struct gpushare_slot));
+  P("USED_IN_SLOT", offsetof(struct gpushare_slot, used_bytes));
+  P("phase RUNNING", GPUSHARE_RUNNING); P("phase SUSPENDING", GPUSHARE_SUSPENDING);
+  P("phase SUSPENDED", GPUSHARE_SUSPENDED); P("phase RESUMING", GPUSHARE_RESUMING);
+  P("phase REVOKED", GPUSHARE_REVOKED);
+  P("taint MANAGED", GPUSHARE_TAINT_MANAGED); P("taint IPC", GPUSHARE_TAINT_IPC);
+  P("taint EXPORTED", GPUSHARE_TAINT_EXPORTED); P("taint PEER", GPUSHARE_TAINT_PEER);
+  struct gpushare_account a = {.magic = GPUSHARE_ACCOUNT_MAGIC, .version = 1, .denied = 3};
+  a.slot[7] = (struct gpushare_slot){.pid = 42, .taints = 2, .start_ticks = 99, .calls = 5, .queries = 6};
+  a.slot[7].used_bytes[15] = 77;
+  FILE *f = fopen("account", "wb");
+  return f && fwrite(&a, sizeof a, 1, f) == 1 && !fclose(f) ? 0 : 1;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")
+def test_the_layout_is_that_of_the_c_header(tmp_path: Path) -> None:
+    (tmp_path / "layout.c").write_text(LAYOUT)
+    subprocess.run(["cc", f"-I{NATIVE}", "-o", "layout", "layout.c"], cwd=tmp_path, check=True, timeout=60)
+    done = subprocess.run(["./layout"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
+    for line in done.stdout.splitlines():
+        name, value = line.rsplit(" ", 1)
+        kind, _, member = name.rpartition(" ")
+        if kind:
+            here = {"phase": PagePhase, "taint": Taint}[kind][member]
+        else:
+            here = getattr(isolation, name)
+            here = here if isinstance(here, int) else here.size
+        assert here == int(value), name
+    account = parse_account((tmp_path / "account").read_bytes())
+    assert account
+    assert account.denied == 3
+    (slot,) = account.slots
+    assert (slot.pid, slot.taints, slot.start_ticks, slot.calls, slot.queries) == (42, Taint.IPC, 99, 5, 6)
+    assert slot.used_bytes == (0,) * 15 + (77,)
+
+
+def directory(tmp_path: Path) -> LeaseDirectory:
+    files = LeaseDirectory(tmp_path, "ada")
+    files.create(os.geteuid(), {UUID: GIB}, PagePhase.RUNNING)
+    return files
+
+
+def test_the_page_is_the_helpers_and_the_account_the_users(tmp_path: Path) -> None:
+    os.umask(os.umask(0o077))
+    files = directory(tmp_path)
+    assert files.path.stat().st_mode & 0o777 == 0o755
+    assert (files.path / "limit").stat().st_mode & 0o777 == 0o644
+    assert (files.path / "account").stat().st_mode & 0o777 == 0o600
+    assert (files.path / "limit").stat().st_size == LIMIT_BYTES
+    assert (files.path / "account").stat().st_size == ACCOUNT_BYTES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_the_account_belongs_to_the_leases_user(tmp_path: Path) -> None:
+    files = LeaseDirectory(tmp_path, "ada")
+    files.create(65533, {UUID: GIB}, PagePhase.RUNNING)
+    assert (files.path / "account").stat().st_uid == 65533
+    assert (files.path / "limit").stat().st_uid == 0
+
+
+def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
+    files = directory(tmp_path)
+    files.set_phase(PagePhase.SUSPENDED)
+    files.set_limit(0, 5)
+    files.set_context(0, 7)
+    raw = (files.path / "limit").read_bytes()
+    assert isolation.LIMIT_HEAD.unpack_from(raw)[2:] == (1, PagePhase.SUSPENDED)
+    assert isolation.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(UUID), 5, 7)
+    assert files.phase() is PagePhase.SUSPENDED
+
+
+def truncate(account: Path) -> None:
+    os.truncate(account, 100)
+
+
+def fifo(account: Path) -> None:
+    account.unlink()
+    os.mkfifo(account)
+
+
+def link(account: Path) -> None:
+    account.rename(account.with_name("elsewhere"))
+    account.symlink_to("elsewhere")
+
+
+def folder(account: Path) -> None:
+    account.unlink()
+    account.mkdir()
+
+
+def garbage(account: Path) -> None:
+    account.write_bytes(b"\xff" * ACCOUNT_BYTES)
+
+
+def missing(account: Path) -> None:
+    account.unlink()
+
+
+HOSTILE = [truncate, fifo, link, folder, garbage, missing]
+
+
+@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
+def test_a_hostile_account_reads_as_broken(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    files = directory(tmp_path)
+    assert files.account() is not None
+    make(files.path / "account")
+    assert files.account() is None
+    files.revoke()
+    assert not files.path.exists()
+
+
+@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
+def test_a_hostile_account_costs_its_own_lease_only(machine: Machine, make: Callable[[Path], None]) -> None:
+    directory = machine.lease("eve", 20 * GIB)
+    machine.lease("ada", 20 * GIB)
+    machine.worker("eve", mib=64)
+    ada = machine.worker("ada", mib=64)
+    make(directory / "account")
+    until(lambda: not machine.of("eve")["suspendable"], "it is seen")
+    assert "account file is broken" in machine.of("eve")["suspend_reason"]
+    calls = machine.settled("ada")
+    assert machine.ask("suspend", lease="ada", calls=calls)["done"]
+    assert machine.ask("resume", lease="ada")["done"]
+    assert ada.do("check") == "ok"
+    assert machine.ask("suspend", lease="eve", calls="c0")["refused"] == "not_suspendable"
+    assert machine.ask("drop", lease="eve")["known"]
+    assert not directory.exists()
+
+
+def test_a_mutex_that_is_held_for_ever_does_not_hold_the_helper(machine: Machine) -> None:
+    directory = machine.lease("eve")
+    worker = machine.worker("eve", mib=64)
+    with (directory / "account").open("r+b") as account:
+        account.seek(16)
+        account.write((1).to_bytes(4, "little") + bytes(4) + os.getpid().to_bytes(4, "little"))
+    assert machine.ask("suspend", lease="eve")["done"]
+    assert machine.ask("resume", lease="eve")["done"]
+    worker.kill()
+    until(lambda: not machine.of("eve")["alive"], "its end")
+    assert machine.ask("drop", lease="eve")["known"]
+
+
+def test_a_stopped_process_of_a_lease_does_not_hold_the_helper(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert machine.ask("suspend", lease="ada")["done"]
+    os.kill(worker.pid, signal.SIGCONT)
+    assert machine.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_counters_that_change_under_the_reader_are_never_torn_into_an_error(tmp_path: Path) -> None:
+    files = directory(tmp_path)
+    stop = threading.Event()
+
+    def scribble() -> None:
+        with (files.path / "account").open("r+b", buffering=0) as account:
+            count = 0
+            while not stop.is_set():
+                count += 1
+                account.seek(0)
+                account.write(isolation.ACCOUNT_HEAD.pack(isolation.ACCOUNT_MAGIC, 1, count))
+                account.write(isolation.SLOT.pack(1, 0, 2, count, count) * 256)
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        until(lambda: files.account() and files.account().slots, "the first write")  # type: ignore[union-attr]
+        for _ in range(200):
+            assert files.account() is not None
+    finally:
+        stop.set()
+        thread.join()
+        files.close()
+
+
+def test_only_calls_change_the_token() -> None:
+    before = Counters({(1, 10): (5, 0)})
+    assert Counters({(1, 10): (5, 9)}).token() == before.token()
+    assert Counters({(1, 10): (5, 0), (2, 20): (0, 0)}).token() == before.token()
+    assert Counters({(1, 10): (6, 0)}).token() != before.token()
+    assert Counters({(1, 11): (5, 0)}).token() != before.token()
+
+
+def test_calls_are_counted_per_process_and_the_dead_do_not_count() -> None:
+    before = Counters({(1, 10): (5, 0), (2, 20): (7, 0)})
+    assert not Counters({(1, 10): (5, 3)}).calls_since(before)
+    assert Counters({(1, 10): (5, 3)}).queries_since(before)
+    assert Counters({(1, 10): (5, 0), (3, 30): (1, 0)}).calls_since(before)
+    assert Counters({(1, 11): (5, 0)}).calls_since(before)  # the pid was used again
+
+
+@pytest.mark.parametrize("name", ["", "A", "a/b", "..", "a" * 65, "a\n", "é"])
+def test_a_lease_that_could_leave_its_directory_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        check_lease(name)
+
+
+@pytest.mark.parametrize("uuid", ["", "GPU-", "0", "GPU-zz", "GPU-00", UUID + "00"])
+def test_what_is_no_uuid_is_refused(uuid: str) -> None:
+    with pytest.raises(InvalidRequest):
+        uuid_bytes(uuid)
+
+
+def test_a_mig_instance_has_a_uuid_too() -> None:
+    assert uuid_bytes(UUID.replace("GPU", "MIG")) == uuid_bytes(UUID)
+
+
+def test_taints_have_words() -> None:
+    assert words_of([]) == ""
+    assert words_of([Taint.IPC, Taint.MANAGED, Taint.IPC]) == "managed memory, CUDA IPC"

@@ -1,0 +1,179 @@
+"""Which processes belong to a lease, and that signals hit no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from jupyter_gpushare.gpu.processes import Processes, leader, start_of
+from tests.gpu.machine import Machine, until
+
+OWNERS = {"ada": os.geteuid()}
+CARRIES = {**os.environ, "GPUSHARE_LEASE": "ada"}
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    found = Processes()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    children: list[subprocess.Popen[str]] = []
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def start(
+    started: list[subprocess.Popen[str]], script: str = "input()", env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=CARRIES if env is None else env,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    started.append(child)
+    return child
+
+
+def pids(processes: Processes, owners: dict[str, int] = OWNERS) -> set[int]:
+    return {process.pid for process in processes.scan(owners)["ada"]}
+
+
+CLEARED = (
+    "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'input()'],"
+    " env={'GPUSHARE_TEST_RUN': sys.argv[-1]}, stdin=subprocess.PIPE); print(c.pid, flush=True); input()"
+)
+
+
+def test_a_process_belongs_by_its_environment(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    child, other = start(started), start(started, env=dict(os.environ))
+    until(lambda: child.pid in pids(processes), "the child is found")
+    assert other.pid not in pids(processes)
+    assert os.getpid() not in pids(processes)
+
+
+def test_a_child_that_cleared_its_environment_still_belongs(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    parent = start(started, CLEARED)
+    assert parent.stdout
+    child = int(parent.stdout.readline())
+    until(lambda: {parent.pid, child} <= pids(processes), "both are found")
+    parent.kill()
+    parent.wait()
+    # Its parent is gone, and it names no lease: it is remembered.
+    assert child in pids(processes)
+    assert parent.pid not in pids(processes)
+    (left,) = processes.scan(OWNERS)["ada"]
+    assert processes.signal(left.key, signal.SIGKILL)
+    until(lambda: not pids(processes), "it ended")
+
+
+def test_another_users_process_never_belongs(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    child = start(started)
+    until(lambda: child.pid in pids(processes), "it is found for its own user")
+    assert pids(processes, {"ada": os.geteuid() + 1}) == set()
+
+
+def test_a_zombie_does_not_belong(processes: Processes, started: list[subprocess.Popen[str]]) -> None:
+    child = start(started)
+    until(lambda: child.pid in pids(processes), "the child is found")
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: processes.wait_exit(1.0), "the exit is noticed")
+    assert child.pid not in pids(processes)
+    assert not processes.alive((child.pid, start_of(child.pid)))
+
+
+def test_the_leader_is_the_oldest_that_carries_the_lease_with_a_parent_that_does_not(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    spawns = (
+        "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'input()'],"
+        " stdin=subprocess.PIPE); print(c.pid, flush=True); input()"
+    )
+    parent = start(started, spawns)
+    assert parent.stdout
+    child = int(parent.stdout.readline())
+    until(lambda: {parent.pid, child} <= pids(processes), "both are found")
+    first = leader(processes.scan(OWNERS)["ada"])
+    assert first
+    assert first.pid == parent.pid
+    assert leader(()) is None
+
+
+def test_a_signal_to_a_pid_that_is_another_process_by_now_goes_nowhere(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    child = start(started)
+    assert not processes.signal((child.pid, start_of(child.pid) - 1), signal.SIGKILL)
+    assert child.poll() is None
+    assert not processes.signal((1 << 22, 1), signal.SIGKILL)
+
+
+def test_a_process_that_gets_its_environment_by_exec_is_found(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    script = (
+        "import os, sys; input(); os.execve(sys.executable, [sys.executable, '-c', 'input()'],"
+        " {**os.environ, 'GPUSHARE_LEASE': 'ada'})"
+    )
+    child = start(started, script, env=dict(os.environ))
+    assert child.pid not in pids(processes)
+    assert child.stdin
+    child.stdin.write("\n")
+    child.stdin.flush()
+    until(lambda: child.pid in pids(processes), "it is found after its exec")
+
+
+def test_a_jupyter_kernel_is_known_by_its_connection_file(
+    processes: Processes, started: list[subprocess.Popen[str]]
+) -> None:
+    kernel = "01234567-89ab-cdef-0123-456789abcdef"
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()", f"/run/kernel-{kernel}.json"],
+        env=CARRIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    started.append(child)
+    until(
+        lambda: any(process.kernel == kernel for process in processes.scan(OWNERS)["ada"]),
+        "the kernel is found",
+    )
+
+
+def test_a_double_forked_child_belongs_and_is_signalled_with_all(machine: Machine) -> None:
+    machine.lease("job")
+    worker = machine.worker("job", mib=64)
+    pid, code = (int(word) for word in worker.do("detach 64").split())
+    assert code == 0
+    until(lambda: pid in [process["pid"] for process in machine.of("job")["processes"]], "it is found")
+    worker.kill()
+    assert machine.of("job")["alive"]
+    assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
+    until(lambda: not machine.of("job")["alive"], "all are gone")
+    assert machine.sim.device_used(0) == 0
+
+
+def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
+    machine.lease("job")
+    worker = machine.worker("job", mib=64)
+    child = int(worker.do("spawn 64").split()[0])
+    assert machine.ask("signal", lease="job", number=9)["count"] == 1
+    assert worker.process.wait(10) == -9
+    until(lambda: machine.of("job")["processes"], "a sample")
+    assert child in [process["pid"] for process in machine.of("job")["processes"]]
+    assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
+    until(lambda: machine.ask("signal", lease="job", number=9, to="all")["count"] == 0, "nobody is left")
