@@ -20,7 +20,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def spread(values: Sequence[float]) -> str:
     """Median and the range of the runs, as the tables have it: ``12.3 (11.9-13.0)``."""
-    return f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
+    return f"{_short(statistics.median(values))} ({_short(min(values))}-{_short(max(values))})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def machine() -> str:

@@ -1,0 +1,74 @@
+"""What broker and device helper take while nothing happens.
+
+``.venv/bin/python -m tests.benchmarks.broker_footprint [seconds]``
+
+A demo Hub with 25 simulated GPUs.  First 20 sessions with a quarter of a GPU
+each, every one a process that holds GPU memory and idles: the CPU time of broker
+and helper over some time.  Then 100 such leases: the broker's resident memory.
+The 80 more sessions are stubs that do not use their GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import psutil
+
+from tests.benchmarks.demo_hub import DemoHub, demo_hub, until
+from tests.benchmarks.report import print_table
+
+SIMULATE = "16xH100-80GB+16xA100-80GB,host=512GiB"
+# More sessions than the demo's projects are guaranteed, and starts one after the other.
+EXTRA = "c.JupyterHub.concurrent_spawn_limit = 0\n"
+
+
+def start(hub: DemoHub, numbers: range, *, hold: bool) -> None:
+    for number in numbers:
+        user = f"user{number}"
+        hub.add_user(user, "vision" if number % 2 else "nlp")
+        hub.start(user, {"gpushare": {"fraction": "0.25"}})
+        if hold:
+            hub.http.get(f"{hub.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def only(found: list[psutil.Process]) -> psutil.Process:
+    """The one process that does the work; a parent that restarts it has --respawn in its command line."""
+    (process,) = [each for each in found if "--respawn" not in each.cmdline()]
+    return process
+
+
+def main(seconds: int) -> None:
+    with demo_hub(simulate=SIMULATE, extra=EXTRA) as hub:
+        start(hub, range(20), hold=True)
+        watched = [only(hub.processes("broker")), only(hub.processes("helper"))]
+        time.sleep(5)  # what the last start set off has settled
+        shares = []
+        for process in watched:
+            before = cpu_s([process])
+            shares.append((process, before))
+        begun = time.monotonic()
+        time.sleep(seconds)
+        took_s = time.monotonic() - begun
+        percents = [100 * (cpu_s([process]) - before) / took_s for process, before in shares]
+        start(hub, range(20, 100), hold=False)
+        with hub.broker("user0") as broker:
+            until(lambda: broker.get("status").status_code == 200, "the broker answers")
+        memory = [process.memory_info().rss / 2**20 for process in watched]
+    print_table(
+        "tests.benchmarks.broker_footprint",
+        ["", "broker", "helper", "together"],
+        [
+            [f"CPU, % of one core, 20 idle sessions ({seconds} s)"]
+            + [f"{x:.2f}" for x in (*percents, sum(percents))],
+            ["memory (RSS, MiB), 100 leases"] + [f"{x:.0f}" for x in (*memory, sum(memory))],
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
