@@ -283,6 +283,7 @@ _HELPER = """
 import os, signal, sys
 from jupyter_gpushare.gpu import helper
 step = sys.argv.pop(1)
+helper.CANARY_RETRY_S = 0.5
 class Dying(helper.Helper):
     def __init__(self, options):
         super().__init__(options, step=lambda name: name == step and os.kill(os.getpid(), signal.SIGKILL))

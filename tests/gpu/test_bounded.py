@@ -1,0 +1,52 @@
+"""Driver calls that never return cost one thread, and refuse the next caller at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.bounded import TIMED_OUT, Lane
+
+
+def test_a_call_answers_or_raises_what_it_raised() -> None:
+    lane = Lane("x")
+    assert lane.call("answer", lambda: 42, 5) == 42
+    with pytest.raises(KeyError):
+        lane.call("raise", lambda: {}["nothing"], 5)
+    assert lane.stuck_in == ""
+
+
+def test_a_call_that_hangs_is_left_behind_and_the_lane_refuses_until_it_returns() -> None:
+    lane, release = Lane("x"), threading.Event()
+    with pytest.raises(DeviceError) as hung:
+        lane.call("hang", lambda: release.wait(30), 0.05)
+    assert (hung.value.call, hung.value.code) == ("hang", TIMED_OUT)
+    before = threading.active_count()
+    for _ in range(10):
+        with pytest.raises(DeviceError, match="hang has not returned"):
+            lane.call("next", lambda: 1, 5)
+    assert threading.active_count() == before
+    release.set()
+    for _ in range(1000):
+        if not lane.stuck_in:
+            break
+        threading.Event().wait(0.01)
+    assert lane.call("again", lambda: 2, 5) == 2
+
+
+def test_callers_of_one_lane_wait_their_turn() -> None:
+    lane, together = Lane("x"), []
+    inside = threading.Semaphore(1)
+
+    def alone() -> None:
+        together.append(inside.acquire(blocking=False))
+        inside.release()
+
+    threads = [threading.Thread(target=lane.call, args=("alone", alone, 10)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert together == [True] * 20

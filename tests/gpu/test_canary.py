@@ -1,0 +1,69 @@
+"""Suspending and the library's level are offered only where a self-test passed."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpushare.gpu import canary
+from jupyter_gpushare.gpu.canary import Verdict
+from jupyter_gpushare.gpu.verbs import Level
+from tests.gpu.machine import Machine, until
+from tests.simulator import Fault
+
+
+def test_a_device_that_passed_offers_suspending_and_the_librarys_level(two: Machine) -> None:
+    for device in two.ask("inventory")["devices"]:
+        assert (device["suspendable"], device["suspend_reason"]) == (True, "")
+        assert device["level"] == "preload"
+        assert device["suspend_bytes_per_s"] > 0
+        assert device["resume_bytes_per_s"] > 0
+    assert two.sim.device_used(0) == 0
+    assert list((two.state_dir / "leases").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.LOCK_TIMEOUT, Fault.CHECKPOINT_FAILS, Fault.RESTORE_FAILS, Fault.RESTORE_POISONS]
+)
+def test_a_cycle_that_fails_takes_the_offer_back(bare: Machine, fault: Fault) -> None:
+    bare.sim.fault(fault)
+    bare.start()
+    (device,) = bare.ask("inventory")["devices"]
+    assert not device["suspendable"]
+    assert "self-test failed" in device["suspend_reason"]
+    assert device["level"] == "preload"  # the limit held all the same
+    bare.lease("ada")
+    bare.worker("ada", mib=64)
+    until(lambda: not bare.of("ada")["suspendable"], "it is said")
+    moved = bare.ask("suspend", lease="ada")
+    assert (moved["refused"], "self-test" in moved["reason"]) == ("not_suspendable", True)
+
+
+def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
+    holder = bare.worker(mib=79 * 1024)
+    bare.start()
+    watch = bare.watch()
+    (device,) = bare.ask("inventory")["devices"]
+    assert not device["suspendable"]
+    assert "no room" in device["suspend_reason"]
+    holder.kill()
+    event = watch.event("device")
+    assert event
+    assert event["fields"] == {"suspendable": "true", "level": "preload"}
+    assert bare.ask("inventory")["devices"][0]["suspendable"]
+
+
+def test_the_helpers_own_child_is_no_stranger(bare: Machine) -> None:
+    bare.start("--sample-s", "0.05")
+    assert bare.ask("inventory")["devices"][0]["suspendable"]
+    assert "stranger" not in bare.log.read_text()
+
+
+def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
+    verdict = Verdict(suspendable=True, level=Level.PRELOAD)
+    later = Verdict(suspendable=False, reason="no room", final=False)
+    plain = canary.keep("boot driver", {"GPU-1": verdict, "GPU-2": later})
+    assert canary.kept(plain, "boot driver", "GPU-1") == verdict
+    assert canary.kept(plain, "boot driver", "GPU-2") is None
+    assert canary.kept(plain, "boot other", "GPU-1") is None
+    assert canary.kept({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver", "GPU-1") is None
+    assert canary.kept({}, "boot driver", "GPU-1") is None

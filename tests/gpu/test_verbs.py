@@ -1,0 +1,81 @@
+"""Lines and values: what goes in comes out, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gpu import verbs
+from jupyter_gpushare.gpu.verbs import build, decode, encode
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        verbs.SetLimit(lease="ada", uid=1, limits={"GPU-1": 5}, suspended=True),
+        verbs.Suspend(lease="ada", calls="c1", timeout_s=3.0),
+        verbs.Moved(done=False, refused=verbs.Refusal.NO_ROOM, reason="full"),
+        verbs.Event(seq=1, at=2.5, kind=verbs.EventKind.WANTED, lease="ada", fields={"a": "b"}),
+        verbs.Sample(
+            at=1.0,
+            devices=(verbs.DeviceSample(uuid="GPU-1", used_bytes=1, utilization_percent=2, healthy=True),),
+            leases=(
+                verbs.LeaseSample(
+                    lease="ada", phase=verbs.Phase.SUSPENDED, used_bytes={}, saved_bytes={"GPU-1": 4},
+                    calls="c", active_at=1.5, suspendable=True, suspend_reason="", alive=True,
+                    processes=(
+                        verbs.ProcessSample(pid=1, started_at=0.5, name="python", used_bytes=0, calls=-1),
+                    ),
+                ),
+            ),
+            host_available_bytes=7,
+            host_saved_bytes=4,
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_value_survives_a_line(value: Any) -> None:
+    line = encode(value)
+    assert line.count(b"\n") == 1
+    assert build(type(value), decode(line)) == value
+
+
+@pytest.mark.parametrize(
+    ("plain", "says"),
+    [
+        ({"lease": "ada"}, "needs the field 'number'"),
+        ({"lease": "ada", "number": 9, "pid": 1}, "no field 'pid'"),
+        ({"lease": 5, "number": 9}, "expected str"),
+        ({"lease": "ada", "number": True}, "expected int"),
+        ({"lease": "ada", "number": 9.0}, "expected int"),
+        ({"lease": "ada", "number": None}, "expected int"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_refused(plain: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        build(verbs.Signal, plain)
+
+
+def test_a_whole_number_is_a_duration_too() -> None:
+    assert build(verbs.Resume, {"lease": "ada", "timeout_s": 5}).timeout_s == 5.0
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"1", b'{"a":Infinity}', b'{"a":1,"a":2}', b"\xff", b"[" * 100_000]
+)
+def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(line)
+
+
+def test_a_number_that_json_cannot_say_is_never_sent() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        encode({"at": float("nan")})
+
+
+def test_every_refusal_and_kind_is_a_plain_word() -> None:
+    for kind in (verbs.Refusal, verbs.ErrorKind, verbs.EventKind, verbs.Phase, verbs.Level):
+        assert all(json.loads(encode({"word": each}))["word"] == each.value for each in kind)
