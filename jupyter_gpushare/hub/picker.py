@@ -87,7 +87,7 @@ def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = 
     return _templates.get_template("picker.html").render(
         groups=groups,
         selected=selected,
-        trouble=trouble,
+        trouble=_sentence(trouble),
         idle=words.duration(idle_s) if idle_s else "",
         project_field=options.PROJECT_FIELD,
         exact_memory=options.EXACT_MEMORY,
@@ -100,7 +100,7 @@ def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
     cards = [_card(offer, wanted) for offer in offers.offers]
     exact = any(not card.disabled for card in cards)
     exact_checked = bool(memory) and exact and not any(card.checked for card in cards)
-    none = _no_gpu_card(checked=not exact_checked and not any(card.checked for card in cards))
+    none = _no_gpu_card(checked=not exact_checked and not any(card.checked for card in cards), jobs=True)
     return Group(
         project=offers.project,
         size_field=options.size_field(offers.project),
@@ -119,7 +119,7 @@ def _bare_group() -> Group:
         project="",
         size_field=options.size_field(""),
         memory_field=options.memory_field(""),
-        cards=(_no_gpu_card(checked=True),),
+        cards=(_no_gpu_card(checked=True, jobs=False),),
         exact=False,
         exact_checked=False,
         exact_value="",
@@ -128,17 +128,23 @@ def _bare_group() -> Group:
     )
 
 
-def _no_gpu_card(*, checked: bool) -> Card:
+def _no_gpu_card(*, checked: bool, jobs: bool) -> Card:
     return Card(
         value=json.dumps(_NO_GPU),
         label="No GPU",
-        detail="For editing and for work on the processor; jobs can still be submitted.",
+        detail="For editing and work on the processor"
+        + ("; training jobs get GPUs of their own." if jobs else "."),
         starts="starts now",
         promise="",
         reason="",
         disabled=False,
         checked=checked,
     )
+
+
+def _sentence(text: str) -> str:
+    """Return a reason as it stands by itself: capital letter, full stop."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) or not text else ".")
 
 
 def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
@@ -159,7 +165,7 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
         detail=f"{words.gigabytes(offer.memory_bytes)}{of}",
         starts={"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts],
         promise="" if disabled else promise,
-        reason=offer.reason,
+        reason=_sentence(offer.reason),
         disabled=disabled,
         checked=not disabled and _comparable(offer.options) == wanted,
     )
@@ -175,10 +181,10 @@ def _segments(offers: Offers) -> tuple[Segment, ...]:
         return ()
     others = max(0, total - offers.free_milli - use.in_use_milli - use.lent_milli)
     parts = (
-        (use.in_use_milli, "bg-primary", f"{_gpus(use.in_use_milli)} in use by {use.name}"),
-        (use.lent_milli, "bg-info", f"{_gpus(use.lent_milli)} of {use.name} lent"),
-        (others, "bg-secondary", f"{_gpus(others)} in use by others"),
-        (offers.free_milli, "bg-success", f"{_gpus(offers.free_milli)} free"),
+        (use.in_use_milli, "gpushare-ours", f"{_gpus(use.in_use_milli)} in use by {use.name}"),
+        (use.lent_milli, "gpushare-lent", f"{_gpus(use.lent_milli)} of {use.name} lent"),
+        (others, "gpushare-others", f"{_gpus(others)} in use by others"),
+        (offers.free_milli, "gpushare-free", f"{_gpus(offers.free_milli)} free"),
     )
     return tuple(
         Segment(percent=round(100 * milli / total, 1), style=style, text=text)
