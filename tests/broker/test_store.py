@@ -1,0 +1,312 @@
+"""The broker's database: durable, alone, never misread."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import fields, replace
+
+import alembic.autogenerate
+import alembic.migration
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+from jupyter_gpushare.broker import store as store_module
+from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.policy import Policy
+from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.broker.store import Store, metadata
+from jupyter_gpushare.core.model import Kind, Lease, State, Survival
+from jupyter_gpushare.errors import StoreError
+
+LEASE = LeaseRecord(
+    lease=Lease(
+        id="jabcdefghij",
+        project="nlp",
+        kind=Kind.TRAIN,
+        fraction_milli=333,
+        device_count=2,
+        memory_bytes=3 << 33,
+        user="bö",
+        server="s",
+        state=State.SUSPENDED,
+        devices=("GPU-1", "GPU-0"),
+        held_milli=334,
+        priority=-7,
+        survival=Survival.SIGTERM,
+        submitted_at=1.5,
+        queued_at=2.5,
+        granted_at=3.5,
+        keep_until_at=4.5,
+        lend_now=True,
+        suspendable=False,
+        saved_bytes=5 << 33,
+        attained_gpu_s=6.25,
+        cancelled=True,
+        borrowed=True,
+    ),
+    uid=4_000_000_000,
+    attempt=3,
+    since_at="2025-01-02T03:04:05.678Z",
+    entered_at=7.5,
+    why="idle",
+    requeue=True,
+    note="a note",
+    suspend_reason="IPC",
+    limits={"GPU-1": 1 << 36, "GPU-0": 1},
+    tries=2,
+)
+JOB = JobRecord(
+    id="abcdefghij",
+    user="bö",
+    project="nlp",
+    name="train",
+    command=("python", "a b", ""),
+    cwd="/home/bo",
+    env={"A": "1", "B": "é"},
+    retries=3,
+    grace_s=7.5,
+    request='{"command":[]}',
+    submitted_at="2025-01-02T03:04:05.678Z",
+    started_at="2025-01-02T03:04:06.678Z",
+    ended_at=None,
+    result="",
+    exit_code=-15,
+    stopped=True,
+    reason="because",
+    attempts=1,
+    failures=2,
+    preemptions=4,
+    ran_s=8.5,
+    done=1.5,
+    total=9.5,
+    idempotency_key="k",
+)
+DECISION = DecisionRecord(
+    seq=1,
+    at="2025-01-02T03:04:05.678Z",
+    lease="jabcdefghij",
+    user="bö",
+    project="nlp",
+    action="suspend",
+    why="idle",
+    for_lease="bxyz",
+    sentence="it sleeps",
+)
+OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
+RECORDS = (LEASE, JOB, DECISION, OVERRIDE)
+
+
+def url(folder) -> str:
+    return f"sqlite:///{folder / 'b.sqlite'}"
+
+
+def opened(folder, boot="boot"):
+    return Store(url(folder), boot)
+
+
+def test_the_examples_differ_from_every_default():
+    """Else a column that is not stored would come back right by chance."""
+    plain = Lease(id="x", project="p", kind=Kind.BUILD)
+    measured = {"idle_since_at", "wanted", "retry_at", "used_bytes", "duration_s", "consolidate"}
+    same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}
+    assert same <= measured
+
+
+async def test_every_record_comes_back_as_it_was(tmp_path):
+    store = opened(tmp_path)
+    await store.commit(RECORDS)
+    store.close()
+    store = opened(tmp_path)
+    loaded = store.load()
+    store.close()
+    assert loaded.leases == (LEASE,)
+    assert loaded.jobs == (JOB,)
+    assert loaded.decisions == (DECISION,)
+    assert loaded.overrides == (OVERRIDE,)
+
+
+async def test_a_changed_record_replaces_the_old_one(tmp_path):
+    store = opened(tmp_path)
+    await store.commit([LEASE, JOB])
+    await store.commit([replace(LEASE, note="new"), replace(JOB, done=2.5)])
+    loaded = store.load()
+    store.close()
+    assert [x.note for x in loaded.leases] == ["new"]
+    assert [x.done for x in loaded.jobs] == [2.5]
+
+
+async def test_ended_leases_are_not_loaded_but_ended_jobs_are(tmp_path):
+    store = opened(tmp_path)
+    gone = replace(LEASE, lease=replace(LEASE.lease, state=State.RELEASED))
+    await store.commit([gone, replace(JOB, result="failed")])
+    loaded = store.load()
+    store.close()
+    assert loaded.leases == ()
+    assert [j.result for j in loaded.jobs] == ["failed"]
+
+
+def test_sqlite_runs_with_wal_and_full(tmp_path):
+    store = opened(tmp_path)
+    with store._engine.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA journal_mode")).scalar() == "wal"
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 2
+    store.close()
+
+
+def test_a_database_that_refuses_wal_is_refused(tmp_path, monkeypatch):
+    class Refuses:
+        def cursor(self):
+            return self
+
+        def execute(self, what):
+            self.what = what
+            return self
+
+        def fetchone(self):
+            return ("delete",) if "journal" in self.what else (2,)
+
+        def close(self):
+            pass
+
+    with pytest.raises(StoreError, match="WAL with synchronous=FULL"):
+        store_module._sqlite_pragmas(Refuses(), None)
+
+
+def test_a_second_broker_on_the_same_database_is_told_so(tmp_path):
+    first = opened(tmp_path)
+    with pytest.raises(StoreError, match="another broker uses the database"):
+        opened(tmp_path)
+    first.close()
+    opened(tmp_path).close()
+
+
+def test_every_start_has_a_higher_epoch(tmp_path):
+    epochs = []
+    for _ in range(3):
+        store = opened(tmp_path)
+        epochs.append(store.epoch)
+        store.close()
+    assert epochs == [1, 2, 3]
+
+
+def test_the_boot_of_the_last_broker_is_told(tmp_path):
+    opened(tmp_path, "one").close()
+    store = opened(tmp_path, "two")
+    assert store.load().boot_id == "one"
+    store.close()
+
+
+def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
+    opened(tmp_path).close()
+    with sqlite3.connect(tmp_path / "b.sqlite") as connection:
+        connection.execute("update alembic_version set version_num = '9999'")
+    connection.close()
+    with pytest.raises(StoreError, match="newer version"):
+        opened(tmp_path)
+    with sqlite3.connect(tmp_path / "b.sqlite") as connection:
+        assert connection.execute("select version_num from alembic_version").fetchall() == [("9999",)]
+    connection.close()
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "b.sqlite").write_bytes(b"not a database at all" * 500)
+    with pytest.raises(StoreError, match="cannot be used"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("memory", ["sqlite://", "sqlite:///:memory:"])
+def test_a_database_in_memory_is_refused(memory):
+    with pytest.raises(StoreError, match="must be a file"):
+        Store(memory, "boot")
+
+
+def test_others_cannot_read_the_database(tmp_path):
+    opened(tmp_path).close()
+    assert (tmp_path / "b.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_migrations_give_exactly_the_tables_of_the_code(tmp_path):
+    store = opened(tmp_path)
+    with store._engine.connect() as connection:
+        context = alembic.migration.MigrationContext.configure(connection, opts={"compare_type": True})
+        assert alembic.autogenerate.compare_metadata(context, metadata) == []
+    store.close()
+
+
+def test_postgresql_could_hold_every_table():
+    for table in metadata.sorted_tables:
+        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
+        for column in table.columns:
+            assert type(column.type) in (sa.String, sa.Text, sa.Integer, sa.BigInteger, sa.Float, sa.Boolean)
+
+
+async def test_a_failed_commit_stores_nothing_and_ends_the_broker(tmp_path):
+    store = opened(tmp_path)
+    book = Book(store, Policy(projects=()), clock=lambda: 0.0)
+    await store.commit([DECISION])
+    with pytest.raises(StoreError, match="a commit failed"):
+        await book.commit(LEASE, DECISION)  # the same number twice
+    with pytest.raises(StoreError):
+        await book.failed
+    assert store.load().leases == ()
+    store.close()
+
+
+async def test_a_full_disk_is_a_failed_commit(tmp_path):
+    store = opened(tmp_path)
+    with store._engine.connect() as connection:
+        pages = connection.execute(sa.text("PRAGMA page_count")).scalar()
+    sa.event.listen(
+        store._engine, "connect", lambda c, _: c.execute(f"PRAGMA max_page_count={pages}").close()
+    )
+    store._engine.dispose()
+    with pytest.raises(StoreError, match="a commit failed"):
+        await store.commit([replace(JOB, env={"A": "x" * 1_000_000})])
+    assert store.load().jobs == ()
+    store.close()
+
+
+async def test_old_decisions_and_ended_jobs_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_DECISIONS", 10)
+    monkeypatch.setattr(store_module, "MAX_ENDED", 3)
+    store = opened(tmp_path)
+    for number in range(5):
+        await store.commit(
+            [
+                replace(
+                    JOB,
+                    id=f"job{number}",
+                    idempotency_key=None,
+                    result="failed",
+                    submitted_at=f"2025-01-0{number + 1}",
+                )
+            ]
+        )
+    await store.commit([replace(JOB, id="lives", idempotency_key=None, submitted_at="2024-01-01")])
+    for seq in (*range(980, 1001),):
+        await store.commit([replace(DECISION, seq=seq)])
+    loaded = store.load()
+    store.close()
+    assert [d.seq for d in loaded.decisions] == list(range(991, 1001))
+    assert {j.id for j in loaded.jobs} == {"lives", "job2", "job3", "job4"}
+
+
+async def test_moments_of_another_boot_start_anew(tmp_path):
+    store = opened(tmp_path, "one")
+    await store.commit([LEASE])
+    store.close()
+    store = opened(tmp_path, "two")
+    book = Book(store, Policy(projects=()), clock=lambda: 3.0)
+    book.load("two")
+    lease = book.leases[LEASE.id].lease
+    assert (lease.submitted_at, lease.queued_at, lease.granted_at, lease.keep_until_at) == (
+        3.0,
+        3.0,
+        3.0,
+        0.0,
+    )
+    assert book.leases[LEASE.id].entered_at == 3.0
+    book.failed.cancel()
+    store.close()

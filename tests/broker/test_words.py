@@ -1,0 +1,154 @@
+"""Every state has a badge and a sentence, and no sentence has a word that is kept away from people."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from jupyter_gpushare import words
+from jupyter_gpushare.core.model import Kind, State, Why
+from jupyter_gpushare.words import DecisionFacts, LeaseFacts
+
+AWAY = re.compile(r"\b(reclaim|evict|OOM|pending|cull|preempt|None|nan|inf)", re.IGNORECASE)
+CODE = re.compile(r"[a-z]+_[a-z]+|State\.|Why\.|<|>")
+
+
+def facts(state: State, kind: Kind = Kind.BUILD, **more) -> LeaseFacts:
+    given = {
+        "size": "1/2 GPU",
+        "device_name": "H100-80GB",
+        "memory_limit_bytes": 40 * 1000**3,
+        "memory_used_bytes": 7 * 1000**3,
+        "memory_saved_bytes": 7 * 1000**3,
+        "idle_s": 600.0,
+        "lend_in_s": 300.0,
+        "warned": True,
+        "waiting": 2,
+        "why": Why.IDLE,
+        "note": "",
+        "borrowed": False,
+        "wanted": False,
+        "since": "14:20",
+        "lent_to": "a training job of project nlp",
+        "suspendable": True,
+        "suspend_reason": "",
+    }
+    return LeaseFacts(kind=kind, state=state, **given | more)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("kind", Kind)
+def test_every_state_is_said_in_plain_words(state, kind):
+    for why, wanted, borrowed, suspendable, idle, lend in itertools.product(
+        ["", *Why], (True, False), (True, False), (True, False), (None, 0.0, 1e6), (None, 0.0)
+    ):
+        case = facts(
+            state,
+            kind,
+            why=why,
+            wanted=wanted,
+            borrowed=borrowed,
+            suspendable=suspendable,
+            suspend_reason="" if suspendable else "it uses CUDA IPC",
+            idle_s=idle,
+            lend_in_s=lend,
+        )
+        text, badge = words.sentence(case), words.badge(case)
+        assert text.strip().endswith((".", "!"))
+        assert badge
+        assert len(badge) <= 20
+        assert not AWAY.search(text + badge), text
+        assert not CODE.search(text + badge), text
+
+
+def test_a_warned_owner_reads_who_waits_when_and_what_becomes_of_the_memory():
+    text = words.sentence(facts(State.RUNNING))
+    for part in ("Idle for 10 min", "2 jobs are waiting", "In 5 min", "RAM", "Your variables stay"):
+        assert part in text
+    assert words.badge(facts(State.RUNNING)) == "Lent in 5 min"
+
+
+def test_an_owner_whom_nobody_waits_for_keeps_the_gpu():
+    case = facts(State.RUNNING, waiting=0, lend_in_s=None, warned=False)
+    assert words.sentence(case) == "Idle for 10 min. Nobody is waiting, so your GPU stays with you."
+    assert words.badge(case) == "Idle 10 min"
+
+
+def test_a_sleeping_session_says_since_when_to_whom_and_how_to_wake():
+    text = words.sentence(facts(State.SUSPENDED))
+    assert "since 14:20" in text
+    assert "training job of project nlp" in text
+    assert "Run any GPU cell" in text
+    assert "Nobody uses your GPU" in words.sentence(facts(State.SUSPENDED, lent_to=""))
+    assert words.badge(facts(State.SUSPENDED, wanted=True)) == "Waiting to wake"
+
+
+def test_a_session_that_cannot_sleep_says_why():
+    case = facts(State.RUNNING, suspendable=False, suspend_reason="it uses CUDA IPC", warned=False)
+    assert "it uses CUDA IPC" in words.sentence(case)
+    assert words.badge(case) == "Held"
+
+
+def test_lost_state_says_what_to_do():
+    text = words.sentence(facts(State.RUNNING, note="state_lost"))
+    assert "restart" in text
+    assert "Files are safe" in text
+
+
+@pytest.mark.parametrize("why", Why)
+def test_every_reason_to_wait_is_a_sentence(why):
+    text = words.waiting(why, needs="2 GPUs", free_milli=1250, position=3)
+    assert text.endswith(".")
+    assert not AWAY.search(text)
+    assert not CODE.search(text)
+
+
+def test_waiting_says_number_need_and_what_is_free():
+    assert words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1250, position=3) == (
+        "Number 3. Needs 2 GPUs; 1.25 are free."
+    )
+    assert "1 is free" in words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1000, position=None)
+
+
+def test_what_can_never_run_has_no_number():
+    assert "Number" not in words.waiting(Why.TOO_LARGE, needs="8 GPUs", free_milli=0, position=3)
+
+
+@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("action", ["grant", "suspend", "resume", "requeue"])
+def test_every_decision_is_a_sentence(action, why):
+    text = words.decision(
+        DecisionFacts(action=action, why=why, who="bo's job train", for_whom="ada's session")
+    )
+    assert text.startswith("bo's job train ")
+    assert "for ada's session: " in text
+    assert text.endswith(".")
+    assert not AWAY.search(text)
+    assert not CODE.search(text)
+
+
+@pytest.mark.parametrize(
+    ("milli", "text"), [(250, "1/4"), (333, "1/3"), (500, "1/2"), (123, "0.123"), (1000, "1"), (1250, "1.25")]
+)
+def test_fractions_are_written_as_people_write_them(milli, text):
+    assert words.fraction(milli) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (0, "0 s"), (89, "89 s"), (360, "6 min"), (7200, "2 h"), (1e6, "278 h")],
+)
+def test_durations_have_one_unit(seconds, text):
+    assert words.duration(seconds) == text
+
+
+def test_sizes_are_written_as_asked_for():
+    assert words.size(500, 1) == "1/2 GPU"
+    assert words.size(1000, 2) == "2 GPUs"
+    assert words.size(0, 1, 20 * 1024**3).endswith("of a GPU")
+    assert words.fraction_or_memory("2", None) == "2 GPUs"
+    assert words.fraction_or_memory("1", None) == "1 GPU"
+    assert words.fraction_or_memory("1/2", None) == "1/2 GPU"
+    assert words.fraction_or_memory("1", "20GiB") == "20GiB of a GPU"
