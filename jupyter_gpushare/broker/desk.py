@@ -250,9 +250,13 @@ class Desk:
         """
         book = self.book
         if key is not None:
-            if not 1 <= len(key) <= 255:
+            if not 1 <= len(key) <= 255 or "\0" in key:
                 raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
-            same = next((j for j in book.jobs.values() if j.user == user and j.idempotency_key == key), None)
+            # The database first: after it nobody else gets a turn until the job is in the book.
+            stored = await book.store.job_by_key(user, key)
+            same = next(
+                (j for j in book.jobs.values() if j.user == user and j.idempotency_key == key), stored
+            )
             if same is not None:
                 return same
         _check_job(request)
@@ -340,11 +344,15 @@ class Desk:
 
         Raises:
             NotFound: the user has no such job.
+            InvalidRequest: an exit code that no process can have.
         """
+        if report.exit_code is not None and not -64 <= report.exit_code <= 255:
+            raise InvalidRequest("exit_code is a number from 0 to 255, or a signal's, negative")
         book = self.book
         job = self.job(user, job_id)
         record = book.leases.get(job.lease_id)
-        if record is None or record.attempt != attempt:
+        # A lease that waits again keeps the number of the attempt that is over.
+        if record is None or record.attempt != attempt or record.state is State.PENDING:
             return
         match report.state:
             case "started":
@@ -482,8 +490,8 @@ def _check_job(request: wire.JobRequest) -> None:
             raise InvalidRequest(f"{name[:40]!r} is not a name of an environment variable")
         if name.startswith(("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")):
             raise InvalidRequest(f"{name} is set by the system and cannot be given")
-    if request.name is not None and not 1 <= len(request.name) <= 100:
-        raise InvalidRequest("a name has 1 to 100 characters")
+    if request.name is not None and (not 1 <= len(request.name) <= 100 or "\0" in request.name):
+        raise InvalidRequest("a name has 1 to 100 characters, none of them NUL")
     if not -100 <= request.priority <= 100:
         raise InvalidRequest("priority is a whole number from -100 to 100")
     if not 0 <= request.retries <= 10:

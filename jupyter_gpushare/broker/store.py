@@ -307,6 +307,23 @@ class Store:
                 boot_id=self._boot_before,
             )
 
+    async def job_by_key(self, user: str, key: str) -> JobRecord | None:
+        """Return the job that a user submitted under an idempotency key, however long ago.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, user, key)
+
+    def _find(self, user: str, key: str) -> JobRecord | None:
+        mine = jobs.select().where(jobs.c.user == user, jobs.c.idempotency_key == key)
+        try:
+            with self._engine.connect() as connection:
+                row = connection.execute(mine).mappings().first()
+        except sa.exc.SQLAlchemyError as error:
+            raise StoreError(f"the database cannot be read: {error}") from error
+        return None if row is None else _job(row)
+
     # ---- writing -------------------------------------------------------------
 
     async def commit(self, changes: Sequence[Change]) -> None:
