@@ -218,10 +218,26 @@ class Board:
 
     def leave(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` was told to give its room away."""
-        held, size, account = held_by(lease), size_of(lease), self.account(lease)
+        self._move(lease, 1)
+        for room in self.rooms_of(lease):
+            room.holders = [x for x in room.holders if x.id != lease.id]
+        self.host_free += self.reserved.get(lease.id, 0)
+        if parked:
+            self.host_free -= parked_bytes(lease)
+
+    def stay(self, lease: Lease, *, parked: bool) -> None:
+        """``lease`` need not leave after all."""
+        self._move(lease, -1)
+        for room in self.rooms_of(lease):
+            room.holders.append(lease)
+        self.host_free -= self.reserved.get(lease.id, 0)
+        if parked:
+            self.host_free += parked_bytes(lease)
+
+    def _move(self, lease: Lease, sign: int) -> None:
+        held, size, account = sign * held_by(lease), sign * size_of(lease), self.account(lease)
         for room in self.rooms_of(lease):
             room.coming += held
-            room.holders = [x for x in room.holders if x.id != lease.id]
             if self.has_claim(lease):
                 room.asleep += held
         account.use -= size
@@ -229,6 +245,3 @@ class Board:
             account.leaving += size
         if lease.id in self.standing.in_quota:
             account.in_quota_use -= size
-        self.host_free += self.reserved.pop(lease.id, 0)
-        if parked:
-            self.host_free -= parked_bytes(lease)

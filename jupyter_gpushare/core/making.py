@@ -11,7 +11,8 @@ Cheapest first:
 Who may be asked depends on who needs the room:
 
 * the *owner* of lent room takes it from all who hold it without a claim (2-4),
-  on the devices of the claim only;
+  on the devices of the claim only; an idle neighbour there (1) goes before a
+  borrower, who would have that room next;
 * anybody may have the room of an idle session (1), if host memory has room for
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
@@ -149,6 +150,8 @@ class Maker:
         return Victim(lease, Cost.BUSY_SESSION, why, park=True) if self._parkable(lease) else None
 
     def _for_owner(self, holder: Lease) -> Victim | None:
+        if holder.kind is Kind.BUILD and (lender := self._lender(holder)):
+            return lender
         return None if self.board.has_claim(holder) else self._holder(holder, Why.LENDER_RETURNED)
 
     def _for_job(self, holder: Lease, job: Lease, *, owed: bool, lend: bool) -> Victim | None:
@@ -173,6 +176,20 @@ class Maker:
                 return None
             chosen = picked
         return self._afford(_least(shorts, chosen), 0)
+
+    def spare(self, asked: list[tuple[Victim, Lease]]) -> list[tuple[Victim, Lease]]:
+        """Return who must really leave, once all owners have chosen; the others stay.
+
+        Two small borrowers may have been chosen for two owners before a large
+        one was, whose room is enough for both.
+        """
+        kept = []
+        for v, lease in sorted(asked, key=lambda pair: (-pair[0].cost, held_by(pair[0].lease), pair[0].rank)):
+            if all(room.soon >= held_by(v.lease) for room in self.board.rooms_of(v.lease)):
+                self.board.stay(v.lease, parked=v.park)
+            else:
+                kept.append((v, lease))
+        return [pair for pair in asked if pair in kept]
 
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
@@ -231,12 +248,23 @@ class Maker:
             if (more := _enough_for_limit(job.project, ask.over_limit, victims, juniors)) is None:
                 return None
             victims = more
+        if not self._lasts(job, need * len(rooms), victims):
+            return None
         spot = Spot(job.devices or tuple(r.device.uuid for r in rooms), need)
         reserve = 0
         if self._lends(rooms, need, victims):
             reserve = self.board.reserve_needed(job, spot.devices, need)
         settled = self._afford(victims, reserve)
         return None if settled is None else Making(spot, settled)
+
+    def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
+        """Whether a preempted junior would not be owed the very room again before ``job`` gets it."""
+        juniors = [v.lease for v in victims if v.why is Why.PRIORITY]
+        account = self.board.account(job)
+        left = sum(size_of(x) for x in juniors)
+        return account.is_below_quota(size - left) or not any(
+            account.is_below_quota(size_of(x) - left) for x in juniors
+        )
 
     def _afford(self, victims: Sequence[Victim], reserve: int) -> tuple[Victim, ...] | None:
         """``victims`` such that host memory holds who is parked, and ``reserve``; None: it cannot.

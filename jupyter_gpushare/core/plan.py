@@ -79,6 +79,7 @@ class Round:
         self.waiting: dict[str, Waiting] = {}  # in the order in which they would be served
         self.next_at: float | None = None
         self._hopeless: set[Shape] = set()
+        self._sizes: dict[int, int] = {}  # thousandths, by bytes asked for
 
     def run(self) -> Round:
         """Apply all rules."""
@@ -98,8 +99,11 @@ class Round:
         return self
 
     def _serve_people(self, owners: list[Lease], sessions: list[Lease]) -> None:
+        asked: list[tuple[Victim, Lease]] = []
         for lease in sorted(owners, key=order.session_key):
-            self._wake_owner(lease)
+            asked += [(v, lease) for v in self._wake_owner(lease)]
+        for v, lease in self.maker.spare(asked):
+            self._tell(v, lease)
         for lease in sorted(sessions, key=order.session_key):
             if self._backs_off(lease):
                 continue
@@ -128,23 +132,25 @@ class Round:
 
     # -- build sessions
 
-    def _wake_owner(self, lease: Lease) -> None:
+    def _wake_owner(self, lease: Lease) -> tuple[Victim, ...]:
+        """Wake a session on its claim, or keep that room for it and return who must leave."""
         board, held = self.board, held_by(lease)
         if not board.is_whole(lease):
             self._wait(lease, Why.DEVICE_BROKEN)
-            return
+            return ()
         over = self._over_own_limit(lease)
-        if not over and all(room.now >= held for room in board.rooms_of(lease)):
-            if not self._backs_off(lease):
-                self.actions.append(Resume(lease.id, Why.WANTED))
-                board.take(lease, lease.devices, held)
-                return
-        elif (victims := self.maker.for_owner(lease)) is not None:
-            self._ask(victims, lease)
-            self._wait(lease, Why.WAITS_FOR_ROOM)
-        else:
-            self._wait(lease, Why.NO_ROOM)
+        victims: tuple[Victim, ...] | None = ()
+        if over or any(room.now < held for room in board.rooms_of(lease)):
+            victims = self.maker.for_owner(lease)
+            self._wait(lease, Why.NO_ROOM if victims is None else Why.WAITS_FOR_ROOM)
+        elif not self._backs_off(lease):
+            self.actions.append(Resume(lease.id, Why.WANTED))
+            board.take(lease, lease.devices, held)
+            return ()
+        for v in victims or ():
+            board.leave(v.lease, parked=v.park)
         board.pledge(lease, lease.devices, held)
+        return victims or ()
 
     def _over_own_limit(self, lease: Lease) -> bool:
         """Whether jobs of its own project must leave before a session may wake; they are told to.
@@ -213,28 +219,45 @@ class Round:
         return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
 
     def _serve(self, jobs: list[Lease]) -> None:
-        """Offer room to the jobs of all projects in turn."""
+        """Offer room to the jobs: first what projects are owed, then the rest by weight."""
         queues: dict[str, list[Lease]] = {}
-        for lease in sorted(jobs, key=order.job_key, reverse=True):
-            queues.setdefault(lease.project, []).append(lease)  # next one last
-        heap = [(self._turn(queue), name) for name, queue in queues.items()]
+        for lease in sorted(jobs, key=order.job_key):
+            queues.setdefault(lease.project, []).append(lease)
+        rest = self._serve_queues(queues, owed=True)
+        self._serve_queues(rest, owed=False)
+
+    def _serve_queues(self, queues: dict[str, list[Lease]], *, owed: bool) -> dict[str, list[Lease]]:
+        """Serve the projects in turn; return the jobs that were passed over, as they are not owed."""
+        passed: dict[str, list[Lease]] = {name: [] for name in queues}
+        left = {name: iter(queue) for name, queue in queues.items()}
+        heap = [(self._turn(queue[0], owed), name) for name, queue in queues.items()]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
-            queue, asked = queues[name], len(self.actions)
-            while queue and not self._serve_one(queue.pop()):
-                pass
-            if queue:
-                heapq.heappush(heap, (self._turn(queue), name))
+            asked = len(self.actions)
+            for job in left[name]:
+                if owed and not self.board.account(job).is_below_quota(self._size(job)):
+                    passed[name].append(job)
+                elif self._serve_one(job):
+                    heapq.heappush(heap, (self._turn(job, owed), name))
+                    break
             if any(not isinstance(a, Grant | Resume) for a in self.actions[asked:]):
-                # Whoever gave room away is owed more now.
-                heap = [(self._turn(queues[name]), name) for _, name in heap]
+                # Whoever gave room away has its turn earlier now.
+                heap = [(self._turn(queues[name][0], owed), name) for _, name in heap]
                 heapq.heapify(heap)
+        return {name: queue for name, queue in passed.items() if queue}
 
-    def _turn(self, queue: list[Lease]) -> tuple[float | str, ...]:
-        head = queue[-1]
-        size = (held_by(head) or 1) * max(len(head.devices), head.device_count)
-        return (*self.board.account(head).turn(size), *order.job_key(head))
+    def _turn(self, job: Lease, owed: bool) -> tuple[float | str, ...]:
+        return (*self.board.account(job).turn(owed=owed), *order.job_key(job))
+
+    def _size(self, job: Lease) -> int:
+        """The least that ``job`` takes anywhere."""
+        if job.devices:
+            return held_by(job) * len(job.devices)
+        if job.memory_bytes not in self._sizes:
+            needs = [demand(job, room.device) for room in self.board.usable] or [WHOLE_GPU]
+            self._sizes[job.memory_bytes] = min(needs)
+        return (self._sizes[job.memory_bytes] if job.memory_bytes else job.fraction_milli) * job.device_count
 
     def _serve_one(self, job: Lease) -> bool:
         """Give ``job`` what can be given; False: nothing changed."""
@@ -302,9 +325,9 @@ class Round:
 
     def _make_room(self, job: Lease, rooms: list[Room]) -> Why:
         board, account = self.board, self.board.account(job)
-        size = _least_size(job, rooms)
-        if size is None:
+        if not job.devices and find(job, rooms, _whole) is None:
             return self._unplaced(job)
+        size = self._size(job)
         over = account.over_limit_soon(size)
         made = self.maker.for_job(job, rooms, owed=account.is_below_quota(size), over_limit=over)
         if made is None:
@@ -331,9 +354,12 @@ class Round:
 
     def _ask(self, victims: Iterable[Victim], lease: Lease) -> None:
         for v in victims:
-            action = Suspend if v.park else Requeue
-            self.actions.append(action(v.lease.id, v.why, lease.id))
+            self._tell(v, lease)
             self.board.leave(v.lease, parked=v.park)
+
+    def _tell(self, v: Victim, lease: Lease) -> None:
+        action = Suspend if v.park else Requeue
+        self.actions.append(action(v.lease.id, v.why, lease.id))
 
     # -- who waits, and until when at the longest
 
@@ -389,11 +415,3 @@ def _unclaimed_returnable(room: Room) -> int:
 
 def _whole(room: Room) -> int:
     return WHOLE_GPU
-
-
-def _least_size(job: Lease, rooms: list[Room]) -> int | None:
-    """The least that ``job`` takes anywhere; None: it fits nowhere."""
-    if job.devices:
-        return held_by(job) * len(job.devices)
-    needs = [need for r in rooms if (need := demand(job, r.device)) <= WHOLE_GPU]
-    return min(needs) * job.device_count if len(needs) >= job.device_count else None

@@ -68,12 +68,12 @@ class Account:
         """The same once everything on its way out has left."""
         return max(0, self.over_limit(more) - self.leaving)
 
-    def turn(self, more: int) -> tuple[float, ...]:
-        """Sorts projects: those below quota first, then the least over quota for their weight."""
+    def turn(self, *, owed: bool) -> tuple[float, float]:
+        """Sorts projects that are ``owed`` room, by what they have of it; or the others, by weight."""
         quota = self.project.quota_milli
-        if self.is_below_quota(more):
-            return 0, -self.project.priority, self.use / max(quota, 1)
-        return 1, -self.project.priority, (self.use - quota) / max(self.project.weight, 1)
+        if owed:
+            return -self.project.priority, self.use / max(quota, 1)
+        return -self.project.priority, (self.use - quota) / max(self.project.weight, 1)
 
 
 @dataclass(slots=True)

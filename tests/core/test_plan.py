@@ -293,6 +293,13 @@ def test_suspendable_borrowers_go_before_those_that_start_again_and_the_last_in_
     ]
 
 
+def test_one_borrower_leaves_for_two_owners_rather_than_two():
+    owners = [build(f"o{n}", 250, "0", state=ASLEEP, wanted=True) for n in range(2)]
+    busy, small = build("busy", 250, "0"), train("small", 250, "0", granted_at=2)
+    c = cluster(*owners, busy, small, train("large", 500, "0", granted_at=1))
+    assert actions(c) == [Suspend("large", Why.LENDER_RETURNED, "o1")]
+
+
 def test_busy_sessions_beyond_quota_are_suspended_last():
     guest = build("guest", 500, "0", project="q", granted_at=9)
     c = cluster(owner(), guest, train("bo", 500, "0"))
@@ -320,6 +327,13 @@ def test_a_session_beyond_quota_wakes_on_free_unclaimed_room_only():
     assert actions(cluster(guest)) == [Resume("guest", Why.WANTED)]
     assert actions(cluster(guest, train("job", 600, "0"))) == []
     assert actions(cluster(guest, build("ada", 600, "0", state=ASLEEP))) == []
+
+
+def test_an_idle_neighbour_sleeps_before_a_borrower_is_disturbed():
+    c = cluster(owner(), build("idle", 500, "0", idle_s=9000), train("bo", 500, "0"))
+    assert actions(c) == [Suspend("idle", Why.IDLE, "ada")]
+    c = cluster(owner(), build("busy", 500, "0"), train("bo", 500, "0"))
+    assert actions(c) == [Suspend("bo", Why.LENDER_RETURNED, "ada")]
 
 
 # -- suspended jobs

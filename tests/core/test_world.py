@@ -1,0 +1,348 @@
+"""Any history: leases come, go, idle, return; actions succeed, fail or take their time.
+
+The machine plays the broker: it asks `plan`, carries actions out in any order,
+and checks after every step what must hold whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from jupyter_gpushare.core.board import parked_bytes
+from jupyter_gpushare.core.explain import borrowed, explain, lent, offers, uses
+from jupyter_gpushare.core.model import (
+    HOLDS_ROOM,
+    WHOLE_GPU,
+    Cluster,
+    Event,
+    Grant,
+    Kind,
+    Lease,
+    Project,
+    Requeue,
+    Resume,
+    Settings,
+    State,
+    Survival,
+    Suspend,
+    advance,
+)
+from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.quota import held_by, standing
+from tests.core.build import GIB, device
+
+SUCCESS = {
+    State.GRANTED: Event.STARTED,
+    State.SUSPENDING: Event.SUSPEND_DONE,
+    State.RESUMING: Event.RESUME_DONE,
+}
+FAILURE = {
+    State.GRANTED: Event.START_FAILED,
+    State.SUSPENDING: Event.SUSPEND_REFUSED,
+    State.RESUMING: Event.RESUME_REFUSED,
+}
+BACK_OFF_S = 30.0
+
+
+class World(RuleBasedStateMachine):
+    names = Bundle("names")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.count = 0
+        self.leases: dict[str, Lease] = {}
+        self.ending: set[str] = set()  # stopped for good, not to be requeued
+        self.devices = [device(0), device(1), device(2, node="n1", memory_bytes=40 * GIB)]
+        self.projects = (
+            Project(name="p", quota_milli=1500),
+            Project(name="q", quota_milli=1000, weight=2),
+            Project(name="r", quota_milli=0, limit_milli=1500),
+        )
+        self.settings = Settings(idle_timeout_s=600, host_budget_bytes=200 * GIB)
+
+    def cluster(self) -> Cluster:
+        return Cluster(
+            devices=tuple(self.devices),
+            projects=self.projects,
+            leases=tuple(self.leases.values()),
+            settings=self.settings,
+        )
+
+    def change(self, id: str, event: Event | None = None, **more: object) -> None:
+        lease = self.leases[id]
+        if event is not None:
+            more["state"] = advance(lease.state, event)
+        lease = replace(lease, **more)
+        if lease.state is State.PENDING:
+            lease = replace(lease, devices=(), held_milli=0, saved_bytes=0, used_bytes=0)
+        elif lease.state is State.RUNNING:
+            lease = replace(lease, saved_bytes=0, wanted=False)
+        elif lease.state is State.SUSPENDED and event is Event.SUSPEND_DONE:
+            lease = replace(lease, saved_bytes=lease.used_bytes, used_bytes=0)
+        if lease.state in (State.RELEASED, State.FAILED):
+            del self.leases[id]
+        else:
+            self.leases[id] = lease
+
+    @initialize(sessions=st.lists(st.tuples(st.sampled_from([250, 500, 1000]), st.sampled_from("pqr"))))
+    def morning(self, sessions):
+        for milli, project in sessions[:4]:
+            self.spawn(milli, project)
+        self.settle()
+
+    # -- what people do
+
+    @rule(
+        target=names,
+        shape=st.sampled_from([(250, 1), (500, 1), (1000, 1), (1000, 2), (0, 1)]),
+        project=st.sampled_from("pqr"),
+        priority=st.integers(0, 1),
+        survival=st.sampled_from(Survival),
+        consolidate=st.booleans(),
+    )
+    def submit(self, shape, project, priority, survival, consolidate):
+        self.count += 1
+        milli, count = shape
+        lease = Lease(
+            id=f"j{self.count}",
+            project=project,
+            kind=Kind.TRAIN,
+            fraction_milli=milli,
+            device_count=count,
+            memory_bytes=0 if milli else 15 * GIB,
+            consolidate=consolidate,
+            priority=priority,
+            survival=survival,
+            queued_at=self.now,
+        )
+        self.leases[lease.id] = lease
+        return lease.id
+
+    @rule(target=names, milli=st.sampled_from([250, 500, 1000]), project=st.sampled_from("pqr"))
+    def spawn(self, milli, project):
+        self.count += 1
+        lease = Lease(
+            id=f"b{self.count}",
+            project=project,
+            kind=Kind.BUILD,
+            fraction_milli=milli,
+            queued_at=self.now,
+        )
+        (offer,) = offers(self.cluster(), project, [(milli, 1)], self.now)
+        self.leases[lease.id] = lease
+        told = explain(self.cluster(), lease.id, self.now)
+        grants = [a for a in plan(self.cluster(), self.now).actions if a.lease == lease.id]
+        assert (offer.starts == "no") == (not grants)
+        if not grants:
+            assert told.why == offer.why
+            del self.leases[lease.id]
+            return multiple()
+        assert (offer.borrowed, offer.devices) == (grants[0].borrowed, grants[0].devices)
+        self.carry_out(grants[0])
+        return lease.id
+
+    @rule(id=consumes(names))
+    def end(self, id):
+        if id in self.leases:
+            lease = self.leases[id]
+            if lease.state in HOLDS_ROOM and lease.state is not State.STOPPING:
+                self.change(id, Event.STOP)
+                self.ending.add(id)
+            else:
+                self.change(id, Event.RELEASE)
+
+    @rule(id=names, idle=st.booleans())
+    def work(self, id, idle):
+        if id in self.leases and self.leases[id].state is State.RUNNING:
+            self.change(id, idle_since_at=self.now if idle else None)
+
+    @rule()
+    def lunch(self):
+        """Every session idles for longer than the timeout."""
+        for id in [x.id for x in self.leases.values() if x.kind is Kind.BUILD and x.idle_since_at is None]:
+            self.change(id, idle_since_at=self.now)
+        self.now += 700
+        self.settle()
+
+    @rule(id=names)
+    def run_a_gpu_cell(self, id):
+        lease = self.leases.get(id)
+        if lease and lease.kind is Kind.BUILD and lease.state is State.SUSPENDED:
+            self.change(id, wanted=True)
+
+    @rule()
+    def everybody_returns(self):
+        for id in [x.id for x in self.leases.values() if x.kind is Kind.BUILD]:
+            self.run_a_gpu_cell(id)
+        self.settle()
+
+    @rule(id=names)
+    def spoil(self, id):
+        if id in self.leases:
+            self.change(id, suspendable=False)
+
+    @rule(seconds=st.sampled_from([1.0, 31.0, 700.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(which=st.integers(0, 2), usable=st.booleans())
+    def cordon(self, which, usable):
+        self.devices[which] = replace(self.devices[which], usable=usable)
+
+    # -- what the broker does
+
+    @rule(id=names, fails=st.booleans(), used=st.sampled_from([0, 1, 5]))
+    def complete(self, id, fails, used):
+        if id in self.leases:
+            self.step(id, fails=fails, used_bytes=used * GIB)
+
+    def step(self, id: str, *, fails: bool = False, used_bytes: int = 0) -> None:
+        """What was begun for a lease ends."""
+        lease = self.leases[id]
+        if lease.state is State.STOPPING:
+            if id in self.ending:
+                self.change(id, Event.RELEASE)
+            else:
+                self.change(id, Event.REQUEUED, queued_at=self.now)
+        elif lease.state in SUCCESS:
+            if fails:
+                if lease.kind is Kind.BUILD and lease.state is State.GRANTED:
+                    return self.change(id, Event.FAIL)
+                return self.change(id, FAILURE[lease.state], retry_at=self.now + BACK_OFF_S)
+            more = {"used_bytes": used_bytes} if lease.state is State.GRANTED else {}
+            if lease.state is State.RESUMING:
+                more = {"used_bytes": lease.saved_bytes, "idle_since_at": None}
+            self.change(id, SUCCESS[lease.state], **more)
+        return None
+
+    def carry_out(self, action: object) -> None:
+        match action:
+            case Grant():
+                event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
+                self.change(
+                    action.lease,
+                    event,
+                    devices=action.devices,
+                    held_milli=action.held_milli,
+                    borrowed=action.borrowed,
+                    granted_at=self.now,
+                )
+            case Suspend():
+                self.change(action.lease, Event.SUSPEND)
+            case Resume():
+                self.change(action.lease, Event.RESUME, granted_at=self.now)
+            case Requeue():
+                self.change(action.lease, Event.STOP)
+
+    @rule()
+    def tick(self):
+        self.act()
+
+    def act(self) -> tuple[object, ...]:
+        cluster = self.cluster()
+        done = plan(cluster, self.now)
+        shuffled = replace(cluster, leases=cluster.leases[::-1], devices=cluster.devices[::-1])
+        assert plan(cluster, self.now) == done
+        assert Counter(plan(shuffled, self.now).actions) == Counter(done.actions)
+        assert done.next_at is None or done.next_at > self.now
+        assert max(Counter(a.lease for a in done.actions).values(), default=0) <= 1
+        for action in done.actions:
+            if isinstance(action, Suspend | Requeue):
+                waits = self.leases[action.for_lease]
+                assert waits.state in (State.PENDING, State.SUSPENDED)
+                assert action.lease != action.for_lease
+            if isinstance(action, Requeue):
+                assert self.leases[action.lease].kind is Kind.TRAIN
+            self.carry_out(action)
+            self.room_is_never_given_twice()
+        return done.actions
+
+    @rule()
+    def settle(self):
+        """Everything begun succeeds and nothing else happens: `plan` comes to rest."""
+        disturbed: Counter[str] = Counter()
+        for _ in range(6 * len(self.leases) + 6):
+            actions = self.act()
+            disturbed.update(a.lease for a in actions if isinstance(a, Suspend | Requeue))
+            for a in actions:
+                assert not (isinstance(a, Resume) and disturbed[a.lease]), "suspended and resumed for nothing"
+            moving = [x.id for x in self.leases.values() if x.state in {*SUCCESS, State.STOPPING}]
+            for id in moving:
+                self.step(id, used_bytes=GIB)
+            if not actions and not moving:
+                break
+        else:
+            raise AssertionError("no fixed point")
+        assert max(disturbed.values(), default=0) <= 1
+        self.owners_are_awake()
+
+    def owners_are_awake(self) -> None:
+        """Whoever has a claim and came back has the room, or what is in the way cannot be moved."""
+        cluster = self.cluster()
+        claimants = standing(cluster.projects, cluster.leases).claimants
+        for lease in self.leases.values():
+            if lease.id in claimants and lease.wanted and lease.retry_at <= self.now:
+                in_the_way = [
+                    x
+                    for x in self.leases.values()
+                    if x.state in HOLDS_ROOM and set(x.devices) & set(lease.devices) and x.id not in claimants
+                ]
+                assert any(
+                    (x.kind is Kind.BUILD and not x.suspendable) or x.retry_at > self.now for x in in_the_way
+                )
+
+    # -- what always holds
+
+    @invariant()
+    def room_is_never_given_twice(self):
+        for d in self.devices:
+            holders = [x for x in self.leases.values() if d.uuid in x.devices and x.state in HOLDS_ROOM]
+            assert sum(held_by(x) for x in holders) <= WHOLE_GPU
+
+    @invariant()
+    def claims_are_never_oversubscribed(self):
+        cluster = self.cluster()
+        claimants = standing(cluster.projects, cluster.leases).claimants
+        for d in self.devices:
+            claims = [x for x in self.leases.values() if d.uuid in x.devices and x.id in claimants]
+            assert sum(held_by(x) for x in claims) <= WHOLE_GPU
+        for p in self.projects:
+            claims = [x for x in self.leases.values() if x.project == p.name and x.id in claimants]
+            assert sum(held_by(x) * len(x.devices) for x in claims) <= p.quota_milli
+
+    @invariant()
+    def limits_hold(self):
+        held = sum(
+            held_by(x) * len(x.devices)
+            for x in self.leases.values()
+            if x.project == "r" and x.state in HOLDS_ROOM
+        )
+        assert held <= 1500
+
+    @invariant()
+    def host_memory_is_never_promised_twice(self):
+        parked = sum(x.saved_bytes for x in self.leases.values())
+        parked += sum(parked_bytes(x) for x in self.leases.values() if x.state is State.SUSPENDING)
+        assert parked <= self.settings.host_budget_bytes
+
+    @invariant()
+    def what_is_said_agrees_with_what_is(self):
+        cluster = self.cluster()
+        assert set(borrowed(cluster)) >= {x.id for x in self.leases.values() if x.state is State.RUNNING}
+        assert all(self.leases[id].state is State.SUSPENDED for id in lent(cluster))
+        shares = sum(u.fair_share_milli for u in uses(cluster))
+        assert shares <= WHOLE_GPU * len(self.devices)
+        for id in self.leases:
+            explain(cluster, id, self.now)
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
