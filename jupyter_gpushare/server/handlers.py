@@ -28,7 +28,7 @@ from tornado import web
 from jupyter_gpushare import wire
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
-from jupyter_gpushare.server.watch import Watch
+from jupyter_gpushare.server.watch import Watch, iso
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class StatusHandler(_Handler):
             status = await self.broker.watch.fresh()
         except (BrokerUnavailable, RequestError) as error:
             since = self.broker.watch.silent_since or datetime.now(UTC)
-            silent = {"silent_since": since.strftime("%Y-%m-%dT%H:%M:%SZ"), "message": str(error)}
+            silent = {"silent_since": iso(since), "message": str(error)}
             self.send(mine | silent)
             return
         self.send(json.loads(wire.encode(status)) | mine | {"silent_since": None})

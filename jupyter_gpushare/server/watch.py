@@ -6,7 +6,8 @@ is asked again after 1, 2, 4, ... `MAX_PAUSE_S` seconds; since when it has been
 silent is known meanwhile, and what it said before is not shown as news.
 
 An event is emitted for this server's own lease and for the user's jobs, when a
-person would call it a change (`lease_key`, `job_key`), never for numbers.
+person would call it a change (`lease_key`, `job_key`), never for numbers; and
+when the broker falls silent or is heard again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,18 @@ MAX_PAUSE_S = 60.0
 EVENTS_DIR = Path(__file__).parent / "events"
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
 JOB_EVENT = "https://jupyter-gpushare.readthedocs.io/events/job_state"
+BROKER_EVENT = "https://jupyter-gpushare.readthedocs.io/events/broker_state"
 
 Emit = Callable[[str, dict[str, Any]], None]
 
 
 # The warning comes this long before the GPU is lent, or a third of the idle time-out when that is shorter.
 WARNING_S = 300.0
+
+
+def iso(moment: datetime) -> str:
+    """Return a moment as in every message: ISO 8601 in UTC, whole seconds."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def is_warned(lease: LeaseStatus) -> bool:
@@ -172,6 +179,7 @@ class Watch:
         if self.silent_since is not None:
             self._log.info("gpushare: the broker answers again")
             self.silent_since = None
+            self._emit(BROKER_EVENT, {"silent_since": None})
         elif self.status is not None and status.seq < self.status.seq:
             return self.status
         for schema, data in changes(self.status, status, self._server):
@@ -183,3 +191,4 @@ class Watch:
         if self.silent_since is None:
             self.silent_since = datetime.now(UTC)
             self._log.warning("gpushare: no news from the broker: %s", error)
+            self._emit(BROKER_EVENT, {"silent_since": iso(self.silent_since)})

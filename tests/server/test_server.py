@@ -6,6 +6,7 @@ import asyncio
 import json
 
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
+BROKER_EVENT = "https://jupyter-gpushare.readthedocs.io/events/broker_state"
 JOB_EVENT = "https://jupyter-gpushare.readthedocs.io/events/job_state"
 
 
@@ -61,6 +62,20 @@ async def test_change_of_state_arrives_as_jupyter_event(server, broker, golden, 
         "starting",
         1,
     )
+
+
+async def test_page_is_told_when_the_broker_falls_silent_and_when_it_is_heard_again(
+    server, broker, eventually
+):
+    eventually(lambda: broker.polls_open)
+    async with server.socket("api/events/subscribe") as events:
+        await asyncio.to_thread(broker.stop)
+        lost = json.loads(await asyncio.wait_for(events.read_message(), 20))
+        broker.start()
+        back = json.loads(await asyncio.wait_for(events.read_message(), 20))
+    assert lost["schema_id"] == back["schema_id"] == BROKER_EVENT
+    assert lost["silent_since"].endswith("Z")
+    assert back["silent_since"] is None
 
 
 def test_only_one_long_poll_is_held_and_it_starts_where_the_last_answer_ended(

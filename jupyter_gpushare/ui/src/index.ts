@@ -1,0 +1,200 @@
+/** The plugins; each can be disabled alone. */
+
+import {
+  ILayoutRestorer,
+  JupyterFrontEnd,
+  JupyterFrontEndPlugin
+} from '@jupyterlab/application';
+import { ICommandPalette } from '@jupyterlab/apputils';
+import { INotebookTracker } from '@jupyterlab/notebook';
+import { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { IStatusBar } from '@jupyterlab/statusbar';
+import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
+
+import { Actions } from './actions';
+import { GpuModel } from './model';
+import { Banner, Toasts } from './notices';
+import { GpuPanel } from './panel';
+import { changeLease, fetchStatus } from './requests';
+import { StatusItem } from './statusbar';
+import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
+
+const MODEL_ID = 'jupyter-gpushare:model';
+const PANEL_ID = 'gpushare-panel';
+const EVENTS = 'https://jupyter-gpushare.readthedocs.io/events/';
+
+function bundle(translator: ITranslator | null): TranslationBundle {
+  return (translator ?? nullTranslator).load('jupyter_gpushare');
+}
+
+function actionsOf(gpu: IGpuModel, trans: TranslationBundle): Actions {
+  return new Actions(gpu.model, () => gpu.options().keepMinutes, trans);
+}
+
+const model: JupyterFrontEndPlugin<IGpuModel> = {
+  id: MODEL_ID,
+  description: 'Knows the share of a GPU that this server holds.',
+  autoStart: true,
+  provides: IGpuModel,
+  optional: [ISettingRegistry],
+  activate: (app: JupyterFrontEnd, registry: ISettingRegistry | null): IGpuModel => {
+    const server = app.serviceManager.serverSettings;
+    const model = new GpuModel({
+      fetchStatus: () => fetchStatus(server),
+      changeLease: (lease, verb, minutes) => changeLease(server, lease, verb, minutes)
+    });
+    app.serviceManager.events.stream.connect((_, event) => {
+      if (event.schema_id.startsWith(EVENTS)) {
+        void model.refresh();
+      }
+    });
+    // Polling rests while the page is hidden; whoever comes back sees how it is now.
+    document.addEventListener('visibilitychange', () => {
+      if (document.visibilityState === 'visible') {
+        void model.refresh();
+      }
+    });
+    let options: IOptions = { keepMinutes: 30, toasts: true, banner: true };
+    void registry
+      ?.load(MODEL_ID)
+      .then(settings => {
+        const follow = (): void => {
+          options = settings.composite as unknown as IOptions;
+          model.intervalMs = 1000 * (settings.get('refreshSeconds').composite as number);
+        };
+        settings.changed.connect(follow);
+        follow();
+      })
+      .catch(() => undefined); // the defaults do
+    return { model, options: () => options };
+  }
+};
+
+const panel: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:panel',
+  description: 'The sidebar and the commands of the shared GPU.',
+  autoStart: true,
+  requires: [IGpuModel],
+  optional: [ITranslator, ICommandPalette, ILayoutRestorer],
+  activate: (
+    app: JupyterFrontEnd,
+    gpu: IGpuModel,
+    translator: ITranslator | null,
+    palette: ICommandPalette | null,
+    restorer: ILayoutRestorer | null
+  ): void => {
+    const trans = bundle(translator);
+    const actions = actionsOf(gpu, trans);
+    const widget = new GpuPanel(gpu.model, actions, trans);
+    widget.id = PANEL_ID;
+    widget.title.icon = chipIcon;
+    widget.title.caption = trans.__('Shared GPU');
+    app.shell.add(widget, 'right', { rank: 900, type: 'Shared GPU' });
+    restorer?.add(widget, PANEL_ID);
+    addCommands(app, gpu, actions, trans);
+    for (const command of Object.values(CommandIDs)) {
+      palette?.addItem({ command, category: trans.__('Shared GPU') });
+    }
+    gpu.model.changed.connect((_, state) => {
+      if (state.kind === 'off') {
+        widget.dispose();
+      }
+      app.commands.notifyCommandChanged();
+    });
+  }
+};
+
+function addCommands(
+  app: JupyterFrontEnd,
+  gpu: IGpuModel,
+  actions: Actions,
+  trans: TranslationBundle
+): void {
+  const isOn = (): boolean => gpu.model.state.kind !== 'off';
+  app.commands.addCommand(CommandIDs.open, {
+    label: trans.__('Shared GPU'),
+    caption: trans.__('Show my GPU, my projects and my training jobs'),
+    icon: chipIcon,
+    isVisible: isOn,
+    execute: () => app.shell.activateById(PANEL_ID)
+  });
+  const verbs = [
+    { id: CommandIDs.wake, make: () => actions.wake() },
+    { id: CommandIDs.keep, make: () => actions.keep() },
+    { id: CommandIDs.lend, make: () => actions.lend() }
+  ];
+  for (const { id, make } of verbs) {
+    app.commands.addCommand(id, {
+      label: () => trans.__('GPU: %1', make().label),
+      caption: () => make().caption,
+      isVisible: isOn,
+      isEnabled: () => {
+        const state = gpu.model.state;
+        const possible = state.kind === 'ready' && state.lease !== null;
+        return possible && actions.of(state.lease!).some(action => action.verb === make().verb);
+      },
+      execute: () => make().run()
+    });
+  }
+}
+
+const statusBar: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:status-bar',
+  description: 'The shared GPU in the status bar.',
+  autoStart: true,
+  requires: [IGpuModel, IStatusBar],
+  optional: [ITranslator],
+  activate: (
+    app: JupyterFrontEnd,
+    gpu: IGpuModel,
+    bar: IStatusBar,
+    translator: ITranslator | null
+  ): void => {
+    const open = (): void => {
+      if (app.commands.hasCommand(CommandIDs.open)) {
+        void app.commands.execute(CommandIDs.open);
+      }
+    };
+    const item = new StatusItem(gpu.model, bundle(translator), open);
+    bar.registerStatusItem('jupyter-gpushare:status-bar', {
+      item,
+      align: 'left',
+      rank: 100,
+      isActive: () => item.isActive,
+      activeStateChanged: item.activeStateChanged
+    });
+  }
+};
+
+const notices: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:notices',
+  description: 'Notifications and the banner around a suspension.',
+  autoStart: true,
+  requires: [IGpuModel],
+  optional: [INotebookTracker, ITranslator],
+  activate: (
+    _: JupyterFrontEnd,
+    gpu: IGpuModel,
+    notebooks: INotebookTracker | null,
+    translator: ITranslator | null
+  ): void => {
+    const trans = bundle(translator);
+    const actions = actionsOf(gpu, trans);
+    const toasts = new Toasts(actions, trans);
+    gpu.model.noticed.connect((_, notice) => {
+      if (gpu.options().toasts) {
+        toasts.show(notice);
+      }
+    });
+    const enabled = (): boolean => gpu.options().banner;
+    notebooks?.forEach(notebook => Banner.addTo(notebook, gpu.model, actions, enabled));
+    notebooks?.widgetAdded.connect((_, notebook) =>
+      Banner.addTo(notebook, gpu.model, actions, enabled)
+    );
+  }
+};
+
+const plugins: JupyterFrontEndPlugin<unknown>[] = [model, panel, statusBar, notices];
+
+export { IGpuModel } from './tokens';
+export default plugins;

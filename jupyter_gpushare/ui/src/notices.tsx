@@ -1,0 +1,129 @@
+/** Around a suspension: notifications, and a banner above every open notebook. */
+
+import { Notification } from '@jupyterlab/apputils';
+import { NotebookPanel } from '@jupyterlab/notebook';
+import { TranslationBundle } from '@jupyterlab/translation';
+import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
+import React from 'react';
+
+import { Action, Actions } from './actions';
+import { GpuModel, GpuState, Notice, phaseOf } from './model';
+import { ActionRow } from './panel';
+import { noticeText } from './words';
+
+const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking']);
+
+/** Shows a notification for each notice, one of a lease at a time. */
+export class Toasts {
+  constructor(
+    private readonly _actions: Actions,
+    private readonly _trans: TranslationBundle
+  ) {}
+
+  show(notice: Notice): void {
+    if (notice.kind === 'job-ended') {
+      const type = notice.job.state === 'failed' ? 'warning' : 'info';
+      Notification.emit(noticeText(this._trans, notice), type, { autoClose: 8000 });
+      return;
+    }
+    if (this._shown !== null) {
+      Notification.dismiss(this._shown);
+      this._shown = null;
+    }
+    if (notice.kind === 'calm') {
+      return;
+    }
+    const text = noticeText(this._trans, notice);
+    switch (notice.kind) {
+      case 'warned':
+        this._shown = Notification.warning(text, {
+          autoClose: false,
+          actions: [button(this._actions.keep()), button(this._actions.lend())]
+        });
+        break;
+      case 'asleep':
+        this._shown = Notification.info(text, {
+          autoClose: 8000,
+          actions: [button(this._actions.wake())]
+        });
+        break;
+      case 'waking':
+        this._shown = Notification.info(text, { autoClose: 8000 });
+        break;
+      case 'back':
+        this._shown = Notification.success(text, { autoClose: 4000 });
+        break;
+    }
+  }
+
+  private _shown: string | null = null;
+}
+
+function button(action: Action): Notification.IAction {
+  return {
+    label: action.label,
+    caption: action.caption,
+    displayType: action.accent ? 'accent' : 'default',
+    callback: () => void action.run()
+  };
+}
+
+/** One line above a notebook while its GPU is not simply there. */
+export class Banner extends ReactWidget {
+  constructor(
+    private readonly _model: GpuModel,
+    private readonly _actions: Actions,
+    private readonly _enabled: () => boolean
+  ) {
+    super();
+    this.addClass('gps-banner');
+    this.hide();
+    _model.changed.connect(this._follow, this);
+    this._follow(_model, _model.state);
+  }
+
+  /** Puts a banner above a notebook; it goes with the notebook. */
+  static addTo(
+    notebook: NotebookPanel,
+    model: GpuModel,
+    actions: Actions,
+    enabled: () => boolean
+  ): void {
+    notebook.contentHeader.addWidget(new Banner(model, actions, enabled));
+  }
+
+  protected override render(): JSX.Element {
+    return (
+      <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
+        {(_, state) => this._line(state ?? this._model.state)}
+      </UseSignal>
+    );
+  }
+
+  private _line(state: GpuState): JSX.Element | null {
+    if (!shows(state)) {
+      return null;
+    }
+    const lease = state.lease;
+    return (
+      <>
+        <span role="status" data-phase={phaseOf(lease)}>
+          <b>{lease.badge}.</b> {lease.sentence}
+        </span>
+        <ActionRow actions={this._actions.of(lease)} />
+      </>
+    );
+  }
+
+  private _follow(_: GpuModel, state: GpuState): void {
+    this.setHidden(!(shows(state) && this._enabled()));
+  }
+}
+
+function shows(
+  state: GpuState
+): state is Extract<GpuState, { kind: 'ready' }> & {
+  lease: NonNullable<Extract<GpuState, { kind: 'ready' }>['lease']>;
+} {
+  return state.kind === 'ready' && state.lease !== null && BANNER_PHASES.has(phaseOf(state.lease));
+}

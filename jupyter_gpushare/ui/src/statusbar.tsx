@@ -1,0 +1,60 @@
+/** `1/2 GPU 6.8/40 GB Active`, coloured only when it wants attention. */
+
+import { TranslationBundle } from '@jupyterlab/translation';
+import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
+import { ISignal, Signal } from '@lumino/signaling';
+import React from 'react';
+
+import { GpuModel, GpuState, phaseOf } from './model';
+import { chipIcon } from './tokens';
+import { sentence, statusText, wantsAttention } from './words';
+
+export class StatusItem extends ReactWidget {
+  constructor(
+    private readonly _model: GpuModel,
+    private readonly _trans: TranslationBundle,
+    private readonly _open: () => void
+  ) {
+    super();
+    this.addClass('gps-status');
+    _model.changed.connect(() => this._activeStateChanged.emit(), this);
+  }
+
+  /** Whether there is something to show. */
+  get isActive(): boolean {
+    return statusText(this._trans, this._model.state) !== '';
+  }
+
+  get activeStateChanged(): ISignal<this, void> {
+    return this._activeStateChanged;
+  }
+
+  protected override render(): JSX.Element {
+    return (
+      <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
+        {(_, state) => this._item(state ?? this._model.state)}
+      </UseSignal>
+    );
+  }
+
+  private _item(state: GpuState): JSX.Element | null {
+    const text = statusText(this._trans, state);
+    if (text === '') {
+      return null;
+    }
+    const phase = state.kind === 'ready' && state.lease !== null ? phaseOf(state.lease) : null;
+    return (
+      <button
+        type="button"
+        className={wantsAttention(state, phase) ? 'gps-attention' : ''}
+        title={sentence(this._trans, state)}
+        onClick={this._open}
+      >
+        <chipIcon.react tag="span" stylesheet="statusBar" />
+        <span>{text}</span>
+      </button>
+    );
+  }
+
+  private readonly _activeStateChanged = new Signal<this, void>(this);
+}

@@ -1,0 +1,156 @@
+/** What people read, where the broker does not say it; sizes and times are formatted here only. */
+
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { GpuState, Notice, Phase } from './model';
+import type { IJob, ILease, IProject } from './wire';
+
+const GB = 1e9;
+
+/** `6.8` below ten, `40` above: decimal gigabytes, without the unit. */
+export function gigabytes(bytes: number): string {
+  const value = bytes / GB;
+  return value > 0 && value < 9.95 ? value.toFixed(1) : value.toFixed(0);
+}
+
+/** `0.5`, `2`: GPUs from thousandths of a GPU. */
+export function gpus(milli: number): string {
+  return String(milli / 1000);
+}
+
+/** `12 s`, `5 min`, `2 h`: one unit, rounded. */
+export function duration(trans: TranslationBundle, seconds: number): string {
+  if (seconds < 90) {
+    return trans.__('%1 s', Math.max(0, Math.round(seconds)));
+  }
+  if (seconds < 5400) {
+    return trans.__('%1 min', Math.round(seconds / 60));
+  }
+  return trans.__('%1 h', Math.round(seconds / 3600));
+}
+
+/** Hours and minutes as the reader's locale writes them. */
+export function clockTime(moment: Date): string {
+  return moment.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
+}
+
+/** `1/2 GPU 6.8/40 GB Active`; empty: show nothing. */
+export function statusText(trans: TranslationBundle, state: GpuState): string {
+  switch (state.kind) {
+    case 'loading':
+    case 'off':
+      return '';
+    case 'silent':
+      return trans.__('GPU: no data');
+    case 'ready':
+      return state.lease === null ? trans.__('No GPU') : leaseText(trans, state.lease);
+  }
+}
+
+function leaseText(trans: TranslationBundle, lease: ILease): string {
+  const used = gigabytes(lease.memory_used_bytes);
+  return trans.__(
+    '%1 %2/%3 GB %4',
+    lease.size,
+    used,
+    gigabytes(lease.memory_limit_bytes),
+    lease.badge
+  );
+}
+
+/** The sentence under the badge. */
+export function sentence(trans: TranslationBundle, state: GpuState): string {
+  switch (state.kind) {
+    case 'loading':
+      return trans.__('Asking the GPU broker.');
+    case 'off':
+      return trans.__('This server was started without a GPU broker.');
+    case 'silent':
+      return trans.__(
+        'No news from the GPU broker since %1. Your kernel keeps running.',
+        clockTime(state.since)
+      );
+    case 'ready':
+      return state.lease === null
+        ? trans.__('This server has no GPU. Stop it and start it again to pick one.')
+        : state.lease.sentence;
+  }
+}
+
+/** Whether the status bar item wants to be looked at. */
+export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
+  return state.kind === 'silent' || phase === 'warned' || phase === 'waking';
+}
+
+/** What a meter of GPU memory says aloud. */
+export function memoryText(trans: TranslationBundle, lease: ILease): string {
+  if (lease.memory_saved_bytes > 0) {
+    return trans.__('%1 GB kept in RAM', gigabytes(lease.memory_saved_bytes));
+  }
+  return trans.__(
+    '%1 of %2 GB',
+    gigabytes(lease.memory_used_bytes),
+    gigabytes(lease.memory_limit_bytes)
+  );
+}
+
+/** What the bar of a project says aloud. */
+export function projectText(trans: TranslationBundle, project: IProject): string {
+  const parts = [
+    trans.__('%1 in use', gpus(project.in_use_milli)),
+    trans.__('%1 guaranteed', gpus(project.quota_milli))
+  ];
+  if (project.borrowed_milli > 0) {
+    parts.push(trans.__('%1 borrowed', gpus(project.borrowed_milli)));
+  }
+  if (project.lent_milli > 0) {
+    parts.push(trans.__('%1 lent', gpus(project.lent_milli)));
+  }
+  if (project.waiting > 0) {
+    parts.push(trans._n('%1 job waiting', '%1 jobs waiting', project.waiting));
+  }
+  return parts.join(', ');
+}
+
+/** The state of a job in a word or two. */
+export function jobBadge(trans: TranslationBundle, job: IJob): string {
+  switch (job.state) {
+    case 'queued':
+      return job.position === null
+        ? trans.__('Queued')
+        : trans.__('Queued, number %1', job.position);
+    case 'starting':
+      return trans.__('Starting');
+    case 'running':
+      return trans.__('Running');
+    case 'suspended':
+      return trans.__('Paused');
+    case 'stopping':
+      return trans.__('Stopping');
+    case 'succeeded':
+      return trans.__('Done');
+    case 'failed':
+      return trans.__('Failed');
+    case 'cancelled':
+      return trans.__('Cancelled');
+  }
+}
+
+/** The text of a notification. */
+export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'calm' }>): string {
+  switch (notice.kind) {
+    case 'warned':
+    case 'asleep':
+    case 'waking':
+      return notice.lease.sentence;
+    case 'back':
+      return notice.seconds === null
+        ? trans.__('Your GPU is back. Nothing was lost.')
+        : trans.__(
+            'Your GPU is back after %1. Nothing was lost.',
+            duration(trans, Math.max(1, notice.seconds))
+          );
+    case 'job-ended':
+      return trans.__('%1: %2. %3', notice.job.name, jobBadge(trans, notice.job), notice.job.reason);
+  }
+}

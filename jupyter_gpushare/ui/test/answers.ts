@@ -1,0 +1,29 @@
+/** The golden messages of `tests/wire`, as answers of the server. */
+
+import active from '../../../tests/wire/golden/status_active.json';
+import asleep from '../../../tests/wire/golden/status_asleep.json';
+import empty from '../../../tests/wire/golden/status_empty.json';
+import waking from '../../../tests/wire/golden/status_waking.json';
+import warned from '../../../tests/wire/golden/status_warned.json';
+import { StatusAnswer } from '../src/wire';
+
+export type Ready = Extract<StatusAnswer, { silent_since: null }>;
+
+function ready(plain: unknown): Ready {
+  return { ...(plain as Ready), enabled: true, server: '', silent_since: null };
+}
+
+export const ANSWERS = {
+  active: ready(active),
+  warned: ready(warned),
+  asleep: ready(asleep),
+  waking: ready(waking),
+  empty: ready(empty)
+};
+
+export const SILENT: StatusAnswer = {
+  enabled: true,
+  server: '',
+  silent_since: '2031-05-06T14:02:00Z',
+  message: 'the GPU broker does not answer'
+};

@@ -1,0 +1,185 @@
+import { afterEach, describe, expect, it } from 'vitest';
+
+import { endedJobs, GpuModel, GpuState, leaseNotice, Notice, phaseOf, stateOf } from '../src/model';
+import { ILease, StatusAnswer } from '../src/wire';
+import { ANSWERS, SILENT } from './answers';
+
+function lease(name: keyof typeof ANSWERS, change: Partial<ILease> = {}): ILease {
+  return { ...ANSWERS[name].leases[0]!, ...change };
+}
+
+describe('phaseOf', () => {
+  it('tells what each golden lease is for a person', () => {
+    expect(phaseOf(lease('active'))).toBe('active');
+    expect(phaseOf(lease('warned'))).toBe('warned');
+    expect(phaseOf(lease('asleep'))).toBe('asleep');
+    expect(phaseOf(lease('waking'))).toBe('waking');
+  });
+
+  it('is waking as soon as a process wants the GPU', () => {
+    expect(phaseOf(lease('asleep', { wanted: true }))).toBe('waking');
+  });
+
+  it.each([
+    [600, 300, 'warned'],
+    [599, 301, 'idle'],
+    [6, 4, 'idle'],
+    [7, 3, 'warned'],
+    [600, null, 'idle']
+  ] as const)('warns 300 s before lending, or a third of a shorter time-out', (idle_s, lend_in_s, phase) => {
+    expect(phaseOf(lease('active', { idle_s, lend_in_s }))).toBe(phase);
+  });
+});
+
+describe('leaseNotice', () => {
+  it('says nothing while nothing changes', () => {
+    expect(leaseNotice('active', lease('active'), null)).toBeNull();
+    expect(leaseNotice('active', lease('active', { idle_s: 60 }), null)).toBeNull();
+  });
+
+  it('takes a warning back when the owner is active again', () => {
+    expect(leaseNotice('warned', lease('active'), null)).toEqual({ kind: 'calm' });
+  });
+
+  it('is not told that the GPU is back when the driver refused to put it to sleep', () => {
+    expect(leaseNotice('falling-asleep', lease('active'), null)).toBeNull();
+  });
+});
+
+describe('endedJobs', () => {
+  it('finds a job that ended, but none that had ended before', () => {
+    const jobs = ANSWERS.active.jobs.map(job =>
+      job.id === 'k3v9m2x7qa' ? { ...job, state: 'succeeded' as const } : job
+    );
+    const now = { ...ANSWERS.active, jobs };
+    expect(endedJobs(ANSWERS.active, now).map(job => job.name)).toEqual(['night']);
+    expect(endedJobs(now, now)).toEqual([]);
+  });
+});
+
+describe('stateOf', () => {
+  it('finds the lease of this server among those of the user', () => {
+    const other = { ...ANSWERS.active, server: 'other' };
+    expect(stateOf(ANSWERS.active)).toMatchObject({ kind: 'ready', lease: { id: 'b7q2mzk4x9' } });
+    expect(stateOf(other)).toMatchObject({ kind: 'ready', lease: null });
+  });
+
+  it('has no numbers beside a silence', () => {
+    expect(stateOf(SILENT)).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z') });
+    expect(stateOf({ enabled: false })).toEqual({ kind: 'off' });
+  });
+});
+
+describe('GpuModel', () => {
+  let model: GpuModel;
+  let answer: StatusAnswer | Error = ANSWERS.active;
+  let asked = 0;
+  let clock_ms = 0;
+  const changed: string[][] = [];
+
+  async function start(first: StatusAnswer | Error): Promise<Notice[]> {
+    answer = first;
+    asked = 0;
+    const notices: Notice[] = [];
+    model = new GpuModel({
+      fetchStatus: async () => {
+        asked += 1;
+        if (answer instanceof Error) {
+          throw answer;
+        }
+        return answer;
+      },
+      changeLease: async (...args) => changed.push(args.map(String)),
+      intervalMs: 1e9,
+      standby: 'never',
+      now: () => clock_ms
+    });
+    model.noticed.connect((_, notice) => notices.push(notice));
+    await until(state => state.kind !== 'loading');
+    return notices;
+  }
+
+  function until(holds: (state: GpuState) => boolean): Promise<void> {
+    return new Promise(resolve => {
+      const look = (): void => {
+        if (holds(model.state)) {
+          model.changed.disconnect(look);
+          resolve();
+        }
+      };
+      model.changed.connect(look);
+      look();
+    });
+  }
+
+  async function say(next: StatusAnswer | Error): Promise<void> {
+    answer = next;
+    await model.refresh();
+  }
+
+  afterEach(() => model.dispose());
+
+  it('tells the story of a suspension, each thing once', async () => {
+    const notices = await start(ANSWERS.active);
+    await say(ANSWERS.warned);
+    await say(ANSWERS.warned);
+    await say(ANSWERS.asleep);
+    clock_ms = 10_000;
+    await say(ANSWERS.waking);
+    await say(ANSWERS.waking);
+    clock_ms = 17_000;
+    await say(ANSWERS.active);
+    expect(notices.map(notice => notice.kind)).toEqual(['warned', 'asleep', 'waking', 'back']);
+    expect(notices[3]).toMatchObject({ seconds: 7 });
+  });
+
+  it('tells nothing for what it finds at the start', async () => {
+    expect(await start(ANSWERS.asleep)).toEqual([]);
+  });
+
+  it('has no numbers while the broker is silent, and tells afterwards what was missed', async () => {
+    const notices = await start(ANSWERS.active);
+    await say(SILENT);
+    expect(model.state).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z') });
+    await say(ANSWERS.asleep);
+    expect(model.state.kind).toBe('ready');
+    expect(notices.map(notice => notice.kind)).toEqual(['asleep']);
+  });
+
+  it('remembers since when its own server does not answer', async () => {
+    clock_ms = 5_000;
+    await start(ANSWERS.active);
+    await say(new Error('connection refused'));
+    clock_ms = 9_000;
+    await say(new Error('connection refused'));
+    expect(model.state).toEqual({ kind: 'silent', since: new Date(5_000) });
+  });
+
+  it('asks no more where there is no broker', async () => {
+    await start({ enabled: false });
+    await model.refresh();
+    expect(asked).toBe(1);
+  });
+
+  it('changes its own lease and looks again', async () => {
+    await start(ANSWERS.warned);
+    await model.change('keep', 45);
+    expect(changed).toEqual([['b7q2mzk4x9', 'keep', '45']]);
+    expect(asked).toBe(2);
+  });
+
+  it('changes nothing without a lease', async () => {
+    changed.length = 0;
+    await start(ANSWERS.empty);
+    await model.change('lend');
+    expect(changed).toEqual([]);
+  });
+
+  it('says nothing once it is disposed', async () => {
+    const notices = await start(ANSWERS.active);
+    model.dispose();
+    await say(ANSWERS.asleep);
+    expect(notices).toEqual([]);
+    expect(model.state).toMatchObject({ lease: { state: 'running' } });
+  });
+});
