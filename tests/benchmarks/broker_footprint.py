@@ -2,10 +2,10 @@
 
 ``.venv/bin/python -m tests.benchmarks.broker_footprint [seconds]``
 
-A demo Hub with 25 simulated GPUs.  First 20 sessions with a quarter of a GPU
+A demo Hub with 16 simulated GPUs.  First 20 sessions with an eighth of a GPU
 each, every one a process that holds GPU memory and idles: the CPU time of broker
-and helper over some time.  Then 100 such leases: the broker's resident memory.
-The 80 more sessions are stubs that do not use their GPU.
+and helper over some time.  Then 80 more, whose processes do not use their GPU:
+the resident memory with 100 leases.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import psutil
 from tests.benchmarks.demo_hub import DemoHub, demo_hub, until
 from tests.benchmarks.report import print_table
 
-SIMULATE = "16xH100-80GB+16xA100-80GB,host=512GiB"
-# More sessions than the demo's projects are guaranteed, and starts one after the other.
-EXTRA = "c.JupyterHub.concurrent_spawn_limit = 0\n"
+SIMULATE = "16xH100-80GB,host=512GiB"
 
 
 def start(hub: DemoHub, numbers: range, *, hold: bool) -> None:
     for number in numbers:
         user = f"user{number}"
         hub.add_user(user, "vision" if number % 2 else "nlp")
-        hub.start(user, {"gpushare": {"fraction": "0.25"}})
+        hub.start(user, {"gpushare": {"fraction": "0.125"}})
         if hold:
             hub.http.get(f"{hub.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
 
@@ -43,7 +41,7 @@ def only(found: list[psutil.Process]) -> psutil.Process:
 
 
 def main(seconds: int) -> None:
-    with demo_hub(simulate=SIMULATE, extra=EXTRA) as hub:
+    with demo_hub(simulate=SIMULATE) as hub:
         start(hub, range(20), hold=True)
         watched = [only(hub.processes("broker")), only(hub.processes("helper"))]
         time.sleep(5)  # what the last start set off has settled

@@ -34,7 +34,9 @@ c.JupyterHub.services.append({{"name": "benchmark", "api_token": {TOKEN!r}}})
 c.JupyterHub.load_roles.append({{
     "name": "benchmark",
     "services": ["benchmark"],
-    "scopes": ["admin:users", "admin:servers", "tokens", "access:services", "custom:gpushare:jobs"],
+    "scopes": [
+        "admin:users", "admin:groups", "admin:servers", "tokens", "access:services", "custom:gpushare:jobs",
+    ],
 }})
 """
 
@@ -90,12 +92,11 @@ class DemoHub:
         return dict(self.ask("GET", f"users/{user}")["servers"].get("", {}))
 
     def processes(self, word: str) -> list[psutil.Process]:
-        """Return the processes of this Hub with ``word`` in their command line."""
+        """Return the processes below this Hub with ``word`` in their command line."""
         found = []
-        for process in psutil.process_iter():
+        for process in self.process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if word in line and any(str(self.folder) in each for each in line):
+                if word in process.cmdline():
                     found.append(process)
         return found
 
