@@ -221,18 +221,14 @@ class Board:
         self._move(lease, 1)
         for room in self.rooms_of(lease):
             room.holders = [x for x in room.holders if x.id != lease.id]
-        self.host_free += self.reserved.get(lease.id, 0)
-        if parked:
-            self.host_free -= parked_bytes(lease)
+        self.host_free += self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
 
     def stay(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` need not leave after all."""
         self._move(lease, -1)
         for room in self.rooms_of(lease):
             room.holders.append(lease)
-        self.host_free -= self.reserved.get(lease.id, 0)
-        if parked:
-            self.host_free += parked_bytes(lease)
+        self.host_free -= self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
 
     def _move(self, lease: Lease, sign: int) -> None:
         held, size, account = sign * held_by(lease), sign * size_of(lease), self.account(lease)

@@ -16,7 +16,9 @@ Who may be asked depends on who needs the room:
 * anybody may have the room of an idle session (1), if host memory has room for
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
-* a job may take from jobs of the same project with a lower *priority* (2-3).
+* a job may take from jobs of the same project with a lower *priority* (2-3),
+  unless these were owed the same room again before it (a job beyond quota does
+  not displace what its project is guaranteed).
 
 Nobody is disturbed in vain: either the whole room is made, or nothing is done.
 A lease that is just resuming is left alone until it runs.

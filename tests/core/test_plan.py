@@ -471,6 +471,14 @@ def test_a_job_takes_room_from_lower_priorities_of_its_project():
     assert actions(c) == []
 
 
+def test_a_job_beyond_quota_does_not_displace_what_its_project_is_guaranteed():
+    low, high = train("low", 1000, "0"), train("high", 1000, priority=1, device_count=2)
+    assert actions(cluster(low, high, gpus=2, projects=[project("p", 1)])) == []
+    yields = [Suspend("low", Why.PRIORITY, "high")]
+    assert actions(cluster(low, high, gpus=2, projects=[project("p", 2)])) == yields
+    assert actions(cluster(low, high, gpus=2, projects=[project("p", 0)])) == yields
+
+
 def test_no_job_is_preempted_before_its_minimum_run_time():
     c = cluster(train("low", 1000, "0", granted_at=NOW - 59), train("high", 1000, priority=1), min_run_s=60)
     assert plan(c, NOW) == Plan((), next_at=NOW + 1)
