@@ -71,7 +71,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def signal(self, handle: str, number: int, to: str) -> None:
-        """Send a signal to its ``leader`` or to ``all`` its processes."""
+        """Send a signal to its ``leader`` or to ``all`` its processes; unknown leases are fine."""
 
     @abc.abstractmethod
     async def drop(self, handle: str) -> None:

@@ -130,7 +130,11 @@ class LocalBackend(Backend):
         return await self._helper.ask("resume", verbs.Resume(lease=handle), verbs.Moved, timeout_s=_MOVE_S)
 
     async def signal(self, handle: str, number: int, to: str) -> None:
-        await self._helper.ask("signal", verbs.Signal(lease=handle, number=number, to=to), Any)
+        try:
+            await self._helper.ask("signal", verbs.Signal(lease=handle, number=number, to=to), Any)
+        except HelperError as error:
+            if error.kind != verbs.ErrorKind.UNKNOWN_LEASE:
+                raise
 
     async def drop(self, handle: str) -> None:
         await self._helper.ask("drop", verbs.Drop(lease=handle), Any)

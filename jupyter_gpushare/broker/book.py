@@ -392,7 +392,7 @@ class Book:
     def suspend_obstacle(self, record: LeaseRecord) -> str:
         """Return why a lease cannot be suspended; empty: it can."""
         live = self.live[record.id]
-        if live.not_suspendable:
+        if live.not_suspendable and self.clock() < live.retry_at:
             return live.not_suspendable
         if live.sample is not None and not live.sample.suspendable:
             return live.sample.suspend_reason

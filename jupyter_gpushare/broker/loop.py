@@ -122,7 +122,9 @@ class Loop:
         if sample is None or not sample.alive:
             # A restarted broker has never seen them alive: it gives them a moment.
             missing = live.seen_alive or now - record.entered_at > GONE_S
-            if missing and live.gone_since_at is None:
+            if record.state in (State.PENDING, State.GRANTED):
+                live.gone_since_at = None  # nobody is missed who has not come yet
+            elif missing and live.gone_since_at is None:
                 live.gone_since_at = now
                 self.book.woken.set()
         else:

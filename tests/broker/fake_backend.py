@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from jupyter_gpushare.broker.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.broker.views import Views
-from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU
+from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, State
 from jupyter_gpushare.errors import HelperError, RequestError
 from jupyter_gpushare.gpu import verbs
 from jupyter_gpushare.gpu.verbs import Moved, Phase, Refusal
@@ -134,6 +135,7 @@ class Run:
     job: wire.JobSpec
     user: str
     told_to_stop: bool = False
+    ended: bool = False  # its processes are gone; their memory may linger
     task: asyncio.Task[None] | None = None
 
 
@@ -174,6 +176,10 @@ class Site:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def wall(self) -> str:
+        moment = datetime.fromtimestamp(1_700_000_000 + self.now, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
     # ---- brokers
 
     async def start_broker(self, die_at: int | None = None, *, running: bool = True) -> Broker:
@@ -190,7 +196,7 @@ class Site:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.broker is not None:
             await self.broker.end()
-        assert self.wrong == []
+        assert not self.wrong, self.wrong
 
     async def __aenter__(self) -> Site:
         return self
@@ -339,7 +345,7 @@ class Site:
             await self._report(run, state="ended", exit_code=code, stopped=stopped)
             await asyncio.sleep(0.3)
         finally:
-            held.alive = False
+            held.alive, run.ended = False, True
             if program.lingers_s:
                 await asyncio.sleep(program.lingers_s)
             held.used, held.saved = {}, {}
@@ -351,7 +357,7 @@ class Site:
 
     def kill_job(self, job_id: str) -> None:
         """kill -9 of everything that belongs to a job."""
-        for run in [r for r in self.runs if r.job.id == job_id]:
+        for run in [r for r in self.runs if r.job.id == job_id and not r.ended]:
             assert run.task is not None
             run.task.cancel()
             self.servers.pop(ServerKey(run.user, f"j{job_id}-{run.job.attempt}"), None)
@@ -378,7 +384,7 @@ class Broker:
         self.steps = 0
         self.dead = asyncio.Event()
         self.store = SteppingStore(site.url, site.boot_id, self)
-        self.book = Book(self.store, site.policy, clock=asyncio.get_running_loop().time)
+        self.book = Book(self.store, site.policy, clock=asyncio.get_running_loop().time, wall=site.wall)
         self.book.load(site.boot_id)
         self.backend = SiteBackend(site, self)
         self.loop = Loop(self.book, self.backend)
@@ -450,7 +456,9 @@ class SteppingStore(Store):
         book = self._broker.book
         held: Counter[str] = Counter()
         for record in book.leases.values():
-            if record.state in HOLDS_ROOM:
+            # What was cancelled in its sleep holds host memory, and no room until it is gone.
+            parked = record.state is State.STOPPING and record.lease.saved_bytes
+            if record.state in HOLDS_ROOM and not parked:
                 held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
         for uuid, milli in held.items():
             if milli > WHOLE_GPU:

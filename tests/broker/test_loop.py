@@ -1,8 +1,23 @@
-"""The loop on a site in memory: the story, refusals, failures, restarts."""
+"""The loop on a site in memory: the story, refusals, failures, stale news."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker.loop import STALE_S, is_job_server
+from jupyter_gpushare.core.model import Survival
+from jupyter_gpushare.errors import DeviceError, HelperError
+from jupyter_gpushare.gpu.verbs import EventKind, Moved, Phase, Refusal
 from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+
+NO_ROOM = Moved(done=False, refused=Refusal.NO_ROOM, reason="the driver shows too little room")
+BUSY = Moved(done=False, refused=Refusal.BUSY, reason="the lock timed out")
+LOST = Moved(done=False, refused=Refusal.LOST, reason="the driver lost a process")
+UNKNOWN = HelperError("unknown_lease", "no such lease on this machine")
 
 
 @in_virtual_time
@@ -28,3 +43,570 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(tmp_path):
         assert site.worked_s[job.id] == 100
         assert site.started[job.id] == 1
         assert site.held.keys() == {ada.handle}
+
+
+@in_virtual_time
+async def test_an_idle_session_keeps_its_gpu_while_nobody_waits(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await until(lambda: site.now - ada.active_at > 5_000, 6_000)
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
+async def test_a_session_is_put_to_sleep_exactly_when_its_idle_time_is_over(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2")
+        await until(lambda: broker.state(ada.handle) == "suspending", 120)
+        idle_s = site.now - ada.active_at
+        assert site.policy.idle_timeout_s <= idle_s <= site.policy.idle_timeout_s + 2
+
+
+@in_virtual_time
+async def test_a_busy_kernel_is_never_idle(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
+        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        job = await site.submit("bo", "2")
+        await until(lambda: site.now - ada.active_at > 1_000, 2_000)
+        assert broker.state(ada.handle) == "running"
+        assert broker.state(job) == "pending"
+
+
+@in_virtual_time
+async def test_a_call_that_comes_between_decision_and_lock_keeps_the_gpu(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2")
+        await until(lambda: broker.state(ada.handle) == "suspending", 120)
+        used = dict(ada.used)
+        await site.gpu_cell(ada)
+        await until(lambda: broker.state(ada.handle) == "running", 10)
+        assert ada.used == used
+        await until(lambda: broker.state(ada.handle) == "suspending", 120)
+        assert site.now - ada.active_at >= site.policy.idle_timeout_s
+
+
+@in_virtual_time
+async def test_a_refused_suspension_leaves_it_running_and_is_tried_again_later(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.fault("suspend", BUSY)
+        await site.submit("bo", "2")
+        await until(lambda: "suspend" in " ".join(site.effects), 120)
+        first = site.now
+        await until(lambda: broker.state(ada.handle) == "running", 5)
+        assert broker.lease(ada.handle).suspend_reason == "the lock timed out"
+        shown = broker.views.lease(broker.lease(ada.handle))
+        assert not shown.suspendable
+        assert "the lock timed out" in shown.sentence
+        await until(lambda: broker.state(ada.handle) == "suspended", 60)
+        assert site.now - first >= 10
+        assert sum(e.startswith("suspend ") for e in site.effects) == 2
+
+
+@pytest.mark.parametrize("error", [HelperError("silent", "x"), DeviceError("cuCheckpointLock", 999)])
+@in_virtual_time
+async def test_an_effect_that_breaks_is_tried_again(tmp_path, error):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.fault("suspend", error, error)
+        job = await site.submit("bo", "2", program=Program(work_s=5))
+        await until(lambda: broker.job(job).result, 200)
+        assert broker.job(job).result == "succeeded"
+        assert sum(e.startswith(f"suspend {ada.handle}") for e in site.effects) == 3
+
+
+@in_virtual_time
+async def test_a_session_that_cannot_be_parked_is_never_asked(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        ada.suspendable = False
+        job = await site.submit("bo", "2")
+        await until(lambda: site.now - ada.active_at > 500, 600)
+        assert broker.state(ada.handle) == "running"
+        assert broker.state(job) == "pending"
+        assert "it uses CUDA IPC" in broker.views.lease(broker.lease(ada.handle)).sentence
+
+
+@in_virtual_time
+async def test_a_resume_without_room_is_tried_until_there_is_some(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        used = dict(ada.used)
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.fault("resume", NO_ROOM, NO_ROOM, BUSY)
+        await site.gpu_cell(ada)
+        assert ada.used == used
+        assert sum(e == f"resume {ada.handle}" for e in site.effects) == 4
+        await until(lambda: broker.state(ada.handle) == "running", 5)
+        assert broker.lease(ada.handle).note == ""
+
+
+@in_virtual_time
+async def test_a_lost_state_is_told_and_the_session_keeps_its_room(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.fault("resume", LOST)
+        await site.gpu_cell(ada)
+        await until(lambda: broker.state(ada.handle) == "running", 5)
+        assert "have to restart" in broker.views.lease(broker.lease(ada.handle)).sentence
+
+
+@in_virtual_time
+async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=5, exit_code=7))
+        await until(lambda: broker.job(job).result, 60)
+        seen = broker.seen(job)
+        assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
+        assert "exit code 7" in seen.reason
+        assert not broker.book.leases
+        assert not site.held
+
+
+@in_virtual_time
+async def test_a_job_that_ends_at_once_is_a_result(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=0))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "succeeded"
+        assert broker.seen(job).started_at is not None
+
+
+@in_virtual_time
+async def test_a_job_whose_processes_vanish_has_failed(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "failed"
+        assert "vanished" in broker.seen(job).reason
+        assert broker.seen(job).exit_code is None
+
+
+@in_virtual_time
+async def test_a_job_with_retries_is_tried_again_and_counts(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=2, program=Program(work_s=5, exit_code=1))
+        await until(lambda: broker.job(job).result, 200)
+        assert site.started[job.id] == 3
+        assert (broker.job(job).failures, broker.job(job).attempts) == (3, 3)
+        assert broker.seen(job).state == "failed"
+
+
+@pytest.mark.parametrize("survival", [Survival.SIGTERM, Survival.NONE])
+@in_virtual_time
+async def test_a_job_that_cannot_sleep_is_stopped_with_grace_and_starts_again(tmp_path, survival):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", checkpoint=survival, program=Program(work_s=90))
+        await until(lambda: broker.state(job) == "running", 120)
+        await site.gpu_cell(ada)
+        assert f"signal SIGTERM leader j{job.id}-1" in site.effects
+        await until(lambda: broker.state(job) == "pending", 10)
+        assert broker.job(job).preemptions == 1
+        assert broker.job(job).exit_code is None
+        await until(lambda: broker.job(job).result, 300)
+        assert broker.seen(job).state == "succeeded"
+        assert broker.seen(job).attempt == 2
+        assert site.worked_in[job.id, 2] == 90
+        assert not any("SIGKILL" in e for e in site.effects)
+
+
+@in_virtual_time
+async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", grace_s=7.0, program=Program(work_s=900, heeds_sigterm=False))
+        await until(lambda: broker.state(job) == "running", 60)
+        await broker.desk.cancel(broker.job(job))
+        asked = site.now
+        await until(lambda: broker.job(job).result, 60)
+        assert f"signal SIGKILL all j{job.id}-1" in site.effects
+        assert 7 <= site.now - asked < 20
+        assert broker.seen(job).state == "cancelled"
+
+
+@in_virtual_time
+async def test_room_is_given_on_only_when_the_driver_shows_the_memory_gone(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "2", program=Program(work_s=10, lingers_s=40, memory=1.0))
+        second = await site.submit("bo", "2", program=Program(work_s=5, memory=1.0))
+        await until(lambda: broker.job(first).exit_code == 0, 60)
+        ended = site.now
+        await until(lambda: broker.state(second) == "granted", 120)
+        assert site.now - ended >= 40
+        await until(lambda: broker.job(second).result, 60)
+
+
+# ---- cancelling in every state ---------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=100))
+        job = await site.submit("bo", "2")
+        cancelled = await broker.desk.cancel(job)
+        assert cancelled.result == "cancelled"
+        assert job.lease_id not in broker.book.leases
+        assert (await broker.desk.cancel(cancelled)) == cancelled
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
+@in_virtual_time
+async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_path, after_s):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "granted", 10)
+        began = site.now
+        await until(lambda: site.now >= began + after_s)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        await until(lambda: not site.runs and not site.servers, 60)
+        assert not site.held
+
+
+@in_virtual_time
+async def test_a_starting_job_whose_lease_the_helper_does_not_know_is_cancelled(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 3.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.state(job) == "granted", 10)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        await until(lambda: not site.servers, 60)
+        assert site.started[job.id] == 0
+
+
+@in_virtual_time
+async def test_a_sleeping_job_is_cancelled(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        await site.gpu_cell(ada)
+        assert broker.state(job) == "suspended"
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert broker.state(ada.handle) == "running"
+
+
+@pytest.mark.parametrize("state", ["suspending", "resuming", "stopping"])
+@in_virtual_time
+async def test_a_moving_job_is_cancelled(tmp_path, state):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        how = Survival.SIGTERM if state == "stopping" else Survival.SUSPEND
+        job = await site.submit("bo", "2", checkpoint=how, program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == state, 300)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert not site.runs
+
+
+# ---- starts that fail ------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_start_that_the_hub_refuses_for_good_fails_the_job(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", HubError("no such user", permanent=True))
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "failed"
+        assert "no such user" in broker.seen(job).reason
+
+
+@in_virtual_time
+async def test_a_start_that_fails_is_tried_again_with_longer_pauses_then_given_up(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", *[HubError("the Hub is busy")] * 5)
+        job = await site.submit("bo", "1")
+        began = site.now
+        await until(lambda: broker.job(job).result, 300)
+        assert broker.seen(job).state == "failed"
+        assert "the Hub is busy" in broker.seen(job).reason
+        assert site.now - began >= 2 + 4 + 8 + 16
+
+
+@in_virtual_time
+async def test_a_start_that_fails_once_succeeds_the_next_time(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", HubError("the Hub is busy"))
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started[job.id] == 1
+
+
+@in_virtual_time
+async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.state(job) == "granted", 10)
+        key = ServerKey("bo", f"j{job.id}-1")
+        site.spawn_s = 1e5  # this one hangs for ever
+        await until(lambda: key in site.servers, 10)
+        for task in list(site._tasks):
+            task.cancel()
+        site.servers.pop(key)
+        await until(lambda: broker.state(job) == "pending", 120)
+        site.spawn_s = 0.2
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+
+
+# ---- news that is old, or missing ---------------------------------------------------
+
+
+@in_virtual_time
+async def test_without_news_from_the_helper_nothing_is_decided(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2")
+        await until(lambda: broker.state(ada.handle) == "running", 5)
+        site.helper_silent = True
+        before = site.now
+        await until(lambda: site.now - before > 500, 600)
+        assert broker.state(ada.handle) == "running"
+        assert broker.state(job) == "pending"
+        assert broker.views.health().status == "degraded"
+        assert not broker.views.status("ada", ("vision",), admin=False).devices_known
+        site.helper_silent = False
+        await until(lambda: broker.job(job).result, 300)
+        assert site.now - before > STALE_S
+
+
+@in_virtual_time
+async def test_a_helper_that_falls_silent_while_a_job_runs_costs_nothing(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 60)
+        site.helper_silent = True
+        await until(lambda: broker.job(job).exit_code == 0, 200)
+        site.helper_silent = False
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started[job.id] == 1
+
+
+@in_virtual_time
+async def test_a_session_whose_server_the_hub_no_longer_knows_is_released(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.servers.clear()
+        ada.alive, ada.used = False, {}
+        await until(lambda: not broker.book.leases, 200)
+        assert not site.held
+
+
+@in_virtual_time
+async def test_a_session_that_lives_is_not_released_because_the_hub_forgot_it(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.servers.clear()
+        began = site.now
+        await until(lambda: site.now - began > 300, 400)
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
+async def test_a_server_that_ends_frees_its_room_within_two_seconds(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        await site.end_session("ada")
+        await until(lambda: not broker.book.leases, 2)
+        assert not site.held
+
+
+@in_virtual_time
+async def test_processes_that_outlive_their_server_are_killed_after_the_grace(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await broker.desk.stop(wire.SpawnStop(user="ada", server=""))
+        await broker.desk.stop(wire.SpawnStop(user="ada", server=""))
+        assert broker.state(ada.handle) == "stopping"
+        await until(lambda: not broker.book.leases, 60)
+        assert f"signal SIGKILL all {ada.handle}" in site.effects
+
+
+@in_virtual_time
+async def test_job_servers_that_nobody_expects_are_stopped_and_others_left_alone(tmp_path):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        site.servers = {ServerKey("bo", "jaaaaaaaaaa-1"): "ready", ServerKey("bo", "mine"): "ready"}
+        await until(lambda: "stop_server jaaaaaaaaaa-1" in site.effects, 60)
+        assert "stop_server mine" not in site.effects
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("jabcdefghij-1", True),
+        ("j0123456789-12", True),
+        ("jabcdefghi-1", False),
+        ("jabcdefghijk-1", False),
+        ("jabcdefghij-", False),
+        ("jabcdefghij-x", False),
+        ("jabcdefghij", False),
+        ("kabcdefghij-1", False),
+        ("", False),
+        ("-1", False),
+    ],
+)
+def test_names_of_job_servers_are_told_from_others(name, ours):
+    assert is_job_server(name) is ours
+
+
+@in_virtual_time
+async def test_a_broken_device_takes_nothing_new(tmp_path):
+    async with Site(tmp_path) as site:
+        site.unhealthy = {"GPU-0"}
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        pair = await site.submit("bo", "2")
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.state(pair) == "pending"
+        assert broker.views.health().status == "degraded"
+        site.unhealthy = set()
+        site.tell(EventKind.DEVICE)
+        await until(lambda: broker.job(pair).result, 60)
+
+
+@in_virtual_time
+async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        began = site.now
+        await until(lambda: site.now - began > 30)
+        assert broker.state(ada.handle) == "suspended"
+        kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
+        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+
+
+@in_virtual_time
+async def test_a_wish_that_no_event_told_is_seen_in_the_samples(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        ada.wanted = True
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+
+
+@in_virtual_time
+async def test_a_suspension_that_the_helper_rolled_back_is_seen(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "1", program=Program(work_s=5))
+        other = await site.submit("cy", "1", program=Program(work_s=1000))
+        await until(lambda: broker.job(job).result, 60)
+        await broker.desk.lend(broker.lease(ada.handle))
+        await until(lambda: broker.state(other) == "running", 120)
+        assert broker.state(ada.handle) in ("running", "suspended")
+        ada.phase, ada.saved = Phase.RUNNING, {}
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+        assert broker.lease(ada.handle).lease.saved_bytes == 0
+
+
+@in_virtual_time
+async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=300))
+        await until(lambda: broker.state(job) == "running", 60)
+        ada = await site.session("ada", "1/2")
+        assert broker.state(ada.handle) == "suspended"
+        await site.gpu_cell(ada)
+        assert broker.state(job) == "suspended"
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
+async def test_a_job_of_higher_priority_goes_first_inside_its_project(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=20))
+        late = await site.submit("bo", "2", priority=-5, program=Program(work_s=5))
+        urgent = await site.submit("bo", "2", priority=-1, program=Program(work_s=5))
+        assert broker.seen(late).position == 2
+        assert broker.seen(urgent).position == 1
+        await until(lambda: broker.job(late).result, 200)
+        assert broker.job(urgent).ended_at <= broker.job(late).ended_at
+        assert broker.job(urgent).result == "succeeded"
+
+
+@in_virtual_time
+async def test_progress_is_shown(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 60)
+        await broker.desk.report("bo", job.id, 1, wire.JobReport(state="progress", done=3.0, total=10.0))
+        assert (broker.seen(job).done, broker.seen(job).total) == (3.0, 10.0)
+
+
+@in_virtual_time
+async def test_a_mistake_in_one_part_does_not_end_the_others(tmp_path, monkeypatch, caplog):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        broken = replace(broker.book.sample, leases=None)
+        real = broker.backend.sample
+        answers = iter([broken, broken])
+
+        async def sample():
+            return next(answers, None) or await real()
+
+        monkeypatch.setattr(broker.backend, "sample", sample)
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: broker.job(job).result, 60)
+        assert "measuring failed" in caplog.text
