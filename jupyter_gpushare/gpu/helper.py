@@ -21,8 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,28 +32,28 @@ from . import canary, verbs
 from .checkpoint import Checkpoint
 from .events import Events
 from .host import HostMemory
-from .isolation import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, check_lease, uuid_bytes
-from .journal import Record, StateDirectory
-from .lease import PAGE, Lease
+from .isolation import check_lease
+from .journal import StateDirectory
+from .lease import Lease
+from .leases import LeaseBook
 from .nvml import Gpu, Nvml
 from .processes import Processes, boot_id, leader
 from .sampler import Sampler
 from .server import Server
 from .suspend import Mover
-from .verbs import Device, ErrorKind, EventKind, Phase
+from .verbs import Device, ErrorKind, EventKind
 from .wake import Waker
 from .watchdog import Action, Watchdog
 
 log = logging.getLogger(__name__)
 
-MAX_LEASES = 256
 RESERVE_PERCENT = 3
 RESERVE_FLOOR_BYTES = 256 << 20
 # How long `inventory` waits for the self-tests that run at start; a `DEVICE` event follows a later end.
 CANARY_WAIT_S = 4.0
 CANARY_RETRY_S = 30.0
-# How long a change of a lease waits for a move of it that is under way.
-TURN_WAIT_S = 5.0
+# How long a stop waits for a move that is under way.
+STOP_WAIT_S = 5.0
 # An answer to a move says what is true already; the sample follows within this.
 REFRESH_WAIT_S = 0.3
 SIGNAL_ROUNDS = 3
@@ -90,13 +89,11 @@ class Helper:
         self._host = HostMemory(options.host_budget_percent, self._checkpoint.simulated_host_memory)
         self._processes = Processes()
         self._events = Events()
-        self._guard = threading.Lock()
-        self._epoch_guard = threading.Lock()
-        self._leases: dict[str, Lease] = {}
+        self._book = LeaseBook(self._state, self._nvml, self._processes, self._boot_id)
         self._verdicts: dict[str, canary.Verdict] = {}
         self._examined = threading.Event()
         self._stopping = threading.Event()
-        self._waker = Waker(self.leases, self._events)
+        self._waker = Waker(self._book.all, self._events)
         self._mover = Mover(
             nvml=self._nvml,
             checkpoint=self._checkpoint,
@@ -106,7 +103,7 @@ class Helper:
             events=self._events,
             boot_id=self._boot_id,
             hindrance=self._hindrance,
-            leases=self.leases,
+            leases=self._book.all,
             on_suspended=self._waker.kick,
             step=step,
         )
@@ -118,16 +115,12 @@ class Helper:
             host=self._host,
             watchdog=self._watchdog,
             events=self._events,
-            leases=self.leases,
+            leases=self._book.all,
             period_s=options.sample_s,
         )
-        self._adopt()
+        self._book.on_suspended = self._waker.kick
+        self._book.adopt(self._mover.settle)
         self._server = Server(options.socket, options.allow_uids, self._handle, self._events)
-
-    def leases(self) -> list[Lease]:
-        """The leases known now."""
-        with self._guard:
-            return list(self._leases.values())
 
     def start(self) -> None:
         """Measure once, then serve in threads."""
@@ -143,7 +136,7 @@ class Helper:
         self._waker.kick()
         log.info(
             "helper version=%s driver=%s devices=%d leases=%d epoch=%d socket=%s simulated=%s",
-            __version__, self._nvml.driver, len(self._nvml.gpus), len(self.leases()),
+            __version__, self._nvml.driver, len(self._nvml.gpus), len(self._book.all()),
             self._state.epoch, self._options.socket, self._simulated,
         )  # fmt: skip
 
@@ -154,9 +147,9 @@ class Helper:
         self._events.close()
         self._waker.stop()
         self._sampler.stop()
-        for lease in self.leases():
+        for lease in self._book.all():
             # A move under way is written down step by step; give it a moment to end.
-            if lease.moving.acquire(timeout=TURN_WAIT_S):
+            if lease.moving.acquire(timeout=STOP_WAIT_S):
                 lease.files.close()
         self._processes.close()
         self._state.close()
@@ -174,17 +167,17 @@ class Helper:
             "watch": self._sampler.sample,
         }
         changers: dict[str, tuple[type[Any], Callable[[Any, int], Any]]] = {
-            "set_limit": (verbs.SetLimit, self._set_limit),
+            "set_limit": (verbs.SetLimit, self._book.set_limit),
             "suspend": (verbs.Suspend, self._suspend),
             "resume": (verbs.Resume, self._resume),
             "signal": (verbs.Signal, self._signal),
-            "drop": (verbs.Drop, self._drop),
+            "drop": (verbs.Drop, self._book.drop),
         }
         if verb in readers:
             if fields:
                 raise InvalidRequest(f"{verb} takes no field {next(iter(fields))[:40]!r}")
             if epoch is not None:
-                self._fence(epoch)
+                self._book.fence(epoch)
             return readers[verb]()
         if verb not in changers:
             raise HelperError(ErrorKind.UNKNOWN_VERB, f"no verb {verb[:40]!r}")
@@ -193,15 +186,8 @@ class Helper:
         check_lease(request.lease)
         if epoch is None:
             raise InvalidRequest(f"{verb} needs the epoch")
-        self._fence(epoch)
+        self._book.fence(epoch)
         return change(request, epoch)
-
-    def _fence(self, epoch: int) -> None:
-        with self._epoch_guard:
-            before = self._state.epoch
-            self._state.raise_epoch(epoch)
-        if epoch > before:
-            log.info("epoch %d->%d", before, epoch)
 
     def _hello(self) -> verbs.Hello:
         return verbs.Hello(
@@ -248,89 +234,6 @@ class Helper:
         verdict = self._verdicts.get(uuid)
         return verdict.reason if verdict else "the self-test has not finished"
 
-    def _set_limit(self, request: verbs.SetLimit, epoch: int) -> verbs.LeaseFiles:
-        self._check_limit(request)
-        with self._guard:
-            lease = self._leases.get(request.lease)
-            if lease is None:
-                return self._create(request)
-        with self._turn(lease, epoch):
-            if lease.uid != request.uid:
-                raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.uid}")
-            living = self._processes.scan({each.name: each.uid for each in self.leases()})[lease.name]
-            if not living:
-                self._replace(lease, request)
-            elif list(lease.limits) != list(request.limits):
-                raise HelperError(
-                    ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
-                )
-            else:
-                lease.limits = dict(request.limits)
-                self._state.save(lease.record(self._boot_id))
-                for index, limit_bytes in enumerate(lease.limits.values()):
-                    lease.files.set_limit(index, limit_bytes)
-        return verbs.LeaseFiles(directory=str(lease.files.path))
-
-    def _check_limit(self, request: verbs.SetLimit) -> None:
-        if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
-            raise HelperError(
-                ErrorKind.NOT_ALLOWED,
-                f"a helper of uid {os.geteuid()} cannot make files for uid {request.uid}: run it as root",
-            )
-        if not 1 <= len(request.limits) <= DEVICES:
-            raise InvalidRequest(f"a lease has 1 to {DEVICES} devices")
-        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._nvml.gpus}
-        for uuid, limit_bytes in request.limits.items():
-            if uuid not in memory:
-                raise InvalidRequest(f"no device {uuid[:80]!r} here")
-            uuid_bytes(uuid)
-            if not 0 < limit_bytes <= memory[uuid]:
-                raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
-
-    def _create(self, request: verbs.SetLimit) -> verbs.LeaseFiles:
-        """A new lease; the guard is held, so that two requests make one."""
-        if len(self._leases) >= MAX_LEASES:
-            raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
-        record = Record(
-            boot_id=self._boot_id,
-            lease=request.lease,
-            uid=request.uid,
-            limits=dict(request.limits),
-            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
-        )
-        lease = Lease(record, LeaseDirectory(self._state.leases, request.lease))
-        self._state.save(record)
-        lease.files.create(lease.uid, lease.limits, PAGE[lease.phase])
-        lease.files.reopen()
-        self._leases[lease.name] = lease
-        self._waker.kick()
-        log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
-        return verbs.LeaseFiles(directory=str(lease.files.path))
-
-    def _replace(self, lease: Lease, request: verbs.SetLimit) -> None:
-        """No process carries the lease: it begins again with other limits or another phase."""
-        record = Record(
-            boot_id=self._boot_id,
-            lease=lease.name,
-            uid=lease.uid,
-            limits=dict(request.limits),
-            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
-        )
-        if lease.limits == record.limits and lease.phase is record.phase and not lease.parked:
-            return
-        again = Lease(record, lease.files)
-        again.moving = lease.moving
-        again.files.create(again.uid, again.limits, PAGE[again.phase])
-        # What processes of before counted is no wish of those to come.
-        account = again.files.account()
-        again.baseline = account.counters() if account else NO_COUNTERS
-        self._state.save(again.record(self._boot_id))
-        with self._guard:
-            self._leases[lease.name] = again
-        lease.dropped = True
-        self._waker.kick()
-        log.info("lease=%s began again phase=%s", again.name, again.phase)
-
     def _suspend(self, request: verbs.Suspend, epoch: int) -> verbs.Moved:
         if not 0 < request.timeout_s <= 600:
             raise InvalidRequest("timeout_s is more than 0 and at most 600 seconds")
@@ -344,14 +247,13 @@ class Helper:
         return self._move(request.lease, epoch, lambda lease: self._mover.resume(lease, request.timeout_s))
 
     def _move(self, name: str, epoch: int, move: Callable[[Lease], verbs.Moved]) -> verbs.Moved:
-        with self._guard:
-            lease = self._leases.get(name)
+        lease = self._book.get(name)
         if lease is None:
             return verbs.Moved(
                 done=False, refused=verbs.Refusal.NO_LEASE, reason=f"no lease {name} on this machine"
             )
         try:
-            with self._turn(lease, epoch):
+            with self._book.turn(lease, epoch):
                 moved = move(lease)
         except HelperError as error:
             if error.kind != ErrorKind.BUSY:
@@ -369,14 +271,12 @@ class Helper:
             number = signal.Signals(request.number)
         except ValueError:
             raise InvalidRequest(f"no signal {request.number}") from None
-        with self._guard:
-            if request.lease not in self._leases:
-                raise HelperError(ErrorKind.UNKNOWN_LEASE, f"no lease {request.lease} on this machine")
+        if self._book.get(request.lease) is None:
+            raise HelperError(ErrorKind.UNKNOWN_LEASE, f"no lease {request.lease} on this machine")
         sent: set[tuple[int, int]] = set()
         # A process that forks while it is signalled leaves a child for the next round.
         for _ in range(SIGNAL_ROUNDS if request.to == "all" else 1):
-            living = self._processes.scan({each.name: each.uid for each in self.leases()})
-            targets = living.get(request.lease, ())
+            targets = self._book.living(request.lease)
             if request.to == "leader":
                 first = leader(targets)
                 targets = (first,) if first else ()
@@ -386,68 +286,6 @@ class Helper:
             sent.update(key for key in new if self._processes.signal(key, number))
         log.info("lease=%s signal=%s to=%s processes=%d", request.lease, number.name, request.to, len(sent))
         return verbs.Signalled(count=len(sent))
-
-    def _drop(self, request: verbs.Drop, epoch: int) -> verbs.Dropped:
-        with self._guard:
-            lease = self._leases.get(request.lease)
-        if lease is None:
-            return verbs.Dropped(known=False)
-        with self._turn(lease, epoch):
-            # Nobody could ever resume these: without their lease they would wait for ever.
-            for key in lease.parked:
-                self._processes.signal(key, signal.SIGKILL)
-            lease.dropped = True
-            lease.files.revoke()
-            self._state.forget(lease.name)
-            with self._guard:
-                self._leases.pop(lease.name, None)
-        log.info("lease=%s dropped killed=%d", lease.name, len(lease.parked))
-        return verbs.Dropped(known=True)
-
-    @contextmanager
-    def _turn(self, lease: Lease, epoch: int) -> Iterator[None]:
-        """Hold a lease; whoever had to wait is fenced again.
-
-        Raises:
-            HelperError: it is being moved (``busy``), gone, or the epoch is stale by now.
-        """
-        if not lease.moving.acquire(timeout=TURN_WAIT_S):
-            raise HelperError(ErrorKind.BUSY, f"lease {lease.name} is being moved")
-        try:
-            self._fence(epoch)
-            if lease.dropped:
-                raise HelperError(ErrorKind.BUSY, f"lease {lease.name} was dropped or replaced meanwhile")
-            yield
-        finally:
-            lease.moving.release()
-
-    # Start
-
-    def _adopt(self) -> None:
-        """Take over the leases of the helper before: pages stay, moves are settled."""
-        records = {record.lease: record for record in self._state.records(self._boot_id)}
-        for path in list(self._state.leases.iterdir()):
-            if path.name not in records:
-                # A canary's, of an earlier boot, or dropped half-way.
-                with contextlib.suppress(InvalidRequest, OSError):
-                    LeaseDirectory(self._state.leases, path.name).revoke()
-        for name, record in records.items():
-            files = LeaseDirectory(self._state.leases, name)
-            if files.phase() in (None, PagePhase.REVOKED):
-                # Not finished being made, or not finished being dropped.
-                files.revoke()
-                self._state.forget(name)
-                continue
-            self._leases[name] = Lease(record, files)
-        living = self._processes.scan({name: lease.uid for name, lease in self._leases.items()})
-        for lease in self._leases.values():
-            lease.processes = living[lease.name]
-            lease.was_alive = bool(lease.processes)
-            lease.files.reopen()
-            if lease.phase is not Phase.RUNNING and lease.phase is not Phase.LOST:
-                self._mover.settle(lease)
-            lease.files.set_phase(PAGE[lease.phase])
-            log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
 
     def _examine(self) -> None:
         """Run the self-test of every device; again later where there was no room for it."""

@@ -9,6 +9,7 @@ changes the phase, and only along `TRANSITIONS`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from .isolation import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
 from .journal import Parked, Record
 from .processes import Process
 from .verbs import Phase
+
+log = logging.getLogger(__name__)
 
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
@@ -56,6 +59,7 @@ class Lease:
         self.dropped = False
         # A driver call hung or failed on the way: to be settled later.
         self.unsettled = False
+        self.unsaved = False  # the disk did not take the last record
 
         # While not RUNNING: what is locked or parked, and the counters it was parked with.
         self.parked = {each.key: each for each in record.parked}
@@ -99,7 +103,10 @@ class Lease:
         if phase not in TRANSITIONS[before]:
             raise ValueError(f"lease {self.name}: no way from {before} to {phase}")
         self.phase = phase
-        self.files.set_phase(PAGE[phase])
+        try:
+            self.files.set_phase(PAGE[phase])
+        except OSError as error:  # somebody with the helper's rights removed it
+            log.error("lease=%s its limit page cannot be written: %s", self.name, error)
         if phase in (Phase.RUNNING, Phase.LOST):
             self.parked = {}
             self.baseline = NO_COUNTERS

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from ..errors import DeviceError
 from .events import Events
@@ -114,7 +115,10 @@ class Sampler:
             with self._turn:
                 self._asked = False
                 self._begun += 1
-            self.measure()
+            try:
+                self.measure()
+            except Exception:  # the outermost loop: without samples nothing is lent or returned
+                log.exception("a sample failed")
             with self._turn:
                 self._ended = self._begun
                 self._turn.notify_all()
@@ -207,14 +211,20 @@ class Sampler:
             return
         self._settled_at = now
         for lease in leases:
-            if (lease.unsettled or lease.lost) and lease.moving.acquire(blocking=False):
-                try:
-                    if lease.unsettled and not lease.dropped:
-                        self._mover.settle(lease)
-                    if lease.phase is Phase.LOST and not lease.dropped:
-                        self._mover.forget_lost(lease)
-                finally:
-                    lease.moving.release()
+            needs = lease.unsettled or lease.unsaved or lease.lost
+            if not needs or not lease.moving.acquire(blocking=False):
+                continue
+            try:
+                if lease.dropped:
+                    continue
+                if lease.unsettled:
+                    self._mover.settle(lease)
+                if lease.phase is Phase.LOST:
+                    self._mover.forget_lost(lease)
+                if lease.unsaved:
+                    self._mover.save_again(lease)
+            finally:
+                lease.moving.release()
 
     def _lease_sample(self, lease: Lease) -> LeaseSample:
         phase = lease.phase
@@ -262,5 +272,6 @@ def _charge_contexts(lease: Lease, account: Account, used: dict[str, int]) -> No
         counted = sum(held[index] for key, held in account.held().items() if key in keys)
         beyond = max(0, used.get(uuid, 0) - counted)
         if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
-            lease.files.set_context(index, beyond)
+            with suppress(FileNotFoundError):  # dropped meanwhile
+                lease.files.set_context(index, beyond)
             lease.contexts[uuid] = beyond

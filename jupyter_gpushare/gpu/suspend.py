@@ -23,29 +23,26 @@ Rules:
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 
 from ..errors import DeviceError
 from .bounded import TIMED_OUT
 from .checkpoint import Checkpoint, State
 from .events import Events
 from .host import HostMemory
-from .isolation import NO_COUNTERS, Account, words_of
+from .isolation import NO_COUNTERS, Account, Counters, words_of
 from .journal import Parked, StateDirectory
 from .lease import Key, Lease, parked_of
 from .nvml import Nvml
 from .processes import Processes
+from .room import ROOM_WAIT_S, DeviceRoom, Undo
 from .verbs import EventKind, Moved, Phase, Refusal
 
 log = logging.getLogger(__name__)
 
-# Kept free beside a restore: the driver's own bookkeeping grows a little with it.
-MARGIN_BYTES = 64 << 20
-# A device's bookkeeping may lag behind an exit or a checkpoint.
-ROOM_WAIT_S = 2.0
 GONE_WAIT_S = 10.0
 # Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
 COPY_FLOOR_S = 30.0
@@ -61,15 +58,6 @@ _NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
 HINDERED_S = 600.0
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY: the lock timed out
-
-
-class Undo(Exception):
-    """A suspension cannot go on: put everything back and refuse."""
-
-    def __init__(self, refused: Refusal, reason: str) -> None:
-        super().__init__(reason)
-        self.refused = refused
-        self.reason = reason
 
 
 class Mover:
@@ -102,8 +90,7 @@ class Mover:
         self._hindrance = hindrance
         self._leases = leases
         self._step = step
-        self._room = threading.Condition()
-        self._promised: dict[str, int] = {}
+        self._room = DeviceRoom(nvml)
 
     # Verbs
 
@@ -142,7 +129,7 @@ class Mover:
         lease.parked = {key: each for key, each in lease.parked.items() if self._processes.alive(key)}
         saved = lease.saved_bytes
         try:
-            with self._promise_room(saved, timeout_s):
+            with self._room.promise(saved, timeout_s):
                 self._resume(lease)
         except Undo as undo:
             return _refused(undo.refused, undo.reason)
@@ -177,6 +164,11 @@ class Mover:
             if not lease.unsettled:
                 log.warning("lease=%s phase=%s unsettled: %s", lease.name, lease.phase, error)
             lease.unsettled = True
+
+    def save_again(self, lease: Lease) -> None:
+        """Write down what could not be written when it was reached."""
+        with suppress(Undo):
+            self._save(lease)
 
     def forget_lost(self, lease: Lease) -> None:
         """Let a lease go on once the processes that the driver lost have ended."""
@@ -223,12 +215,12 @@ class Mover:
         with self._host.promise(by_pid, held) as no_room:
             if no_room:
                 raise Undo(Refusal.HOST_MEMORY, no_room)
-            lease.parked = parked_of(found)
-            self._enter(lease, Phase.SUSPENDING, "forced" if forced else "idle")
             try:
+                self._enter(lease, Phase.SUSPENDING, "forced" if forced else "idle")
                 self._park(lease, calls, deadline)
             except (Undo, DeviceError) as error:
-                self._put_back(lease)
+                if lease.phase is Phase.SUSPENDING:
+                    self._put_back(lease)
                 if lease.phase is Phase.SUSPENDED:
                     return  # it could not be put back: whoever wants it resumes it
                 if isinstance(error, DeviceError):
@@ -248,6 +240,9 @@ class Mover:
                 raise Undo(Refusal.BUSY, "new processes of the lease keep appearing on the GPU")
             # Written down before it is done: the next helper asks the driver about these.
             lease.parked = {**lease.parked, **parked_of(found)}
+            if not attempt:
+                # Forced: taken before Lock.  Rather a wish too many than a call that nobody sees.
+                lease.baseline = _counters(lease.files.account())
             self._save(lease)
             self._step("suspend:intent")
             for key in found:
@@ -259,8 +254,7 @@ class Mover:
             account = lease.files.account()
             if calls:
                 _check_calls(account, calls)
-            if not attempt:
-                lease.baseline = account.counters() if account else NO_COUNTERS
+                lease.baseline = _counters(account)
             self._save(lease)
             for key in found:
                 self._park_one(lease, key)
@@ -314,7 +308,7 @@ class Mover:
                 if state is State.CHECKPOINTED
                 for uuid, count in lease.parked[key].saved_bytes.items()
             }
-            with self._promise_room(saved, ROOM_WAIT_S):
+            with self._room.promise(saved, ROOM_WAIT_S):
                 self._restore_all(lease)
                 self._finish_running(lease, "suspension undone")
         except (Undo, DeviceError):
@@ -396,7 +390,7 @@ class Mover:
             for uuid, count in lease.parked[key].saved_bytes.items():
                 saved[uuid] = saved.get(uuid, 0) + count
         try:
-            with self._promise_room(saved, ROOM_WAIT_S):
+            with self._room.promise(saved, ROOM_WAIT_S):
                 self._restore_all(lease)
                 self._finish_running(lease, "found half-way")
         except (Undo, DeviceError):
@@ -406,39 +400,6 @@ class Mover:
                 if state in (State.RUNNING, State.LOCKED):
                     self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
             self._enter(lease, Phase.SUSPENDED, "found half-way, no room to go back")
-
-    @contextmanager
-    def _promise_room(self, saved: Mapping[str, int], timeout_s: float) -> Iterator[None]:
-        """Hold free device memory for a restore.
-
-        Raises:
-            Undo: the driver does not show enough free (``no_room``).
-        """
-        began = time.monotonic()
-        with self._room:
-            while reason := self._no_room(saved):
-                # Another restore's promise is counted twice while it copies: wait for it.
-                others = any(self._promised.get(uuid) for uuid in saved)
-                wait_s = timeout_s if others else min(timeout_s, ROOM_WAIT_S)
-                if time.monotonic() - began >= wait_s:
-                    raise Undo(Refusal.NO_ROOM, reason)
-                self._room.wait(0.02)
-            for uuid, count in saved.items():
-                self._promised[uuid] = self._promised.get(uuid, 0) + count
-        try:
-            yield
-        finally:
-            with self._room:
-                for uuid, count in saved.items():
-                    self._promised[uuid] -= count
-                self._room.notify_all()
-
-    def _no_room(self, saved: Mapping[str, int]) -> str:
-        for uuid, count in saved.items():
-            free = self._nvml.free_bytes(uuid) - self._promised.get(uuid, 0)
-            if count and free < count + MARGIN_BYTES:
-                return f"{count} bytes (and a margin of {MARGIN_BYTES}) are needed on {uuid}, {free} are free"
-        return ""
 
     # What the driver says
 
@@ -490,14 +451,37 @@ class Mover:
         lease.hindered = {k: v for k, v in lease.hindered.items() if v[1] > time.monotonic()}
         lease.hindered[key] = (reason, time.monotonic() + HINDERED_S)
 
-    def _save(self, lease: Lease) -> None:
-        self._state.save(lease.record(self._boot_id))
+    def _save(self, lease: Lease, phase: Phase | None = None) -> None:
+        """Write the lease down, as it will be in ``phase``.
+
+        Raises:
+            Undo: the disk does not take it; nothing may be begun.
+        """
+        try:
+            record = lease.record(self._boot_id)
+            self._state.save(replace(record, phase=phase or lease.phase))
+            lease.unsaved = False
+        except OSError as error:
+            lease.unsaved = True
+            raise Undo(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
 
     def _enter(self, lease: Lease, phase: Phase, reason: str) -> None:
-        """Change the phase: on disk, in the limit page, for those who watch, in the log."""
+        """Change the phase: on disk, in the limit page, for those who watch, in the log.
+
+        What is about to begin is written first, and not begun when that fails.  What
+        has been reached is true whether it can be written or not: an older record
+        only makes the next helper ask the driver.
+        """
         saved = sum(lease.saved_bytes.values())
-        before = lease.enter(phase)
-        self._save(lease)
+        if phase in (Phase.SUSPENDING, Phase.RESUMING):
+            self._save(lease, phase)
+            before = lease.enter(phase)
+        else:
+            before = lease.enter(phase)
+            try:
+                self._save(lease)
+            except Undo as error:
+                log.error("lease=%s phase=%s is not written down: %s", lease.name, phase, error)
         if before is phase:
             return
         if phase is Phase.SUSPENDED:
@@ -519,6 +503,10 @@ def _check_calls(account: Account | None, calls: str) -> None:
         raise Undo(Refusal.NOT_SUSPENDABLE, "its account file is broken")
     if account.counters().token() != calls:
         raise Undo(Refusal.WANTED, "a process of the lease entered a CUDA call")
+
+
+def _counters(account: Account | None) -> Counters:
+    return account.counters() if account else NO_COUNTERS
 
 
 def _copy_s(parked: Parked) -> float:

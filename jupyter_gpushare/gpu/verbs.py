@@ -91,6 +91,7 @@ class ErrorKind(enum.StrEnum):
     CONFLICT = "conflict"
     BUSY = "busy"  # too many connections: try again
     DEVICE = "device"  # the driver said no; ``call`` and ``code`` say what
+    STATE = "state"  # the state directory cannot be written
     INTERNAL = "internal"
 
 

@@ -15,6 +15,7 @@ one pread and one comparison of bytes.  While nothing is, the thread sleeps.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from .events import Events
 from .isolation import parse_account
 from .lease import Lease
 from .verbs import EventKind, Phase
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 REPEAT_S = 5.0
@@ -55,7 +58,10 @@ class Waker:
                 self._kicked.clear()
                 continue
             for lease in asleep:
-                self.look(lease, time.monotonic())
+                try:
+                    self.look(lease, time.monotonic())
+                except Exception:  # the outermost loop: one lease must not keep others asleep
+                    log.exception("lease=%s cannot be looked at", lease.name)
             time.sleep(POLL_S)
 
     def look(self, lease: Lease, now: float) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.gpu.machine import Machine, until
+from tests.gpu.machine import Machine, Refused, until
 from tests.simulator import Fault
 
 
@@ -123,4 +123,42 @@ def test_a_checkpoint_call_that_hangs_is_settled_when_it_returns(ada: Machine) -
     assert (moved["done"], moved["refused"]) == (False, "busy")
     assert time.monotonic() - began < 13
     until(lambda: ada.of("ada")["phase"] == "running", "settled")
+    assert worker.do("check") == "ok"
+
+
+def test_a_state_directory_that_takes_no_more_refuses_and_loses_nothing(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    journal = ada.state_dir / "private" / "journal"
+    journal.rename(journal.with_name("away"))  # every write fails, for root too
+    moved = ada.ask("suspend", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "busy")
+    assert "cannot be written" in moved["reason"]
+    assert worker.do("check") == "ok"
+    with pytest.raises(Refused) as refused:
+        ada.lease("bo")
+    assert refused.value.kind == "state"
+    assert [lease["lease"] for lease in ada.ask("sample")["leases"]] == ["ada"]
+    journal.with_name("away").rename(journal)
+    assert ada.ask("suspend", lease="ada")["done"]
+    assert ada.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_resume_that_cannot_be_written_down_is_not_begun(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    assert ada.ask("suspend", lease="ada")["done"]
+    journal = ada.state_dir / "private" / "journal"
+    journal.rename(journal.with_name("away"))
+    assert ada.ask("resume", lease="ada")["refused"] == "busy"
+    assert ada.of("ada")["phase"] == "suspended"
+    journal.with_name("away").rename(journal)
+    assert ada.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_limit_page_that_somebody_removed_does_not_stop_a_move(ada: Machine) -> None:
+    worker = ada.worker("ada", mib=64)
+    (ada.state_dir / "leases" / "ada" / "limit").unlink()
+    assert ada.ask("suspend", lease="ada")["done"]
+    assert ada.ask("resume", lease="ada")["done"]
     assert worker.do("check") == "ok"

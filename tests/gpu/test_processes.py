@@ -173,7 +173,6 @@ def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
     child = int(worker.do("spawn 64").split()[0])
     assert machine.ask("signal", lease="job", number=9)["count"] == 1
     assert worker.process.wait(10) == -9
-    until(lambda: machine.of("job")["processes"], "a sample")
-    assert child in [process["pid"] for process in machine.of("job")["processes"]]
+    until(lambda: [each["pid"] for each in machine.of("job")["processes"]] == [child], "the child is left")
     assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
     until(lambda: machine.ask("signal", lease="job", number=9, to="all")["count"] == 0, "nobody is left")
