@@ -1,0 +1,371 @@
+"""A demo hub of its own for a test: started as `make hub` starts it, used as people use it.
+
+Everything goes through the Hub's proxy with real kernels and real logins; the
+only shortcut is that the ledger of the simulated driver is read as a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import websocket
+
+ROOT = Path(__file__).resolve().parents[2]
+
+T = TypeVar("T")
+
+
+def until(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T:
+    """Return the first true answer of ``look``; fail with ``what`` after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what} (last answer: {found!r})")
+        time.sleep(0.1)
+
+
+def free_port_block(count: int) -> int:
+    """Return the first of ``count`` consecutive free ports."""
+    for start in range(20_000 + os.getpid() % 10_000, 60_000, count):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(start, start + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return start
+    raise AssertionError("no free ports")
+
+
+@dataclass
+class DemoHub:
+    """A running demo hub in a folder of its own."""
+
+    folder: Path
+    idle_timeout_s: float = 4.0
+    port: int = field(default_factory=lambda: free_port_block(4))
+    _process: subprocess.Popen[bytes] | None = None
+    _starts: int = 0
+    _people: list[Person] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "hub.log"
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "GPUSHARE_DEMO_PORT": str(self.port),
+            "GPUSHARE_DEMO_DIR": str(self.folder / "state"),
+            "GPUSHARE_DEMO_IDLE_TIMEOUT": str(self.idle_timeout_s),
+            "GPUSHARE_SIMULATE": "2xH100-80GB,host=512GiB",
+        }
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            "env",
+            "--default-signal=INT",
+            sys.executable,
+            "-m",
+            "jupyterhub",
+            "-f",
+            "jupyterhub_config.py",
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._starts += 1
+        until("the hub and its broker answer", self._healthy, 90)
+
+    def _healthy(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.tail()
+        # An old proxy may still answer for a while after the Hub was killed.
+        if self.log.read_text(errors="replace").count("JupyterHub is now running") < self._starts:
+            return False
+        try:
+            answer = httpx.get(f"{self.url}/services/gpushare/api/v1/health", timeout=5)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == 200 and answer.json()["status"] == "ok"
+
+    def tail(self, count: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    # ---- ending and killing ----------------------------------------------------
+
+    def stop(self) -> None:
+        """Ctrl-C, as `make hub` is ended."""
+        for person in self._people:
+            person.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill_hub()
+                raise
+
+    def kill_hub(self) -> None:
+        """kill -9 the Hub, and only the Hub."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def kill_broker(self) -> None:
+        """kill -9 the broker that answers (its parent starts it again)."""
+        for process in self.processes():
+            command = process.info["cmdline"]
+            if "broker" in command and "--respawn" not in command:
+                process.kill()
+
+    def kill(self, *verbs: str) -> None:
+        """kill -9 every process of these verbs of the command line, parents included."""
+        for process in self.processes():
+            command = process.info["cmdline"]
+            if "jupyter_gpushare.cli" in command and set(verbs) & set(command):
+                process.kill()
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every process that belongs to this demo hub."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            if process.pid == os.getpid():
+                continue
+            where = (process.info["environ"] or {}).get("GPUSHARE_DEMO_DIR")
+            state = (process.info["environ"] or {}).get("GPUSHARE_SIM_STATE", "")
+            if where == str(self.folder / "state") or state.startswith(str(self.folder)):
+                found.append(process)
+        return found
+
+    def kill_leftovers(self) -> list[str]:
+        """Kill what is left and say what it was."""
+        left = self.processes()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return [" ".join(p.info["cmdline"] or []) for p in left]
+
+    # ---- the judge -------------------------------------------------------------
+
+    def ledger(self) -> list[dict[str, Any]]:
+        path = self.folder / "state" / "simulated-gpus.ledger"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def person(self, name: str) -> Person:
+        person = Person(self, name)
+        self._people.append(person)
+        return person
+
+
+class Refused(Exception):
+    """The Hub or the broker answered 4xx."""
+
+
+class Person:
+    """Somebody who logs in with a password and works through the proxy."""
+
+    def __init__(self, hub: DemoHub, name: str) -> None:
+        self.hub = hub
+        self.name = name
+        self._kernels: list[Kernel] = []
+        with httpx.Client(base_url=hub.url, follow_redirects=True, timeout=60) as http:
+            page = http.get("/hub/login").text
+            xsrf = re.search(r'name="_xsrf" value="([^"]+)"', page)
+            assert xsrf, page
+            answer = http.post("/hub/login", data={"username": name, "password": "x", "_xsrf": xsrf.group(1)})
+            assert answer.status_code == 200, answer.text
+            self.first_page = answer.text  # after the login: the spawn page
+            token = http.post(
+                f"/hub/api/users/{name}/tokens",
+                json={"note": "test"},
+                headers={
+                    "X-XSRFToken": http.cookies.get("_xsrf", path="/hub/"),
+                    "Referer": f"{hub.url}/hub/token",
+                },
+            )
+            assert token.status_code in (200, 201), token.text
+        self.token = token.json()["token"]
+        self.http = httpx.Client(
+            base_url=hub.url, headers={"Authorization": f"token {self.token}"}, timeout=60
+        )
+
+    # ---- servers ---------------------------------------------------------------
+
+    def start_server(self, **options: Any) -> None:
+        answer = self.http.post(f"/hub/api/users/{self.name}/server", json={"gpushare": options})
+        if answer.status_code not in (201, 202):
+            raise Refused(answer.json()["message"])
+        until("the server is ready", self.server_ready, 120)
+
+    def server_ready(self) -> bool:
+        answer = self.http.get(f"/hub/api/users/{self.name}")
+        return answer.status_code == 200 and bool(answer.json()["servers"].get("", {}).get("ready"))
+
+    def stop_server(self) -> None:
+        self.http.delete(f"/hub/api/users/{self.name}/server")
+
+    # ---- kernels ---------------------------------------------------------------
+
+    def kernel(self) -> Kernel:
+        answer = self.http.post(f"/user/{self.name}/api/kernels", json={"name": "python3"})
+        assert answer.status_code == 201, answer.text
+        kernel = Kernel(self, answer.json()["id"])
+        self._kernels.append(kernel)
+        return kernel
+
+    def close(self) -> None:
+        for kernel in self._kernels:
+            kernel.disconnect()
+        self.http.close()
+
+    # ---- the broker ------------------------------------------------------------
+
+    def ask(self, path: str, method: str = "GET", **options: Any) -> Any:
+        answer = self.http.request(method, f"/services/gpushare/api/v1/{path}", **options)
+        if answer.status_code >= 400:
+            raise Refused(f"{answer.status_code}: {answer.text}")
+        return answer.json()
+
+    def lease(self) -> dict[str, Any]:
+        """Return the lease of the default server."""
+        return next(x for x in self.ask("status")["leases"] if x["kind"] == "build")
+
+    def state(self) -> str:
+        return str(self.lease()["state"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        answer: dict[str, Any] = self.ask(f"jobs/{job_id}")
+        return answer
+
+    def gpushare(
+        self, *arguments: str, check: bool = True, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command line as this person, from elsewhere, with a token."""
+        env = {
+            **self.hub.environment(),
+            "HOME": str(self.hub.folder / "state" / "home" / self.name),
+            "GPUSHARE_API_URL": f"{self.hub.url}/services/gpushare/api/v1",
+            "GPUSHARE_API_TOKEN": self.token,
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "jupyter_gpushare.cli", *arguments],
+            env=env,
+            cwd=cwd or ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=check,
+        )
+
+
+class Kernel:
+    """A real kernel, spoken to as a notebook does: over its websocket, through the proxy."""
+
+    def __init__(self, person: Person, kernel_id: str) -> None:
+        self.person = person
+        self.id = kernel_id
+        self._socket: websocket.WebSocket | None = None
+
+    def _connect(self) -> websocket.WebSocket:
+        if self._socket is None:
+            url = f"ws://127.0.0.1:{self.person.hub.port}/user/{self.person.name}/api/kernels/{self.id}/channels"
+            self._socket = websocket.create_connection(
+                url, header=[f"Authorization: token {self.person.token}"], timeout=60
+            )
+        return self._socket
+
+    def disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def run(self, code: str, timeout_s: float = 60.0) -> str:
+        """Return what a cell printed and its value; a traceback's last line where it failed."""
+        return self.finish(self.send(code), timeout_s)
+
+    def send(self, code: str) -> str:
+        message_id = uuid.uuid4().hex
+        header = {
+            "msg_id": message_id,
+            "msg_type": "execute_request",
+            "username": self.person.name,
+            "session": "test",
+            "version": "5.3",
+        }
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": True,
+            "allow_stdin": False,
+            "stop_on_error": True,
+        }
+        self._connect().send(
+            json.dumps(
+                {
+                    "header": header,
+                    "parent_header": {},
+                    "metadata": {},
+                    "content": content,
+                    "channel": "shell",
+                }
+            )
+        )
+        return message_id
+
+    def finish(self, message_id: str, timeout_s: float = 60.0) -> str:
+        said: list[str] = []
+        for message in self._messages(timeout_s):
+            if message.get("parent_header", {}).get("msg_id") != message_id:
+                continue
+            content, kind = message["content"], message["header"]["msg_type"]
+            if kind == "stream":
+                said.append(content["text"])
+            elif kind == "execute_result":
+                said.append(content["data"]["text/plain"])
+            elif kind == "error":
+                said.append(f"{content['ename']}: {content['evalue']}")
+            elif kind == "status" and content["execution_state"] == "idle":
+                return "".join(said).strip()
+        raise AssertionError(f"the cell did not end within {timeout_s:.0f} s: {''.join(said)}")
+
+    def _messages(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        connection = self._connect()
+        while (left := deadline - time.monotonic()) > 0:
+            connection.settimeout(left)
+            try:
+                yield json.loads(connection.recv())
+            except websocket.WebSocketTimeoutException:
+                return

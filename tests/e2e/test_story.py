@@ -1,0 +1,210 @@
+"""The story: half a GPU, idle, lent, given back; told by real kernels and a real browser.
+
+Set GPUSHARE_PICTURES to a folder to keep the pictures of the browser there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from tests.conftest import Chromium
+from tests.e2e.demo import DemoHub, Kernel, Person, until
+
+STEPS = 60
+GB = 1 << 30
+ALLOCATE = """
+from jupyter_gpushare import demo_gpu
+gpu = demo_gpu.open()
+weights = gpu.allocate("6GiB")
+weights.fill(seed=42)
+print(weights.is_intact(), gpu.memory()[1])
+"""
+TOO_MUCH = """
+try:
+    gpu.allocate("40GiB")
+except demo_gpu.GpuOutOfMemory as error:
+    print("clean:", error)
+"""
+
+
+def picture(page: Page, name: str) -> None:
+    folder = os.environ.get("GPUSHARE_PICTURES")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def spawn_in_browser(hub: DemoHub, chromium: Chromium, name: str, label: str) -> None:
+    """Log in, pick a size on the spawn page, and wait for JupyterLab."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(f"{hub.url}/hub/spawn")
+        page.get_by_label("Username").fill(name)
+        page.get_by_label("Password").fill("any")
+        page.get_by_role("button", name="Sign in").click()
+        card = page.get_by_role("radio", name=label, exact=True).first
+        card.wait_for()
+        card.check()
+        picture(page, "spawn-page")
+        page.get_by_role("button", name="Start").click()
+        page.wait_for_url(f"**/user/{name}/lab**", timeout=120_000)
+        page.wait_for_selector("#jp-main-dock-panel", timeout=120_000)
+        picture(page, "lab")
+        browser.close()
+
+
+def is_asleep(person: Person) -> bool:
+    return person.state() == "suspended"
+
+
+def submit(bo: Person, folder: Path, *, steps: int = STEPS, step_s: float = 0.2) -> dict[str, Any]:
+    steps_file = folder / "steps.txt"
+    done = bo.gpushare(
+        "submit", "--json", "--gpus", "2", "--name", "both", "--cwd", str(folder), "--",
+        sys.executable, "-m", "jupyter_gpushare.demo_gpu", "train",
+        "--steps", str(steps), "--step-s", str(step_s), "--bytes", "10GiB", "--steps-file", str(steps_file),
+    )  # fmt: skip
+    job: dict[str, Any] = json.loads(done.stdout)
+    return job
+
+
+def steps_done(folder: Path) -> list[int]:
+    path = folder / "steps.txt"
+    return [int(line.split()[0]) for line in path.read_text().split("\n") if line] if path.exists() else []
+
+
+def bytes_of(hub: DemoHub, pid: int) -> int:
+    """Return a process's device memory, as the ledger of the driver has it."""
+    held = 0
+    for entry in hub.ledger():
+        if entry["pid"] == pid and entry["event"] in ("alloc", "context", "restore"):
+            held += entry["bytes"]
+        elif entry["pid"] == pid and entry["event"] in ("free", "checkpoint"):
+            held -= entry["bytes"]
+    return held
+
+
+def never_more_than_there_is(hub: DemoHub) -> None:
+    peak = max((e["device_used"] for e in hub.ledger() if "device_used" in e), default=0)
+    assert 0 < peak <= 80 * GB, peak
+
+
+def nothing(_hub: DemoHub, _ada: Person, _kernel: Kernel) -> None:
+    """The story as it is."""
+
+
+def the_hub_dies(hub: DemoHub, ada: Person, kernel: Kernel) -> None:
+    """kill -9 the Hub, then start it again: servers and jobs live on."""
+    kernel.disconnect()
+    hub.kill_hub()
+    hub.start()
+    until("the Hub has adopted ada's server", lambda: ada.server_ready())
+
+
+def the_broker_dies(hub: DemoHub, ada: Person, _kernel: Kernel) -> None:
+    """kill -9 the broker: its parent starts it again."""
+    before = ada.ask("health")["epoch"]
+    hub.kill_broker()
+    until("a new broker answers", lambda: _epoch(ada) > before, 30)
+
+
+def _epoch(person: Person) -> int:
+    answer = person.http.get("/services/gpushare/api/v1/health")
+    return int(answer.json().get("epoch", 0)) if answer.status_code == 200 else 0
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("interruption", [nothing, the_hub_dies, the_broker_dies])
+def test_ada_sleeps_for_bos_job_and_gets_everything_back(
+    hub: DemoHub,
+    chromium: Chromium,
+    tmp_path: Path,
+    interruption: Callable[[DemoHub, Person, Kernel], None],
+) -> None:
+    ada, bo = hub.person("ada"), hub.person("bo")
+    spawn_in_browser(hub, chromium, "ada", "1/2 GPU")
+
+    # She allocates within her half, and gets a clean error beyond it, over two kernels together.
+    kernel, second = ada.kernel(), ada.kernel()
+    intact, total = kernel.run(ALLOCATE).split()
+    assert intact == "True"
+    assert 38 * GB < int(total) < 40 * GB
+    assert kernel.run(TOO_MUCH).startswith("clean:")
+    assert second.run(ALLOCATE.replace("6GiB", "28GiB")).startswith("True")
+    assert kernel.run(TOO_MUCH.replace("40GiB", "5GiB")).startswith("clean:")
+    ada.http.delete(f"/user/ada/api/kernels/{second.id}")
+    pid = int(kernel.run("import os; os.getpid()"))
+    assert bytes_of(hub, pid) >= 6 << 30
+
+    # Bo needs both GPUs: he waits until she is idle, then her bytes leave the device.
+    job = submit(bo, tmp_path)
+    assert job["state"] == "queued"
+    until("ada sleeps", lambda: is_asleep(ada), 40)
+    until("the job runs", lambda: bo.job(job["id"])["state"] == "running", 40)
+    assert bytes_of(hub, pid) == 0
+    until("the job makes steps", lambda: len(steps_done(tmp_path)) > 3, 20)
+
+    interruption(hub, ada, kernel)
+    until("ada still sleeps", lambda: is_asleep(ada), 20)
+
+    # A cell without GPU runs at once and wakes nobody.
+    assert kernel.run("sum(range(10))") == "45"
+    assert is_asleep(ada)
+
+    # A GPU cell: the job is suspended, her memory is restored and intact.
+    assert kernel.run("weights.is_intact()", timeout_s=30) == "True"
+    until("she is awake", lambda: ada.state() == "running", 5)
+    paused = until("the job is paused", lambda: (j := bo.job(job["id"]))["state"] == "suspended" and j, 10)
+    assert "owner of the GPU came back" in paused["reason"]
+    assert paused["attempt"] == 1
+    assert bytes_of(hub, pid) >= 6 << 30
+
+    # She idles again; the job resumes where it was, and ends with every step done exactly once.
+    done = until("the job ends", lambda: (j := bo.job(job["id"]))["exit_code"] is not None and j, 90)
+    assert (done["state"], done["exit_code"], done["attempt"]) == ("succeeded", 0, 1), done
+    assert sorted(set(steps_done(tmp_path))) == list(range(1, STEPS + 1))
+    assert len(steps_done(tmp_path)) == STEPS
+    log = bo.gpushare("logs", job["id"]).stdout
+    assert str(STEPS) in log
+    assert kernel.run("weights.is_intact()", timeout_s=30) == "True"
+    never_more_than_there_is(hub)
+
+
+def test_without_a_broker_the_page_says_so_and_a_server_without_gpu_starts(hub: DemoHub) -> None:
+    hub.kill("broker", "helper")
+    cy = hub.person("cy")
+    assert "No GPU" in cy.first_page
+    assert "cannot be asked just now" in cy.first_page or "does not answer" in cy.first_page
+    cy.start_server()
+    kernel = cy.kernel()
+    assert kernel.run("import os; repr(os.environ['CUDA_VISIBLE_DEVICES'])") == "\"''\""
+
+
+def test_a_job_outlives_its_owners_server_and_is_stopped_with_grace(hub: DemoHub, tmp_path: Path) -> None:
+    bo = hub.person("bo")
+    bo.start_server(gpus=0)
+    job = submit(bo, tmp_path, steps=10_000)
+    until("the job runs", lambda: bo.job(job["id"])["state"] == "running", 40)
+    bo.stop_server()
+    until("the job makes steps", lambda: len(steps_done(tmp_path)) > 3, 20)
+    assert bo.gpushare("cancel", job["id"]).returncode == 0
+    until("the job is cancelled", lambda: bo.job(job["id"])["state"] == "cancelled", 60)
+    until("its room is free", lambda: all(d["used_bytes"] == 0 for d in bo.ask("devices")["devices"]), 10)
+
+
+def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
+    bo = hub.person("bo")
+    answer = bo.http.post("/hub/api/users/bo/servers/jaaaaaaaaaa-1", json={})
+    assert answer.status_code == 409, answer.text
+    assert "gpushare submit" in answer.json()["message"]
