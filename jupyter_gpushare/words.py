@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, State, Why
 
-_GB = 1000**3
+# As the vendors of GPUs count: an 80 GB H100 has 80 times 2**30 bytes.
+_GB = 1 << 30
 _NICE = {250: "1/4", 333: "1/3", 500: "1/2", 666: "2/3", 750: "3/4"}
 
 
 def gigabytes(count: int) -> str:
-    """``40 GB``; below ten with one digit; decimal, as device names have it."""
+    """``40 GB``; below ten with one digit."""
     value = count / _GB
     return f"{value:.1f} GB" if 0 < value < 9.95 else f"{value:.0f} GB"
 

@@ -30,7 +30,8 @@ log = logging.getLogger("gpushare.respawn")
 PARENT_VARIABLE = "GPUSHARE_PARENT_PID"
 
 _LOOK_S = 0.2
-_STOP_S = 5.0
+# The broker survives SIGKILL at any moment, so it need not be waited for.
+_STOP_S = 2.0
 # A child that ends sooner is started again only after this pause, and then at most once a second.
 _PAUSE_S = 0.5
 
@@ -109,18 +110,16 @@ def run(
             helper.look()
         broker.look()
         time.sleep(_LOOK_S)
-    broker.stop()
+    # The Hub gives its services 5 s: the helper is told first, it needs nobody else to end.
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
-        _stop_helper(helper_socket)
+        _tell_helper(helper_socket)
+    broker.stop()
     return 0
 
 
-def _stop_helper(path: Path) -> None:
+def _tell_helper(path: Path) -> None:
+    """Tell the helper to end; it ends by itself, leaving what sleeps asleep."""
     pid = helper_pid(path)
-    if pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + _STOP_S
-    while helper_pid(path) is not None and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
