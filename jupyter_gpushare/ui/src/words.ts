@@ -5,9 +5,10 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { GpuState, Notice, Phase } from './model';
 import type { IJob, ILease, IProject } from './wire';
 
-const GB = 1e9;
+/** As the device names have it: an H100-80GB has 80 of these. */
+const GB = 2 ** 30;
 
-/** `6.8` below ten, `40` above: decimal gigabytes, without the unit. */
+/** `6.8` below ten, `40` above: gigabytes without the unit. */
 export function gigabytes(bytes: number): string {
   const value = bytes / GB;
   return value > 0 && value < 9.95 ? value.toFixed(1) : value.toFixed(0);
