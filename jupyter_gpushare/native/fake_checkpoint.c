@@ -20,7 +20,7 @@
 #include "fake_cuda.h"
 #include "process_identity.h"
 
-static const uint64_t poll_ns = 500000;
+static const uint64_t poll_ns = 100000;
 
 struct target {
     struct sim_process *process;

@@ -358,6 +358,27 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     return result;
 }
 
+/* Arrays: memory with a shape, which nothing here looks into. */
+API CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *shape)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!out || !shape || !shape->Width || shape->Width > 1u << 20 || shape->Height > 1u << 20)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t element = shape->Format == 1 || shape->Format == 8 ? 1 : shape->Format == 3 || shape->Format == 10 || shape->Format == 32 ? 4 : 2;
+    CUdeviceptr address;
+    CUresult result = allocate(&address, element * shape->NumChannels * shape->Width * (shape->Height ? shape->Height : 1),
+                               sim_context->device, BLOCK_PLAIN);
+    if (!result)
+        *out = (CUarray)(uintptr_t)address;
+    return result;
+}
+
+API CUresult cuArrayDestroy(CUarray array)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return array ? release((uint64_t)(uintptr_t)array) : CUDA_ERROR_INVALID_HANDLE;
+}
+
 /* ---- pools ---- */
 
 API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice ordinal)

@@ -13,6 +13,11 @@
  */
 #include "preload_stubs.h"
 
+/* A build with sanitizers calls it otherwise: their start-up uses dlsym before they work. */
+#ifndef GPUSHARE_DLSYM
+#define GPUSHARE_DLSYM dlsym
+#endif
+
     .hidden gpushare_counter
     .hidden gpushare_real
     .hidden gpushare_enter
@@ -101,7 +106,7 @@ slow:
     jmp *%r11
     end slow
 
-    function dlsym
+    function GPUSHARE_DLSYM
     endbr64
     pushq %rdi
     pushq %rsi
@@ -116,7 +121,7 @@ slow:
     je 1f
     ret
 1:  jmp *gpushare_real_dlsym(%rip)
-    end dlsym
+    end GPUSHARE_DLSYM
 
 #elif defined __aarch64__
 
@@ -180,7 +185,7 @@ slow:
     br x16
     end slow
 
-    function dlsym
+    function GPUSHARE_DLSYM
     bti c
     stp x29, x30, [sp, #-32]!
     .cfi_adjust_cfa_offset 32
@@ -201,7 +206,7 @@ slow:
 1:  adrp x16, gpushare_real_dlsym
     ldr x16, [x16, :lo12:gpushare_real_dlsym]
     br x16
-    end dlsym
+    end GPUSHARE_DLSYM
 
 #else
 #error "the preload library knows x86_64 and aarch64"

@@ -53,7 +53,7 @@ print(json.dumps({
     "name": ck(d.cuDeviceGetName(64, dev)).rstrip(b" \\0").decode(),
     "uuid": bytes(ck(d.cuDeviceGetUuid(dev)).bytes).hex(), "read": out.decode(),
     "memory": [int(x) for x in ck(d.cuMemGetInfo())],
-    "major": ck(d.cuDeviceGetAttribute(d.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, dev)),
+    "major": ck(d.cuDeviceGetAttribute(d.CUdevice_attribute(75), dev)),
     "error": ck(d.cuGetErrorName(d.CUresult.CUDA_ERROR_OUT_OF_MEMORY)).decode()}))
 """,
     )
@@ -114,7 +114,8 @@ print(json.dumps({
     "processes": [[p.pid, p.usedGpuMemory] for p in n.nvmlDeviceGetComputeRunningProcesses(h)],
     "mig": code(n.nvmlDeviceGetMigMode, h), "idle": code(n.nvmlDeviceGetProcessUtilization, h, 0),
     "limits": code(n._nvmlGetFunctionPointer, "nvmlDeviceSetMemoryLimits_v1"),
-    "topology": n.nvmlDeviceGetTopologyCommonAncestor(h, other), "persistence": n.nvmlDeviceGetPersistenceMode(h),
+    "topology": n.nvmlDeviceGetTopologyCommonAncestor(h, other),
+    "persistence": n.nvmlDeviceGetPersistenceMode(h),
     "pci": n.nvmlDeviceGetPciInfo(other).busId, "rates": n.nvmlDeviceGetUtilizationRates(h).gpu}))
 n.nvmlShutdown()
 """,
@@ -166,7 +167,8 @@ def uuid(i):
     assert cuda.cuDeviceGetUuid_v2(raw, i) == 0
     return raw.raw.hex()
 code, count = cuda.cuInit(0), ctypes.c_int()
-seen = [uuid(i) for i in range(count.value)] if not code and not cuda.cuDeviceGetCount(ctypes.byref(count)) else []
+assert code or cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+seen = [uuid(i) for i in range(count.value)]
 """)
         assert kernel.ask("code") == (0 if expected else 100)
         assert kernel.ask("seen") == [uuids[i].removeprefix("GPU-").replace("-", "") for i in expected]
@@ -312,7 +314,7 @@ def test_what_the_driver_is_not_told_is_an_error_not_a_crash(machine: Simulator)
         wrong = {
             "cuda.cuMemFree_v2(ctypes.c_uint64(b.address + 8))": 1,
             "cuda.cuMemsetD8_v2(ctypes.c_uint64(b.address), 0, ctypes.c_size_t(1 << 30))": 1,
-            "cuda.cuMemcpyDtoH_v2(ctypes.create_string_buffer(8), ctypes.c_uint64(4096), ctypes.c_size_t(8))": 1,
+            "cuda.cuMemcpyDtoH_v2(bytes(8), ctypes.c_uint64(4096), ctypes.c_size_t(8))": 1,
             "cuda.cuDeviceGet(ctypes.byref(ctypes.c_int()), 2)": 101,
             "cuda.cuCtxSetCurrent(None) or cuda.cuCtxSynchronize()": 201,
         }

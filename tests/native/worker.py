@@ -35,7 +35,8 @@ for line in sys.stdin:
         answer = {"value": value}
         text = json.dumps(answer, default=repr)
     except BaseException as error:
-        text = json.dumps({"error": type(error).__name__, "text": str(error), "code": getattr(error, "code", None)})
+        code = getattr(error, "code", None)
+        text = json.dumps({"error": type(error).__name__, "text": str(error), "code": code})
     sys.stdout.write(text + "\\n")
     sys.stdout.flush()
 """

@@ -1,0 +1,184 @@
+/* The preload library's own sources under a sanitizer, against the simulated driver.
+ *
+ * Threads allocate and free in every way, map and unmap, copy, launch and synchronize, while
+ * another process suspends and resumes this one and another allocates in the same lease; a
+ * child is forked in the middle.  At the end everything is given back: the account and the
+ * device are empty.  Exit code 0, or a line number of what was wrong.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cuda_types.h"
+#include "lease_client.h"
+
+enum { THREADS = 4, TURNS = 60 };
+
+void *hooked_dlsym(void *handle, const char *name);
+
+static void *cuda;
+static CUcontext context;
+static _Atomic int wrong;
+
+#define MUST(condition)                      \
+    do {                                     \
+        if (!(condition)) {                  \
+            atomic_store(&wrong, __LINE__);  \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+        }                                    \
+    } while (0)
+
+#define CALL(name, ...) (((CUresult (*)(DECLARED_##name))hooked_dlsym(cuda, #name))(__VA_ARGS__))
+#define DECLARED_cuInit unsigned
+#define DECLARED_cuDevicePrimaryCtxRetain CUcontext *, CUdevice
+#define DECLARED_cuCtxSetCurrent CUcontext
+#define DECLARED_cuCtxSynchronize void
+#define DECLARED_cuMemAlloc_v2 CUdeviceptr *, size_t
+#define DECLARED_cuMemAllocAsync CUdeviceptr *, size_t, CUstream
+#define DECLARED_cuMemFree_v2 CUdeviceptr
+#define DECLARED_cuMemFreeAsync CUdeviceptr, CUstream
+#define DECLARED_cuMemGetInfo_v2 size_t *, size_t *
+#define DECLARED_cuMemcpyHtoD_v2 CUdeviceptr, const void *, size_t
+#define DECLARED_cuMemcpyDtoH_v2 void *, CUdeviceptr, size_t
+#define DECLARED_cuMemsetD8_v2 CUdeviceptr, unsigned char, size_t
+#define DECLARED_cuMemAddressReserve CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long
+#define DECLARED_cuMemAddressFree CUdeviceptr, size_t
+#define DECLARED_cuMemCreate CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long
+#define DECLARED_cuMemMap CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long
+#define DECLARED_cuMemSetAccess CUdeviceptr, size_t, const CUmemAccessDesc *, size_t
+#define DECLARED_cuMemUnmap CUdeviceptr, size_t
+#define DECLARED_cuMemRelease CUmemGenericAllocationHandle
+#define DECLARED_cuStreamCreate CUstream *, unsigned
+#define DECLARED_cuStreamDestroy_v2 CUstream
+#define DECLARED_cuStreamQuery CUstream
+#define DECLARED_cuEventCreate CUevent *, unsigned
+#define DECLARED_cuEventRecord CUevent, CUstream
+#define DECLARED_cuEventSynchronize CUevent
+#define DECLARED_cuEventDestroy_v2 CUevent
+#define DECLARED_cuGetProcAddress_v2 const char *, void **, int, uint64_t, int *
+#define DECLARED_cuCheckpointProcessLock int, CUcheckpointLockArgs *
+#define DECLARED_cuCheckpointProcessCheckpoint int, CUcheckpointCheckpointArgs *
+#define DECLARED_cuCheckpointProcessRestore int, CUcheckpointRestoreArgs *
+#define DECLARED_cuCheckpointProcessUnlock int, CUcheckpointUnlockArgs *
+
+static void plain(unsigned turn)
+{
+    CUdeviceptr at = 0;
+    char word[8] = "pattern", back[8] = "";
+    size_t bytes = turn % 3 == 0 ? 100 : turn % 3 == 1 ? (size_t)1 << 20 : (size_t)5 << 20;
+    CUresult code = turn % 2 ? CALL(cuMemAlloc_v2, &at, bytes) : CALL(cuMemAllocAsync, &at, bytes, NULL);
+    MUST(code == CUDA_SUCCESS || code == CUDA_ERROR_OUT_OF_MEMORY);
+    if (code)
+        return;
+    MUST(!CALL(cuMemsetD8_v2, at, 7, bytes));
+    MUST(!CALL(cuMemcpyHtoD_v2, at, word, sizeof word));
+    MUST(!CALL(cuMemcpyDtoH_v2, back, at, sizeof back) && back[0] == 'p' && back[6] == 'n');
+    MUST(!(turn % 2 ? CALL(cuMemFreeAsync, at, NULL) : CALL(cuMemFree_v2, at)));
+}
+
+static void mapped(void)
+{
+    const size_t bytes = (size_t)4 << 20;
+    CUmemAllocationProp property = {.type = 1, .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+    CUmemAccessDesc access = {{CU_MEM_LOCATION_TYPE_DEVICE, 0}, 3};
+    CUmemGenericAllocationHandle handle;
+    CUdeviceptr at;
+    MUST(!CALL(cuMemAddressReserve, &at, bytes, 0, 0, 0));
+    CUresult code = CALL(cuMemCreate, &handle, bytes, &property, 0);
+    MUST(code == CUDA_SUCCESS || code == CUDA_ERROR_OUT_OF_MEMORY);
+    if (!code) {
+        MUST(!CALL(cuMemMap, at, bytes, 0, handle, 0));
+        MUST(!CALL(cuMemRelease, handle));
+        MUST(!CALL(cuMemSetAccess, at, bytes, &access, 1));
+        MUST(!CALL(cuMemsetD8_v2, at, 1, bytes));
+        MUST(!CALL(cuMemUnmap, at, bytes));
+    }
+    MUST(!CALL(cuMemAddressFree, at, bytes));
+}
+
+static void waiting(void)
+{
+    CUstream stream;
+    CUevent event;
+    size_t room, total;
+    MUST(!CALL(cuStreamCreate, &stream, 0) && !CALL(cuEventCreate, &event, 0));
+    MUST(!CALL(cuEventRecord, event, stream) && !CALL(cuEventSynchronize, event));
+    MUST(!CALL(cuStreamQuery, stream) && !CALL(cuCtxSynchronize));
+    MUST(!CALL(cuEventDestroy_v2, event) && !CALL(cuStreamDestroy_v2, stream));
+    MUST(!CALL(cuMemGetInfo_v2, &room, &total) && room <= total && total == (size_t)1 << 30);
+}
+
+static void *work(void *nothing)
+{
+    void *found = NULL;
+    MUST(!CALL(cuCtxSetCurrent, context));
+    for (unsigned turn = 0; turn < TURNS; turn++) {
+        plain(turn);
+        mapped();
+        waiting();
+        MUST(!CALL(cuGetProcAddress_v2, "cuMemAlloc", &found, 13000, 0, NULL) && found);
+    }
+    return nothing;
+}
+
+/* Suspends and resumes `pid` until it is ended. */
+static void disturb(int pid)
+{
+    CUcheckpointLockArgs lock = {.timeoutMs = 1000};
+    struct timespec pause = {0, 3000000};
+    if (CALL(cuInit, 0))
+        _exit(1);
+    for (;;) {
+        if (!CALL(cuCheckpointProcessLock, pid, &lock)) {
+            int code = CALL(cuCheckpointProcessCheckpoint, pid, NULL);
+            if (code || CALL(cuCheckpointProcessRestore, pid, NULL))
+                _exit(2);
+            nanosleep(&pause, NULL);
+            CALL(cuCheckpointProcessUnlock, pid, NULL);
+        }
+        nanosleep(&pause, NULL);
+    }
+}
+
+int main(void)
+{
+    pthread_t threads[THREADS];
+    int self = getpid(), status;
+    cuda = dlopen("libcuda.so.1", RTLD_NOW);
+    MUST(cuda);
+    int other = fork(); /* before this process uses CUDA, so that the child may */
+    if (!other)
+        disturb(self);
+    int neighbour = fork();
+    if (!neighbour) {
+        MUST(!CALL(cuInit, 0) && !CALL(cuDevicePrimaryCtxRetain, &context, 0));
+        work(NULL);
+        _exit(wrong != 0);
+    }
+    MUST(!CALL(cuInit, 0) && !CALL(cuDevicePrimaryCtxRetain, &context, 0));
+    for (int i = 0; i < THREADS; i++)
+        MUST(!pthread_create(&threads[i], NULL, work, NULL));
+    int child = fork(); /* in the middle of it all: must neither hang nor hold anything */
+    if (!child) {
+        CUdeviceptr at;
+        _exit(CALL(cuMemAlloc_v2, &at, 1 << 21) == CUDA_ERROR_NOT_INITIALIZED ? 0 : 1);
+    }
+    MUST(waitpid(child, &status, 0) == child && status == 0);
+    for (int i = 0; i < THREADS; i++)
+        MUST(!pthread_join(threads[i], NULL));
+    MUST(waitpid(neighbour, &status, 0) == neighbour && status == 0);
+    MUST(waitpid(other, &status, WNOHANG) == 0);
+    kill(other, SIGKILL);
+    waitpid(other, &status, 0);
+    struct lease_room room;
+    MUST(lease_room(0, &room) && room.used_bytes == 0 && room.limit_bytes == (uint64_t)1 << 30);
+    return wrong ? 1 : 0;
+}

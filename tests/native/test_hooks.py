@@ -1,0 +1,267 @@
+"""Every function of hooks.h is met by the preload library, and passed on untouched."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare import native
+from jupyter_gpushare.native import build
+from tests.native.worker import Worker
+from tests.simulator import GIB, Lease, Simulator
+
+NATIVE = build.NATIVE
+HOOKS = re.findall(r"\bHOOK\((\w+), (\w+)\)", (NATIVE / "hooks.h").read_text().partition("*/")[2])
+KINDS = {name: kind for kind, name in HOOKS}
+EXPORTS = re.findall(
+    r"^EXPORT(?:_STREAM)?\((\w+), (\w+), (\d+)(?:, (\w+))?\)", (NATIVE / "fake_exports.h").read_text(), re.M
+)
+
+#: A driver that has every hooked function: each answers its place in hooks.h, if it was passed
+#: 1 to 10 and 1.0 to 8.0.  Its cuGetProcAddress answers the symbols' addresses, or, asked for
+#: version 99999, those of variants that have no symbol.
+EVERY_FUNCTION = """
+#include <stdint.h>
+#include <string.h>
+#define PARAMETERS long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, \\
+    double k, double l, double m, double n, double o, double p, double q, double r
+#define INTACT (a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8 && i == 9 && \\
+    j == 10 && k == 1 && l == 2 && m == 3 && n == 4 && o == 5 && p == 6 && q == 7 && r == 8)
+enum {
+#define HOOK(kind, name) INDEX_##name,
+#include "hooks.h"
+#undef HOOK
+    COUNT
+};
+#define cuGetProcAddress cuGetProcAddress_stub
+#define cuGetProcAddress_v2 cuGetProcAddress_v2_stub
+#define HOOK(kind, name) \\
+    __attribute__((visibility("default"))) int name(PARAMETERS) { return INTACT ? INDEX_##name : -1; } \\
+    static int newer_##name(PARAMETERS) { return INTACT ? 10000 + INDEX_##name : -1; }
+#include "hooks.h"
+#undef HOOK
+static const struct { const char *name; void *function, *newer; } table[] = {
+#define HOOK(kind, name) {#name, (void *)name, (void *)newer_##name},
+#include "hooks.h"
+#undef HOOK
+};
+#undef cuGetProcAddress
+#undef cuGetProcAddress_v2
+__attribute__((visibility("default")))
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
+{
+    (void)flags, (void)status;
+    for (int i = 0; i < COUNT; i++)
+        if (!strcmp(table[i].name, symbol)) {
+            *function = version == 99999 ? table[i].newer : table[i].function;
+            return 0;
+        }
+    return 500;
+}
+__attribute__((visibility("default")))
+int cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(symbol, function, version, flags, 0);
+}
+"""
+
+
+def compile_shared(source: str, output: Path, *flags: str) -> Path:
+    """A shared library out of a text."""
+    output.with_suffix(".c").write_text(source)
+    command = [*build.compiler(), "-std=gnu11", "-fPIC", "-shared", f"-I{NATIVE}", *flags]
+    subprocess.run([*command, str(output.with_suffix(".c")), "-o", str(output), "-ldl"], check=True)
+    return output
+
+
+@pytest.fixture(scope="module")
+def strange_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the driver above lies, compiled."""
+    folder = tmp_path_factory.mktemp("driver")
+    compile_shared(EVERY_FUNCTION, folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic")
+    return folder
+
+
+@pytest.fixture
+def strange_driver(half: Lease, machine: Simulator, strange_folder: Path) -> Worker:
+    """A process of a lease whose libcuda.so.1 is the one above."""
+    env = machine.env(**half.env(), LD_LIBRARY_PATH=str(strange_folder))
+    worker = Worker(env, open_gpu=False)
+    worker.run("""
+cuda = ctypes.CDLL("libcuda.so.1")
+arguments = [ctypes.c_long(i) for i in range(1, 11)] + [ctypes.c_double(i) for i in range(1, 9)]
+def call(name): return getattr(cuda, name)(*arguments)
+def asked(name, version, flags=0):
+    out = ctypes.c_void_p()
+    flags = ctypes.c_uint64(flags)
+    assert cuda.cuGetProcAddress_v2(name.encode(), ctypes.byref(out), version, flags, None) == 0
+    return out.value
+def call_asked(name, version): return ctypes.CFUNCTYPE(ctypes.c_int)(asked(name, version))(*arguments)
+""")
+    return worker
+
+
+def test_hooks_are_listed_once() -> None:
+    assert len(HOOKS) == len(KINDS) > 250
+    assert set(KINDS.values()) == {"TYPED", "COUNT", "QUERY", "GATE", "REFUSE"}
+    _comment, _, lines = (NATIVE / "hooks.h").read_text().partition("*/")
+    assert lines.count("HOOK(") == len(HOOKS)
+
+
+def test_every_jumping_hook_passes_its_arguments_to_its_own_function(strange_driver: Worker) -> None:
+    jumping = [name for name, kind in KINDS.items() if kind not in ("TYPED", "REFUSE")]
+    places = {name: index for index, name in enumerate(KINDS)}
+    with strange_driver as kernel:
+        for _ in range(2):  # the first call looks the function up, the second jumps straight
+            answers = kernel.ask(f"{{name: call(name) for name in {jumping!r}}}")
+            assert answers == {name: places[name] for name in jumping}
+
+
+def test_every_jumping_hook_counts_once(strange_driver: Worker, half: Lease) -> None:
+    counting = [name for name, kind in KINDS.items() if kind in ("COUNT", "GATE")]
+    asking = [name for name, kind in KINDS.items() if kind == "QUERY"]
+    with strange_driver as kernel:
+        for done in (1, 2):
+            kernel.run(f"for name in {counting!r}: call(name)")
+            slot = half.slots()[kernel.pid]
+            assert (slot.calls, slot.queries) == (done * len(counting), (done - 1) * len(asking))
+            kernel.run(f"for name in {asking!r}: call(name)")
+            slot = half.slots()[kernel.pid]
+            assert (slot.calls, slot.queries) == (done * len(counting), done * len(asking))
+
+
+def test_functions_with_32_bit_sizes_are_refused_to_a_lease(strange_driver: Worker) -> None:
+    with strange_driver as kernel:
+        refused = [name for name, kind in KINDS.items() if kind == "REFUSE"]
+        assert "cuMemAlloc" in refused
+        assert kernel.ask(f"[call(name) for name in {refused!r}]") == [2] * len(refused)
+
+
+def test_variants_without_a_symbol_are_counted_too(strange_driver: Worker, half: Lease) -> None:
+    """A driver newer than this library, or one that answers other addresses than its symbols."""
+    names = ["cuMemcpy", "cuLaunchKernel", "cuStreamQuery", "cuCtxCreate_v2", "cuMemcpy"]
+    places = {name: index for index, name in enumerate(KINDS)}
+    with strange_driver as kernel:
+        for name in names:
+            for _ in range(2):
+                assert kernel.ask(f"call_asked({name!r}, 99999)") == 10000 + places[name]
+        slot = half.slots()[kernel.pid]
+        assert (slot.calls, slot.queries) == (8, 2)
+        assert kernel.ask("asked('cuMemcpy', 99999) == asked('cuMemcpy', 99999)")
+        assert kernel.ask("asked('cuMemcpy', 12000) != asked('cuMemcpy', 99999)")
+
+
+def test_more_strange_variants_than_spare_hooks_still_work(strange_driver: Worker) -> None:
+    counted = [name for name, kind in KINDS.items() if kind == "COUNT"]
+    places = {name: index for index, name in enumerate(KINDS)}
+    assert len(counted) > 128
+    with strange_driver as kernel:
+        answers = kernel.ask(f"{{name: call_asked(name, 99999) for name in {counted!r}}}")
+        assert answers == {name: 10000 + places[name] for name in counted}
+
+
+@pytest.fixture
+def addresses(machine: Simulator, half: Lease) -> Worker:
+    """A process of a lease that tells addresses."""
+    worker = Worker(machine.env(**half.env()), open_gpu=False)
+    worker.run(f"""
+cuda = ctypes.CDLL("libcuda.so.1")
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+ours = ctypes.CDLL({str(native.preload_path())!r})
+def address(library, name): return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+def in_front(library, name):
+    return hasattr(ours, name) and address(library, name) == address(ours, name)
+def asked(key):
+    name, version, flags = key.split()
+    out = ctypes.c_void_p()
+    flags = ctypes.c_uint64(int(flags))
+    code = cuda.cuGetProcAddress_v2(name.encode(), ctypes.byref(out), int(version), flags, None)
+    return out.value if code == 0 else code
+""")
+    return worker
+
+
+def test_dlsym_answers_the_hook_where_the_driver_has_the_function(addresses: Worker) -> None:
+    symbols = {symbol + suffix for _, symbol, _, suffix in EXPORTS} | {symbol for _, symbol, _, _ in EXPORTS}
+    with addresses as kernel:
+        met = set(kernel.ask(f"[name for name in {sorted(symbols)!r} if in_front(cuda, name)]"))
+        assert met == symbols & set(KINDS)
+        assert kernel.ask("in_front(nvml, 'nvmlDeviceGetMemoryInfo')")
+        assert kernel.ask("in_front(nvml, 'nvmlDeviceGetMemoryInfo_v2')")
+        assert not kernel.ask("hasattr(cuda, 'cuGraphLaunch')")  # the simulated driver has none
+
+
+def test_cu_get_proc_address_answers_the_hook_of_the_right_variant(addresses: Worker) -> None:
+    """Where two symbols of the driver are one function, the hook of either will do."""
+    asked = {
+        f"{base} {since} {flags}": symbol + (suffix if flags == 2 else "")
+        for base, symbol, since, suffix in EXPORTS
+        for flags in (0, 1, 2)
+    }
+    with addresses as kernel:
+        wrong = kernel.ask(f"""[
+            key for key, symbol in {asked!r}.items()
+            if asked(key) not in [address(ours if symbol in {set(KINDS)!r} else cuda, symbol),
+                                  address(ours if symbol in {set(KINDS)!r} else cuda, symbol.split("_pt")[0])]
+        ]""")
+        assert wrong == []
+        assert kernel.ask("asked('cuGraphLaunch 13000 0')") == 500
+        assert kernel.ask("asked('cuMemAlloc 2000 0')") == 500
+
+
+def test_dlsym_still_knows_who_calls(machine: Simulator, half: Lease) -> None:
+    """A library that looks for the next one of its name must not find itself."""
+    source = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <sys/types.h>
+    static int depth;
+    pid_t getppid(void)
+    {
+        pid_t (*next)(void) = (pid_t (*)(void))dlsym(RTLD_NEXT, "getppid");
+        return depth++ ? -1 : next();
+    }
+    """
+    wrapper = compile_shared(source, machine.folder / "libwrapper.so")
+    env = half.env()
+    env["LD_PRELOAD"] += f":{wrapper}"
+    with Worker(machine.env(**env)) as kernel:
+        assert kernel.ask("ctypes.CDLL(None).getppid()") == os.getpid()
+        assert kernel.ask("gpu.memory()[1]") == 40 * GIB
+
+
+def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, half: Lease) -> None:
+    source = machine.folder / "linked.c"
+    source.write_text("""
+    #include <stddef.h>
+    #include <stdint.h>
+    #include <stdio.h>
+    int cuInit(unsigned), cuDeviceGet(int *, int), cuDevicePrimaryCtxRetain(void **, int);
+    int cuCtxSetCurrent(void *), cuMemAlloc_v2(uint64_t *, size_t), cuMemGetInfo_v2(size_t *, size_t *);
+    int main(void)
+    {
+        int device;
+        void *context;
+        uint64_t at;
+        size_t room, total;
+        if (cuInit(0) || cuDeviceGet(&device, 0) || cuDevicePrimaryCtxRetain(&context, device) ||
+            cuCtxSetCurrent(context) || cuMemGetInfo_v2(&room, &total))
+            return 1;
+        int first = cuMemAlloc_v2(&at, (size_t)40 << 30);
+        printf("%zu %d %d", total, first, cuMemAlloc_v2(&at, 1));
+        return 0;
+    }
+    """)
+    program = machine.folder / "linked"
+    subprocess.run(
+        [*build.compiler(), str(source), "-o", str(program), str(native.sim_dir() / "libcuda.so.1")],
+        check=True,
+    )
+    done = subprocess.run(
+        [str(program)], env=machine.env(**half.env()), capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout == f"{40 * GIB} 0 2"

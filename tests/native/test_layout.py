@@ -1,0 +1,83 @@
+"""The lease's two files mean the same to C, to the device helper and to the tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from jupyter_gpushare.gpu import isolation
+from jupyter_gpushare.native import build
+from tests import simulator
+
+_FIELDS = {
+    "gpushare_limit_page": ["magic", "version", "device_count", "phase", "device"],
+    "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes"],
+    "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
+    "gpushare_slot": ["pid", "taints", "start_ticks", "calls", "queries", "used_bytes"],
+}
+_NUMBERS = [
+    "GPUSHARE_LIMIT_MAGIC",
+    "GPUSHARE_ACCOUNT_MAGIC",
+    "GPUSHARE_VERSION",
+    "GPUSHARE_DEVICES",
+    "GPUSHARE_SLOTS",
+    "GPUSHARE_RUNNING",
+    "GPUSHARE_SUSPENDING",
+    "GPUSHARE_SUSPENDED",
+    "GPUSHARE_RESUMING",
+    "GPUSHARE_REVOKED",
+    "GPUSHARE_TAINT_MANAGED",
+    "GPUSHARE_TAINT_IPC",
+    "GPUSHARE_TAINT_EXPORTED",
+    "GPUSHARE_TAINT_PEER",
+]
+
+
+def as_compiled(folder: Path) -> dict[str, int]:
+    """Sizes, offsets and numbers, as the compiler sees them."""
+    values = {name: name for name in _NUMBERS}
+    for struct, fields in _FIELDS.items():
+        values[struct] = f"sizeof(struct {struct})"
+        values |= {f"{struct}.{field}": f"offsetof(struct {struct}, {field})" for field in fields}
+    lines = "\n".join(f'printf("\\"{key}\\": %zu,", (size_t)({value}));' for key, value in values.items())
+    source = folder / "layout.c"
+    source.write_text(
+        "#include <stddef.h>\n#include <stdio.h>\n#include <gpushare_lease.h>\n"
+        f'int main(void) {{ printf("{{"); {lines} printf("\\"end\\": 0}}"); return 0; }}\n'
+    )
+    program = folder / "layout"
+    subprocess.run([*build.compiler(), f"-I{build.NATIVE}", str(source), "-o", str(program)], check=True)
+    answer: dict[str, int] = json.loads(subprocess.check_output([str(program)]))
+    return answer
+
+
+def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
+    c = as_compiled(tmp_path)
+    assert c["gpushare_limit_page"] == isolation.LIMIT_BYTES == simulator.PAGE_BYTES
+    assert c["gpushare_limit_page.device"] == isolation.LIMIT_HEAD.size == simulator.PAGE_HEADER.size
+    assert c["gpushare_limit_page.device_count"] == isolation.COUNT_AT == 8
+    assert c["gpushare_limit_page.phase"] == isolation.PHASE_AT == 12
+    assert c["gpushare_limit_device"] == isolation.LIMIT_DEVICE.size == simulator.PAGE_DEVICE.size
+    assert c["gpushare_limit_device.limit_bytes"] == isolation.LIMIT_IN_DEVICE
+    assert c["gpushare_limit_device.context_bytes"] == isolation.CONTEXT_IN_DEVICE
+    assert c["gpushare_account"] == isolation.ACCOUNT_BYTES == simulator.ACCOUNT_BYTES
+    assert c["gpushare_account.slot"] == isolation.ACCOUNT_HEAD.size == simulator.ACCOUNT_HEADER.size
+    assert c["gpushare_account.denied"] == 8
+    assert c["gpushare_slot"] == isolation.SLOT.size == simulator.SLOT.size
+    assert c["gpushare_slot.used_bytes"] == isolation.USED_IN_SLOT
+    offsets = [c[f"gpushare_slot.{field}"] for field in ("pid", "taints", "start_ticks", "calls", "queries")]
+    assert offsets == [0, 4, 8, 16, 24]
+
+
+def test_c_and_python_agree_on_every_number(tmp_path: Path) -> None:
+    c = as_compiled(tmp_path)
+    assert c["GPUSHARE_LIMIT_MAGIC"] == isolation.LIMIT_MAGIC == simulator.PAGE_MAGIC
+    assert c["GPUSHARE_ACCOUNT_MAGIC"] == isolation.ACCOUNT_MAGIC
+    assert c["GPUSHARE_VERSION"] == isolation.VERSION == simulator.VERSION
+    assert c["GPUSHARE_DEVICES"] == isolation.DEVICES == simulator.DEVICES
+    assert c["GPUSHARE_SLOTS"] == isolation.SLOTS == simulator.SLOTS
+    for phase in simulator.Phase:
+        assert c[f"GPUSHARE_{phase.name}"] == int(phase) == int(isolation.PagePhase[phase.name])
+    for taint in isolation.Taint:
+        assert c[f"GPUSHARE_TAINT_{taint.name}"] == int(taint)

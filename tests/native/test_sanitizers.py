@@ -1,0 +1,82 @@
+"""The C sources under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.native import build
+from tests.simulator import GIB, Lease, Simulator
+
+SANITIZERS = {
+    "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "threads": ["-fsanitize=thread"],
+}
+
+
+def works(flags: list[str], folder: Path) -> str:
+    """Why this compiler or machine cannot do it; empty when it can."""
+    program = folder / "probe"
+    (folder / "probe.c").write_text("int main(void) { return 0; }\n")
+    made = subprocess.run(
+        [*build.compiler(), *flags, str(folder / "probe.c"), "-o", str(program)],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        return "the compiler has no such sanitizer"
+    ran = subprocess.run([*without_aslr(), str(program)], capture_output=True, text=True, check=False)
+    return ran.stderr.strip() if ran.returncode else ""
+
+
+def without_aslr() -> list[str]:
+    """ThreadSanitizer's shadow does not fit into every random layout."""
+    setarch = shutil.which("setarch")
+    return [setarch, platform.machine(), "-R"] if setarch else []
+
+
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
+    flags = ["-g", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
+    if reason := works(flags, tmp_path):
+        pytest.skip(reason)
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB")
+    lease = Lease(tmp_path / "lease", [(machine.uuid(0), GIB)])
+    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
+    build.compile_library(driver, tmp_path, flags)
+    program = tmp_path / "harness"
+    preload = next(library for library in build.LIBRARIES if "preload" in library.output)
+    sources = [str(build.NATIVE / source) for source in preload.sources]
+    subprocess.run(
+        [
+            *build.compiler(),
+            *build.STRICT,
+            *flags,
+            "-DGPUSHARE_DLSYM=hooked_dlsym",
+            f"-I{build.NATIVE}",
+            *sources,
+            str(Path(__file__).parent / "harness.c"),
+            "-o",
+            str(program),
+            "-pthread",
+            "-ldl",
+        ],
+        check=True,
+    )
+    env = machine.env(GPUSHARE_LEASE="test", GPUSHARE_LEASE_DIR=str(lease.folder))
+    env |= {
+        "LD_LIBRARY_PATH": str(tmp_path / "sim"),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert machine.device_used(0) == 0
+    assert sum(slot.used_bytes[0] for slot in lease.slots().values()) == 0
+    assert {event.event for event in machine.ledger()} >= {"alloc", "free", "checkpoint", "restore", "unlock"}

@@ -1,0 +1,225 @@
+"""Whoever wants the GPU while its lease sleeps is seen, and whoever does not is not."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.native import build
+from tests.native.conftest import Checkpoint
+from tests.native.test_limit import in_lease
+from tests.simulator import GIB, Lease, Phase, Simulator
+
+
+def calls(lease: Lease, pid: int) -> int:
+    """How many calls a process has entered."""
+    return lease.slots()[pid].calls
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Return when something has become true."""
+    patience = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "gpu.synchronize()",
+        "gpu.memory()",
+        "b.start_step(0)",
+        "b.fill()",
+        "b.free()",
+        "gpu.allocate(8)",
+        "cuda.cuMemcpyDtoH_v2(ctypes.create_string_buffer(8), u64(b.address), size(8))",
+        "cuda.cuMemsetD8_v2(u64(b.address), 0, size(8))",
+        "cuda.cuStreamSynchronize(None)",
+        "demo_gpu.open()",
+        "reserve(2 << 20)",
+        "create(2 << 20)",
+    ],
+)
+def test_a_call_is_counted_at_its_entry_while_it_waits(
+    machine: Simulator, half: Lease, driver: Checkpoint, call: str
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1GiB'); b.fill()")
+        decided = calls(half, kernel.pid)
+        driver.suspend(kernel.pid)
+        assert calls(half, kernel.pid) == decided
+        kernel.start(call)
+        until(lambda: calls(half, kernel.pid) > decided)
+        assert kernel.is_waiting(0.02)
+        driver.resume(kernel.pid)
+        kernel.answer()
+
+
+def test_queries_have_a_counter_of_their_own(machine: Simulator, half: Lease) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("cuda.cuCtxSynchronize()")
+        before = half.slots()[kernel.pid]
+        kernel.run("cuda.cuStreamQuery(None); cuda.cuEventQuery(None)")
+        after = half.slots()[kernel.pid]
+        assert (after.calls, after.queries) == (before.calls, before.queries + 2)
+
+
+def test_what_does_not_touch_the_gpu_is_not_counted(
+    machine: Simulator, half: Lease, driver: Checkpoint
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1GiB')")
+        before = half.slots()[kernel.pid]
+        driver.suspend(kernel.pid)
+        kernel.run("time.sleep(0.05); sum(i * i for i in range(100000))")
+        kernel.start("sys.stdin.readline() and None")  # input()
+        kernel.start("an answer")
+        kernel.answer()
+        kernel.run("import subprocess; subprocess.run(['/bin/true'], check=True)")
+        kernel.run("demo_gpu.device_count(); cuda.cuDriverGetVersion(ctypes.byref(ctypes.c_int()))")
+        assert half.slots() == {kernel.pid: before}
+
+
+def test_a_background_thread_that_touches_the_gpu_is_seen(
+    machine: Simulator, half: Lease, driver: Checkpoint
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1GiB'); b.fill(); go = threading.Event(); seen = []")
+        kernel.run("t = threading.Thread(target=lambda: (go.wait(), seen.append(b.is_intact()))); t.start()")
+        driver.suspend(kernel.pid)
+        decided = calls(half, kernel.pid)
+        kernel.run("go.set()")
+        until(lambda: calls(half, kernel.pid) > decided)
+        driver.resume(kernel.pid)
+        kernel.run("t.join()")
+        assert kernel.ask("seen") == [True]
+
+
+@pytest.mark.parametrize("phase", [Phase.SUSPENDING, Phase.SUSPENDED, Phase.RESUMING])
+def test_a_new_process_of_a_sleeping_lease_waits_and_is_seen(
+    machine: Simulator, half: Lease, phase: Phase
+) -> None:
+    half.write(phase)
+    with in_lease(machine, half, open_gpu=False) as terminal:
+        terminal.start("gpu = demo_gpu.open()")
+        until(lambda: terminal.pid in half.slots() and calls(half, terminal.pid) > 0)
+        assert terminal.is_waiting(0.05)
+        assert not [e for e in machine.ledger() if e.event == "context"]
+        # Also who looks at the counters only now sees that somebody waits.
+        seen = calls(half, terminal.pid)
+        until(lambda: calls(half, terminal.pid) > seen)
+        half.write(Phase.RUNNING)
+        terminal.answer()
+        assert terminal.ask("gpu.memory()") == [40 * GIB, 40 * GIB]
+
+
+@pytest.mark.parametrize(
+    "call", ["alloc(8)[0]", "alloc_async(8)[0]", "create(2 << 20)[0]", "made('cuCtxCreate_v2', 0, 0)[0]"]
+)
+def test_allocations_of_a_process_outside_the_lock_wait_too(
+    machine: Simulator, half: Lease, call: str
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("alloc(8)")
+        half.write(Phase.SUSPENDED)
+        used = machine.device_used(0)
+        kernel.start(call)
+        assert kernel.is_waiting(0.05)
+        assert machine.device_used(0) == used
+        half.write(Phase.RUNNING)
+        assert kernel.answer() == 0
+
+
+def test_what_waits_for_a_lease_that_ends_is_denied(machine: Simulator, half: Lease) -> None:
+    half.write(Phase.SUSPENDED)
+    with in_lease(machine, half, open_gpu=False) as kernel:
+        kernel.run("cuda.cuInit(0)")
+        kernel.start("made('cuDevicePrimaryCtxRetain', 0)[0]")
+        assert kernel.is_waiting(0.03)
+        half.write(Phase.REVOKED)
+        assert kernel.answer() == 2
+
+
+def test_a_child_process_counts_for_itself(machine: Simulator, half: Lease) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("gpu.synchronize()")
+        before = calls(half, kernel.pid)
+        child = "import os; from jupyter_gpushare import demo_gpu; demo_gpu.open(); print(os.getpid())"
+        kernel.run("import subprocess")
+        done = kernel.ask(f"subprocess.check_output([sys.executable, '-c', {child!r}], text=True)")
+        slots = half.slots()
+        assert slots[int(done)].calls > 0
+        assert slots[kernel.pid].calls == before
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled race."""
+    program = tmp_path_factory.mktemp("race") / "race"
+    source = Path(__file__).parent / "race.c"
+    command = [*build.compiler(), "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{build.NATIVE}"]
+    subprocess.run([*command, str(source), "-o", str(program), "-ldl"], check=True)
+    return program
+
+
+def run_race(
+    program: Path, machine: Simulator, lease: Lease, env: dict[str, str], rounds: int, patience_ms: int
+) -> tuple[int, str]:
+    """(exit code, output) of the observer."""
+    shared = machine.folder / "shared"
+    shared.write_bytes(bytes(64))
+    account = lease.folder / "account"
+    with subprocess.Popen([str(program), "victim", str(shared)], env=env) as victim:
+        try:
+            observer = subprocess.run(
+                [
+                    str(program),
+                    "observer",
+                    str(shared),
+                    str(account),
+                    str(victim.pid),
+                    str(rounds),
+                    str(patience_ms),
+                ],
+                env=machine.env(),
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        finally:
+            victim.kill()
+    return observer.returncode, observer.stdout
+
+
+def test_no_wake_up_is_lost_while_the_lock_is_taken(machine: Simulator, half: Lease, race: Path) -> None:
+    code, output = run_race(race, machine, half, machine.env(**half.env()), 10_000, 20_000)
+    assert code == 0, output
+    # Both orders happened: calls that were caught by the lock, and calls that were before it.
+    assert 0 < int(output) < 10_000
+
+
+def test_the_race_notices_a_lost_wake_up(machine: Simulator, half: Lease, race: Path) -> None:
+    """The same without the library: nothing is counted, so the first caught call is lost."""
+    code, output = run_race(race, machine, half, machine.env(), 1, 300)
+    assert (code, output) == (1, "round 1: the wake-up was lost\n")
+
+
+def test_a_cell_runs_again_soon_after_its_lease_woke(
+    machine: Simulator, half: Lease, driver: Checkpoint
+) -> None:
+    """Fifty naps in a row, the cell always wanting the GPU: data intact every time."""
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('2GiB'); b.fill(seed=7)")
+        for _ in range(50):
+            driver.suspend(kernel.pid)
+            assert machine.device_used(0) == 0
+            kernel.start("b.train(1, 0)")
+            driver.resume(kernel.pid)
+            kernel.answer()
+        assert kernel.ask("(b.steps, b.is_intact())") == [50, True]
