@@ -1,0 +1,234 @@
+"""The runner as a process, between a Hub and a broker that the tests play."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+SERVER_TOKEN = "token-of-the-server"
+OWNER_TOKEN = "token-of-the-owner"
+STRANGER_TOKEN = "token-of-a-stranger"
+PREFIX = "/user/ada/j0123456789-1/"
+SCOPE = "access:servers!server=ada/j0123456789-1"
+
+
+def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Return the first true value of ``condition``; fail after ``patience_s``."""
+    until = time.monotonic() + patience_s
+    while not (value := condition()):
+        if time.monotonic() > until:
+            pytest.fail(f"waited {patience_s:g} s for: {what}")
+        time.sleep(0.02)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def lasting_port() -> int:
+    """A free port outside the range of outgoing connections."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass
+class HubAndBroker:
+    """Both on one port: tokens and activity below /hub/api, reports below the broker's prefix."""
+
+    port: int = field(default_factory=lasting_port)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    activity: list[dict[str, Any]] = field(default_factory=list)
+    broker_down: bool = False
+
+    def __post_init__(self) -> None:
+        both = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def _any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                token = (self.headers["Authorization"] or "").partition(" ")[2]
+                status, said = both.answer(self.path, json.loads(body) if body else None, token)
+                data = json.dumps(said).encode() if said is not None else b""
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = _any
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+        self._server = Server(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str, body: Any, token: str) -> tuple[int, Any]:
+        if path == "/hub/api/user":
+            scopes = {OWNER_TOKEN: [SCOPE], STRANGER_TOKEN: ["access:servers!server=bo/"]}.get(token)
+            return (
+                (200, {"name": "x", "kind": "user", "scopes": scopes}) if scopes else (403, {"message": "no"})
+            )
+        if path.endswith("/activity"):
+            self.activity.append(body)
+            return 200, {}
+        if self.broker_down or token != SERVER_TOKEN:
+            return 503, {"status": 503, "reason": "down", "message": "down"}
+        self.paths.append(path)
+        self.reports.append(body)
+        return 204, None
+
+    def reported(self, state: str) -> dict[str, Any] | None:
+        return next((report for report in self.reports if report["state"] == state), None)
+
+
+@dataclass
+class Job:
+    """One runner process."""
+
+    home: Path
+    port: int
+    others: HubAndBroker
+    process: subprocess.Popen[bytes]
+
+    @property
+    def folder(self) -> Path:
+        return self.home / ".local/share/gpushare/jobs/0123456789"
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "attempt-1.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "attempt-1.json").read_text()))
+
+    def get(self, path: str = "", token: str | None = None) -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"token {token}"}
+        return httpx.get(f"http://127.0.0.1:{self.port}{PREFIX}{path}", headers=headers, trust_env=False)
+
+    def probe(self) -> None:
+        """Ask as the Hub does after it started a server."""
+
+        def up() -> bool:
+            assert self.process.poll() is None, "the runner ended before the Hub saw it"
+            try:
+                return self.get("api").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(up, "the runner answers")
+
+    def ended(self) -> dict[str, Any]:
+        """What the broker is told at the end; the runner then stays for a moment."""
+        report: dict[str, Any] = wait_for(lambda: self.others.reported("ended"), "the end is reported")
+        return report
+
+    def exited(self) -> int:
+        """The exit code of the runner itself."""
+        return self.process.wait(PATIENCE_S)
+
+    def printed(self, text: str) -> None:
+        wait_for(lambda: text in self.log, f"{text!r} in the log")
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def others() -> Iterator[HubAndBroker]:
+    both = HubAndBroker()
+    yield both
+    both.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
+    """Start a runner for a command; it is ended with the test."""
+    jobs: list[Job] = []
+
+    def run(*command: str, probe: bool = True, runner_env: dict[str, str] | None = None, **spec: Any) -> Job:
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True)
+        port = lasting_port()
+        address = f"http://127.0.0.1:{others.port}"
+        job = {
+            "id": "0123456789",
+            "attempt": 1,
+            "name": "train",
+            "command": list(command),
+            "cwd": None,
+            "env": {},
+            "grace_s": 20.0,
+            **spec,
+        }
+        env = {
+            "PATH": os.environ["PATH"],
+            "GPUSHARE_TEST_RUN": os.environ.get("GPUSHARE_TEST_RUN", ""),
+            "PYTHONPATH": str(REPOSITORY),
+            "HOME": str(home),
+            "GPUSHARE_JOB": json.dumps(job),
+            "GPUSHARE_API_URL": f"{address}/services/gpushare/api/v1",
+            "GPUSHARE_LEASE": "j0123456789-1",
+            "CUDA_VISIBLE_DEVICES": "GPU-1",
+            "JUPYTERHUB_API_TOKEN": SERVER_TOKEN,
+            "JPY_API_TOKEN": SERVER_TOKEN,
+            "JUPYTERHUB_USER": "ada",
+            "JUPYTERHUB_SERVER_NAME": "j0123456789-1",
+            "JUPYTERHUB_API_URL": f"{address}/hub/api",
+            "JUPYTERHUB_ACTIVITY_URL": f"{address}/hub/api/users/ada/activity",
+            "JUPYTERHUB_BASE_URL": "/",
+            "JUPYTERHUB_CLIENT_ID": "jupyterhub-user-ada-j0123456789-1",
+            "JUPYTERHUB_OAUTH_CALLBACK_URL": f"{PREFIX}oauth_callback",
+            "JUPYTERHUB_OAUTH_ACCESS_SCOPES": json.dumps([SCOPE, "access:servers!user=ada"]),
+            "JUPYTERHUB_SERVICE_PREFIX": PREFIX,
+            "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port}{PREFIX}",
+            **(runner_env or {}),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jupyter_gpushare.job"], env=env, cwd=home, start_new_session=True
+        )
+        jobs.append(Job(home, port, others, process))
+        if probe:
+            jobs[-1].probe()
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.send_signal(signal.SIGKILL)
+            job.process.wait()

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpushare.job.files import (
+    BoundedLog,
+    Record,
+    forget_old_jobs,
+    log_end,
+    log_path,
+    read_log,
+    write_record,
+)
+
+
+def small(path: Path) -> BoundedLog:
+    return BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=2)
+
+
+def read_all(path: Path) -> list[tuple[int, bytes]]:
+    pieces, offset = [], 0
+    while (piece := read_log(path, offset, 100)).data:
+        pieces.append((piece.offset, piece.data))
+        offset = piece.next_offset
+    return pieces
+
+
+def test_a_short_log_is_one_file_for_its_owner_only(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "job" / "attempt-1.log")
+    log.write(b"one\n")
+    log.write(b"two\n")
+    log.close()
+    assert (tmp_path / "job" / "attempt-1.log").read_bytes() == b"one\ntwo\n"
+    assert (tmp_path / "job" / "attempt-1.log").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "job").stat().st_mode & 0o777 == 0o700
+
+
+def test_of_a_long_log_beginning_and_end_are_kept_with_their_offsets(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = small(path)
+    log.write(b"0123456789abcdefghijklmnopqrstuvwxyz")
+    log.close()
+    assert read_all(path) == [(0, b"0123456789"), (30, b"uvwx"), (34, b"yz")]
+    assert log_end(path) == log.end == 36
+
+
+@given(st.lists(st.binary(min_size=1, max_size=25), max_size=12))
+def test_what_is_kept_is_what_was_printed_there(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    log = small(path)
+    for chunk in chunks:
+        log.write(chunk)
+    log.close()
+    printed = b"".join(chunks)
+    pieces = read_all(path)
+    for offset, data in pieces:
+        assert printed[offset : offset + len(data)] == data
+    assert sum(len(data) for _, data in pieces) <= 10 + 2 * 4
+    assert printed.startswith(pieces[0][1] if pieces else b"")
+    assert log_end(path) == len(printed)
+
+
+def test_a_reader_behind_what_was_left_out_goes_on_behind_it(tmp_path: Path) -> None:
+    log = small(tmp_path / "log")
+    log.write(b"0123456789")
+    assert read_log(tmp_path / "log", 10, 100).data == b""
+    log.write(b"a" * 20)
+    piece = read_log(tmp_path / "log", 10, 100)
+    assert piece.offset > 10
+    assert piece.data == b"aaaa"
+
+
+def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert read_log(tmp_path / "none" / "log", 7, 10).data == b""
+    assert log_end(tmp_path / "none" / "log") == 0
+
+
+def test_a_disk_that_takes_nothing_is_survived_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = BoundedLog(tmp_path / "log")
+    log.write(b"good")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        log.write(b"lost")
+    log.write(b"good again")
+    log.close()
+    assert log.left_out_bytes == 4
+    assert read_all(tmp_path / "log")[0] == (0, b"good")
+    assert read_all(tmp_path / "log")[1:] == [(8, b"good again")]
+    assert log_end(tmp_path / "log") == 18
+
+
+def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:
+    first = small(tmp_path / "log")
+    first.write(b"x" * 30)
+    first.close()
+    second = small(tmp_path / "log")
+    second.write(b"new")
+    second.close()
+    assert read_all(tmp_path / "log") == [(0, b"new")]
+
+
+def test_a_link_in_the_place_of_a_log_is_replaced_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "log").symlink_to(tmp_path / "target")
+    log = small(tmp_path / "log")
+    log.write(b"x")
+    log.close()
+    assert (tmp_path / "target").read_bytes() == b"precious"
+    assert (tmp_path / "log").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(("job", "attempt"), [("../x", 1), ("", 1), ("a/b", 1), ("abc", 0), ("A", 1)])
+def test_a_name_that_is_no_job_leads_nowhere(tmp_path: Path, job: str, attempt: int) -> None:
+    with pytest.raises(ValueError, match="no such job"):
+        log_path(tmp_path, job, attempt)
+
+
+def test_only_the_folders_of_the_newest_jobs_are_kept(tmp_path: Path) -> None:
+    for n in range(5):
+        (tmp_path / f"job{n}").mkdir()
+        (tmp_path / f"job{n}" / "attempt-1.log").touch()
+        os.utime(tmp_path / f"job{n}", (n, n))
+    (tmp_path / "Not a job").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "job4")
+    forget_old_jobs(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Not a job", "job3", "job4", "link"]
+
+
+def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
+    record = Record(id="a", attempt=1, name="n", command=["x"], state="running", log="l")
+    assert write_record(tmp_path / "job" / "attempt-1.json", record)
+    assert (tmp_path / "job" / "attempt-1.json").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "job") == ["attempt-1.json"]
+    (tmp_path / "file").touch()
+    assert not write_record(tmp_path / "file" / "attempt-1.json", record)

@@ -1,0 +1,384 @@
+"""The runner as the Hub starts it: every way a command can behave, and what is told about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.job.conftest import (
+    OWNER_TOKEN,
+    SERVER_TOKEN,
+    STRANGER_TOKEN,
+    HubAndBroker,
+    Start,
+    is_alive,
+    wait_for,
+)
+
+REPORTS = "/services/gpushare/api/v1/jobs/0123456789/attempts/1/report"
+
+
+def python(code: str) -> tuple[str, str, str, str]:
+    return (sys.executable, "-u", "-c", code)
+
+
+# ---- ends --------------------------------------------------------------------
+
+
+def test_a_command_that_ends_at_once_succeeds(start: Start, others: HubAndBroker) -> None:
+    job = start("echo", "hello")
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"]) == (0, False)
+    assert job.log == "hello\n"
+    assert job.exited() == 0
+    assert job.record["state"] == "ended"
+    assert job.record["reported"]
+    assert set(others.paths) == {REPORTS}
+
+
+def test_a_command_that_ended_before_the_hub_looked_is_still_there_to_be_seen(start: Start) -> None:
+    job = start("true", probe=False)
+    wait_for(lambda: job.others.reported("ended"), "the end is reported")
+    job.probe()
+    assert job.exited() == 0
+
+
+def test_a_failing_command_fails_with_its_exit_code(start: Start) -> None:
+    report = start("sh", "-c", "echo oops >&2; exit 7").ended()
+    assert report["exit_code"] == 7
+    assert report["reason"] == "Ended with exit code 7."
+
+
+def test_a_command_ended_by_a_signal_says_which(start: Start) -> None:
+    report = start("sh", "-c", "kill -SEGV $$").ended()
+    assert report["exit_code"] == -signal.SIGSEGV
+    assert report["reason"] == "Ended by SIGSEGV."
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(["/no/such/command"], 127), (["no-such-command"], 127), (["/etc/passwd"], 126)]
+)
+def test_a_command_that_cannot_be_run_fails_as_in_a_shell(
+    start: Start, command: list[str], code: int
+) -> None:
+    job = start(*command)
+    report = job.ended()
+    assert report["exit_code"] == code
+    assert command[0] in report["reason"]
+    assert command[0] in job.log
+    assert job.others.reported("started") is None
+
+
+@pytest.mark.parametrize("command", [[], [""], ["a\0b"], ["echo", "a\0b"]], ids=repr)
+def test_a_command_that_is_none_fails_with_a_reason(start: Start, command: list[str]) -> None:
+    report = start(*command).ended()
+    assert report["exit_code"] in (126, 127)
+    assert report["reason"]
+
+
+def test_a_missing_working_directory_fails_with_a_reason(start: Start) -> None:
+    report = start("true", cwd="/no/such/folder").ended()
+    assert report["exit_code"] == 126
+    assert report["reason"] == "The folder /no/such/folder does not exist."
+
+
+def test_it_runs_in_its_directory_and_in_the_home_by_default(start: Start, tmp_path: Path) -> None:
+    job = start("pwd")
+    job.ended()
+    assert job.log == f"{job.home}\n"
+    job.others.reports.clear()
+    job = start("pwd", cwd=str(tmp_path))
+    job.ended()
+    assert job.log == f"{tmp_path}\n"
+
+
+# ---- is stopped --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_the_command_which_may_save_its_work(start: Start, number: signal.Signals) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(3)))\n"
+        "print('ready')\n"
+        "time.sleep(600)"
+    )
+    job = start(*python(code))
+    job.printed("ready")
+    job.process.send_signal(number)
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"], report["reason"]) == (3, True, "Stopped.")
+    assert "saved" in job.log
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_its_grace(start: Start) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    )
+    job = start(*python(code), grace_s=0.5)
+    job.printed("ready")
+    job.process.terminate()
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"]) == (-signal.SIGKILL, True)
+    assert "was killed" in report["reason"]
+
+
+def test_a_second_signal_does_not_shorten_the_grace(start: Start) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving')\n"
+        "    while not __import__('os').path.exists('go'): time.sleep(.05)\n"
+        "    sys.exit(4)\n"
+        "signal.signal(signal.SIGTERM, save); print('ready'); time.sleep(600)"
+    )
+    job = start(*python(code))
+    job.printed("ready")
+    job.process.send_signal(signal.SIGINT)
+    job.printed("saving")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        job.process.send_signal(number)
+    (job.home / "go").touch()
+    assert job.ended()["exit_code"] == 4
+
+
+def test_children_that_fork_twice_are_ended_with_the_command(start: Start, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "        os.environ.clear()\n"
+        "        open('escaped', 'w').write(str(os.getpid()))\n"
+        "        time.sleep(600)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "while not os.path.exists('escaped'): time.sleep(.02)\n"
+        "print('ready')\n"
+        "time.sleep(600 if os.path.exists('stay') else 0)"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    for stay in (True, False):
+        (home / "escaped").unlink(missing_ok=True)
+        (home / "stay").touch() if stay else (home / "stay").unlink()
+        job = start(*python(code), grace_s=0.5)
+        job.printed("ready")
+        escaped = int(wait_for(lambda: (home / "escaped").read_text(), "the pid is written"))
+        if stay:
+            assert is_alive(escaped)
+            job.process.terminate()
+        assert job.ended()["stopped"] is stay
+        assert not is_alive(escaped)
+        job.others.reports.clear()
+
+
+def test_background_children_get_sigterm_first(start: Start) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: (print('child saved'), os._exit(0)))\n"
+        "    open('there', 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists('there'): time.sleep(.02)"
+    )
+    job = start(*python(code))
+    assert job.ended()["exit_code"] == 0
+    assert "child saved" in job.log
+
+
+def test_a_killed_runner_takes_its_command_along(start: Start) -> None:
+    job = start("sh", "-c", "echo $$; exec sleep 600")
+    job.printed("\n")
+    pid = int(job.log)
+    job.process.kill()
+    wait_for(lambda: not is_alive(pid), "the command is gone")
+
+
+# ---- what the command sees ---------------------------------------------------
+
+
+def test_the_command_sees_its_lease_but_no_token(start: Start) -> None:
+    job = start(
+        "env", env={"EPOCHS": "3", "CUDA_VISIBLE_DEVICES": "0", "GPUSHARE_LEASE": "x", "HOME": "/elsewhere"}
+    )
+    job.ended()
+    seen = dict(line.split("=", 1) for line in job.log.splitlines())
+    assert SERVER_TOKEN not in job.log
+    assert [key for key in seen if key.startswith(("JUPYTERHUB_", "JPY_"))] == ["JUPYTERHUB_USER"]
+    assert seen["EPOCHS"] == "3"
+    assert seen["HOME"] == "/elsewhere"
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["GPUSHARE_LEASE"]) == ("GPU-1", "j0123456789-1")
+    assert (seen["GPUSHARE_JOB_ID"], seen["GPUSHARE_JOB_ATTEMPT"]) == ("0123456789", "1")
+
+
+def test_the_command_has_no_input(start: Start) -> None:
+    assert start("cat").ended()["exit_code"] == 0
+
+
+# ---- the log -----------------------------------------------------------------
+
+
+def test_a_hundred_megabytes_are_printed_at_full_speed_and_kept_in_part(start: Start) -> None:
+    code = "import sys\nfor n in range(100): sys.stdout.write(f'{n:02d}' + 'x' * (2**20 - 3) + '\\n')"
+    job = start(*python(code))
+    assert job.ended()["exit_code"] == 0
+    kept = sorted(job.folder.glob("attempt-1.log*"))
+    assert sum(path.stat().st_size for path in kept) <= 64 << 20
+    assert kept[0].read_bytes().startswith(b"00x")
+    assert kept[-1].read_bytes()[-(2**20) :].startswith(b"99x")
+    assert job.record["log_bytes"] == 100 << 20
+
+
+def test_a_disk_that_takes_nothing_ends_no_job(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".local").write_text("not a folder")
+    assert start("echo", "hello").ended()["exit_code"] == 0
+
+
+# ---- pages -------------------------------------------------------------------
+
+
+def test_without_login_the_pages_lead_to_the_login(start: Start) -> None:
+    job = start("sh", "-c", "echo secret; exec sleep 600")
+    job.printed("secret")
+    for path in ("", "log", "status"):
+        answer = job.get(path)
+        assert answer.status_code == 302
+        assert answer.headers["Location"].startswith("/hub/api/oauth2/authorize")
+        assert "secret" not in answer.text
+
+
+def test_a_stranger_is_refused(start: Start) -> None:
+    job = start("sh", "-c", "echo secret; exec sleep 600")
+    job.printed("secret")
+    for path in ("", "log", "status"):
+        answer = job.get(path, STRANGER_TOKEN)
+        assert answer.status_code == 403
+        assert "secret" not in answer.text
+
+
+def test_a_runner_whose_hub_does_not_say_who_may_look_does_not_start(start: Start) -> None:
+    job = start("true", probe=False, runner_env={"JUPYTERHUB_OAUTH_ACCESS_SCOPES": "[]"})
+    assert job.process.wait(30) != 0
+
+
+def test_the_owner_reads_the_log_piece_by_piece(start: Start) -> None:
+    job = start("sh", "-c", "printf 'a<b>c'; exec sleep 600")
+    job.printed("a<b>c")
+    page = job.get("", OWNER_TOKEN)
+    assert "a&lt;b&gt;c" in page.text
+    piece = job.get("log?offset=1", OWNER_TOKEN)
+    assert piece.text == "<b>c"
+    assert (piece.headers["X-Gpushare-Offset"], piece.headers["X-Gpushare-Next"]) == ("1", "5")
+    assert piece.headers["Content-Type"].startswith("text/plain")
+    assert job.get("log?offset=5", OWNER_TOKEN).text == ""
+    for nonsense in ("-1", "x", "9" * 40):
+        assert job.get(f"log?offset={nonsense}", OWNER_TOKEN).status_code == 400
+
+
+def test_the_owner_sees_the_state(start: Start) -> None:
+    job = start("sleep", "600")
+    wait_for(lambda: job.get("status", OWNER_TOKEN).json()["state"] == "running", "the job runs")
+    assert job.get("status", OWNER_TOKEN).json()["command"] == ["sleep", "600"]
+
+
+# ---- progress and reports ----------------------------------------------------
+
+
+def test_progress_reaches_the_broker(start: Start) -> None:
+    code = (
+        "import time\n"
+        "from jupyter_gpushare.job.progress import progress\n"
+        "assert progress(3, 10)\n"
+        "time.sleep(600)"
+    )
+    job = start(*python(code), env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    report = wait_for(lambda: job.others.reported("progress"), "progress is reported")
+    assert (report["done"], report["total"]) == (3, 10)
+    assert job.get("status", OWNER_TOKEN).json()["done"] == 3
+
+
+def test_the_last_progress_is_in_the_final_report(start: Start) -> None:
+    code = "from jupyter_gpushare.job.progress import progress\nfor n in range(5): progress(n + 1, 5)"
+    report = start(*python(code), env={"PYTHONPATH": str(Path(__file__).parents[2])}).ended()
+    assert (report["done"], report["total"]) == (5, 5)
+
+
+def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
+    job = start("sh", "-c", 'echo "$GPUSHARE_PROGRESS_SOCKET"; exec sleep 600')
+    job.printed("progress")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(job.log.strip())
+        for line in (
+            b"",
+            b"{",
+            b"[1]",
+            b"{}",
+            b'{"done": NaN}',
+            b'{"done": "x"}',
+            b'{"done": {}}',
+            b"\xff" * 9000,
+        ):
+            sender.send(line)
+        sender.send(b'{"done": 2}')
+    assert wait_for(lambda: job.others.reported("progress"), "progress is reported")["done"] == 2
+
+
+def test_while_the_broker_is_away_the_result_is_kept_and_told_later(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "exit 5")
+    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    assert not job.record["reported"]
+    assert job.process.poll() is None
+    others.broker_down = False
+    assert job.ended()["exit_code"] == 5
+    assert job.exited() == 0
+    assert job.record["reported"]
+
+
+def test_the_start_is_reported_and_the_hub_is_told_of_activity(start: Start, others: HubAndBroker) -> None:
+    start("sleep", "600")
+    wait_for(lambda: others.reported("started"), "the start is reported")
+    assert "j0123456789-1" in wait_for(lambda: others.activity, "the Hub is told")[0]["servers"]
+
+
+def test_a_runner_that_is_stopped_while_the_broker_is_away_ends_its_command(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "echo $$; exec sleep 600")
+    job.printed("\n")
+    pid = int(job.log)
+    job.process.terminate()
+    wait_for(lambda: not is_alive(pid), "the command is gone")
+    wait_for(lambda: job.record["state"] == "ended", "the result is on disk")
+
+
+def test_nothing_is_left_in_the_folder_of_temporary_files(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    job = start("true", runner_env={"TMPDIR": str(tmp_path / "tmp")})
+    job.ended()
+    assert job.exited() == 0
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_without_a_job_it_says_so(tmp_path: Path) -> None:
+    import subprocess
+
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpushare.job"], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert "gpushare job:" in done.stderr
+    assert "Traceback" not in done.stderr
