@@ -105,6 +105,7 @@ class Board:
         self.standing = standing(cluster.projects, cluster.leases)
         self.host_free = cluster.settings.host_budget_bytes
         self.reserved: dict[str, int] = {}  # host memory kept for jobs on lent room
+        self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         for lease in cluster.leases:
             if has_place(lease):
                 self._enter(lease)
@@ -129,6 +130,8 @@ class Board:
                         room.firm += held
             elif claimant:
                 room.asleep += held
+        if lease.kind is Kind.TRAIN and lease.state in HOLDS_ROOM and lease.state not in LEAVING:
+            self.jobs.setdefault(lease.project, {})[lease.id] = lease
         if lease.state is State.SUSPENDING:
             self.host_free -= parked_bytes(lease)
         elif lease.state in (State.SUSPENDED, State.RESUMING):
@@ -222,12 +225,17 @@ class Board:
         for room in self.rooms_of(lease):
             room.holders = [x for x in room.holders if x.id != lease.id]
         self.host_free += self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
+        jobs = self.jobs.get(lease.project, {})
+        jobs.pop(lease.id, None)
+        self.standing.promote(self.account(lease), jobs.values())
 
     def stay(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` need not leave after all."""
         self._move(lease, -1)
         for room in self.rooms_of(lease):
             room.holders.append(lease)
+        if lease.kind is Kind.TRAIN:
+            self.jobs[lease.project][lease.id] = lease
         self.host_free -= self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
 
     def _move(self, lease: Lease, sign: int) -> None:

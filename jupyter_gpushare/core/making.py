@@ -179,28 +179,13 @@ class Maker:
             chosen = picked
         return self._afford(_least(shorts, chosen), 0)
 
-    def spare(self, asked: list[tuple[Victim, Lease]]) -> list[tuple[Victim, Lease]]:
-        """Return who must really leave, once all owners have chosen; the others stay.
-
-        Two small borrowers may have been chosen for two owners before a large
-        one was, whose room is enough for both.
-        """
-        kept = []
-        for v, lease in sorted(asked, key=lambda pair: (-pair[0].cost, held_by(pair[0].lease), pair[0].rank)):
-            if all(room.soon >= held_by(v.lease) for room in self.board.rooms_of(v.lease)):
-                self.board.stay(v.lease, parked=v.park)
-            else:
-                kept.append((v, lease))
-        return [pair for pair in asked if pair in kept]
-
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
         jobs = [v for x in self._jobs_of(lease.project) if (v := self._job(x, Why.PRIORITY))]
         return _enough_for_limit(lease.project, over_limit, (), jobs)
 
     def _jobs_of(self, project: str) -> list[Lease]:
-        by_id = {x.id: x for room in self.board.rooms.values() for x in room.holders}
-        return [x for x in by_id.values() if x.kind is Kind.TRAIN and x.project == project]
+        return list(self.board.jobs.get(project, {}).values())
 
     def for_job(self, job: Lease, rooms: Sequence[Room], *, owed: bool, over_limit: int) -> Making | None:
         """The least disturbance that makes room for ``job`` on some of ``rooms``; None: nothing helps.

@@ -78,6 +78,7 @@ class Round:
         self.actions: list[Action] = []
         self.waiting: dict[str, Waiting] = {}  # in the order in which they would be served
         self.next_at: float | None = None
+        self._asked: list[Victim] = []
         self._hopeless: set[Shape] = set()
         self._sizes: dict[int, int] = {}  # thousandths, by bytes asked for
 
@@ -88,6 +89,7 @@ class Round:
         for lease in sorted(guests, key=order.session_key):
             self._wake_guest(lease)
         self._serve(jobs)
+        self._spare()
         if self.waiting:
             self._look_ahead(self.board.cluster.leases)
         return self
@@ -99,11 +101,9 @@ class Round:
         return self
 
     def _serve_people(self, owners: list[Lease], sessions: list[Lease]) -> None:
-        asked: list[tuple[Victim, Lease]] = []
         for lease in sorted(owners, key=order.session_key):
-            asked += [(v, lease) for v in self._wake_owner(lease)]
-        for v, lease in self.maker.spare(asked):
-            self._tell(v, lease)
+            self._wake_owner(lease)
+        self._spare()
         for lease in sorted(sessions, key=order.session_key):
             if self._backs_off(lease):
                 continue
@@ -132,25 +132,22 @@ class Round:
 
     # -- build sessions
 
-    def _wake_owner(self, lease: Lease) -> tuple[Victim, ...]:
-        """Wake a session on its claim, or keep that room for it and return who must leave."""
+    def _wake_owner(self, lease: Lease) -> None:
+        """Wake a session on its claim, or keep that room for it and ask others to leave."""
         board, held = self.board, held_by(lease)
         if not board.is_whole(lease):
             self._wait(lease, Why.DEVICE_BROKEN)
-            return ()
+            return
         over = self._over_own_limit(lease)
-        victims: tuple[Victim, ...] | None = ()
         if over or any(room.now < held for room in board.rooms_of(lease)):
             victims = self.maker.for_owner(lease)
             self._wait(lease, Why.NO_ROOM if victims is None else Why.WAITS_FOR_ROOM)
+            self._ask(victims or (), lease)
         elif not self._backs_off(lease):
             self.actions.append(Resume(lease.id, Why.WANTED))
             board.take(lease, lease.devices, held)
-            return ()
-        for v in victims or ():
-            board.leave(v.lease, parked=v.park)
+            return
         board.pledge(lease, lease.devices, held)
-        return victims or ()
 
     def _over_own_limit(self, lease: Lease) -> bool:
         """Whether jobs of its own project must leave before a session may wake; they are told to.
@@ -161,7 +158,7 @@ class Round:
         if not account.over_limit(0):
             return False
         victims = self.maker.for_limit(lease, account.over_limit_soon(0))
-        self._ask(victims or (), lease)
+        self._ask(victims or (), lease, binding=True)
         return bool(victims or account.leaving)
 
     def session_grant(self, lease: Lease) -> Grant | Why:
@@ -332,7 +329,7 @@ class Round:
         made = self.maker.for_job(job, rooms, owed=account.is_below_quota(size), over_limit=over)
         if made is None:
             return Why.PROJECT_LIMIT if over else self.maker.obstacle
-        self._ask(made.victims, job)
+        self._ask(made.victims, job, binding=over > 0)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
 
@@ -352,14 +349,26 @@ class Round:
             self.actions.append(grant)
             board.take(job, spot.devices, spot.held_milli)
 
-    def _ask(self, victims: Iterable[Victim], lease: Lease) -> None:
+    def _ask(self, victims: Iterable[Victim], lease: Lease, *, binding: bool = False) -> None:
+        """Tell ``victims`` to leave; ``binding``: not only for the room, but for a limit."""
         for v in victims:
-            self._tell(v, lease)
+            action = Suspend if v.park else Requeue
+            self.actions.append(action(v.lease.id, v.why, lease.id))
             self.board.leave(v.lease, parked=v.park)
+            if not binding:
+                self._asked.append(v)
 
-    def _tell(self, v: Victim, lease: Lease) -> None:
-        action = Suspend if v.park else Requeue
-        self.actions.append(action(v.lease.id, v.why, lease.id))
+    def _spare(self) -> None:
+        """Let stay who need not leave, now that everybody has chosen.
+
+        Two small borrowers may have been asked for two owners before a large
+        one was, whose room is enough for both.
+        """
+        for v in sorted(self._asked, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
+            if all(room.soon >= held_by(v.lease) for room in self.board.rooms_of(v.lease)):
+                self.board.stay(v.lease, parked=v.park)
+                self.actions = [a for a in self.actions if a.lease != v.lease.id]
+        self._asked = []
 
     # -- who waits, and until when at the longest
 

@@ -90,6 +90,14 @@ class Standing:
             self.accounts[project] = Account(Project(name=project, quota_milli=0))
         return self.accounts[project]
 
+    def promote(self, account: Account, jobs: Iterable[Lease]) -> None:
+        """Bring jobs that hold room into their project's quota as far as they fit, oldest first."""
+        for lease in sorted(jobs, key=lambda x: (x.granted_at, x.id)):
+            size = size_of(lease)
+            if lease.id not in self.in_quota and account.fits_quota(size):
+                account.in_quota_use += size
+                self.in_quota.add(lease.id)
+
 
 def has_place(lease: Lease) -> bool:
     """Whether ``lease`` is bound to devices now, asleep or not."""
@@ -101,7 +109,7 @@ def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
     result = Standing({p.name: Account(p) for p in projects})
     placed = [lease for lease in leases if has_place(lease)]
     _give_claims(result, [x for x in placed if x.kind is Kind.BUILD and x.state is not State.STOPPING])
-    jobs: list[Lease] = []
+    jobs: dict[str, list[Lease]] = {}
     for lease in placed:
         account, size = result.account(lease.project), size_of(lease)
         claimant = lease.id in result.claimants
@@ -116,12 +124,9 @@ def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
             account.in_quota_use += size
             result.in_quota.add(lease.id)
         elif lease.kind is Kind.TRAIN:
-            jobs.append(lease)
-    for lease in sorted(jobs, key=lambda x: (x.granted_at, x.id)):
-        account, size = result.account(lease.project), size_of(lease)
-        if account.fits_quota(size):
-            account.in_quota_use += size
-            result.in_quota.add(lease.id)
+            jobs.setdefault(lease.project, []).append(lease)
+    for name, held in jobs.items():
+        result.promote(result.account(name), held)
     return result
 
 

@@ -479,6 +479,18 @@ def test_a_job_beyond_quota_does_not_displace_what_its_project_is_guaranteed():
     assert actions(cluster(low, high, gpus=2, projects=[project("p", 0)])) == yields
 
 
+def test_a_victim_stays_if_another_one_leaves_enough_for_all():
+    c = cluster(
+        train("small", 250, "0", project="q", granted_at=2),
+        train("large", 500, "0", project="r", survival=Survival.NONE, granted_at=1),
+        build("nb", 250, "0"),
+        train("owed", 250),
+        train("high", 188, project="r", priority=1),
+        projects=[project("p", 0.5), project("q", 0), project("r", 0)],
+    )
+    assert actions(c) == [Requeue("large", Why.PRIORITY, "high")]
+
+
 def test_no_job_is_preempted_before_its_minimum_run_time():
     c = cluster(train("low", 1000, "0", granted_at=NOW - 59), train("high", 1000, priority=1), min_run_s=60)
     assert plan(c, NOW) == Plan((), next_at=NOW + 1)

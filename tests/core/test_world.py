@@ -6,7 +6,7 @@ and checks after every step what must hold whatever happens.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
@@ -30,6 +30,7 @@ from jupyter_gpushare.core.model import (
     State,
     Survival,
     Suspend,
+    Why,
     advance,
 )
 from jupyter_gpushare.core.plan import plan
@@ -56,6 +57,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.count = 0
+        self.story: deque[object] = deque(maxlen=60)  # what led here, for whoever reads a failure
         self.leases: dict[str, Lease] = {}
         self.ending: set[str] = set()  # stopped for good, not to be requeued
         self.devices = [device(0), device(1), device(2, node="n1", memory_bytes=40 * GIB)]
@@ -221,7 +223,11 @@ class World(RuleBasedStateMachine):
             self.change(id, SUCCESS[lease.state], **more)
         return None
 
+    def told(self, what: str) -> str:
+        return "\n".join([what, *map(str, self.story), *map(str, self.leases.values())])
+
     def carry_out(self, action: object) -> None:
+        self.story.append(action)
         match action:
             case Grant():
                 event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
@@ -267,18 +273,28 @@ class World(RuleBasedStateMachine):
     def settle(self):
         """Everything begun succeeds and nothing else happens: `plan` comes to rest."""
         disturbed: Counter[str] = Counter()
+        outranked: set[str] = set()
+        self.story.append("-- settle")
+        self.story.extend(self.leases.values())
         for _ in range(6 * len(self.leases) + 6):
             actions = self.act()
             disturbed.update(a.lease for a in actions if isinstance(a, Suspend | Requeue))
+            # A job that must sleep may wake at once where it outranks others, or is owed their room.
+            outranked |= {
+                a.for_lease
+                for a in actions
+                if isinstance(a, Suspend | Requeue) and a.why in (Why.PRIORITY, Why.OVER_QUOTA)
+            }
             for a in actions:
-                assert not (isinstance(a, Resume) and disturbed[a.lease]), "suspended and resumed for nothing"
+                in_vain = isinstance(a, Resume) and disturbed[a.lease] and a.lease not in outranked
+                assert not in_vain, self.told("suspended and resumed for nothing")
             moving = [x.id for x in self.leases.values() if x.state in {*SUCCESS, State.STOPPING}]
             for id in moving:
                 self.step(id, used_bytes=GIB)
             if not actions and not moving:
                 break
         else:
-            raise AssertionError("no fixed point")
+            raise AssertionError(self.told("no fixed point"))
         assert max(disturbed.values(), default=0) <= 1
         self.owners_are_awake()
 
