@@ -11,14 +11,15 @@ from tests.gpu.machine import Machine, until
 from tests.simulator import Fault
 
 
-def test_a_device_that_passed_offers_suspending_and_the_librarys_level(two: Machine) -> None:
-    for device in two.ask("inventory")["devices"]:
+def test_a_device_that_passed_offers_suspending_and_the_librarys_level(bare: Machine) -> None:
+    bare.start(examine=True)
+    for device in bare.ask("inventory")["devices"]:
         assert (device["suspendable"], device["suspend_reason"]) == (True, "")
         assert device["level"] == "preload"
         assert device["suspend_bytes_per_s"] > 0
         assert device["resume_bytes_per_s"] > 0
-    assert two.sim.device_used(0) == 0
-    assert list((two.state_dir / "leases").iterdir()) == []
+    assert bare.sim.device_used(0) == 0
+    assert list((bare.state_dir / "leases").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_a_device_that_passed_offers_suspending_and_the_librarys_level(two: Mach
 )
 def test_a_cycle_that_fails_takes_the_offer_back(bare: Machine, fault: Fault) -> None:
     bare.sim.fault(fault)
-    bare.start()
+    bare.start(examine=True)
     (device,) = bare.ask("inventory")["devices"]
     assert not device["suspendable"]
     assert "self-test failed" in device["suspend_reason"]
@@ -40,7 +41,7 @@ def test_a_cycle_that_fails_takes_the_offer_back(bare: Machine, fault: Fault) ->
 
 def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
     holder = bare.worker(mib=79 * 1024)
-    bare.start()
+    bare.start(examine=True)
     watch = bare.watch()
     (device,) = bare.ask("inventory")["devices"]
     assert not device["suspendable"]
@@ -53,7 +54,7 @@ def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
 
 
 def test_the_helpers_own_child_is_no_stranger(bare: Machine) -> None:
-    bare.start("--sample-s", "0.05")
+    bare.start("--sample-s", "0.05", examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
     assert "stranger" not in bare.log.read_text()
 

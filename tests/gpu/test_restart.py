@@ -191,10 +191,10 @@ def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:
 
 
 def test_the_verdict_of_the_self_test_outlives_the_helper(bare: Machine) -> None:
-    bare.start()
+    bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
     bare.lease("ada", 79 << 30)
     bare.worker("ada", mib=79 * 1024)  # no room for another test
     bare.stop(signal.SIGKILL)
-    bare.start()
+    bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
