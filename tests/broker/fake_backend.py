@@ -17,6 +17,7 @@ import functools
 import itertools
 import selectors
 import signal
+import tempfile
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import sqlalchemy as sa
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
@@ -35,7 +38,7 @@ from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, State
-from jupyter_gpushare.errors import HelperError, RequestError
+from jupyter_gpushare.errors import HelperError, RequestError, StoreError
 from jupyter_gpushare.gpu import verbs
 from jupyter_gpushare.gpu.verbs import Moved, Phase, Refusal
 
@@ -88,12 +91,12 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
-async def until(condition: Callable[[], Any], within_s: float = 600.0) -> None:
+async def until(condition: Callable[[], Any], within_s: float = 600.0, step_s: float = 0.05) -> None:
     """Return when ``condition`` holds; fail when it does not within virtual seconds."""
     end = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "the condition never came true"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(step_s)
 
 
 # ---- what is on the machine ----------------------------------------------------
@@ -139,10 +142,19 @@ class Run:
     task: asyncio.Task[None] | None = None
 
 
+@functools.cache
+def _empty_database() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.sqlite"
+        Store(f"sqlite:///{path}", "boot-1").close()
+        return path.read_bytes()
+
+
 class Site:
     """Machine, Hub and people; outlives brokers."""
 
     def __init__(self, folder: Path, *, gpus: int = 2, policy: Policy | None = None) -> None:
+        (folder / "broker.sqlite").write_bytes(_empty_database())
         self.url = f"sqlite:///{folder / 'broker.sqlite'}"
         self.policy = policy or Policy(
             projects=tuple(ProjectConfig(name=n, quota_percent=50.0, groups=(n,)) for n in ("vision", "nlp")),
@@ -162,6 +174,7 @@ class Site:
         self.effects: list[str] = []
         self.faults: dict[str, deque[Moved | Exception]] = {}
         self.helper_silent = False
+        self.patient = False  # people try again while a new broker looks around
         self.unhealthy: set[str] = set()
         self.spawn_s = 0.2
         self.move_s = 1.0
@@ -223,7 +236,13 @@ class Site:
                 await asyncio.wait((answer, dead), return_when=asyncio.FIRST_COMPLETED)
                 dead.cancel()
                 if answer.done():
-                    return answer.result()
+                    try:
+                        return answer.result()
+                    except StoreError:
+                        broker.dead.set()
+                    except RequestError as refused:
+                        if not self.patient or refused.reason != "devices_unknown":
+                            raise
                 answer.cancel()
             await asyncio.sleep(0.1)
         raise TimeoutError("no broker answered")
@@ -439,6 +458,12 @@ class SteppingStore(Store):
     def __init__(self, url: str, boot_id: str, broker: Broker) -> None:
         super().__init__(url, boot_id)
         self._broker = broker
+        # No power is cut here, and thousands of commits are waited for.
+        sa.event.listen(self._engine, "connect", lambda c, _: c.execute("PRAGMA synchronous=OFF").close())
+        self._engine.dispose()
+
+    def _migrate(self) -> None:
+        """The file is a copy of one that was migrated."""
 
     async def commit(self, changes: Sequence[Change]) -> None:
         if not changes:
