@@ -20,7 +20,8 @@ UI := jupyter_gpushare/ui
 LAB := $(VENV)/share/jupyter
 C_SOURCES := $(wildcard $(addprefix jupyter_gpushare/native/,*.c *.h *.S build.py))
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
-HAS_UI := $(wildcard $(UI)/package.json)
+# Tests that start neither a Hub nor a browser.
+QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
 
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
@@ -33,7 +34,7 @@ endif
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(if $(HAS_UI),$(STAMPS)/ui)  ## set everything up in .venv
+setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(STAMPS)/ui  ## set everything up in .venv
 
 hub: setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
 	@port=$${GPUSHARE_DEMO_PORT:-8000}
@@ -48,23 +49,27 @@ hub: setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends i
 	# A shell in the background passes on an ignored SIGINT; with it every server takes 10 s to stop.
 	PATH=$(BIN):$$PATH exec env --default-signal=INT $(BIN)/jupyterhub -f jupyterhub_config.py
 
-test: setup  ## run every test
-	@PATH=$(BIN):$$PATH $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## run every test; PYTEST_ARGS="tests/core -k idle" runs some
+	@export PATH=$(BIN):$$PATH
+	$(if $(PYTEST_ARGS),,(cd $(UI) && jlpm test))
+	python -m pytest $(PYTEST_ARGS)
 
 check: setup  ## format, lint, types, import rules and the quick tests
-	@$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	PATH=$(BIN):$$PATH $(BIN)/python -m pytest tests/core -q --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
-	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q $(wildcard tests/wire tests/docs tests/setup)
+	@export PATH=$(BIN):$$PATH
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports --no-logo
+	(cd $(UI) && jlpm check && jlpm test)
+	python -m pytest tests/core -q --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+	python -m pytest $(QUICK_TESTS) -q
 
 test-gpu:  ## run the tests that need a real NVIDIA GPU; needs python3 and pytest, no .venv
 	@python3 -m jupyter_gpushare.native.build
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR) python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra tests/gpu_real $(PYTEST_ARGS)
 
-build: $(STAMPS)/package $(if $(HAS_UI),$(STAMPS)/ui)  ## build the wheel into dist/
+build: $(STAMPS)/package $(STAMPS)/ui  ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	ls dist
 
