@@ -28,6 +28,7 @@ from typing import Any
 from .. import native
 from ..errors import DeviceError, GpuShareError, InvalidRequest
 from . import verbs
+from .bounded import TIMED_OUT
 from .checkpoint import Checkpoint
 from .isolation import LeaseDirectory, PagePhase
 from .nvml import Gpu, Nvml
@@ -84,7 +85,8 @@ def examine(
         return _examine(gpu, nvml, checkpoint, leases, ours)
     except (DeviceError, OSError, _Failed) as error:
         log.warning("device=%s self-test failed: %s", gpu.uuid, error)
-        return Verdict(suspendable=False, reason=f"self-test failed: {error}")
+        hung = isinstance(error, DeviceError) and error.code == TIMED_OUT
+        return Verdict(suspendable=False, reason=f"self-test failed: {error}", final=not hung)
 
 
 class _Failed(Exception):
@@ -164,9 +166,9 @@ def _start(gpu: Gpu, files: LeaseDirectory) -> subprocess.Popen[bytes]:
     }
     with contextlib.suppress(GpuShareError):  # not built: the limit is not enforced, and the test says so
         environment["LD_PRELOAD"] = str(native.preload_path())
-    command = [sys.executable, "-m", "jupyter_gpushare.gpu.checkpoint", str(CANARY_BYTES), str(CANARY_BYTES)]
+    module = ["-m", "jupyter_gpushare.gpu.checkpoint", str(CANARY_BYTES), str(CANARY_BYTES)]
     return subprocess.Popen(
-        command,
+        [sys.executable, "-s", "-P", *module],
         env=environment,
         cwd="/",
         stdin=subprocess.PIPE,

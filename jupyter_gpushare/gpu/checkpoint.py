@@ -29,6 +29,7 @@ import ctypes
 import enum
 import hashlib
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -42,6 +43,7 @@ SHORT_TIMEOUT_S = 10.0
 # Calls that hang are left behind, each with its thread; beyond this many, none is started.
 MAX_STUCK = 16
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
 
@@ -204,6 +206,8 @@ def hold(first_bytes: int, second_bytes: int) -> int:
     second one is expected to be denied.  For each line on stdin it reads the memory
     back and prints the digest of what it found.  (cuda.h: the driver API by name.)
     """
+    # It must not outlive a helper that is killed while it is locked: nobody would unlock it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     cuda = ctypes.CDLL("libcuda.so.1")
     context, first, second = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
     device = ctypes.c_int()
@@ -231,4 +235,5 @@ def hold(first_bytes: int, second_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(hold(int(sys.argv[1]), int(sys.argv[2])))
+    # Without the driver's own end-of-process code, which may wait for the driver.
+    os._exit(hold(int(sys.argv[1]), int(sys.argv[2])))

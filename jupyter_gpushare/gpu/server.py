@@ -79,14 +79,15 @@ class Server:
                     return
                 time.sleep(0.1)  # out of descriptors: the peers have to wait
                 continue
-            if self._slots.acquire(blocking=False):
+            # Who may not speak takes no slot of those who may.
+            if (uid := _uid_of(peer)) not in self._allowed:
+                self._turn_away(peer, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
+            elif self._slots.acquire(blocking=False):
                 with self._guard:
                     self._open.add(peer)
                 threading.Thread(target=self._serve, args=(peer,), name="peer", daemon=True).start()
-            elif self._refusals.acquire(blocking=False):
-                threading.Thread(target=self._turn_away, args=(peer,), name="refusal", daemon=True).start()
             else:
-                peer.close()
+                self._turn_away(peer, ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
 
     def stop(self) -> None:
         """Close the socket and every connection."""
@@ -100,19 +101,21 @@ class Server:
                 with contextlib.suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
 
-    def _turn_away(self, peer: socket.socket) -> None:
-        try:
-            _refuse(peer, ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
-        finally:
-            self._refusals.release()
+    def _turn_away(self, peer: socket.socket, kind: ErrorKind, message: str) -> None:
+        if not self._refusals.acquire(blocking=False):
+            peer.close()
+            return
+
+        def refuse() -> None:
+            try:
+                _refuse(peer, kind, message)
+            finally:
+                self._refusals.release()
+
+        threading.Thread(target=refuse, name="refusal", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            uid = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
-            if uid not in self._allowed:
-                log.warning("peer uid=%d refused", uid)
-                _refuse(peer, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
-                return
             self._talk(peer)
         except (OSError, _Closed):
             pass  # the peer is gone, or too slow
@@ -184,6 +187,13 @@ def _bind(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _uid_of(peer: socket.socket) -> int:
+    """The user at the other end, as the kernel says."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    uid: int = _PEER.unpack(credentials)[1]
+    return uid
 
 
 def _line(peer: socket.socket, rest: bytearray) -> bytes:

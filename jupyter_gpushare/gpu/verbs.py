@@ -270,8 +270,9 @@ class Event:
     lease: str = ""
     device: str = ""
     reason: str = ""
-    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, STRANGER: pid,
-    # used_bytes, action.  PHASE: from, to, bytes.
+    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, STRANGER: used_bytes,
+    # action, pid, name.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
+    # and level (what changed): ask for the inventory again.
     fields: dict[str, str] = field(default_factory=dict)
 
 

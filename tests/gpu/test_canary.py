@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from jupyter_gpushare.gpu import canary
@@ -57,6 +59,14 @@ def test_the_helpers_own_child_is_no_stranger(bare: Machine) -> None:
     bare.start("--sample-s", "0.05", examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
     assert "stranger" not in bare.log.read_text()
+
+
+def test_the_child_does_not_outlive_a_helper_that_is_killed(bare: Machine) -> None:
+    bare.sim.fault(Fault.HANG_CHECKPOINT, count=-1, value=5000)
+    bare.start(examine=True, wait=False)
+    until(lambda: bare.sim.device_used(0), "the child holds memory")
+    bare.stop(signal.SIGKILL)
+    until(lambda: bare.sim.device_used(0) == 0, "it is gone")
 
 
 def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:

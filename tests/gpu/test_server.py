@@ -129,6 +129,32 @@ def test_another_user_is_refused_unless_allowed(bare: Machine) -> None:
     assert "65534" in refused["error"]["message"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
+def test_users_who_may_not_speak_do_not_keep_out_those_who_may(bare: Machine) -> None:
+    bare.start()
+    for folder in (bare.folder, *bare.folder.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(writes)
+            os.setuid(65534)
+            crowd = [Client(bare.socket) for _ in range(60)]
+            os.read(reads, 1)
+            crowd.clear()
+        finally:
+            os._exit(0)
+    os.close(reads)
+    try:
+        for _ in range(20):
+            assert bare.ask("hello")
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)
+
+
 def _hello_as(machine: Machine, uid: int) -> bytes:
     """What the helper answers to this user: a forked child, for the user may not run our Python."""
     reads, writes = os.pipe()
