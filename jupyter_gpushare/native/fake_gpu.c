@@ -198,8 +198,14 @@ static struct sim_state *map_state(int fd, const char *path)
         fail(path, strerror(errno));
         return NULL;
     }
-    if (atomic_load(&state->magic) == SIM_MAGIC)
+    uint32_t magic = atomic_load(&state->magic);
+    if (magic == SIM_MAGIC)
         return state;
+    if (magic) {
+        fail(path, "is the state of another version: remove it");
+        munmap(state, sizeof *state);
+        return NULL;
+    }
     const char *spec = getenv("GPUSHARE_SIMULATE");
     memset(state, 0, sizeof *state);
     if (spec && parse_spec(state, spec)) {

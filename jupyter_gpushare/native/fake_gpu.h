@@ -29,7 +29,7 @@ enum {
     SIM_WINDOW_BUCKETS = 50,    /* ... of which the last second is reported */
     SIM_UUID_TEXT = 41,         /* "GPU-" + 36 characters + 0 */
 };
-#define SIM_MAGIC 0x31555047u /* "GPU1" */
+#define SIM_MAGIC (0x31555047u ^ (uint32_t)sizeof(struct sim_state)) /* "GPU1", and this very layout */
 #define SIM_PAGE_BYTES ((uint64_t)2 << 20)
 #define SIM_LEDGER_MAX_BYTES ((uint64_t)64 << 20)
 

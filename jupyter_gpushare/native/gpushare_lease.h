@@ -73,7 +73,10 @@ struct gpushare_account {
     uint32_t version;
     uint64_t denied; /* allocations refused for the limit, ever */
     union {
-        pthread_mutex_t mutex; /* robust, process shared; guards slots, never held across a driver call */
+        struct {
+            pthread_mutex_t mutex; /* robust, process shared; guards slots, never held across a driver call */
+            uint32_t slots_seen;   /* slots from this one on have never been used */
+        };
         uint8_t pad[64];
     } lock;
     struct gpushare_slot slot[GPUSHARE_SLOTS];

@@ -181,6 +181,8 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
     atomic_store(&free_slot->queries, 0);
     free_slot->start_ticks = ticks;
     free_slot->pid = pid;
+    uint32_t number = (uint32_t)(free_slot - at->slot);
+    at->lock.slots_seen = number < at->lock.slots_seen ? at->lock.slots_seen : number + 1;
     return free_slot;
 }
 
@@ -316,7 +318,8 @@ static uint64_t pages(uint64_t bytes)
 static uint64_t used_by_all(const struct gpushare_account *at, int device)
 {
     uint64_t bytes = 0;
-    for (int i = 0; i < GPUSHARE_SLOTS; i++)
+    uint32_t seen = at->lock.slots_seen < GPUSHARE_SLOTS ? at->lock.slots_seen : GPUSHARE_SLOTS;
+    for (uint32_t i = 0; i < seen; i++)
         if (at->slot[i].pid)
             bytes += at->slot[i].used_bytes[device];
     return bytes;
