@@ -6,12 +6,15 @@ delete:servers``.
 
 from __future__ import annotations
 
+from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from jupyter_gpushare.backends.base import HubError, ServerKey
+
+T = TypeVar("T")
 
 # Users per page of the list; the Hub's own default limit is 200.
 _PAGE = 200
@@ -29,6 +32,13 @@ class _User(msgspec.Struct):
     name: str
     groups: list[str] = []
     servers: dict[str, _Server] = {}
+
+
+def _decoded(response: httpx.Response, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise HubError(f"the Hub's answer is not understood: {error}") from None
 
 
 class HubClient:
@@ -96,7 +106,7 @@ class HubClient:
             )
             if response.status_code != 200:
                 raise HubError(f"the Hub did not list its servers: {self._said(response)}")
-            users = msgspec.json.decode(response.content, type=list[_User])
+            users = _decoded(response, list[_User])
             found |= {ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped}
             if len(users) < _PAGE:
                 return frozenset(found)
@@ -109,7 +119,7 @@ class HubClient:
             return ()
         if response.status_code != 200:
             raise HubError(f"the Hub did not tell the groups of {user}: {self._said(response)}")
-        return tuple(msgspec.json.decode(response.content, type=_User).groups)
+        return tuple(_decoded(response, _User).groups)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -6,6 +6,7 @@ table, and a test holds the two together.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,13 @@ class Base(HubOAuthenticated, web.RequestHandler):
         content = self.request.headers.get("Content-Type", "application/json")
         if content.partition(";")[0].strip() != "application/json":
             raise InvalidRequest("send JSON, with Content-Type: application/json")
-        return wire.decode(self.request.body, kind)
+        message = wire.decode(self.request.body, kind)
+        try:
+            wire.encode(message)
+        except UnicodeEncodeError:
+            # JSON can spell half of a character; no database and no answer can hold it.
+            raise InvalidRequest("a text in the body has half of a character (a lone surrogate)") from None
+        return message
 
     def answer(self, message: Any, status: int = 200) -> None:
         self.set_status(status)
@@ -139,6 +146,13 @@ def _mine(record: LeaseRecord, identity: Identity) -> LeaseRecord:
 class Status(Base):
     """What is mine; ``?after=SEQ&wait=25`` waits for a change."""
 
+    _poll: asyncio.Task[None] | None = None
+
+    def on_connection_close(self) -> None:
+        """Let a page that is gone wait no longer."""
+        if self._poll is not None:
+            self._poll.cancel()
+
     async def get(self) -> None:
         identity = await self.identify()
         book, waiting = self.service.book, self.service.waiting
@@ -148,8 +162,9 @@ class Status(Base):
             if waiting.get(identity.user, 0) >= book.policy.max_waiters_per_user:
                 raise TooMany("too many of your pages wait for news at once: close some")
             waiting[identity.user] = waiting.get(identity.user, 0) + 1
+            self._poll = asyncio.create_task(book.wait_beyond(after, wait_s))
             try:
-                await book.wait_beyond(after, wait_s)
+                await asyncio.wait({self._poll})
             finally:
                 waiting[identity.user] -= 1
                 if not waiting[identity.user]:

@@ -1,0 +1,156 @@
+"""`HubClient` against a Hub that answers what a test told it to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tornado import httpserver, web
+from tornado.testing import bind_unused_port
+
+from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.backends.hub import HubClient
+
+JOB = ServerKey("bo", "jabcdefghij-1")
+
+
+class FakeHub:
+    client: HubClient
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.status = 201
+        self.body: Any = {}
+        self.users: list[dict[str, Any]] | None = None
+
+
+class _Any(web.RequestHandler):
+    def initialize(self, hub: FakeHub) -> None:
+        self.hub = hub
+
+    def prepare(self) -> None:
+        assert self.request.headers["Authorization"] == "token secret"
+        body = json.loads(self.request.body) if self.request.body else None
+        self.hub.asked.append((self.request.method or "", self.request.path, body))
+        if self.hub.users is not None:
+            offset, limit = int(self.get_argument("offset")), int(self.get_argument("limit"))
+            assert self.get_argument("state") == "active"
+            self.finish(json.dumps(self.hub.users[offset : offset + limit]))
+            return
+        self.set_status(self.hub.status)
+        body = self.hub.body
+        if self.hub.status == 204:
+            self.finish()
+        else:
+            self.finish(body if isinstance(body, (bytes, str)) else json.dumps(body))
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[FakeHub]:
+    fake = FakeHub()
+    socket, port = bind_unused_port()
+    application = web.Application([(".*", _Any, {"hub": fake})], log_function=lambda _: None)
+    server = httpserver.HTTPServer(application)
+    server.add_socket(socket)
+    fake.client = HubClient(f"http://127.0.0.1:{port}/hub/api", "secret")
+    yield fake
+    await fake.client.close()
+    server.stop()
+    await server.close_all_connections()
+
+
+@pytest.mark.parametrize("status", [201, 202])
+async def test_a_server_is_started_by_its_name(hub, status):
+    hub.status = status
+    await hub.client.start_server(JOB)
+    assert hub.asked == [("POST", "/hub/api/users/bo/servers/jabcdefghij-1", {})]
+
+
+@pytest.mark.parametrize("said", ["jabcdefghij-1 is already running", "already pending spawn"])
+async def test_starting_what_runs_already_is_done(hub, said):
+    hub.status, hub.body = 400, {"status": 400, "message": said}
+    await hub.client.start_server(JOB)
+
+
+@pytest.mark.parametrize(
+    ("status", "permanent"),
+    [(403, True), (404, True), (400, False), (429, False), (500, False), (503, False)],
+)
+async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, permanent):
+    hub.status, hub.body = status, {"status": status, "message": "because"}
+    with pytest.raises(HubError, match="because") as refused:
+        await hub.client.start_server(JOB)
+    assert refused.value.permanent is permanent
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b"null"])
+async def test_an_answer_that_says_nothing_is_told_by_its_status(hub, body):
+    hub.status, hub.body = 500, body
+    with pytest.raises(HubError, match="status 500"):
+        await hub.client.start_server(JOB)
+
+
+@pytest.mark.parametrize("status", [202, 204, 404])
+async def test_a_server_is_stopped_and_forgotten_however_often(hub, status):
+    hub.status, hub.body = status, ""
+    await hub.client.stop_server(JOB)
+    assert hub.asked == [("DELETE", "/hub/api/users/bo/servers/jabcdefghij-1", {"remove": True})]
+
+
+async def test_a_stop_that_the_hub_cannot_do_now_is_an_error(hub):
+    hub.status, hub.body = 400, {"message": "is pending spawn"}
+    with pytest.raises(HubError, match="pending spawn"):
+        await hub.client.stop_server(JOB)
+
+
+async def test_names_cannot_leave_their_place_in_the_path(hub):
+    await hub.client.start_server(ServerKey("../admin?x=/é", "a/b"))
+    assert hub.asked[0][1] == "/hub/api/users/..%2Fadmin%3Fx%3D%2F%C3%A9/servers/a%2Fb"
+
+
+async def test_servers_are_read_page_by_page_without_the_stopped_ones(hub):
+    def server(name: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "ready": True, "pending": None, "stopped": False} | more
+
+    hub.users = [{"name": f"u{n}", "groups": [], "servers": {"": server("")}} for n in range(401)]
+    hub.users[400]["servers"] = {
+        "": server("", stopped=True),
+        "starting": server("starting", ready=False, pending="spawn"),
+    }
+    found = await hub.client.servers()
+    assert len(hub.asked) == 3
+    assert found == {ServerKey(f"u{n}", "") for n in range(400)} | {ServerKey("u400", "starting")}
+
+
+async def test_a_list_that_cannot_be_read_is_an_error_not_an_empty_list(hub):
+    hub.status, hub.body = 403, {"message": "no"}
+    with pytest.raises(HubError, match="did not list"):
+        await hub.client.servers()
+
+
+async def test_a_list_that_makes_no_sense_is_an_error_of_the_hub(hub):
+    hub.status, hub.body = 200, b"<html>a proxy's page</html>"
+    with pytest.raises(HubError, match="not understood"):
+        await hub.client.servers()
+    with pytest.raises(HubError, match="not understood"):
+        await hub.client.groups("bo")
+
+
+async def test_groups_are_those_of_the_user_and_none_for_an_unknown_one(hub):
+    hub.status, hub.body = 200, {"name": "bo", "groups": ["nlp", "x"], "servers": {}}
+    assert await hub.client.groups("bo") == ("nlp", "x")
+    hub.status = 404
+    assert await hub.client.groups("bo") == ()
+    hub.status = 500
+    with pytest.raises(HubError):
+        await hub.client.groups("bo")
+
+
+async def test_a_hub_that_is_not_there_is_an_error_that_passes():
+    client = HubClient("http://127.0.0.1:1/hub/api", "secret")
+    with pytest.raises(HubError, match="does not answer") as failed:
+        await client.start_server(JOB)
+    assert not failed.value.permanent
+    await client.close()
