@@ -1,0 +1,180 @@
+"""Training jobs as named servers of a real Hub: our runner, started by our spawner."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from typing import Any
+
+import httpx
+
+from tests.hub.conftest import GRANT, Hub, is_alive, wait_for
+
+NAME = "j0123456789-1"
+
+
+def expect_job(hub: Hub, *command: str, attempt: int = 1, **spec: Any) -> None:
+    """Let the broker expect this job."""
+    job = {
+        "id": "0123456789",
+        "attempt": attempt,
+        "name": "train",
+        "command": list(command),
+        "cwd": None,
+        "env": {},
+        "grace_s": 20.0,
+        **spec,
+    }
+    # Without a preload library: there is none at that path, and the linker would say so in the log.
+    env = {key: value for key, value in GRANT["env"].items() if key != "LD_PRELOAD"}
+    hub.broker.grant = {**GRANT, "env": env, "kind": "train", "job": job}
+    shutil.rmtree(hub.folder / "home/ada/.local", ignore_errors=True)
+
+
+def ended(hub: Hub, attempt: int = 1) -> dict[str, Any]:
+    """The report of the end of an attempt."""
+
+    def found() -> dict[str, Any] | None:
+        asked = hub.broker.of(f"jobs/0123456789/attempts/{attempt}/report")
+        return next((each.body for each in asked if each.body["state"] == "ended"), None)
+
+    return dict(wait_for(found, f"the end of attempt {attempt} is reported"))
+
+
+def log(hub: Hub, attempt: int = 1) -> str:
+    path = hub.folder / f"home/ada/.local/share/gpushare/jobs/0123456789/attempt-{attempt}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_command_that_ends_at_once_is_a_result_not_a_failed_start(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "echo $GPUSHARE_LEASE; exit 3")
+    assert hub.start_server("ada", name=NAME).status_code in (201, 202)
+    assert ended(hub)["exit_code"] == 3
+    wait_for(lambda: hub.broker.of("spawner/stop"), "the Hub has noticed the end, the lease is given back")
+    assert hub.broker.of("spawner/stop")[0].body == {"user": "ada", "server": NAME}
+    assert log(hub) == "abc-1\n"
+    assert "failed to start" not in hub.log()
+
+
+def test_the_job_is_run_by_the_runner_whatever_options_were_sent(hub: Hub) -> None:
+    expect_job(hub, "echo", "what the broker said")
+    hub.ensure_user("ada")
+    body = {"user_options": {"job": {"command": ["touch", "forged"]}, "cmd": ["touch", "forged"]}}
+    assert hub.api("POST", f"users/ada/servers/{NAME}", body).status_code in (201, 202)
+    assert ended(hub)["exit_code"] == 0
+    assert "what the broker said" in log(hub)
+    assert not (hub.folder / "home/ada/forged").exists()
+
+
+def test_the_start_of_a_job_that_is_not_expected_is_refused_with_the_owners_own_token(hub: Hub) -> None:
+    hub.broker.refuse = (409, "not_expected", "No job is to start under this name.")
+    answer = hub.start_server("ada", name=NAME, token=hub.user_token("ada"))
+    assert answer.status_code == 409
+    assert answer.json()["message"] == "No job is to start under this name."
+
+
+def test_deleting_the_server_of_a_job_stops_it_with_its_grace(hub: Hub) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True)\n"
+        "    while not os.path.exists('go'): time.sleep(.05)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)"
+    )
+    expect_job(hub, sys.executable, "-c", code)
+    go = hub.folder / "home/ada/go"
+    go.unlink(missing_ok=True)
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    wait_for(lambda: "ready" in log(hub), "the job runs")
+    assert hub.api("DELETE", f"users/ada/servers/{NAME}", {"remove": True}).status_code == 202
+    wait_for(lambda: "saving" in log(hub), "the job was told")
+    # Longer than the Hub leaves to a notebook server here (interrupt_timeout 2 s).
+    wait_for(lambda: go.touch() or ended(hub), "the job ended by itself")
+    assert (ended(hub)["exit_code"], ended(hub)["stopped"]) == (0, True)
+
+
+def test_the_log_page_needs_the_login_of_the_owner(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "echo secret; exec sleep 600")
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    wait_for(lambda: "secret" in log(hub), "the job runs")
+    base = f"http://127.0.0.1:{port_of(hub)}/user/ada/{NAME}/"
+
+    def get(token: str | None) -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"token {token}"}
+        return httpx.get(f"{base}log", headers=headers, trust_env=False)
+
+    assert get(None).status_code == 302
+    assert get(hub.user_token("bo")).status_code == 403
+    assert get(hub.user_token("ada")).text == "secret\n"
+    hub.stop_server("ada", NAME, remove=True)
+
+
+def port_of(hub: Hub) -> int:
+    pid = hub.state("ada", NAME)["pid"]
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        entries = dict(entry.split("=", 1) for entry in file.read().decode().split("\0") if "=" in entry)
+    return int(httpx.URL(entries["JUPYTERHUB_SERVICE_URL"]).port or 0)
+
+
+def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "trap 'echo saved; exit 0' TERM; echo $$; while :; do sleep 0.1; done")
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    pid = int(wait_for(lambda: log(hub), "the job runs"))
+    hub.kill()
+    assert is_alive(pid)
+    hub.start()
+    assert hub.wait_ready("ada", NAME)
+    hub.stop_server("ada", NAME, remove=True)
+    assert not is_alive(pid)
+    assert "saved" in log(hub)
+
+
+def test_a_killed_runner_takes_its_command_along_and_the_lease_is_given_back(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "echo $$; exec sleep 600")
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    pid = int(wait_for(lambda: log(hub), "the job runs"))
+    os.kill(hub.state("ada", NAME)["pid"], signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid), "the command is gone")
+    wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
+
+
+def test_a_late_stop_of_an_attempt_does_not_reach_the_next_one(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "exec sleep 600")
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    expect_job(hub, "sh", "-c", "echo second; exec sleep 600", attempt=2)
+    second = "j0123456789-2"
+    hub.start_server("ada", name=second)
+    hub.wait_ready("ada", second)
+    hub.stop_server("ada", NAME, remove=True)
+    assert is_alive(hub.state("ada", second)["pid"])
+    assert [each.body["server"] for each in hub.broker.of("spawner/stop")] == [NAME]
+
+
+def test_a_job_too_long_for_an_environment_is_refused_readably(hub: Hub) -> None:
+    expect_job(hub, "echo", "x" * 130_000)
+    answer = hub.start_server("ada", name=NAME)
+    assert answer.status_code == 400
+    assert "too long" in answer.json()["message"]
+    # Something was granted, so it is given back.
+    wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
+
+
+def test_after_a_job_the_same_name_without_a_job_is_a_notebook_server_again(hub: Hub) -> None:
+    expect_job(hub, "true")
+    hub.start_server("ada", name="other")
+    ended(hub)
+    wait_for(lambda: not hub.server("ada", "other"), "the server of the job is gone")
+    hub.broker.grant = None
+    assert hub.start_server("ada", name="other").status_code == 201
+    assert hub.wait_ready("ada", "other")
+    hub.stop_server("ada", "other", remove=True)
