@@ -152,8 +152,10 @@ def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
 
 
 def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wire.LeaseStatus | None:
+    """Return the lease of this environment; its name there ends in the number of the start (``-3``)."""
     wanted = environment.get("GPUSHARE_LEASE", "")
-    return next((lease for lease in status.leases if lease.id == wanted), None) if status and wanted else None
+    names = {wanted, wanted.rpartition("-")[0]} - {""}
+    return next((lease for lease in status.leases if lease.id in names), None) if status else None
 
 
 # ---- this machine ------------------------------------------------------------

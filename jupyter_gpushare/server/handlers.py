@@ -99,6 +99,11 @@ class _Answered(web.HTTPError):
 
 
 class StatusHandler(_Handler):
+    def _log(self) -> None:
+        # An open panel asks every few seconds: only what went wrong is worth a line.
+        if self.get_status() >= 400:
+            super()._log()
+
     @web.authenticated
     @authorized
     async def get(self) -> None:

@@ -12,7 +12,7 @@ from jupyter_gpushare.native import PRELOAD_NAME
 
 UUID = "GPU-5f1c0000-0000-4000-8000-000000000001"
 HOLDER = {
-    "GPUSHARE_LEASE": "b7q2mzk4x9",
+    "GPUSHARE_LEASE": "b7q2mzk4x9-3",
     "GPUSHARE_LEASE_DIR": "/run/gpushare/leases/b7q2mzk4x9",
     "GPUSHARE_MEMORY_LIMIT": str(40 << 30),
     "CUDA_VISIBLE_DEVICES": UUID,
