@@ -369,14 +369,21 @@ class Loop:
         try:
             await self.backend.start_server(key)
         except HubError as error:
-            await self.start_failed(record, str(error), for_good=error.permanent)
-            return
+            # A start whose answer was lost may have begun all the same.
+            if error.permanent or not await self._may_come(record, key):
+                await self.start_failed(record, str(error), for_good=error.permanent)
+                return
         until = self.book.clock() + START_S
         while self._still(record, State.GRANTED):
-            if self.book.clock() > until and key not in await self.backend.servers():
+            if self.book.clock() > until and not await self._may_come(record, key):
                 await self.start_failed(record, "its server did not start")
                 return
             await asyncio.sleep(SAMPLE_S)
+
+    async def _may_come(self, record: LeaseRecord, key: ServerKey) -> bool:
+        """Return whether processes of this attempt are there, or the Hub may still start them."""
+        sample = self.book.live[record.id].sample
+        return (sample is not None and sample.alive) or key in await self.backend.servers()
 
     def _still(self, record: LeaseRecord, state: State) -> bool:
         current = self.book.leases.get(record.id)
@@ -405,11 +412,22 @@ class Loop:
         if job is None or job.exit_code is None:
             await self.backend.signal(record.handle, signal.SIGTERM, "leader")
         await self._until_gone(record, live, grace_s + KILL_MARGIN_S)
+        if not live.seen_alive and job is not None and job.exit_code is None:
+            await self._until_forgotten(record)
+            await self._until_gone(record, live, grace_s + KILL_MARGIN_S)
         await self.backend.drop(record.handle)
         if job is None:
             await book.advance(record, Event.RELEASE)
             return
         await self._settle(record, book.jobs[job.id])
+
+    async def _until_forgotten(self, record: LeaseRecord) -> None:
+        """Return when the Hub has no server of this attempt: one under way would bring its processes yet."""
+        key = ServerKey(record.lease.user, record.handle)
+        while key in await self.backend.servers():
+            with contextlib.suppress(HubError):  # not while it is being started
+                await self.backend.stop_server(key)
+            await asyncio.sleep(SAMPLE_S)
 
     async def _stop_session(self, record: LeaseRecord) -> None:
         """A server has ended: see its last processes go, then free its room."""

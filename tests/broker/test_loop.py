@@ -391,6 +391,39 @@ async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
         assert broker.seen(job).state == "succeeded"
 
 
+@in_virtual_time
+async def test_a_start_whose_answer_was_lost_is_not_started_a_second_time(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        real = broker.backend.start_server
+
+        async def answer_lost(key):
+            await real(key)
+            raise HubError("the Hub does not answer (ReadTimeout)")
+
+        monkeypatch.setattr(broker.backend, "start_server", answer_lost)
+        job = await site.submit("bo", "1", program=Program(work_s=20))
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started[job.id] == 1
+        assert broker.seen(job).attempt == 1
+
+
+@in_virtual_time
+async def test_a_job_cancelled_while_its_server_starts_ends_only_with_that_server(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 6.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1000))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert not site.runs
+        assert not site.servers
+        assert not site.held
+
+
 # ---- news that is old, or missing ---------------------------------------------------
 
 
