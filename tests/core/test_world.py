@@ -273,21 +273,23 @@ class World(RuleBasedStateMachine):
     def settle(self):
         """Everything begun succeeds and nothing else happens: `plan` comes to rest."""
         disturbed: Counter[str] = Counter()
-        outranked: set[str] = set()
+        made_way: dict[str, str] = {}
+        stronger: set[str] = set()
         self.story.append("-- settle")
         self.story.extend(self.leases.values())
         for _ in range(6 * len(self.leases) + 6):
             actions = self.act()
             disturbed.update(a.lease for a in actions if isinstance(a, Suspend | Requeue))
-            # A job that must sleep may wake at once where it outranks others, or is owed their room.
-            outranked |= {
-                a.for_lease
-                for a in actions
-                if isinstance(a, Suspend | Requeue) and a.why in (Why.PRIORITY, Why.OVER_QUOTA)
-            }
             for a in actions:
-                in_vain = isinstance(a, Resume) and disturbed[a.lease] and a.lease not in outranked
-                assert not in_vain, self.told("suspended and resumed for nothing")
+                if isinstance(a, Suspend | Requeue):
+                    made_way[a.lease] = a.for_lease
+                    stronger |= {a.for_lease} if a.why in (Why.PRIORITY, Why.OVER_QUOTA) else set()
+            for a in actions:
+                # A job may wake again where it outranks others or is owed their room, or where the
+                # lease that it made way for has found better room.
+                if isinstance(a, Resume) and a.lease in made_way and a.lease not in stronger:
+                    other = self.leases[made_way[a.lease]]
+                    assert other.state in HOLDS_ROOM, self.told("suspended and resumed for nothing")
             moving = [x.id for x in self.leases.values() if x.state in {*SUCCESS, State.STOPPING}]
             for id in moving:
                 self.step(id, used_bytes=GIB)
@@ -360,5 +362,9 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,  # the same histories every time; to explore, drop this and raise the others
 )
