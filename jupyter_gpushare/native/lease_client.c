@@ -45,6 +45,28 @@ static void complain(const char *what, const char *why)
         fprintf(stderr, "gpushare: GPU memory cannot be allocated: %s: %s\n", what, why);
 }
 
+/* Only who finds a new account takes the file's lock, so nobody waits for it later. */
+static void init_account(int fd, struct gpushare_account *made)
+{
+    struct flock whole = {.l_type = F_WRLCK};
+    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) != 0)
+        return;
+    while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
+    }
+    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) == 0) {
+        pthread_mutexattr_t attributes;
+        pthread_mutexattr_init(&attributes);
+        pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+        pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+        pthread_mutex_init(&made->lock.mutex, &attributes);
+        pthread_mutexattr_destroy(&attributes);
+        made->version = GPUSHARE_VERSION;
+        __atomic_store_n(&made->magic, GPUSHARE_ACCOUNT_MAGIC, __ATOMIC_RELEASE);
+    }
+    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
+    fcntl(fd, F_OFD_SETLK, &whole);
+}
+
 static void *map_file(const char *name, bool write, size_t bytes)
 {
     const char *folder = getenv("GPUSHARE_LEASE_DIR");
@@ -61,25 +83,9 @@ static void *map_file(const char *name, bool write, size_t bytes)
     }
     void *at = MAP_FAILED;
     if (!fstat(fd, &st) && S_ISREG(st.st_mode) && st.st_size >= (off_t)bytes) {
-        struct flock whole = {.l_type = F_WRLCK};
-        if (write)
-            while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
-            }
         at = mmap(NULL, bytes, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
-        struct gpushare_account *made = at;
-        if (write && at != MAP_FAILED && made->magic != GPUSHARE_ACCOUNT_MAGIC) {
-            pthread_mutexattr_t attributes;
-            pthread_mutexattr_init(&attributes);
-            pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-            pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-            pthread_mutex_init(&made->lock.mutex, &attributes);
-            pthread_mutexattr_destroy(&attributes);
-            made->version = GPUSHARE_VERSION;
-            made->magic = GPUSHARE_ACCOUNT_MAGIC;
-        }
-        whole.l_type = F_UNLCK; /* explicit: the mapping keeps the lock alive past close() */
-        if (write)
-            fcntl(fd, F_OFD_SETLK, &whole);
+        if (write && at != MAP_FAILED)
+            init_account(fd, at);
     }
     close(fd);
     if (at == MAP_FAILED)
@@ -222,7 +228,7 @@ void lease_load(void)
     struct gpushare_account *at = get_account();
     int32_t pid = getpid();
     for (int i = 0; at && i < GPUSHARE_SLOTS; i++)
-        if (at->slot[i].pid == pid)
+        if (at->slot[i].pid == pid && at->slot[i].start_ticks == process_start_ticks(pid))
             get_slot(at);
 }
 

@@ -12,6 +12,8 @@
  *     when that fails, for the address may be somebody else's the moment it is free.
  *   - No lock of this library is held across a call of the driver.  No exit, no abort.
  *   - Without GPUSHARE_LEASE every function passes straight through.
+ *   - Not charged here, only seen by the watchdog through NVML: what the driver takes for itself
+ *     (contexts, code, printf buffers), memory nodes of graphs, and pools that keep freed memory.
  *
  * Facts (CUDA Driver API reference 13.0): a physical allocation of cuMemCreate lives until it is
  * released and no longer mapped; destroying or resetting a context frees its memory; both exist
@@ -108,6 +110,18 @@ static void *real_of(unsigned index)
     if (!function && index < HOOKS && (function = driver_function(hooks[index].name)))
         atomic_store(&gpushare_real[index], function);
     return function;
+}
+
+/* All at once, when the driver is there for sure: a comparison by address needs every one. */
+static void find_all(void)
+{
+    static _Atomic bool done;
+    if (atomic_load_explicit(&done, memory_order_acquire))
+        return;
+    for (unsigned i = 0; i < HOOKS; i++)
+        if (!is_nvml(hooks[i].name))
+            real_of(i);
+    atomic_store(&done, true);
 }
 
 #define REAL(name) ((__typeof__(&name))real_of(HOOK_##name))
@@ -263,8 +277,9 @@ static void *route(const char *base, int version, uint64_t flags, void *function
     int same_base = -1;
     if (!lease_is_set())
         return function;
+    find_all();
     for (int i = 0; i < HOOKS; i++)
-        if (!is_nvml(hooks[i].name) && real_of((unsigned)i) == function)
+        if (atomic_load_explicit(&gpushare_real[i], memory_order_relaxed) == function)
             return hooks[i].ours;
     for (int i = 0; i < HOOKS; i++)
         if (is_variant(hooks[i].name, base) && (same_base < 0 || hooks[i].kind == TYPED))

@@ -20,7 +20,7 @@
 #include "cuda_types.h"
 #include "lease_client.h"
 
-enum { THREADS = 4, TURNS = 60 };
+enum { THREADS = 4, TURNS = 200 };
 
 void *hooked_dlsym(void *handle, const char *name);
 
@@ -78,7 +78,7 @@ static void plain(unsigned turn)
     MUST(code == CUDA_SUCCESS || code == CUDA_ERROR_OUT_OF_MEMORY);
     if (code)
         return;
-    MUST(!CALL(cuMemsetD8_v2, at, 7, bytes));
+    MUST(!CALL(cuMemsetD8_v2, at, 7, bytes < 4096 ? bytes : 4096));
     MUST(!CALL(cuMemcpyHtoD_v2, at, word, sizeof word));
     MUST(!CALL(cuMemcpyDtoH_v2, back, at, sizeof back) && back[0] == 'p' && back[6] == 'n');
     MUST(!(turn % 2 ? CALL(cuMemFreeAsync, at, NULL) : CALL(cuMemFree_v2, at)));
@@ -98,7 +98,7 @@ static void mapped(void)
         MUST(!CALL(cuMemMap, at, bytes, 0, handle, 0));
         MUST(!CALL(cuMemRelease, handle));
         MUST(!CALL(cuMemSetAccess, at, bytes, &access, 1));
-        MUST(!CALL(cuMemsetD8_v2, at, 1, bytes));
+        MUST(!CALL(cuMemsetD8_v2, at + bytes - 64, 1, 64));
         MUST(!CALL(cuMemUnmap, at, bytes));
     }
     MUST(!CALL(cuMemAddressFree, at, bytes));

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,37 @@ def test_a_hanging_query_hangs_only_its_caller(machine: Simulator) -> None:
             kernel.run("gpu.allocate('1GiB')")
             assert machine.device_used(0) == GIB
         assert observer.answer() is not None
+
+
+def test_a_hanging_checkpoint_call_hangs_only_its_caller(machine: Simulator) -> None:
+    with Worker(machine.env()) as kernel, Worker(machine.env(), open_gpu=False) as helper:
+        helper.run("cuda = ctypes.CDLL('libcuda.so.1'); cuda.cuInit(0); state = ctypes.c_int(-1)")
+        machine.fault(Fault.HANG_CHECKPOINT, pid=kernel.pid, value=300)
+        helper.start(f"cuda.cuCheckpointProcessGetState({kernel.pid}, ctypes.byref(state)) or state.value")
+        assert helper.is_waiting(0.1)
+        kernel.run("gpu.allocate('1GiB')")
+        assert helper.answer() == 0
+
+
+def test_a_state_of_another_version_is_refused_not_misread(tmp_path: Path) -> None:
+    (tmp_path / "gpu-state").write_bytes(b"\1" * 4096)
+    with pytest.raises(ValueError, match="not a machine"):
+        Simulator(tmp_path, "1xH100-80GB")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be several users")
+def test_processes_of_several_users_share_the_machine() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        machine = Simulator(folder, "1xH100-80GB,context=0GiB")
+        with Worker(machine.env()) as kernel, Worker(machine.env(), open_gpu=False) as other:
+            other.run("ctypes.CDLL('libcuda.so.1'); os.setuid(65534)")
+            other.run("gpu = demo_gpu.open(); b = gpu.allocate('3GiB')")
+            kernel.run("b = gpu.allocate('2GiB')")
+            assert machine.device_used(0) == 5 * GIB
+            other.kill()
+            assert kernel.ask("gpu.memory()[0]") == 78 * GIB
 
 
 def test_what_the_driver_is_not_told_is_an_error_not_a_crash(machine: Simulator) -> None:

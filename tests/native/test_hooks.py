@@ -265,3 +265,6 @@ def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, 
         [str(program)], env=machine.env(**half.env()), capture_output=True, text=True, timeout=20, check=True
     )
     assert done.stdout == f"{40 * GIB} 0 2"
+    outside = machine.env(LD_PRELOAD=str(native.preload_path()))
+    done = subprocess.run([str(program)], env=outside, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == f"{80 * GIB} 0 0"
