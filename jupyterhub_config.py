@@ -106,8 +106,11 @@ c.JupyterHub.cleanup_servers = True
 c.JupyterHub.spawner_class = "gpushare-simple"
 c.SimpleLocalProcessSpawner.home_dir_template = str(state / "home" / "{username}")
 c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
+# Terminals without a login shell: /etc/profile would forget the PATH with the command `gpushare`.
+c.Spawner.args = ["--ServerApp.terminado_settings={'shell_command': ['bash']}"]
 # JupyterLab refuses to run as root unless told so; this demo may be tried in a container as root.
-c.Spawner.args = ["--allow-root"] if os.geteuid() == 0 else []
+if os.geteuid() == 0:
+    c.Spawner.args.append("--allow-root")
 c.Spawner.default_url = "/lab"
 c.Spawner.environment = {**driver, "PATH": path}
 # The Hub looks that often (s) whether a server is still there; the default is 30. A job's end

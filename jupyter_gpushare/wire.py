@@ -246,7 +246,7 @@ class Job(Answer, frozen=True):
     ran_s: float
     preemptions: int
     server: str | None  # of the current attempt
-    log: str | None = None  # path in the user's files
+    log: str | None = None  # folder of its logs in the user's files, one per attempt
     done: float | None = None
     total: float | None = None
 

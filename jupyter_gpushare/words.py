@@ -213,6 +213,7 @@ def decision(facts: DecisionFacts) -> str:
     """One line of the decision log."""
     because = {
         Why.FREE_ROOM: "there is free room",
+        Why.CLAIM: "it is guaranteed to its project",
         Why.ROOM_BACK: "there is room again",
         Why.WANTED: "its owner runs a GPU cell",
         **_BECAUSE,

@@ -40,6 +40,8 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 # How long a start waits for the last server of the same name to let go.
 _LETTING_GO_S = 10.0
+# How long a request waits for the first measurement of a broker that has just started.
+_FIRST_LOOK_S = 3.0
 
 
 def random_id() -> str:
@@ -95,7 +97,10 @@ class Desk:
             raise InvalidRequest(f"gpus is a whole number from 0 to 1024, not {count}")
         return (WHOLE_GPU if count else 0), count, 0
 
-    def _known(self) -> None:
+    async def _known(self) -> None:
+        """Return when the devices are known: a broker that has just started measures first."""
+        if self.book.inventory is None:
+            await self.book.wait_beyond(self.book.seq, _FIRST_LOOK_S)
         if self.book.inventory is None or self.book.clock() - self.book.sampled_at > STALE_S:
             raise Conflict(
                 "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
@@ -117,7 +122,7 @@ class Desk:
         if not device_count:
             return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
         project = self.choose_project(request.groups, request.options.project if request.options else None)
-        self._known()
+        await self._known()
         now = self.book.clock()
         lease = Lease(
             id="b" + random_id(),
@@ -261,7 +266,7 @@ class Desk:
                 return same
         _check_job(request)
         project = self.choose_project(groups, request.project)
-        self._known()
+        await self._known()
         waiting = [j for j in book.jobs.values() if not j.result]
         if len(waiting) >= book.policy.max_jobs:
             raise TooMany(f"the queue is full ({book.policy.max_jobs} jobs): try again later")

@@ -456,7 +456,7 @@ class Loop:
             await self.finish(record, "cancelled", "Stopped by its owner.")
         elif job.exit_code is not None and not job.stopped:
             if job.exit_code == 0:
-                await self.finish(record, "succeeded", "")
+                await self.finish(record, "succeeded", "It ended with exit code 0.")
             else:
                 await self._failed_attempt(
                     record, job, job.reason or f"It ended with exit code {job.exit_code}."

@@ -238,9 +238,12 @@ class Views:
             submitted_at=job.submitted_at,
             started_at=job.started_at,
             ended_at=job.ended_at,
-            waited_s=round(_seconds(job.submitted_at, job.ended_at or self.book.iso_now()) - ran_s, 3),
+            waited_s=round(
+                max(0.0, _seconds(job.submitted_at, job.ended_at or self.book.iso_now()) - ran_s), 3
+            ),
             ran_s=round(ran_s, 3),
             preemptions=job.preemptions,
+            log=f"~/.local/share/gpushare/jobs/{job.id}",
             server=record.handle if record and record.state is not State.PENDING else None,
             done=job.done,
             total=job.total,

@@ -60,7 +60,7 @@ class DemoHub:
     """A running demo hub in a folder of its own."""
 
     folder: Path
-    idle_timeout_s: float = 4.0
+    idle_timeout_s: float = 8.0
     port: int = field(default_factory=lambda: free_port_block(4))
     _process: subprocess.Popen[bytes] | None = None
     _starts: int = 0
@@ -106,7 +106,7 @@ class DemoHub:
                 start_new_session=True,
             )
         self._starts += 1
-        until("the hub and its broker answer", self._healthy, 90)
+        until("the hub and its broker answer", self._healthy, 180)
 
     def _healthy(self) -> bool:
         assert self._process is not None
@@ -227,7 +227,7 @@ class Person:
         answer = self.http.post(f"/hub/api/users/{self.name}/server", json={"gpushare": options})
         if answer.status_code not in (201, 202):
             raise Refused(answer.json()["message"])
-        until("the server is ready", self.server_ready, 120)
+        until("the server is ready", self.server_ready, 180)
 
     def server_ready(self) -> bool:
         answer = self.http.get(f"/hub/api/users/{self.name}")
