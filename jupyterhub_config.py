@@ -129,13 +129,22 @@ c.GPUShareMixin.broker_token_file = str(state / "broker" / "spawner-token")
 # ---- who may do what -----------------------------------------------------------------------
 
 # The right to submit jobs, as a scope of its own: take it from a role to forbid jobs.
-c.JupyterHub.custom_scopes = {"custom:gpushare:jobs": {"description": "Submit and manage training jobs"}}
+c.JupyterHub.custom_scopes = {
+    "custom:gpushare:jobs": {"description": "Submit and manage training jobs"},
+    "custom:gpushare:admin": {"description": "See all leases and jobs, change the quotas of projects"},
+}
 # What every user may do beyond the Hub's own list; a user's server gets the part of it that
 # GPUShareMixin asks for (its default of Spawner.server_token_scopes). If you set
 # c.Spawner.server_token_scopes yourself, name all four:
 #   users:activity!user, access:servers!server, access:services!service=gpushare, custom:gpushare:jobs
 c.JupyterHub.extra_user_scopes = {"custom:gpushare:jobs", "access:services!service=gpushare"}
 c.JupyterHub.load_roles = [
+    {
+        "name": "gpushare-admin",
+        "description": "Looks after the GPUs",
+        "users": ["admin"],
+        "scopes": ["custom:gpushare:admin"],
+    },
     {
         "name": "gpushare-broker",
         "description": "Knows users, groups and servers; starts and removes the servers of jobs",
@@ -148,7 +157,7 @@ c.JupyterHub.load_roles = [
             "servers",
             "delete:servers",
         ],
-    }
+    },
 ]
 
 
@@ -175,6 +184,8 @@ c.JupyterHub.services = [
             "PATH": path,
             **{key: value for key, value in os.environ.items() if key.startswith("GPUSHARE_DEMO_")},
         },
+        # What a login on the broker's page may do, of what the user may do.
+        "oauth_client_allowed_scopes": ["custom:gpushare:jobs", "custom:gpushare:admin"],
         # The admin page of the broker asks no "may it know who you are?".
         "oauth_no_confirm": True,
     }

@@ -94,6 +94,7 @@ class GPUShareBroker(Application):
         * ``quota``: guaranteed GPUs, a number (1.5) or a percentage of the machine's GPUs ("50%");
         * ``weight``: share of what is over, 1 by default;
         * ``limit``: hard cap in GPUs, none by default;
+        * ``priority``: who is served first among projects below their quota, 0 by default;
         * ``groups``: the Hub groups whose members belong to it, by default the group of the same name.
         """
     ).tag(config=True)

@@ -308,7 +308,7 @@ class Loop:
     async def _suspend(self, record: LeaseRecord) -> None:
         live = self.book.live[record.id]
         calls = ""
-        if record.why in (Why.IDLE, Why.LEND_NOW):
+        if record.why == Why.IDLE:  # an owner who lends it means it, whatever ran a moment ago
             if live.sample is None:
                 await self._suspend_refused(
                     record, Moved(done=False, refused=Refusal.NO_LEASE, reason="not measured")

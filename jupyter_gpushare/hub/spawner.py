@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from jupyterhub.scopes import scope_definitions
 from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner, SpawnException
 from jupyterhub.traitlets import Command
 from traitlets import Float, TraitError, Unicode, default, validate
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 else:
     _Before = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
+# The right to submit jobs, defined by the site (see jupyterhub_config.py).
+JOBS_SCOPE = "custom:gpushare:jobs"
 # Servers with such names are jobs; the broker alone says what they run.
 JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 # One environment variable holds at most 128 KiB (MAX_ARG_STRLEN of execve(2)).
@@ -153,12 +156,12 @@ class GPUShareMixin(_Before):
     def _default_server_token_scopes(self) -> list[str]:
         # The first two are the Hub's own; the others let the server ask the broker. A site that sets
         # c.Spawner.server_token_scopes itself has to name them all.
-        return [
-            "users:activity!user",
-            "access:servers!server",
-            "access:services!service=gpushare",
-            "custom:gpushare:jobs",
-        ]
+        scopes = ["users:activity!user", "access:servers!server", "access:services!service=gpushare"]
+        if JOBS_SCOPE in scope_definitions:
+            return [*scopes, JOBS_SCOPE]
+        # The Hub fails every start that asks for a scope it does not know.
+        self.log.warning("no jobs from servers: %s is missing in c.JupyterHub.custom_scopes", JOBS_SCOPE)
+        return scopes
 
     # ---- the broker --------------------------------------------------------------
 

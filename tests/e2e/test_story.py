@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from tests.conftest import Chromium
-from tests.e2e.demo import DemoHub, Kernel, Person, until
+from tests.e2e.demo import DemoHub, Kernel, Person, Refused, until
 
 GB = 1 << 30
 ALLOCATE = """
@@ -222,3 +222,12 @@ def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
     answer = bo.http.post("/hub/api/users/bo/servers/jaaaaaaaaaa-1", json={})
     assert answer.status_code == 409, answer.text
     assert "gpushare submit" in answer.json()["message"]
+
+
+def test_only_an_admin_changes_a_quota(hub: DemoHub) -> None:
+    admin, ada = hub.person("admin"), hub.person("ada")
+    with pytest.raises(Refused, match="403"):
+        ada.ask("projects/vision", "PUT", json={"quota": 2})
+    changed = {p["name"]: p for p in admin.ask("projects/vision", "PUT", json={"quota": 1.5})["projects"]}
+    assert (changed["vision"]["quota_milli"], changed["vision"]["overridden"]) == (1500, True)
+    assert (changed["nlp"]["quota_milli"], changed["nlp"]["overridden"]) == (1000, False)

@@ -243,15 +243,12 @@ class Machine:
         return found
 
     def settled(self, name: str) -> str:
-        """The counters of a lease once two samples in a row agree on them."""
-        seen = ""
-        for _ in range(100):
-            now = self.of(name)["calls"]
-            if now == seen:
-                return seen
-            seen = now
-            time.sleep(0.25)
-        raise AssertionError(f"the counters of {name} do not come to rest")
+        """The counters of a lease in a sample that began after this was called."""
+        seen = {self.ask("sample")["at"]}
+        # The one under way may have looked already.
+        until(lambda: seen.add(self.ask("sample")["at"]) or len(seen) > 2, "two more samples")
+        calls: str = self.of(name)["calls"]
+        return calls
 
     def worker(
         self, lease: str = "", *, device: int = 0, preload: bool = True, wait: bool = True, mib: int = 0

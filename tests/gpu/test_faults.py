@@ -94,7 +94,7 @@ def test_a_hung_query_of_a_device_does_not_block_a_sample(two: Machine) -> None:
     while time.monotonic() - began < 1.5:
         asked = time.monotonic()
         two.ask("sample")
-        assert time.monotonic() - asked < 1.0
+        assert time.monotonic() - asked < 3.0  # the hang takes 9 s
     event = watch.event("device")
     assert event
     assert event["device"] == two.uuids()[0]

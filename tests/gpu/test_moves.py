@@ -10,7 +10,7 @@ from tests.gpu.machine import GIB, MIB, Machine, Refused, until
 def test_memory_comes_back_as_it_was(machine: Machine) -> None:
     machine.lease("ada")
     worker = machine.worker("ada", mib=256)
-    moved = machine.ask("suspend", lease="ada", calls=machine.of("ada")["calls"])
+    moved = machine.ask("suspend", lease="ada", calls=machine.settled("ada"))
     assert moved["done"], moved
     assert moved["bytes"] >= 256 * MIB
     assert machine.of("ada")["phase"] == "suspended"
@@ -57,7 +57,7 @@ def test_suspending_and_resuming_twice_changes_nothing_more(machine: Machine) ->
 def test_a_lease_without_gpu_processes_can_sleep(machine: Machine) -> None:
     machine.lease("ada")
     assert machine.of("ada")["suspendable"]
-    moved = machine.ask("suspend", lease="ada", calls=machine.of("ada")["calls"])
+    moved = machine.ask("suspend", lease="ada", calls=machine.settled("ada"))
     assert (moved["done"], moved["bytes"]) == (True, 0)
     worker = machine.worker("ada", wait=False)
     assert worker.answer(0.5) == ""
@@ -80,7 +80,7 @@ def test_a_lease_may_start_asleep(machine: Machine) -> None:
 def test_a_suspension_is_refused_when_a_call_was_entered_since_the_decision(machine: Machine) -> None:
     machine.lease("ada")
     worker = machine.worker("ada", mib=64)
-    calls = until(lambda: machine.of("ada")["calls"], "a sample")
+    calls = machine.settled("ada")
     assert worker.do("check") == "ok"
     moved = machine.ask("suspend", lease="ada", calls=calls)
     assert (moved["done"], moved["refused"]) == (False, "wanted")

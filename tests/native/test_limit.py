@@ -287,6 +287,28 @@ if not pid:
         assert kernel.ask("alloc(30 << 30)[0]") == 0
 
 
+def test_a_child_s_memory_is_its_own_and_swept_with_it(machine: Simulator, half: Lease) -> None:
+    with in_lease(machine, half, open_gpu=False) as parent:
+        assert parent.ask("cuda.cuCtxSynchronize()") == 3  # counted: the parent has a slot, but no driver
+        parent.run("""
+ready = os.pipe()
+child = os.fork()
+if not child:
+    demo_gpu.open().allocate("30GiB")
+    os.write(ready[1], b"!")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready[0], 1)
+""")
+        child = parent.ask("child")
+        assert half.slots()[child].used_bytes[0] == 30 * GIB
+        assert half.slots()[child].calls > 0
+        assert half.slots()[parent.pid].used_bytes[0] == 0
+        parent.run("os.kill(child, 9); os.waitpid(child, 0); gpu = demo_gpu.open()")
+        assert parent.ask("gpu.memory()") == [40 * GIB, 40 * GIB]
+        assert set(half.slots()) == {parent.pid}
+
+
 def test_after_exec_the_old_memory_is_not_charged(machine: Simulator, half: Lease) -> None:
     program = f"""
 import ctypes, os, sys

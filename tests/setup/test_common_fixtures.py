@@ -1,0 +1,72 @@
+"""The rules of tests/conftest.py, seen from outside: a run of pytest on a file of one test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BROWSER = """
+import pytest
+
+@pytest.mark.browser
+def test_the_page_opens(chromium):
+    assert chromium.executable_path
+"""
+LEAVES_A_PROCESS = """
+import subprocess
+
+def test_forgets_what_it_started():
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+
+
+def run_pytest(folder: Path, test: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_one.py").write_text(test)
+    kept = {k: v for k, v in os.environ.items() if k not in ("GPUSHARE_REQUIRE_BROWSER", "GPUSHARE_CHROMIUM")}
+    options = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, f"--rootdir={folder}", folder / "test_one.py"],
+        cwd=ROOT,
+        env={**kept, "GPUSHARE_TEST_PATIENCE_S": "0.5", "COLUMNS": "300", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def no_chromium(tmp_path: Path) -> str:
+    """A PATH without a browser."""
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    return str(empty)
+
+
+def test_without_a_browser_its_tests_are_skipped_by_name_with_the_line_that_installs_it(
+    tmp_path, no_chromium
+):
+    result = run_pytest(tmp_path, BROWSER, PATH=no_chromium)
+    assert result.returncode == 0
+    assert "SKIPPED" in result.stdout
+    assert "::test_the_page_opens - Skipped: no chromium" in result.stdout
+    assert "apt-get install -y chromium" in result.stdout
+
+
+def test_where_a_browser_is_required_its_absence_fails(tmp_path, no_chromium):
+    result = run_pytest(tmp_path, BROWSER, PATH=no_chromium, GPUSHARE_REQUIRE_BROWSER="1")
+    assert result.returncode == 1
+    assert "no chromium; install it with" in result.stdout
+
+
+def test_a_process_that_outlives_the_run_is_named_ended_and_makes_it_fail(tmp_path):
+    result = run_pytest(tmp_path, LEAVES_A_PROCESS)
+    assert result.returncode == 1
+    assert "processes outlived the tests that started them" in result.stdout
+    assert "sleep 600" in result.stdout
