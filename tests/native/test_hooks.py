@@ -134,6 +134,20 @@ def test_every_jumping_hook_counts_once(strange_driver: Worker, half: Lease) -> 
             assert (slot.calls, slot.queries) == (done * len(counting), done * len(asking))
 
 
+def test_every_written_out_hook_counts_once_too(strange_driver: Worker, half: Lease) -> None:
+    """Also when the driver refuses, as this one does.  Routing and pure queries do not count."""
+    silent = {"cuGetProcAddress", "cuGetProcAddress_v2", "cuDeviceTotalMem_v2"}
+    typed = [n for n, kind in KINDS.items() if kind == "TYPED" and n not in silent and n.startswith("cu")]
+    assert len(typed) > 30
+    with strange_driver as kernel:
+        kernel.run("class Handle(ctypes.Structure): _fields_ = [('bytes', ctypes.c_char * 64)]")
+        kernel.run("call('cuMemcpy')")
+        for count, name in enumerate(typed, start=2):
+            zeros = "0, Handle(), 0" if "cuIpcOpen" in name else ", ".join("00000000")
+            assert kernel.ask(f"cuda.{name}({zeros})") != 0
+            assert half.slots()[kernel.pid].calls == count, name
+
+
 def test_functions_with_32_bit_sizes_are_refused_to_a_lease(strange_driver: Worker) -> None:
     with strange_driver as kernel:
         refused = [name for name, kind in KINDS.items() if kind == "REFUSE"]
