@@ -315,9 +315,9 @@ class Loop:
                 )
                 return
             calls = live.sample.calls
+        live.wanted = False  # a wish that comes from now on is one for after the suspension
         moved = await self.backend.suspend(record.handle, calls)
         if moved.done:
-            live.wanted = False
             job = self.book.job_of(record)
             if job is not None:
                 job = replace(job, preemptions=job.preemptions + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,19 @@ async def test_a_call_that_comes_between_decision_and_lock_keeps_the_gpu(tmp_pat
         assert ada.used == used
         await until(lambda: broker.state(ada.handle) == "suspending", 120)
         assert site.now - ada.active_at >= site.policy.idle_timeout_s
+
+
+@in_virtual_time
+async def test_a_wish_that_comes_while_the_memory_is_being_parked_is_not_forgotten(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2")
+        await until(lambda: broker.state(ada.handle) == "suspending", 120)
+        await asyncio.sleep(site.move_s / 2)
+        await broker.loop._wanted(broker.lease(ada.handle), queries_only=False)
+        await until(lambda: broker.state(ada.handle) == "running", 10)
+        assert broker.lease(ada.handle).why == "wanted"
 
 
 @in_virtual_time
