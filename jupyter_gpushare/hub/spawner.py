@@ -103,7 +103,8 @@ class GPUShareMixin(_Before):
         Seconds a start waits for the broker's answer before it is refused.
 
         Longer survives a slow broker; but a waiting start holds one of the Hub's
-        `concurrent_spawn_limit` places. Must be shorter than `Spawner.start_timeout`.
+        `concurrent_spawn_limit` places. At most half of `Spawner.start_timeout` is used:
+        what runs into that one counts as a failure of the Hub.
         """,
     ).tag(config=True)
 
@@ -207,7 +208,8 @@ class GPUShareMixin(_Before):
                 admin=bool(self.user.admin),
             )
             self._lease_possible = True
-            async with asyncio.timeout(self.broker_timeout_s if needed else _NO_GPU_TIMEOUT_S):
+            patience_s = min(self.broker_timeout_s, self.start_timeout / 2)
+            async with asyncio.timeout(patience_s if needed else _NO_GPU_TIMEOUT_S):
                 return await self._client().post("spawner/start", body, SpawnGrant, repeatable=True)
         except RequestError as error:
             self._lease_possible = False

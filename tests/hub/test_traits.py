@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from traitlets import TraitError
+from traitlets.config import Config
+
+from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
+from jupyter_gpushare.hub import spawner as module
+
+
+def configured(**traits: Any) -> GPUShareSimpleSpawner:
+    return GPUShareSimpleSpawner(config=Config({"GPUShareMixin": traits}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("broker_url", "127.0.0.1:8003"),
+        ("broker_url", "ftp://x/services/gpushare"),
+        ("broker_url", "http:///services/gpushare"),
+        ("broker_timeout_s", 0),
+        ("broker_timeout_s", -1),
+        ("broker_timeout_s", float("nan")),
+        ("offers_timeout_s", 1e9),
+        ("offers_timeout_s", "soon"),
+    ],
+)
+def test_nonsense_in_the_configuration_is_refused_at_start(name: str, value: Any) -> None:
+    with pytest.raises(TraitError, match=name):
+        configured(**{name: value})
+
+
+def test_the_address_may_end_with_a_slash() -> None:
+    assert configured(broker_url="http://h:1/services/gpushare/").broker_url == "http://h:1/services/gpushare"
+
+
+def test_both_spawners_take_the_settings_of_the_mixin() -> None:
+    config = Config({"GPUShareMixin": {"broker_timeout_s": 7.0}})
+    assert GPUShareLocalSpawner(config=config).broker_timeout_s == 7.0
+    assert GPUShareSimpleSpawner(config=config).broker_timeout_s == 7.0
+
+
+def test_jobs_run_with_the_hubs_python_by_default() -> None:
+    assert configured().job_cmd == [sys.executable, "-m", "jupyter_gpushare.job"]
+
+
+def test_every_setting_says_what_it_does_and_what_it_costs() -> None:
+    for name, trait in module.GPUShareMixin.class_own_traits(config=True).items():
+        assert len(str(trait.help)) > 60, name
+
+
+def test_a_server_asks_for_the_right_to_submit_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.scope_definitions, module.JOBS_SCOPE, {"description": "x"})
+    assert configured().server_token_scopes == [
+        "users:activity!user",
+        "access:servers!server",
+        "access:services!service=gpushare",
+        "custom:gpushare:jobs",
+    ]
+
+
+def test_a_hub_without_that_scope_still_starts_servers() -> None:
+    # The Hub fails a start that asks for a scope it does not know.
+    assert module.JOBS_SCOPE not in configured().server_token_scopes
+
+
+def test_the_scopes_of_the_site_stand() -> None:
+    spawner = GPUShareSimpleSpawner(config=Config({"Spawner": {"server_token_scopes": ["inherit"]}}))
+    assert spawner.server_token_scopes == ["inherit"]
