@@ -105,6 +105,7 @@ class Board:
         self.standing = standing(cluster.projects, cluster.leases)
         self.host_free = cluster.settings.host_budget_bytes
         self.reserved: dict[str, int] = {}  # host memory kept for jobs on lent room
+        self.log: list[Room] = []  # every device whose room changed, in order
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         for lease in cluster.leases:
             if has_place(lease):
@@ -184,6 +185,7 @@ class Board:
         size = held_milli * len(devices)
         for uuid in devices:
             room = self.rooms[uuid]
+            self.log.append(room)
             room.free -= held_milli
             if self.has_claim(lease):  # wakes up
                 room.asleep -= held_milli
@@ -196,8 +198,10 @@ class Board:
     def take_asleep(self, lease: Lease, devices: tuple[str, ...], held_milli: int) -> None:
         """A build session gets its claim; the room itself is lent just now."""
         for uuid in devices:
-            self.rooms[uuid].claimed += held_milli
-            self.rooms[uuid].asleep += held_milli
+            room = self.rooms[uuid]
+            self.log.append(room)
+            room.claimed += held_milli
+            room.asleep += held_milli
         account = self.account(lease)
         account.claimed += held_milli * len(devices)
         account.capped += held_milli * len(devices)
@@ -206,9 +210,11 @@ class Board:
         """Keep room that is free or on its way for ``lease``."""
         uuids = tuple(devices)
         for uuid in uuids:
-            self.rooms[uuid].pledged += held_milli
+            room = self.rooms[uuid]
+            self.log.append(room)
+            room.pledged += held_milli
             if self.has_claim(lease):
-                self.rooms[uuid].asleep -= held_milli
+                room.asleep -= held_milli
         self._count(lease, held_milli * len(uuids))
 
     def _count(self, lease: Lease, size: int, *, in_quota: bool = False) -> None:
@@ -227,7 +233,8 @@ class Board:
         self.host_free += self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
         jobs = self.jobs.get(lease.project, {})
         jobs.pop(lease.id, None)
-        self.standing.promote(self.account(lease), jobs.values())
+        for promoted in self.standing.promote(self.account(lease), jobs.values()):
+            self.log += self.rooms_of(promoted)
 
     def stay(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` need not leave after all."""
@@ -241,6 +248,7 @@ class Board:
     def _move(self, lease: Lease, sign: int) -> None:
         held, size, account = sign * held_by(lease), sign * size_of(lease), self.account(lease)
         for room in self.rooms_of(lease):
+            self.log.append(room)
             room.coming += held
             if self.has_claim(lease):
                 room.asleep += held

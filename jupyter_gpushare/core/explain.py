@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.board import Board
-from jupyter_gpushare.core.making import eligible, eligible_at, warn_at
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     LEAVING,
@@ -28,6 +27,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.placement import demand
 from jupyter_gpushare.core.plan import Round
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
+from jupyter_gpushare.core.victims import eligible, eligible_at, warn_at
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 
 __all__ = [

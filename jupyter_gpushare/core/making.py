@@ -1,67 +1,26 @@
-"""Making room: whom to disturb, as few and as cheaply as possible.
+"""Making room: the least disturbance that lets somebody have what is theirs to ask for.
 
-Cheapest first:
+Whom one may ask, and who is cheaper than whom, is in `victims`.  Between sets
+of victims the dearest kind decides, then how many they are, then who.
 
-1. sessions whose owners offered their room, then idle ones, longest idle first;
-2. jobs that can be suspended, last in first out;
-3. jobs that must start again: those that are only being started, then the
-   last in;
-4. busy sessions beyond quota: suspended, never stopped.
-
-Who may be asked depends on who needs the room:
-
-* the *owner* of lent room takes it from all who hold it without a claim (2-4),
-  on the devices of the claim only; an idle neighbour there (1) goes before a
-  borrower, who would have that room next;
-* anybody may have the room of an idle session (1), if host memory has room for
-  its bytes and for those of a suspendable job that takes its place;
-* a project *below quota* may take from leases over quota (2-4);
-* a job may take from jobs of the same project with a lower *priority* (2-3),
-  unless these were owed the same room again before it (a job beyond quota does
-  not displace what its project is guaranteed).
-
-Nobody is disturbed in vain: either the whole room is made, or nothing is done.
-A lease that is just resuming is left alone until it runs.
+Nobody is disturbed in vain: either the whole room is made, or nothing is done;
+who turns out not to be needed stays.  What is parked must find host memory: a
+job that does not is stopped instead, a session never is.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.model import Kind, Lease, Settings, State, Survival, Why
-from jupyter_gpushare.core.placement import Spot, demand, tiers
+from jupyter_gpushare.core.model import Kind, Lease, Why
+from jupyter_gpushare.core.placement import Group, Layout, Spot, demand
 from jupyter_gpushare.core.quota import held_by, size_of
+from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
-RoomOf = Callable[[Room], int]
-
-
-class Cost(enum.IntEnum):
-    OFFERED = 0
-    IDLE = 1
-    SUSPENDED_JOB = 2
-    STARTING_JOB = 3
-    STOPPED_JOB = 4
-    BUSY_SESSION = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A lease that would give its room away."""
-
-    lease: Lease
-    cost: Cost
-    why: Why
-    park: bool  # suspended, not stopped
-
-    @property
-    def rank(self) -> tuple[int, float, str]:
-        """Sorts victims, the cheapest first."""
-        if self.cost <= Cost.IDLE:
-            return self.cost, self.lease.idle_since_at or 0.0, self.lease.id
-        return self.cost, -self.lease.granted_at, self.lease.id
+Price = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,167 +31,87 @@ class Making:
     victims: tuple[Victim, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """On what terms a job asks for room."""
-
-    owed: bool  # its project is below quota
-    over_limit: int  # how much must leave its own project
-    lend: bool  # it may go where a session sleeps, or is put to sleep
-
-    def there(self, room: Room) -> int:
-        """What the job can count on without asking anybody."""
-        return room.soon if self.lend else room.soon - room.asleep
-
-
-def eligible_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which a running session's room may be lent; None: not while it is as it is."""
-    if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:
-        return None
-    if not lease.lend_now and lease.idle_since_at is None:
-        return None
-    idle_at = 0.0 if lease.lend_now else (lease.idle_since_at or 0.0) + settings.idle_timeout_s
-    return max(idle_at, lease.keep_until_at, lease.retry_at)
-
-
-def eligible(lease: Lease, settings: Settings, now: float) -> bool:
-    """Whether the room of this session may be lent now, should anybody need it."""
-    at = eligible_at(lease, settings)
-    return at is not None and now >= at
-
-
-def warn_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which its owner should know, if somebody waits for room."""
-    at = eligible_at(lease, settings)
-    return None if at is None else at - min(300.0, settings.idle_timeout_s / 3)
-
-
 class Maker:
-    """Finds victims on one board."""
+    """Makes room on one board."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, layout: Layout) -> None:
         self.board = board
         self.obstacle = Why.NO_ROOM  # why the last `for_job` came to nothing
-
-    # -- who can be asked
-
-    def _lender(self, lease: Lease) -> Victim | None:
-        board = self.board
-        if not eligible(lease, board.settings, board.moment) or not board.can_park(lease):
-            return None
-        if parked_bytes(lease) > board.host_free:
-            self.obstacle = Why.HOST_MEMORY
-            return None
-        if lease.lend_now:
-            return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
-        return Victim(lease, Cost.IDLE, Why.IDLE, park=True)
-
-    def _parkable(self, lease: Lease) -> bool:
-        board = self.board
-        return (
-            lease.state is State.RUNNING
-            and board.can_park(lease)
-            and board.moment >= lease.retry_at
-            and parked_bytes(lease) <= board.host_free + board.reserved.get(lease.id, 0)
-        )
-
-    def _job(self, lease: Lease, why: Why) -> Victim | None:
-        if lease.state is State.GRANTED:
-            return Victim(lease, Cost.STARTING_JOB, why, park=False)
-        if lease.state is not State.RUNNING:
-            return None
-        if lease.survival is Survival.SUSPEND and self._parkable(lease):
-            return Victim(lease, Cost.SUSPENDED_JOB, why, park=True)
-        return Victim(lease, Cost.STOPPED_JOB, why, park=False)
-
-    def _holder(self, lease: Lease, why: Why) -> Victim | None:
-        """A lease that holds room without a claim."""
-        if lease.kind is Kind.TRAIN:
-            return self._job(lease, why)
-        return Victim(lease, Cost.BUSY_SESSION, why, park=True) if self._parkable(lease) else None
-
-    def _for_owner(self, holder: Lease) -> Victim | None:
-        if holder.kind is Kind.BUILD and (lender := self._lender(holder)):
-            return lender
-        return None if self.board.has_claim(holder) else self._holder(holder, Why.LENDER_RETURNED)
-
-    def _for_job(self, holder: Lease, job: Lease, *, owed: bool, lend: bool) -> Victim | None:
-        board = self.board
-        if lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
-            return lender
-        if owed and holder.project != job.project and holder.id not in board.standing.in_quota:
-            return self._holder(holder, Why.OVER_QUOTA)
-        if outranks(job, holder) and board.moment - holder.granted_at >= board.settings.min_run_s:
-            return self._job(holder, Why.PRIORITY)
-        return None
-
-    # -- whom to choose
+        self._layout = layout
+        self._asker = Asker(board)
+        self._cheapest: dict[Price, Cheapest] = {}
+        self._memory = board.host_free  # as it was when victims were looked for
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
         chosen: list[Victim] = []
         shorts = [(room, held_by(lease) - room.soon) for room in self.board.rooms_of(lease)]
         for room, short in shorts:
-            victims = [v for x in room.holders if (v := self._for_owner(x))]
-            if (picked := _enough(room, short, victims, chosen)) is None:
+            victims = [v for x in room.holders if (v := self._asker.for_owner(x))]
+            if (picked := _enough(room, short, sorted(victims, key=rank), chosen)) is None:
                 return None
             chosen = picked
         return self._afford(_least(shorts, chosen), 0)
 
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
-        jobs = [v for x in self._jobs_of(lease.project) if (v := self._job(x, Why.PRIORITY))]
+        jobs = [v for x in self._jobs_of(lease.project) if (v := self._asker.job(x, Why.PRIORITY))]
         return _enough_for_limit(lease.project, over_limit, (), jobs)
 
     def _jobs_of(self, project: str) -> list[Lease]:
         return list(self.board.jobs.get(project, {}).values())
 
-    def for_job(self, job: Lease, rooms: Sequence[Room], *, owed: bool, over_limit: int) -> Making | None:
-        """The least disturbance that makes room for ``job`` on some of ``rooms``; None: nothing helps.
+    def for_job(self, job: Lease, *, owed: bool, over_limit: int) -> Making | None:
+        """The least disturbance that makes room for ``job``; None: nothing helps.
 
         ``owed``: its project is below quota.  ``over_limit``: how much must
         leave its own project as well.
         """
         self.obstacle = Why.NO_ROOM
-        made = self._for_job_on(job, rooms, _Ask(owed, over_limit, lend=True))
-        if made is None and self.obstacle is Why.HOST_MEMORY:
-            made = self._for_job_on(job, rooms, _Ask(owed, over_limit, lend=False))
+        rights = self._asker.rights(job, owed=owed)
+        made = self._for_job(job, rights, over_limit)
+        if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
+            self._asker.forget()
+            self._cheapest.clear()
+            self._memory = self.board.host_free
+            made = self._for_job(job, rights, over_limit)
+        if made is None and (self.obstacle is Why.HOST_MEMORY or self._asker.memory_short):
+            made = self._for_job(job, self._asker.rights(job, owed=owed, lend=False), over_limit)
+            self.obstacle = Why.HOST_MEMORY
         return made
 
-    def _for_job_on(self, job: Lease, rooms: Sequence[Room], ask: _Ask) -> Making | None:
-        offers: dict[str, tuple[tuple[object, ...], list[Victim]]] = {}
-        for room in rooms:
-            need = demand(job, room.device) if not job.devices else held_by(job)
-            victims = [v for x in room.holders if (v := self._for_job(x, job, owed=ask.owed, lend=ask.lend))]
-            picked = _enough(room, need - ask.there(room), victims, [])
-            if picked is not None:
-                spare = ask.there(room) + sum(held_by(v.lease) for v in picked) - need
-                offers[room.device.uuid] = (*_price(picked), spare, room.device.uuid), picked
-        best: tuple[tuple[object, ...], list[Room]] | None = None
-        count = len(job.devices) or job.device_count
-        for tier, sets in enumerate([[rooms]] if job.devices else tiers(job, rooms)):
-            for group in sets:
-                able = sorted(
-                    (r for r in group if r.device.uuid in offers), key=lambda r: offers[r.device.uuid][0]
-                )[:count]
-                if len(able) < count:
-                    continue
-                union = _union(offers[r.device.uuid][1] for r in able)
-                price = (*_price(union), tier, able[0].device.uuid)
-                if best is None or price < best[0]:
-                    best = price, able
-        if best is None:
-            return None
-        return self._settle(job, best[1], _union(offers[r.device.uuid][1] for r in best[1]), ask)
+    def _for_job(self, job: Lease, rights: Rights, over_limit: int) -> Making | None:
+        if job.devices:
+            found = self._on_its_devices(job, rights)
+        else:
+            key = (rights, job.fraction_milli, job.memory_bytes, job.device_count, job.consolidate)
+            if key not in self._cheapest:
+                self._cheapest[key] = Cheapest(self.board, self._layout, self._asker, rights, job)
+            found = self._cheapest[key].best()
+        return self._settle(job, *found, rights, over_limit) if found else None
 
-    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], ask: _Ask) -> Making | None:
+    def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
+        union: dict[str, Victim] = {}
+        rooms = self.board.rooms_of(job)
+        for room in rooms:
+            short = held_by(job) - rights.there(room)
+            picked = _enough(room, short, self._asker.on(room, rights), [])
+            if picked is None:
+                return None
+            union |= {v.lease.id: v for v in picked}
+        return rooms, list(union.values())
+
+    def _settle(
+        self, job: Lease, rooms: list[Room], union: list[Victim], rights: Rights, over_limit: int
+    ) -> Making | None:
         """Drop who is not needed, and see that host memory holds what would be parked."""
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        victims = _least([(room, need - ask.there(room)) for room in rooms], union)
-        if ask.over_limit:
+        victims = _least([(room, need - rights.there(room)) for room in rooms], union)
+        if over_limit:
+            alone = self._asker.rights(job, owed=False, lend=False)
             jobs = self._jobs_of(job.project)
-            juniors = [v for x in jobs if (v := self._for_job(x, job, owed=False, lend=False))]
-            if (more := _enough_for_limit(job.project, ask.over_limit, victims, juniors)) is None:
+            juniors = [v for x in jobs if (v := self._asker.for_job(x, alone))]
+            if (more := _enough_for_limit(job.project, over_limit, victims, juniors)) is None:
                 return None
             victims = more
         if not self._lasts(job, need * len(rooms), victims):
@@ -285,26 +164,100 @@ class Maker:
         return False
 
 
-def outranks(job: Lease, holder: Lease) -> bool:
-    """Whether ``job`` may take the room of ``holder``, a job of the same project."""
-    return holder.kind is Kind.TRAIN and holder.project == job.project and holder.priority < job.priority
+class Cheapest:
+    """Keeps, for one kind of job, the set of devices where room costs least.
+
+    Every set of devices on which such a job may lie has a price; only those
+    with a device that changed since the last question are priced again.
+    """
+
+    def __init__(self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease) -> None:
+        self._job = job
+        self._rights = rights
+        self._asker = asker
+        self._log = board.log
+        self._seen = len(self._log)
+        self._sets: list[tuple[int, Group]] = [
+            (tier, group) for tier, groups in enumerate(layout.tiers(job)) for group in groups
+        ]
+        self._of: dict[Room, list[int]] = {}
+        self._victims: dict[Room, list[Victim]] = {}  # where room can be made
+        self._price: dict[Room, Price] = {}
+        self._stamp = [0] * len(self._sets)
+        self._heap: list[tuple[Price, int, int, list[Room]]] = []
+        for number, (_, group) in enumerate(self._sets):
+            for room in group:
+                self._of.setdefault(room, []).append(number)
+        for room in self._of:
+            self._price_room(room)
+        for number in range(len(self._sets)):
+            self._price_set(number)
+
+    def best(self) -> tuple[list[Room], list[Victim]] | None:
+        """The devices where room costs least, and who must leave; None: nowhere can it be made."""
+        changed = {room for room in self._log[self._seen :] if room in self._of}
+        self._seen = len(self._log)
+        for room in changed:
+            self._price_room(room)
+        for number in sorted({number for room in changed for number in self._of[room]}):
+            self._price_set(number)
+        while self._heap and self._heap[0][2] != self._stamp[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        if not self._heap:
+            return None
+        rooms = self._heap[0][3]
+        return rooms, self._union(rooms)
+
+    def _price_room(self, room: Room) -> None:
+        need = demand(self._job, room.device)
+        short = need - self._rights.there(room)
+        victims: list[Victim] | None = []
+        if short > 0:
+            victims = self._asker.on(room, self._rights)
+            victims = _enough(room, short, victims, []) if victims else None
+        if victims is None:
+            self._price.pop(room, None)
+            return
+        spare = sum([held_by(v.lease) for v in victims]) - short
+        self._victims[room] = victims
+        self._price[room] = (*_price(victims), spare, room.device.uuid)
+
+    def _price_set(self, number: int) -> None:
+        tier, group = self._sets[number]
+        self._stamp[number] += 1
+        count, prices = self._job.device_count, self._price
+        able = [room for room in group if room in prices]
+        if len(able) < count:
+            return
+        if count == 1:
+            price = prices[able[0]]
+        else:
+            able = sorted(able, key=prices.__getitem__)[:count]
+            price = (*_price(sorted(self._union(able), key=rank)), tier, *prices[able[0]][3:])
+        heapq.heappush(self._heap, (price, number, self._stamp[number], able))
+
+    def _union(self, rooms: Iterable[Room]) -> list[Victim]:
+        return list({v.lease.id: v for room in rooms for v in self._victims[room]}.values())
 
 
 def _enough(room: Room, short: int, victims: list[Victim], chosen: list[Victim]) -> list[Victim] | None:
-    """``chosen`` and the cheapest of ``victims`` that together free what is ``short`` on a device."""
+    """``chosen`` and the first of ``victims`` that together free what is ``short`` on a device."""
     picked = list(chosen)
-    short -= _given(room, chosen)
-    for v in sorted((v for v in victims if v not in chosen), key=lambda v: v.rank):
+    names = {v.lease.id for v in chosen}
+    if chosen:
+        short -= _given(room, chosen)
+    for v in victims:
         if short <= 0:
             break
-        picked.append(v)
-        short -= held_by(v.lease)
+        if v.lease.id not in names:
+            picked.append(v)
+            short -= held_by(v.lease)
     return picked if short <= 0 else None
 
 
 def _least(shorts: Sequence[tuple[Room, int]], victims: list[Victim]) -> tuple[Victim, ...]:
     """``victims`` without those whose room is not needed, the dearest dropped first."""
-    kept = sorted(victims, key=lambda v: v.rank)
+    kept = sorted(victims, key=rank)
     for v in sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
         rest = [x for x in kept if x is not v]
         if all(_given(room, rest) >= short for room, short in shorts):
@@ -318,7 +271,7 @@ def _enough_for_limit(
     """``chosen`` and as many of ``more`` as bring the project under its limit; None: it stays above."""
     over_limit -= sum(size_of(v.lease) for v in chosen if v.lease.project == project)
     names = {v.lease.id for v in chosen}
-    for v in sorted((v for v in more if v.lease.id not in names), key=lambda v: v.rank):
+    for v in sorted((v for v in more if v.lease.id not in names), key=rank):
         if over_limit <= 0:
             break
         chosen = (*chosen, v)
@@ -330,12 +283,6 @@ def _given(room: Room, victims: Iterable[Victim]) -> int:
     return sum(held_by(v.lease) for v in victims if room.device.uuid in v.lease.devices)
 
 
-def _union(lists: Iterable[list[Victim]]) -> list[Victim]:
-    by_id = {v.lease.id: v for victims in lists for v in victims}
-    return sorted(by_id.values(), key=lambda v: v.rank)
-
-
-def _price(victims: Sequence[Victim]) -> tuple[object, ...]:
-    """Compares sets of victims: the dearest kind first, then how many, then who."""
-    ranks = sorted(v.rank for v in victims)
-    return max((v.cost for v in victims), default=-1), len(ranks), tuple(ranks)
+def _price(victims: Sequence[Victim]) -> Price:
+    """Compares sets of sorted victims: the dearest kind first, then how many, then who."""
+    return victims[-1].cost if victims else -1, len(victims), tuple([v.rank for v in victims])

@@ -26,9 +26,9 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jupyter_gpushare.core import making, order
+from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room
-from jupyter_gpushare.core.making import Maker, Victim
+from jupyter_gpushare.core.making import Maker
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Action,
@@ -43,19 +43,12 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
-from jupyter_gpushare.core.placement import Spot, demand, find
+from jupyter_gpushare.core.placement import Index, Layout, RoomOf, Spot, demand, find
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.victims import Victim, eligible_at
 
 # What decides whether two jobs of one project have the same chance.
 Shape = tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why a lease got nothing in a round."""
-
-    why: Why
-    for_lease: str = ""
 
 
 def plan(cluster: Cluster, now: float) -> Plan:
@@ -68,18 +61,31 @@ def plan(cluster: Cluster, now: float) -> Plan:
     return Plan(tuple(done.actions), done.next_at)
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """That a lease got nothing in a round."""
+
+    why: Why
+
+
+_WAITING = {why: Waiting(why) for why in Why}
+
+
 class Round:
     """One application of all rules, kept for those who ask why."""
 
     def __init__(self, cluster: Cluster, now: float) -> None:
         self.now = now
         self.board = Board(cluster, now)
-        self.maker = Maker(self.board)
+        self.layout = Layout(self.board.usable)
+        self.maker = Maker(self.board, self.layout)
         self.actions: list[Action] = []
-        self.waiting: dict[str, Waiting] = {}  # in the order in which they would be served
+        self.waiting: dict[str, Waiting] = {}  # who got nothing, in the order in which they would be served
         self.next_at: float | None = None
         self._asked: list[Victim] = []
-        self._hopeless: set[Shape] = set()
+        self._hopeless: dict[Shape, Why] = {}
+        self._possible: dict[Shape, bool] = {}
+        self._indexes: dict[RoomOf, Index] = {}
         self._sizes: dict[int, int] = {}  # thousandths, by bytes asked for
 
     def run(self) -> Round:
@@ -168,14 +174,14 @@ class Round:
         else asleep.  Beyond quota, only free room that nobody claims and that
         it can give back.
         """
-        board, account = self.board, self.board.account(lease)
+        account = self.board.account(lease)
         quota_left = account.project.quota_milli - account.claimed
-        spot = find(lease, board.usable, _claimable_now, quota_left)
+        spot = find(lease, self.layout, _claimable_now, quota_left)
         if spot and not account.over_limit(spot.size_milli):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM)
-        if spot := spot or find(lease, board.usable, _claimable, quota_left):
+        if spot := spot or find(lease, self.layout, _claimable, quota_left):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True)
-        if spot := find(lease, board.usable, _unclaimed_returnable):
+        if spot := find(lease, self.layout, _unclaimed_returnable):
             if account.over_limit(spot.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=True)
@@ -191,9 +197,9 @@ class Round:
     def _unplaced(self, lease: Lease) -> Why:
         """Why a lease that finds no room now finds none."""
         board = self.board
-        if find(lease, board.usable, _whole):
+        if find(lease, self.layout, _whole):
             return Why.NO_ROOM
-        return Why.DEVICE_BROKEN if find(lease, list(board.rooms.values()), _whole) else Why.TOO_LARGE
+        return Why.DEVICE_BROKEN if find(lease, Layout(list(board.rooms.values())), _whole) else Why.TOO_LARGE
 
     def _wake_guest(self, lease: Lease) -> None:
         board, held = self.board, held_by(lease)
@@ -212,7 +218,7 @@ class Round:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        spot = self._spot(job, self.board.usable, _now)
+        spot = self._spot(job, _now)
         return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
 
     def _serve(self, jobs: list[Lease]) -> None:
@@ -259,8 +265,8 @@ class Round:
     def _serve_one(self, job: Lease) -> bool:
         """Give ``job`` what can be given; False: nothing changed."""
         shape = self._shape(job)
-        if shape in self._hopeless:
-            self._wait(job, Why.NO_ROOM)
+        if why := self._hopeless.get(shape):
+            self._wait(job, why)
             return False
         if self._backs_off(job):
             return False
@@ -271,7 +277,7 @@ class Round:
         if outcome is Why.WAITS_FOR_ROOM:
             return True
         if not job.devices:
-            self._hopeless.add(shape)
+            self._hopeless[shape] = outcome
         return False
 
     def _shape(self, job: Lease) -> Shape:
@@ -291,9 +297,8 @@ class Round:
         board = self.board
         if not board.is_whole(job):
             return Why.DEVICE_BROKEN
-        rooms = board.rooms_of(job) if job.devices else board.usable
-        spot = self._spot(job, rooms, _unclaimed) or self._spot(job, rooms, _now)
-        coming = spot or self._spot(job, rooms, _soon)
+        spot = self._spot(job, _unclaimed) or self._spot(job, _now)
+        coming = spot or self._spot(job, _soon)
         if coming:
             account = board.account(job)
             over = account.over_limit(coming.size_milli)
@@ -303,14 +308,16 @@ class Round:
             if not account.over_limit_soon(coming.size_milli):
                 board.pledge(job, coming.devices, coming.held_milli)
                 return Why.WAITS_FOR_ROOM
-        return self._make_room(job, rooms)
+        return self._make_room(job)
 
-    def _spot(self, job: Lease, rooms: list[Room], room_of: making.RoomOf) -> Spot | None:
+    def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
         if job.devices:
-            held = held_by(job)
+            held, rooms = held_by(job), self.board.rooms_of(job)
             spot = Spot(job.devices, held) if all(room_of(r) >= held for r in rooms) else None
         else:
-            spot = find(job, rooms, room_of)
+            if room_of not in self._indexes:
+                self._indexes[room_of] = Index(self.layout, room_of, self.board.log)
+            spot = self._indexes[room_of].find(job)
         if spot is None or not self._lent(spot, room_of is _soon):
             return spot
         needed = self.board.reserve_needed(job, spot.devices, spot.held_milli)
@@ -320,18 +327,25 @@ class Round:
         rooms = [self.board.rooms[u] for u in spot.devices]
         return any((r.soon - r.asleep if soon else r.unclaimed) < spot.held_milli for r in rooms)
 
-    def _make_room(self, job: Lease, rooms: list[Room]) -> Why:
+    def _make_room(self, job: Lease) -> Why:
         board, account = self.board, self.board.account(job)
-        if not job.devices and find(job, rooms, _whole) is None:
+        if not job.devices and not self._fits_ever(job):
             return self._unplaced(job)
         size = self._size(job)
         over = account.over_limit_soon(size)
-        made = self.maker.for_job(job, rooms, owed=account.is_below_quota(size), over_limit=over)
+        made = self.maker.for_job(job, owed=account.is_below_quota(size), over_limit=over)
         if made is None:
             return Why.PROJECT_LIMIT if over else self.maker.obstacle
         self._ask(made.victims, job, binding=over > 0)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
+
+    def _fits_ever(self, job: Lease) -> bool:
+        """Whether the usable devices would do if they were empty."""
+        key = (job.fraction_milli, job.memory_bytes, job.device_count, job.consolidate)
+        if key not in self._possible:
+            self._possible[key] = find(job, self.layout, _whole) is not None
+        return self._possible[key]
 
     # -- effects on the board
 
@@ -373,7 +387,7 @@ class Round:
     # -- who waits, and until when at the longest
 
     def _wait(self, lease: Lease, why: Why) -> None:
-        self.waiting[lease.id] = Waiting(why)
+        self.waiting[lease.id] = _WAITING[why]
 
     def _backs_off(self, lease: Lease) -> bool:
         if lease.retry_at <= self.now:
@@ -391,7 +405,7 @@ class Round:
         settings = self.board.settings
         for lease in leases:
             if lease.kind is Kind.BUILD:
-                self._at(making.eligible_at(lease, settings))
+                self._at(eligible_at(lease, settings))
             if lease.state is State.RUNNING:
                 self._at(lease.retry_at)
                 if lease.kind is Kind.TRAIN and settings.min_run_s:

@@ -90,13 +90,20 @@ class Standing:
             self.accounts[project] = Account(Project(name=project, quota_milli=0))
         return self.accounts[project]
 
-    def promote(self, account: Account, jobs: Iterable[Lease]) -> None:
-        """Bring jobs that hold room into their project's quota as far as they fit, oldest first."""
-        for lease in sorted(jobs, key=lambda x: (x.granted_at, x.id)):
+    def promote(self, account: Account, jobs: Iterable[Lease]) -> list[Lease]:
+        """Bring jobs that hold room into their project's quota as far as they fit, oldest first.
+
+        Returns those that were not in quota before.
+        """
+        promoted = []
+        beyond = [x for x in jobs if x.id not in self.in_quota] if account.fits_quota(1) else []
+        for lease in sorted(beyond, key=lambda x: (x.granted_at, x.id)):
             size = size_of(lease)
-            if lease.id not in self.in_quota and account.fits_quota(size):
+            if account.fits_quota(size):
                 account.in_quota_use += size
                 self.in_quota.add(lease.id)
+                promoted.append(lease)
+        return promoted
 
 
 def has_place(lease: Lease) -> bool:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
+from jupyter_gpushare.core.placement import Index, Layout, find
 from jupyter_gpushare.core.plan import plan
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
@@ -105,3 +113,51 @@ def test_an_owner_on_two_devices_wakes_when_both_are_free():
     )
     c = cluster(ada, train("a", 1000, "0"), train("b", 1000, "1", state=State.RESUMING), gpus=2)
     assert plan(c, NOW).actions == ()
+
+
+# -- the index
+
+
+def row(seed):
+    """Devices of mixed sizes, nodes and islands with random room."""
+    random = Random(seed)
+    rooms = []
+    for n in range(random.randrange(1, 12)):
+        d = device(
+            n,
+            node=f"n{n // 4}",
+            island=random.choice(["", "left", "right"]),
+            memory_bytes=random.choice([40, 80]) * GIB,
+            reserve_bytes=random.choice([0, 0, 40]) * GIB,
+        )
+        room = Room(d)
+        room.free = random.choice([0, 250, 300, 500, 1000, 1000, 1000])
+        rooms.append(room)
+    return random, rooms
+
+
+@given(st.integers(0, 10_000))
+def test_the_index_answers_as_if_every_device_was_looked_at(seed):
+    random, rooms = row(seed)
+    layout, log = Layout(rooms), []
+    index = Index(layout, lambda room: room.free, log)
+    for _ in range(20):
+        shape = random.choice(
+            [
+                {"fraction_milli": random.choice([125, 250, 300, 1000])},
+                {"fraction_milli": 0, "memory_bytes": random.randrange(1, 80) * GIB},
+                {"fraction_milli": 1000, "device_count": random.randrange(2, 6)},
+                {"fraction_milli": 250, "device_count": 2},
+            ]
+        )
+        lease = replace(train("job", 0, consolidate=random.choice([True, True, False])), **shape)
+        spot = index.find(lease)
+        assert spot == find(lease, layout, lambda room: room.free)
+        for room in rooms:
+            if spot and room.device.uuid in spot.devices:
+                room.free -= spot.held_milli
+                log.append(room)
+        if random.random() < 0.3:
+            room = random.choice(rooms)
+            room.free = 1000
+            log.append(room)

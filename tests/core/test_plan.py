@@ -588,6 +588,34 @@ def test_two_idle_sessions_sleep_only_if_host_memory_holds_both():
     assert actions(c) == []
 
 
+def test_when_host_memory_gets_short_the_next_job_is_made_room_by_a_smaller_session():
+    c = cluster(
+        build("large", 1000, "0", used_bytes=60 * GIB, idle_s=9999),
+        build("second", 1000, "1", used_bytes=60 * GIB, idle_s=9998),
+        build("small", 1000, "2", used_bytes=9 * GIB, idle_s=9997),
+        train("a", 1000, survival=Survival.NONE),
+        train("b", 1000, survival=Survival.NONE),
+        gpus=3,
+        host_budget_bytes=75 * GIB,
+    )
+    assert actions(c) == [Suspend("large", Why.IDLE, "a"), Suspend("small", Why.IDLE, "b")]
+
+
+def test_an_owner_on_two_devices_counts_a_borrower_on_both_once():
+    c = cluster(
+        build("ada", 500, "0 1", state=ASLEEP, wanted=True),
+        build("busy0", 500, "0"),
+        build("busy1", 500, "1"),
+        train("both", 250, "0 1", granted_at=2),
+        train("one", 250, "1", granted_at=1),
+        gpus=2,
+    )
+    assert actions(c) == [
+        Suspend("both", Why.LENDER_RETURNED, "ada"),
+        Suspend("one", Why.LENDER_RETURNED, "ada"),
+    ]
+
+
 def test_a_limit_that_priority_cannot_make_room_under_holds():
     limited = [project("p", 1, limit_milli=1000)]
     c = cluster(

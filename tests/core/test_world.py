@@ -95,7 +95,7 @@ class World(RuleBasedStateMachine):
     @initialize(sessions=st.lists(st.tuples(st.sampled_from([250, 500, 1000]), st.sampled_from("pqr"))))
     def morning(self, sessions):
         for milli, project in sessions[:4]:
-            self.spawn(milli, project)
+            self.spawn((milli, 1), project)
         self.settle()
 
     # -- what people do
@@ -126,17 +126,23 @@ class World(RuleBasedStateMachine):
         self.leases[lease.id] = lease
         return lease.id
 
-    @rule(target=names, milli=st.sampled_from([250, 500, 1000]), project=st.sampled_from("pqr"))
-    def spawn(self, milli, project):
+    @rule(
+        target=names,
+        size=st.sampled_from([(250, 1), (500, 1), (1000, 1), (500, 2), (1000, 2)]),
+        project=st.sampled_from("pqr"),
+    )
+    def spawn(self, size, project):
+        milli, count = size
         self.count += 1
         lease = Lease(
             id=f"b{self.count}",
             project=project,
             kind=Kind.BUILD,
             fraction_milli=milli,
+            device_count=count,
             queued_at=self.now,
         )
-        (offer,) = offers(self.cluster(), project, [(milli, 1)], self.now)
+        (offer,) = offers(self.cluster(), project, [size], self.now)
         self.leases[lease.id] = lease
         told = explain(self.cluster(), lease.id, self.now)
         grants = [a for a in plan(self.cluster(), self.now).actions if a.lease == lease.id]

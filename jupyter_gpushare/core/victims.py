@@ -1,0 +1,199 @@
+"""Whom to ask for room: who may be disturbed, for whom, and at what cost.
+
+Cheapest first:
+
+1. sessions whose owners offered their room, then idle ones, longest idle first;
+2. jobs that can be suspended, last in first out;
+3. jobs that must start again: those that are only being started, then the
+   last in;
+4. busy sessions beyond quota: suspended, never stopped.
+
+Who may be asked depends on who needs the room:
+
+* the *owner* of lent room takes it from all who hold it without a claim (2-4),
+  on the devices of the claim only; an idle neighbour there (1) goes before a
+  borrower, who would have that room next;
+* anybody may have the room of an idle session (1), if host memory has room for
+  its bytes and for those of a suspendable job that takes its place;
+* a project *below quota* may take from leases over quota (2-4);
+* a job may take from jobs of the same project with a lower *priority* (2-3),
+  unless these were owed the same room again before it (a job beyond quota does
+  not displace what its project is guaranteed).
+
+A lease that is just resuming is left alone until it runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.board import Board, Room, parked_bytes
+from jupyter_gpushare.core.model import Kind, Lease, Settings, State, Survival, Why
+
+
+class Cost(enum.IntEnum):
+    OFFERED = 0
+    IDLE = 1
+    SUSPENDED_JOB = 2
+    STARTING_JOB = 3
+    STOPPED_JOB = 4
+    BUSY_SESSION = 5
+
+
+class Victim:
+    """A lease that would give its room away."""
+
+    __slots__ = ("cost", "lease", "park", "rank", "why")
+
+    def __init__(self, lease: Lease, cost: Cost, why: Why, *, park: bool) -> None:
+        self.lease = lease
+        self.cost = cost
+        self.why = why
+        self.park = park  # suspended, not stopped
+        since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
+        self.rank = (int(cost), since_at, lease.id)  # sorts victims, the cheapest first
+
+
+def rank(victim: Victim) -> tuple[int, float, str]:
+    return victim.rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rights:
+    """On what terms a job asks for room; who has the same may ask the same leases.
+
+    Made by `Asker.rights` only: there is one of each kind in a round.
+    """
+
+    project: str  # "": of no matter
+    owed: bool  # its project is below quota
+    priority: int | None  # None: its project has no job that it outranks
+    lend: bool  # it may go where a session sleeps, or is put to sleep
+
+    def there(self, room: Room) -> int:
+        """What the job can count on without asking anybody."""
+        return room.soon if self.lend else room.soon - room.asleep
+
+
+def eligible_at(lease: Lease, settings: Settings) -> float | None:
+    """The moment from which a running session's room may be lent; None: not while it is as it is."""
+    if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:
+        return None
+    if not lease.lend_now and lease.idle_since_at is None:
+        return None
+    idle_at = 0.0 if lease.lend_now else (lease.idle_since_at or 0.0) + settings.idle_timeout_s
+    return max(idle_at, lease.keep_until_at, lease.retry_at)
+
+
+def eligible(lease: Lease, settings: Settings, now: float) -> bool:
+    """Whether the room of this session may be lent now, should anybody need it."""
+    at = eligible_at(lease, settings)
+    return at is not None and now >= at
+
+
+def warn_at(lease: Lease, settings: Settings) -> float | None:
+    """The moment from which its owner should know, if somebody waits for room."""
+    at = eligible_at(lease, settings)
+    return None if at is None else at - min(300.0, settings.idle_timeout_s / 3)
+
+
+class Asker:
+    """Knows who on a board may be asked."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.memory_short = False  # an idle session was left alone for lack of host memory
+        self._rights: dict[tuple[str, bool, int | None, bool], Rights] = {}
+        self._lowest = {  # priority of a job that holds room, by project
+            name: min(x.priority for x in jobs.values()) for name, jobs in board.jobs.items() if jobs
+        }
+        self._found: dict[Rights, dict[Room, list[Victim]]] = {}
+        self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
+
+    def rights(self, job: Lease, *, owed: bool, lend: bool = True) -> Rights:
+        """On what terms ``job`` may ask."""
+        priority = job.priority if self._lowest.get(job.project, job.priority) < job.priority else None
+        project = job.project if owed or priority is not None else ""
+        key = (project, owed, priority, lend)
+        if key not in self._rights:
+            self._rights[key] = Rights(*key)
+        return self._rights[key]
+
+    def on(self, room: Room, rights: Rights) -> list[Victim]:
+        """Who on a device may be asked, the cheapest first."""
+        found = self._found.get(rights)
+        if found is None:
+            found = self._found[rights] = {}
+            self._seen[rights] = len(self.board.log)
+        elif self._seen[rights] != len(self.board.log):
+            for changed in self.board.log[self._seen[rights] :]:
+                found.pop(changed, None)
+            self._seen[rights] = len(self.board.log)
+        victims = found.get(room)
+        if victims is None:
+            victims = [v for x in room.holders if (v := self.for_job(x, rights))]
+            victims.sort(key=rank)
+            found[room] = victims
+        return victims
+
+    def forget(self) -> None:
+        """Ask again: host memory is not what it was."""
+        self._found.clear()
+
+    def for_owner(self, holder: Lease) -> Victim | None:
+        if holder.kind is Kind.BUILD and (lender := self._lender(holder)):
+            return lender
+        return None if self.board.has_claim(holder) else self._holder(holder, Why.LENDER_RETURNED)
+
+    def for_job(self, holder: Lease, rights: Rights) -> Victim | None:
+        board = self.board
+        if rights.lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
+            return lender
+        if rights.owed and holder.project != rights.project and holder.id not in board.standing.in_quota:
+            return self._holder(holder, Why.OVER_QUOTA)
+        if (
+            rights.priority is not None
+            and holder.kind is Kind.TRAIN
+            and holder.project == rights.project
+            and holder.priority < rights.priority
+            and board.moment - holder.granted_at >= board.settings.min_run_s
+        ):
+            return self.job(holder, Why.PRIORITY)
+        return None
+
+    def job(self, lease: Lease, why: Why) -> Victim | None:
+        """A job that holds room, if it can leave now."""
+        if lease.state is State.GRANTED:
+            return Victim(lease, Cost.STARTING_JOB, why, park=False)
+        if lease.state is not State.RUNNING:
+            return None
+        if lease.survival is Survival.SUSPEND and self._parkable(lease):
+            return Victim(lease, Cost.SUSPENDED_JOB, why, park=True)
+        return Victim(lease, Cost.STOPPED_JOB, why, park=False)
+
+    def _holder(self, lease: Lease, why: Why) -> Victim | None:
+        """A lease that holds room without a claim."""
+        if lease.kind is Kind.TRAIN:
+            return self.job(lease, why)
+        return Victim(lease, Cost.BUSY_SESSION, why, park=True) if self._parkable(lease) else None
+
+    def _lender(self, lease: Lease) -> Victim | None:
+        board = self.board
+        if not eligible(lease, board.settings, board.moment) or not board.can_park(lease):
+            return None
+        if parked_bytes(lease) > board.host_free:
+            self.memory_short = True
+            return None
+        if lease.lend_now:
+            return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
+        return Victim(lease, Cost.IDLE, Why.IDLE, park=True)
+
+    def _parkable(self, lease: Lease) -> bool:
+        board = self.board
+        return (
+            lease.state is State.RUNNING
+            and board.can_park(lease)
+            and board.moment >= lease.retry_at
+            and parked_bytes(lease) <= board.host_free + board.reserved.get(lease.id, 0)
+        )
