@@ -111,15 +111,23 @@ def run(
         broker.look()
         time.sleep(_LOOK_S)
     # The Hub gives its services 5 s: the helper is told first, it needs nobody else to end.
+    pid = None
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
-        _tell_helper(helper_socket)
+        pid = helper_pid(helper_socket)
+        _signal(pid, signal.SIGTERM)
     broker.stop()
+    until = time.monotonic() + _STOP_S
+    while helper_socket is not None and helper_pid(helper_socket) == pid is not None:
+        if time.monotonic() > until:
+            log.warning("the device helper (pid %d) does not end: killing it", pid)
+            _signal(pid, signal.SIGKILL)
+            break
+        time.sleep(_LOOK_S)
     return 0
 
 
-def _tell_helper(path: Path) -> None:
-    """Tell the helper to end; it ends by itself, leaving what sleeps asleep."""
-    pid = helper_pid(path)
+def _signal(pid: int | None, number: signal.Signals) -> None:
+    """Signal a process that may be gone; the helper leaves what sleeps asleep, however it ends."""
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)

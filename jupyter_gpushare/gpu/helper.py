@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from .. import __version__
@@ -54,6 +55,7 @@ CANARY_WAIT_S = 4.0
 CANARY_RETRY_S = 30.0
 # How long a stop waits for a move that is under way.
 STOP_WAIT_S = 5.0
+STOP_LIMIT_S = 2.0
 # An answer to a move says what is true already; the sample follows within this.
 REFRESH_WAIT_S = 0.3
 SIGNAL_ROUNDS = 3
@@ -391,8 +393,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
     )
     stop = threading.Event()
+
+    def told_to_end(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        # A kill at any step loses nothing, so whatever hangs is not waited for longer than this.
+        limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))
+        limit.daemon = True
+        limit.start()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
+        signal.signal(number, told_to_end)
     _raise_descriptors()
     try:
         helper = Helper(options)

@@ -21,6 +21,8 @@ from jupyter_gpushare.wire import JobReport, JobSpec
 
 # A broker that is upgraded or waits for its database is back within minutes; the result stays on disk.
 ENDED_PATIENCE_S = 600.0
+# Who told it to stop waits for it, and knows; at the end of a Hub nobody is left to take a report.
+STOPPED_PATIENCE_S = 3.0
 PROGRESS_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 15.0
@@ -48,11 +50,11 @@ class Reports:
             await self._tell(JobReport(state="progress", done=done, total=total), 0.0)
 
     async def ended(self, report: JobReport) -> bool:
-        """Tell how it ended; False when the broker did not take it in `ENDED_PATIENCE_S`."""
+        """Tell how it ended; False when the broker did not take it in time (less when it was stopped)."""
         if self._started is not None:
             self._started.cancel()
             await asyncio.wait([self._started])
-        return await self._tell(report, ENDED_PATIENCE_S)
+        return await self._tell(report, STOPPED_PATIENCE_S if report.stopped else ENDED_PATIENCE_S)
 
     async def _tell(self, report: JobReport, patience_s: float) -> bool:
         until = time.monotonic() + patience_s

@@ -125,14 +125,14 @@ class DemoHub:
 
     # ---- ending and killing ----------------------------------------------------
 
-    def stop(self) -> None:
+    def stop(self, within_s: float = 60.0) -> None:
         """Ctrl-C, as `make hub` is ended."""
         for person in self._people:
             person.close()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(60)
+                self._process.wait(within_s)
             except subprocess.TimeoutExpired:
                 self.kill_hub()
                 raise

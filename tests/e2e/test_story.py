@@ -217,6 +217,15 @@ def test_a_job_outlives_its_owners_server_and_is_stopped_with_grace(hub: DemoHub
     until("its room is free", lambda: all(d["used_bytes"] == 0 for d in bo.ask("devices")["devices"]), 10)
 
 
+def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Path) -> None:
+    bo = hub.person("bo")
+    job = submit(bo, tmp_path)
+    until("the job makes steps", lambda: len(steps_done(tmp_path)) > 3, 60)
+    assert bo.job(job["id"])["state"] == "running"
+    hub.stop(within_s=40)
+    until("nothing is left", lambda: not hub.processes(), 10)
+
+
 def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
     bo = hub.person("bo")
     answer = bo.http.post("/hub/api/users/bo/servers/jaaaaaaaaaa-1", json={})
