@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -54,8 +55,12 @@ class Client:
     def __init__(self, path: Path, epoch: int | None = None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(PATIENCE_S)
+        patient_until = time.monotonic() + 10.0
         try:
-            self._socket.connect(str(path))
+            # The backlog may be full for a moment, when a crowd knocks.
+            while self._socket.connect_ex(str(path)) == errno.EAGAIN and time.monotonic() < patient_until:
+                time.sleep(0.01)
+            self._socket.getpeername()
         except OSError:
             self._socket.close()
             raise
