@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from .. import __version__
@@ -392,17 +391,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
     )
-    stop = threading.Event()
-
-    def told_to_end(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        # A kill at any step loses nothing, so whatever hangs is not waited for longer than this.
-        limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))
-        limit.daemon = True
-        limit.start()
-
+    told_to_end, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    # Whichever thread the kernel hands a signal to, its number lands in the pipe.
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told_to_end)
+        signal.signal(number, lambda _number, _frame: None)
     _raise_descriptors()
     try:
         helper = Helper(options)
@@ -410,7 +404,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpushare helper: {error}", file=sys.stderr)
         return 1
     helper.start()
-    stop.wait()
+    os.read(told_to_end, 1)
+    # A kill at any step loses nothing, so whatever hangs is not waited for longer than this.
+    limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))
+    limit.daemon = True
+    limit.start()
     helper.stop()
     log.info("helper stopped")
     # Threads that hang in the driver must not keep the process.

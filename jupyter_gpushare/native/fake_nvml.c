@@ -14,6 +14,8 @@
 #include "cuda_types.h"
 #include "fake_gpu.h"
 
+enum { SWEEP_NS = 2000000 };
+
 #define API __attribute__((visibility("default")))
 
 typedef int nvmlReturn_t;
@@ -308,11 +310,23 @@ API nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned link, un
 
 /* ---- what it is doing ---- */
 
+/* Looking whether every process still lives costs a read each, and one who measures asks four
+ * questions of every device: what was seen this shortly ago is still true. */
+static void sweep(void)
+{
+    static uint64_t swept_ns; /* guarded by sim_lock */
+    uint64_t now = sim_now_ns();
+    if (now - swept_ns < SWEEP_NS)
+        return;
+    sim_sweep();
+    swept_ns = now;
+}
+
 API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     ENTER(device);
     sim_lock();
-    sim_sweep();
+    sweep();
     memory->total = sim->device[device->index].total_bytes;
     memory->used = sim_device_used(device->index);
     memory->free = memory->total - memory->used;
@@ -339,7 +353,7 @@ API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilizat
     uint64_t now = sim_now_ns();
     unsigned percent = 0;
     sim_lock();
-    sim_sweep();
+    sweep();
     for (int i = 0; i < SIM_PROCESSES; i++)
         if (sim->process[i].pid)
             percent += sim_busy_percent(&sim->process[i].busy[device->index], now);
@@ -354,7 +368,7 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
     ENTER(device);
     unsigned room = *count, found = 0;
     sim_lock();
-    sim_sweep();
+    sweep();
     for (int i = 0; i < SIM_PROCESSES; i++) {
         const struct sim_process *process = &sim->process[i];
         uint64_t bytes = process->pid ? sim_process_device_used(process, device->index) : 0;
@@ -389,7 +403,7 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
     uint64_t now = sim_now_ns();
     unsigned room = samples ? *count : 0, found = 0;
     sim_lock();
-    sim_sweep();
+    sweep();
     for (int i = 0; i < SIM_PROCESSES; i++) {
         const struct sim_process *process = &sim->process[i];
         unsigned percent = process->pid ? sim_busy_percent(&process->busy[device->index], now) : 0;

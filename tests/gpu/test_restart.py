@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +100,17 @@ def test_a_suspended_lease_stays_asleep_over_a_clean_stop(bare: Machine) -> None
     until(lambda: bare.of("ada")["wanted"], "the wish is seen")
     assert bare.ask("resume", lease="ada")["done"]
     assert worker.answer() == "check ok"
+
+
+def test_a_stop_is_heard_whichever_thread_the_kernel_hands_it_to(bare: Machine) -> None:
+    bare.start()
+    assert bare.helper
+    pid = bare.helper.pid
+    threads = [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir() if int(each.name) != pid]
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.tgkill(pid, threads[0], signal.SIGTERM) == 0, ctypes.get_errno()
+    assert bare.helper.wait(10) == 0
+    assert "helper stopped" in bare.log.read_text()
 
 
 def test_a_running_lease_is_adopted_with_its_limit(bare: Machine) -> None:
