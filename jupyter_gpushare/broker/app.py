@@ -178,13 +178,22 @@ class GPUShareBroker(Application):
         return list(proposal.value)
 
     def initialize(self, argv: list[str] | None = None) -> None:
-        """Read the command line, then the configuration file; the command line wins."""
+        """Read the command line, then the configuration file; the command line wins.
+
+        Raises:
+            TraitError: a setting is wrong, or the file is missing or cannot be run.
+        """
         self.parse_command_line(argv)
         given = self.cli_config
         if self.config_file:
-            self.load_config_file(
-                Path(self.config_file).name, path=str(Path(self.config_file).absolute().parent)
-            )
+            path = Path(self.config_file).absolute()
+            if not path.is_file():
+                raise TraitError(f"there is no configuration file {path}")
+            self.raise_config_file_errors = True  # rather no broker than one with half of its settings
+            try:
+                self.load_config_file(path.name, path=str(path.parent))
+            except Exception as error:  # whatever the site's file raises
+                raise TraitError(f"{path}: {type(error).__name__}: {error}") from None
             self.update_config(given)
 
     def policy(self) -> Policy:
@@ -212,6 +221,10 @@ class GPUShareBroker(Application):
             )
         try:
             Path(self.state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            log.critical("the state directory %s cannot be made: %s", self.state_dir, error.strerror)
+            return 1
+        try:
             return asyncio.run(self._serve())
         except GpuShareError as error:
             log.critical("%s", error)
@@ -353,5 +366,5 @@ def main(argv: list[str]) -> int:
         app.initialize(argv)
     except TraitError as error:
         log.critical("%s", error)
-        return 2
+        return 1
     return app.run()

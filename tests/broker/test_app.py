@@ -1,0 +1,203 @@
+"""The broker as a process: what it refuses at start, and how it ends and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jupyter_gpushare.broker.app import secret_file
+from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.errors import StoreError
+
+BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
+PATIENCE_S = 30.0
+
+
+def until(condition, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+class Brokers:
+    """Starts brokers as the Hub would, without a Hub; ends them with the test."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments, port=None, state="state", **environment):
+        service = {
+            "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port or self.port}",
+            "JUPYTERHUB_SERVICE_PREFIX": "/services/gpushare/",
+            "JUPYTERHUB_API_URL": "http://127.0.0.1:9/hub/api",
+            "JUPYTERHUB_API_TOKEN": "token",
+            "JUPYTERHUB_CLIENT_ID": "service-gpushare",
+            "JUPYTERHUB_HOST": "",
+            "JUPYTERHUB_BASE_URL": "/",
+        } | environment
+        broker = subprocess.Popen(
+            [*BROKER, "--state-dir", str(self.folder / state), *arguments],
+            env=os.environ | service,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(broker)
+        return broker
+
+    def refused(self, *arguments, **options):
+        """The exit status and the last line of a broker that does not start."""
+        broker = self.start(*arguments, **options)
+        _, said = broker.communicate(timeout=PATIENCE_S)
+        assert "Traceback" not in said, said
+        return broker.returncode, said.strip().splitlines()[-1]
+
+    def answers(self, broker=None):
+        """Whether it answers at all; healthy it cannot be without a device helper."""
+        assert broker is None or broker.poll() is None, broker.stderr.read()
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/services/gpushare/api/v1/health").json()
+        except httpx.TransportError:
+            return None
+
+    def close(self):
+        for broker in self.started:
+            if broker.poll() is None:
+                os.killpg(broker.pid, signal.SIGKILL)
+            broker.communicate()
+
+
+@pytest.fixture
+def brokers(tmp_path, free_port):
+    made = Brokers(tmp_path, free_port)
+    yield made
+    made.close()
+
+
+def test_it_ends_cleanly_when_told_and_starts_again_on_its_database(brokers):
+    for epoch in (1, 2):
+        broker = brokers.start()
+        until(lambda broker=broker: brokers.answers(broker), "it answers")
+        broker.send_signal(signal.SIGTERM)
+        _, said = broker.communicate(timeout=PATIENCE_S)
+        assert broker.returncode == 0, said
+        assert f"epoch={epoch}" in said
+
+
+def test_a_port_in_use_is_named(brokers):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, said = brokers.refused(port=port)
+    assert status == 1
+    assert f"port {port} on 127.0.0.1 is in use" in said
+    assert "change the url of the service" in said
+
+
+def test_a_second_broker_on_the_database_is_refused_and_the_first_goes_on(brokers):
+    first = brokers.start()
+    until(lambda: brokers.answers(first), "it answers")
+    status, said = brokers.refused(port=9)
+    assert status == 1
+    assert "another broker uses the database" in said
+    assert brokers.answers(first)
+
+
+def test_a_database_from_a_newer_version_is_refused_and_left_alone(brokers):
+    folder = brokers.folder / "state"
+    folder.mkdir(mode=0o700)
+    Store(f"sqlite:///{folder / 'broker.sqlite'}", "boot").close()
+    with sqlite3.connect(folder / "broker.sqlite") as database:
+        database.execute("update alembic_version set version_num = '9999'")
+    database.close()
+    before = (folder / "broker.sqlite").read_bytes()
+    status, said = brokers.refused()
+    assert status == 1
+    assert "newer version" in said
+    assert (folder / "broker.sqlite").read_bytes() == before
+
+
+def test_outside_of_a_hub_it_says_what_it_is(brokers):
+    status, said = brokers.refused(JUPYTERHUB_API_TOKEN="")
+    assert status == 1
+    assert "the broker is a service of JupyterHub" in said
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--GPUShareBroker.projects={'vision': {'quota': -1}}", "vision"),
+        ("--GPUShareBroker.projects={'vision': {'quotas': 1}}", "quotas"),
+        ("--GPUShareBroker.idle_timeout=-1", "idle_timeout is a number of 0 or more"),
+        ("--GPUShareBroker.sizes=lots", "lots"),
+        ("--GPUShareBroker.max_jobs=0", "max_jobs"),
+    ],
+)
+def test_a_wrong_setting_is_named(brokers, argument, says):
+    status, said = brokers.refused(argument)
+    assert status == 1
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "there is no configuration file"),
+        ("c.GPUShareBroker.max_jobs = (", "SyntaxError"),
+        ("c.GPUShareBroker.max_jobs = 10\nimport no_such_module", "no_such_module"),
+    ],
+)
+def test_a_configuration_file_that_does_not_work_is_named(brokers, content, says):
+    path = brokers.folder / "config.py"
+    if content is not None:
+        path.write_text(content)
+    status, said = brokers.refused("--config", str(path))
+    assert status == 1
+    assert says in said
+    assert str(path) in said
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(brokers):
+    (brokers.folder / "file").write_text("")
+    status, said = brokers.refused(state="file/state")
+    assert status == 1
+    assert "file/state" in said
+
+
+def test_a_killed_broker_is_started_again_and_goes_with_its_parent(brokers):
+    parent = brokers.start("--respawn")
+    until(lambda: brokers.answers(parent), "it answers")
+
+    def child():
+        found = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        return int(found[0]) if found else None
+
+    first = child()
+    os.kill(first, signal.SIGKILL)
+    second = until(lambda: (pid := child()) and pid != first and pid, "another broker")
+    until(lambda: brokers.answers(parent), "it answers again")
+    os.kill(parent.pid, signal.SIGKILL)  # as the Hub's end would leave it
+    until(lambda: not Path(f"/proc/{second}").exists(), "the broker ends with its parent")
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "token"
+    secret = secret_file(path)
+    assert len(secret) == 64
+    assert secret_file(path) == secret
+    path.chmod(0o644)
+    with pytest.raises(StoreError, match="chmod 600"):
+        secret_file(path)
