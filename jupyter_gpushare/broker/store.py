@@ -9,7 +9,8 @@ Rules:
 * A commit that fails is never retried: the pages in memory may be wrong by
   then.  `StoreError` ends the broker, and its parent starts it again.
 * One broker per database: a lock (a file beside SQLite, an advisory lock in
-  PostgreSQL) is held for as long as the store is open.
+  PostgreSQL) is held for as long as the store is open, and each commit asks
+  whether the epoch is still its own, should the lock have been lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import alembic.config
 import alembic.migration
 import alembic.script
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival
@@ -210,7 +211,8 @@ class Store:
                 raise StoreError("the broker's database must be a file: jobs would be lost with its process")
             self._lock_sqlite(Path(self._url.database))
         try:
-            self._engine = self._open()
+            self._engine = sa.create_engine(self._url, pool_pre_ping=True)
+            self._open()
             self._migrate()
             with self._engine.begin() as connection:
                 epoch = self._read_meta(connection, "epoch")
@@ -240,18 +242,17 @@ class Store:
             ) from None
         self._lock_fd = fd
 
-    def _open(self) -> Engine:
-        engine = sa.create_engine(self._url, pool_pre_ping=True)
+    def _open(self) -> None:
         if self._url.get_backend_name() == "sqlite":
-            sa.event.listen(engine, "connect", _sqlite_pragmas)
+            sa.event.listen(self._engine, "connect", _sqlite_pragmas)
             if self._url.database:
                 Path(self._url.database).touch(mode=0o600)
         else:
-            self._lock_connection = engine.connect()
+            self._lock_connection = self._engine.connect()
             got = self._lock_connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))).scalar()
+            self._lock_connection.commit()  # the lock is the session's; no transaction stays open
             if not got:
                 raise StoreError("another broker uses this database: stop it first")
-        return engine
 
     def _migrate(self) -> None:
         config = alembic.config.Config()
@@ -338,6 +339,9 @@ class Store:
     def _write(self, changes: tuple[Change, ...]) -> None:
         try:
             with self._engine.begin() as connection:
+                mine = meta.update().where(meta.c.key == "epoch", meta.c.value == str(self.epoch))
+                if not connection.execute(mine.values(value=str(self.epoch))).rowcount:
+                    raise StoreError("a newer broker uses the database: this one ends")
                 for change in changes:
                     self._upsert(connection, change)
         except sa.exc.SQLAlchemyError as error:

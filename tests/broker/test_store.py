@@ -9,8 +9,6 @@ import alembic.autogenerate
 import alembic.migration
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.schema import CreateTable
 
 from jupyter_gpushare.broker import store as store_module
 from jupyter_gpushare.broker.book import Book
@@ -114,11 +112,11 @@ def test_the_examples_differ_from_every_default():
     assert same <= measured
 
 
-async def test_every_record_comes_back_as_it_was(tmp_path):
-    store = opened(tmp_path)
+async def test_every_record_comes_back_as_it_was(database):
+    store = database()
     await store.commit(RECORDS)
     store.close()
-    store = opened(tmp_path)
+    store = database()
     loaded = store.load()
     store.close()
     assert loaded.leases == (LEASE,)
@@ -127,8 +125,8 @@ async def test_every_record_comes_back_as_it_was(tmp_path):
     assert loaded.overrides == (OVERRIDE,)
 
 
-async def test_a_changed_record_replaces_the_old_one(tmp_path):
-    store = opened(tmp_path)
+async def test_a_changed_record_replaces_the_old_one(database):
+    store = database()
     await store.commit([LEASE, JOB])
     await store.commit([replace(LEASE, note="new"), replace(JOB, done=2.5)])
     loaded = store.load()
@@ -137,8 +135,8 @@ async def test_a_changed_record_replaces_the_old_one(tmp_path):
     assert [x.done for x in loaded.jobs] == [2.5]
 
 
-async def test_ended_leases_are_not_loaded_but_ended_jobs_are(tmp_path):
-    store = opened(tmp_path)
+async def test_ended_leases_are_not_loaded_but_ended_jobs_are(database):
+    store = database()
     gone = replace(LEASE, lease=replace(LEASE.lease, state=State.RELEASED))
     await store.commit([gone, replace(JOB, result="failed")])
     loaded = store.load()
@@ -174,26 +172,26 @@ def test_a_database_that_refuses_wal_is_refused(tmp_path, monkeypatch):
         store_module._sqlite_pragmas(Refuses(), None)
 
 
-def test_a_second_broker_on_the_same_database_is_told_so(tmp_path):
-    first = opened(tmp_path)
-    with pytest.raises(StoreError, match="another broker uses the database"):
-        opened(tmp_path)
+def test_a_second_broker_on_the_same_database_is_told_so(database):
+    first = database()
+    with pytest.raises(StoreError, match="another broker uses"):
+        database()
     first.close()
-    opened(tmp_path).close()
+    database().close()
 
 
-def test_every_start_has_a_higher_epoch(tmp_path):
+def test_every_start_has_a_higher_epoch(database):
     epochs = []
     for _ in range(3):
-        store = opened(tmp_path)
+        store = database()
         epochs.append(store.epoch)
         store.close()
     assert epochs == [1, 2, 3]
 
 
-def test_the_boot_of_the_last_broker_is_told(tmp_path):
-    opened(tmp_path, "one").close()
-    store = opened(tmp_path, "two")
+def test_the_boot_of_the_last_broker_is_told(database):
+    database("one").close()
+    store = database("two")
     assert store.load().boot_id == "one"
     store.close()
 
@@ -227,23 +225,28 @@ def test_others_cannot_read_the_database(tmp_path):
     assert (tmp_path / "b.sqlite").stat().st_mode & 0o077 == 0
 
 
-def test_migrations_give_exactly_the_tables_of_the_code(tmp_path):
-    store = opened(tmp_path)
+def test_migrations_give_exactly_the_tables_of_the_code(database):
+    store = database()
     with store._engine.connect() as connection:
         context = alembic.migration.MigrationContext.configure(connection, opts={"compare_type": True})
         assert alembic.autogenerate.compare_metadata(context, metadata) == []
     store.close()
 
 
-def test_postgresql_could_hold_every_table():
-    for table in metadata.sorted_tables:
-        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
-        for column in table.columns:
-            assert type(column.type) in (sa.String, sa.Text, sa.Integer, sa.BigInteger, sa.Float, sa.Boolean)
+async def test_a_broker_that_another_one_followed_can_store_nothing_more(database):
+    """Should its lock be lost (PostgreSQL restarted), the epoch still tells it."""
+    first = database()
+    await first.commit([LEASE])
+    with first._engine.begin() as connection:
+        connection.execute(sa.text("update meta set value = '2' where key = 'epoch'"))
+    with pytest.raises(StoreError, match="a newer broker"):
+        await first.commit([replace(LEASE, note="late")])
+    assert [x.note for x in first.load().leases] == [LEASE.note]
+    first.close()
 
 
-async def test_a_failed_commit_stores_nothing_and_ends_the_broker(tmp_path):
-    store = opened(tmp_path)
+async def test_a_failed_commit_stores_nothing_and_ends_the_broker(database):
+    store = database()
     book = Book(store, Policy(projects=()), clock=lambda: 0.0)
     await store.commit([DECISION])
     with pytest.raises(StoreError, match="a commit failed"):
@@ -268,10 +271,10 @@ async def test_a_full_disk_is_a_failed_commit(tmp_path):
     store.close()
 
 
-async def test_old_decisions_and_ended_jobs_are_dropped(tmp_path, monkeypatch):
+async def test_old_decisions_and_ended_jobs_are_dropped(database, monkeypatch):
     monkeypatch.setattr(store_module, "MAX_DECISIONS", 10)
     monkeypatch.setattr(store_module, "MAX_ENDED", 3)
-    store = opened(tmp_path)
+    store = database()
     for number in range(5):
         await store.commit(
             [
@@ -293,11 +296,11 @@ async def test_old_decisions_and_ended_jobs_are_dropped(tmp_path, monkeypatch):
     assert {j.id for j in loaded.jobs} == {"lives", "job2", "job3", "job4"}
 
 
-async def test_moments_of_another_boot_start_anew(tmp_path):
-    store = opened(tmp_path, "one")
+async def test_moments_of_another_boot_start_anew(database):
+    store = database("one")
     await store.commit([LEASE])
     store.close()
-    store = opened(tmp_path, "two")
+    store = database("two")
     book = Book(store, Policy(projects=()), clock=lambda: 3.0)
     book.load("two")
     lease = book.leases[LEASE.id].lease
