@@ -200,6 +200,7 @@ class Person:
         self.hub = hub
         self.name = name
         self._kernels: list[Kernel] = []
+        self._terminals: list[Terminal] = []
         with httpx.Client(base_url=hub.url, follow_redirects=True, timeout=60) as http:
             page = http.get("/hub/login").text
             xsrf = re.search(r'name="_xsrf" value="([^"]+)"', page)
@@ -245,9 +246,19 @@ class Person:
         self._kernels.append(kernel)
         return kernel
 
+    def terminal(self) -> Terminal:
+        """Open a terminal in this person's server, as JupyterLab does."""
+        answer = self.http.post(f"/user/{self.name}/api/terminals")
+        assert answer.status_code == 200, answer.text
+        terminal = Terminal(self, answer.json()["name"])
+        self._terminals.append(terminal)
+        return terminal
+
     def close(self) -> None:
         for kernel in self._kernels:
             kernel.disconnect()
+        for terminal in self._terminals:
+            terminal.disconnect()
         self.http.close()
 
     # ---- the broker ------------------------------------------------------------
@@ -369,3 +380,34 @@ class Kernel:
                 yield json.loads(connection.recv())
             except websocket.WebSocketTimeoutException:
                 return
+
+
+class Terminal:
+    """A shell in a person's server, spoken to over its websocket."""
+
+    def __init__(self, person: Person, name: str) -> None:
+        self._socket = websocket.create_connection(
+            f"ws://127.0.0.1:{person.hub.port}/user/{person.name}/terminals/websocket/{name}",
+            header=[f"Authorization: token {person.token}"],
+            timeout=60,
+        )
+
+    def run(self, command: str, timeout_s: float = 60.0) -> str:
+        """Return what a command printed, without colours; it must end with status 0."""
+        mark = uuid.uuid4().hex
+        # The shell echoes what is typed: the mark appears whole only in the answer.
+        typed = f"{command}; echo {mark[:8]}''{mark[8:]}:$?\r"
+        self._socket.send(json.dumps(["stdin", typed]))
+        said, deadline = "", time.monotonic() + timeout_s
+        while not (ended := re.search(rf"{mark}:(\d+)", said)):
+            left = deadline - time.monotonic()
+            assert left > 0, f"not within {timeout_s:.0f} s: {said}"
+            self._socket.settimeout(left)
+            kind, text = json.loads(self._socket.recv())[:2]
+            said += text if kind == "stdout" else ""
+        assert ended[1] == "0", said
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said[: ended.start()])
+        return plain.replace("\r", "")
+
+    def disconnect(self) -> None:
+        self._socket.close()

@@ -217,6 +217,19 @@ def test_a_job_outlives_its_owners_server_and_is_stopped_with_grace(hub: DemoHub
     until("its room is free", lambda: all(d["used_bytes"] == 0 for d in bo.ask("devices")["devices"]), 10)
 
 
+def test_a_terminal_in_a_server_needs_no_token_to_submit_follow_and_look(hub: DemoHub) -> None:
+    bo = hub.person("bo")
+    bo.start_server(fraction="0.5")
+    shell = bo.terminal()
+    words = shell.run("gpushare submit --gpus 1 --name 'six times seven' -- python -c 'print(6 * 7)'")
+    assert "six times seven" in words, words
+    (job,) = bo.ask("jobs")["jobs"]
+    assert "42" in shell.run(f"gpushare logs -f {job['id']}")
+    until("the job ends", lambda: bo.job(job["id"])["state"] == "succeeded", 40)
+    assert job["id"] in shell.run("gpushare jobs")
+    assert "1/2 GPU" in shell.run("gpushare status")
+
+
 def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Path) -> None:
     bo = hub.person("bo")
     job = submit(bo, tmp_path)
