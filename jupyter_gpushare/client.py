@@ -45,9 +45,10 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
 
 def _answer(response: httpx.Response, kind: type[T]) -> T:
     """Return the typed answer, or raise what the broker said."""
-    if response.status_code >= 500:
+    degraded = response.status_code == 503 and kind is wire.Health  # then it says why
+    if response.status_code >= 500 and not degraded:
         raise BrokerUnavailable(f"the GPU broker answered {response.status_code}")
-    if response.status_code >= 400:
+    if response.status_code >= 400 and not degraded:
         try:
             said = msgspec.json.decode(response.content, type=wire.ErrorAnswer)
             message, reason = said.message, said.reason

@@ -105,7 +105,6 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
         try:
             broker = check_health(client.get("health", wire.Health))
         except (BrokerUnavailable, RequestError) as error:
-            # Also what a broker answers that knows itself degraded: then it answers the rest.
             broker = _fail("broker", f"{_sentence(str(error))} ({url})", "tell the administrator")
         try:
             status = client.get("status", wire.Status)
@@ -115,9 +114,6 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
             return [broker, _fail("token", _sentence(str(error)), advice)], None, None
         except BrokerUnavailable:
             return [broker], None, None
-    if broker.result is Result.FAIL:
-        advice = "the administrator finds the reasons in the broker's log"
-        broker = _warn("broker", "It answers, but says of itself that something is wrong.", advice)
     token_known = _ok("token", f"The broker knows you as {status.user}.")
     return [broker, token_known, check_devices(status, devices)], status, devices
 

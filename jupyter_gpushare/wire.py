@@ -25,6 +25,9 @@ from jupyter_gpushare.errors import InvalidRequest
 MAX_BODY_BYTES = 1 << 20
 MAX_COMMAND_ARGS = 1_000
 MAX_ENV = 200
+# A job's command and environment travel in one environment variable: at most 128 KiB
+# (MAX_ARG_STRLEN of execve(2)) with its name and the rest of the job.
+MAX_JOB_BYTES = 120 << 10
 
 T = TypeVar("T")
 

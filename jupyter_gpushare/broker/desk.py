@@ -226,15 +226,6 @@ class Desk:
             record = replace(record, uid=request.uid)
             await self.book.put_lease(record)
         grant = await self._prepare(record, asleep=False, borrowed=False)
-        spec = wire.JobSpec(
-            id=job.id,
-            attempt=record.attempt,
-            name=job.name,
-            command=list(job.command),
-            cwd=job.cwd,
-            env=job.env,
-            grace_s=job.grace_s,
-        )
         return wire.SpawnGrant(
             lease=grant.lease,
             kind=grant.kind,
@@ -242,7 +233,7 @@ class Desk:
             devices=grant.devices,
             memory_limit_bytes=grant.memory_limit_bytes,
             message=grant.message,
-            job=spec,
+            job=_job_spec(job, record.attempt),
         )
 
     async def submit(
@@ -304,6 +295,11 @@ class Desk:
             submitted_at=book.iso_now(),
             idempotency_key=key,
         )
+        if (size := len(wire.encode(_job_spec(job, attempt=1)))) > wire.MAX_JOB_BYTES:
+            raise InvalidRequest(
+                f"the command and environment of this job take {size >> 10} KiB, and at most "
+                f"{wire.MAX_JOB_BYTES >> 10} KiB reach its process: put them into a file that it reads"
+            )
         record = LeaseRecord(lease=lease, attempt=0, since_at=book.iso_now(), entered_at=now)
         book.jobs[job.id] = job
         await book.add(record, job)
@@ -468,6 +464,19 @@ def _job_size(request: wire.JobRequest) -> tuple[int, int, int]:
     if request.memory is not None:
         return 0, 1, parse_memory(request.memory)
     return (*parse_gpus(request.gpus), 0)
+
+
+def _job_spec(job: JobRecord, attempt: int) -> wire.JobSpec:
+    """Return what the runner is told."""
+    return wire.JobSpec(
+        id=job.id,
+        attempt=attempt,
+        name=job.name,
+        command=list(job.command),
+        cwd=job.cwd,
+        env=job.env,
+        grace_s=job.grace_s,
+    )
 
 
 def _check_job(request: wire.JobRequest) -> None:

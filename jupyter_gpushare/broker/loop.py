@@ -35,6 +35,7 @@ log = logging.getLogger("gpushare.broker")
 
 SAMPLE_S = 1.0
 SERVERS_S = 15.0  # between two looks at the Hub's list of servers
+REPEAT_S = 60.0  # the same trouble is logged again only after this long
 # No news from the helper for this long: devices are unknown, nothing is decided.
 STALE_S = 5.0
 # A server that shows no process this long after its grant did not start.
@@ -74,13 +75,17 @@ class Loop:
 
     async def _kept_up(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run one part for ever; a mistake in it is logged and it starts again."""
+        said, said_at = "", 0.0
         while True:
             try:
                 await part()
             except StoreError:
                 raise
             except (HelperError, HubError, DeviceError) as error:
-                log.warning("%s: %s", part.__name__.strip("_"), error)
+                now = self.book.clock()
+                if str(error) != said or now - said_at >= REPEAT_S:
+                    log.warning("%s: %s", part.__name__.strip("_"), error)
+                    said, said_at = str(error), now
             except Exception:
                 log.exception("%s failed", part.__name__.strip("_"))
             await asyncio.sleep(SAMPLE_S)

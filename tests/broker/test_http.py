@@ -529,14 +529,25 @@ async def test_every_described_path_is_routed(http):
             assert response.status_code != 405
 
 
+async def test_a_job_too_long_for_its_process_is_refused_when_it_is_submitted(http):
+    body = {"command": ["x" * 60_000], "env": {"A": "x" * 90_000}}
+    refused = await http.refused("POST", "jobs", json=body)
+    assert refused.status == 400
+    assert "at most 120 KiB" in refused.message
+    assert (await http.ask("GET", "jobs")).json()["jobs"] == []
+
+
 async def test_health_is_degraded_without_the_helper(http):
     assert (await http.ask("GET", "health", None)).json()["status"] == "ok"
     http.broker.book.sampled_at -= 60
     response = await http.ask("GET", "health", None)
     assert response.status_code == 503
-    assert response.json()["reasons"] == [
-        "The device helper does not answer: nothing is granted until it does."
-    ]
+    reasons = ["The device helper does not answer: nothing is granted until it does."]
+    assert response.json()["reasons"] == reasons
+    client = BrokerClient(http.api, "bo")
+    health = await client.get("health", wire.Health)
+    assert (health.status, health.reasons) == ("degraded", reasons)
+    await client.close()
 
 
 async def test_the_page_shows_what_is_mine_and_escapes_it(http):

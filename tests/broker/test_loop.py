@@ -643,6 +643,21 @@ async def test_progress_is_shown(tmp_path):
 
 
 @in_virtual_time
+async def test_a_trouble_that_lasts_is_logged_once_a_minute(tmp_path, monkeypatch, caplog):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+
+        async def sample():
+            raise HelperError("gone", "no device helper")
+
+        monkeypatch.setattr(broker.backend, "sample", sample)
+        await asyncio.sleep(150)
+        assert caplog.text.count("measuring: gone: no device helper") + caplog.text.count(
+            "measuring: no device helper"
+        ) in (3, 4)
+
+
+@in_virtual_time
 async def test_a_mistake_in_one_part_does_not_end_the_others(tmp_path, monkeypatch, caplog):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
