@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +17,10 @@ from datetime import UTC, datetime
 from jupyter_gpushare import wire, words
 from jupyter_gpushare.backends.base import Backend
 from jupyter_gpushare.broker.book import Book
-from jupyter_gpushare.broker.loop import STALE_S, Loop, granted, is_job_server
-from jupyter_gpushare.broker.policy import gpus_to_milli, parse_gpus, parse_memory
+from jupyter_gpushare.broker.effects import Effects
+from jupyter_gpushare.broker.job_request import check_job, job_size, job_spec
+from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
+from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
 from jupyter_gpushare.core.explain import check_request, explain
 from jupyter_gpushare.core.model import WHOLE_GPU, Event, Grant, Kind, Lease, State, Survival, parse_fraction
@@ -37,7 +38,6 @@ from jupyter_gpushare.errors import (
 log = logging.getLogger("gpushare.broker")
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 # How long a start waits for the last server of the same name to let go.
 _LETTING_GO_S = 10.0
 # How long a request waits for the first measurement of a broker that has just started.
@@ -50,12 +50,12 @@ def random_id() -> str:
 
 
 class Desk:
-    """Answers requests; the loop carries out what they lead to."""
+    """Answers requests; effects carry out what they lead to."""
 
-    def __init__(self, book: Book, backend: Backend, loop: Loop) -> None:
+    def __init__(self, book: Book, backend: Backend, effects: Effects) -> None:
         self.book = book
         self.backend = backend
-        self.loop = loop
+        self.effects = effects
         self._kept: dict[tuple[str, str], float] = {}  # (user, day) -> minutes kept
 
     # ---- what is asked for ---------------------------------------------------
@@ -203,7 +203,7 @@ class Desk:
         if not record.is_job:
             await self.book.advance(record, Event.STOP)
         elif record.state is State.GRANTED:
-            await self.loop.start_failed(record, "the Hub could not start its server")
+            await self.effects.start_failed(record, "the Hub could not start its server")
         # A running job tells its own end; if it cannot, its processes are seen to be gone.
 
     # ---- jobs ----------------------------------------------------------------
@@ -233,7 +233,7 @@ class Desk:
             devices=grant.devices,
             memory_limit_bytes=grant.memory_limit_bytes,
             message=grant.message,
-            job=_job_spec(job, record.attempt),
+            job=job_spec(job, record.attempt),
         )
 
     async def submit(
@@ -255,7 +255,7 @@ class Desk:
             )
             if same is not None:
                 return same
-        _check_job(request)
+        check_job(request)
         project = self.choose_project(groups, request.project)
         await self._known()
         waiting = [j for j in book.jobs.values() if not j.result]
@@ -266,7 +266,7 @@ class Desk:
                 f"you have {book.policy.max_jobs_per_user} jobs waiting or running: wait, or cancel some"
             )
         job_id, now = random_id(), book.clock()
-        fraction_milli, device_count, memory_bytes = _job_size(request)
+        fraction_milli, device_count, memory_bytes = job_size(request)
         lease = Lease(
             id=f"j{job_id}",
             project=project,
@@ -295,7 +295,7 @@ class Desk:
             submitted_at=book.iso_now(),
             idempotency_key=key,
         )
-        if (size := len(wire.encode(_job_spec(job, attempt=1)))) > wire.MAX_JOB_BYTES:
+        if (size := len(wire.encode(job_spec(job, attempt=1)))) > wire.MAX_JOB_BYTES:
             raise InvalidRequest(
                 f"the command and environment of this job take {size >> 10} KiB, and at most "
                 f"{wire.MAX_JOB_BYTES >> 10} KiB reach its process: put them into a file that it reads"
@@ -325,7 +325,7 @@ class Desk:
         record = replace(record, lease=replace(record.lease, cancelled=True))
         await self.book.put_lease(record)
         if record.state is State.PENDING:
-            await self.loop.finish(record, "cancelled", "Stopped by its owner before it started.")
+            await self.effects.finish(record, "cancelled", "Stopped by its owner before it started.")
         elif record.state is not State.STOPPING:
             await self.book.advance(record, Event.STOP)
         return self.book.jobs[job.id]
@@ -458,57 +458,3 @@ class Desk:
                 limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
             )
         )
-
-
-def _job_size(request: wire.JobRequest) -> tuple[int, int, int]:
-    if request.memory is not None:
-        return 0, 1, parse_memory(request.memory)
-    return (*parse_gpus(request.gpus), 0)
-
-
-def _job_spec(job: JobRecord, attempt: int) -> wire.JobSpec:
-    """Return what the runner is told."""
-    return wire.JobSpec(
-        id=job.id,
-        attempt=attempt,
-        name=job.name,
-        command=list(job.command),
-        cwd=job.cwd,
-        env=job.env,
-        grace_s=job.grace_s,
-    )
-
-
-def _check_job(request: wire.JobRequest) -> None:
-    """Refuse what no runner could run.
-
-    Raises:
-        InvalidRequest: says which field and what to change.
-    """
-    if not request.command or not request.command[0].strip():
-        raise InvalidRequest(
-            "a job needs a command, for example: gpushare submit --gpus 1 -- python train.py"
-        )
-    if len(request.command) > wire.MAX_COMMAND_ARGS or sum(map(len, request.command)) > 100_000:
-        raise InvalidRequest("the command is too long: put it into a script")
-    if any("\0" in word for word in request.command):
-        raise InvalidRequest("the command has a NUL character")
-    if request.cwd is not None and (
-        not request.cwd.startswith("/") or "\0" in request.cwd or len(request.cwd) > 4096
-    ):
-        raise InvalidRequest("cwd is an absolute path")
-    if len(request.env) > wire.MAX_ENV or sum(len(k) + len(v) for k, v in request.env.items()) > 100_000:
-        raise InvalidRequest(f"at most {wire.MAX_ENV} environment variables, 100,000 characters together")
-    for name, value in request.env.items():
-        if not _ENV_NAME.fullmatch(name) or "\0" in value:
-            raise InvalidRequest(f"{name[:40]!r} is not a name of an environment variable")
-        if name.startswith(("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")):
-            raise InvalidRequest(f"{name} is set by the system and cannot be given")
-    if request.name is not None and (not 1 <= len(request.name) <= 100 or "\0" in request.name):
-        raise InvalidRequest("a name has 1 to 100 characters, none of them NUL")
-    if not -100 <= request.priority <= 100:
-        raise InvalidRequest("priority is a whole number from -100 to 100")
-    if not 0 <= request.retries <= 10:
-        raise InvalidRequest("retries is a whole number from 0 to 10")
-    if request.grace_s is not None and not 0 <= request.grace_s <= 3600:
-        raise InvalidRequest("grace_s is a number of seconds from 0 to 3600")

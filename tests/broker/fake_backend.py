@@ -407,7 +407,7 @@ class Broker:
         self.book.load(site.boot_id)
         self.backend = SiteBackend(site, self)
         self.loop = Loop(self.book, self.backend)
-        self.desk = Desk(self.book, self.backend, self.loop)
+        self.desk = Desk(self.book, self.backend, self.loop.effects)
         self.views = Views(self.book)
         self._running: asyncio.Task[None] | None = None
 
@@ -425,7 +425,7 @@ class Broker:
     async def end(self) -> None:
         """kill -9: nothing more is done; the kernel closes the files."""
         self.dead.set()
-        tasks = [*self.loop._effects.values(), *([self._running] if self._running else [])]
+        tasks = [*self.loop.effects.tasks.values(), *([self._running] if self._running else [])]
         for task in tasks:
             task.cancel()
         for task in tasks:

@@ -1,0 +1,318 @@
+"""Effects: what is done about a lease that is on its way from one state to another.
+
+One task per lease.  Order of every effect: the store has the intent
+(`Book.advance`), the effect is tried, what was observed decides the next
+transition.  An effect that fails is started again by a later round of the
+loop, in whatever state it then finds the lease.  A lease gives its room back
+only after the driver shows that its memory is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
+from jupyter_gpushare.broker.book import Book, Live
+from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
+from jupyter_gpushare.core.model import Event, State, Why
+from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
+from jupyter_gpushare.gpu.verbs import Moved, Phase, Refusal
+
+log = logging.getLogger("gpushare.broker")
+
+# Between two looks at what somebody waits for.
+LOOK_S = 1.0
+# A server that shows no process this long after its grant did not start.
+START_S = 60.0
+# Processes that do not show after this long were never there, or are gone.
+GONE_S = 3.0
+MAX_TRIES = 5
+# After the leader was told to stop and its grace is over, all are killed.
+KILL_MARGIN_S = 5.0
+# How long a lease that the driver refused to suspend is left alone.
+_BACKOFF_S = {"wanted": 0.0, "busy": 10.0, "host_memory": 30.0, "no_lease": 5.0, "not_suspendable": 60.0}
+
+
+class Effects:
+    """At most one task for each lease; ``measure`` takes a sample now."""
+
+    def __init__(self, book: Book, backend: Backend, measure: Callable[[], Awaitable[None]]) -> None:
+        self.book = book
+        self.backend = backend
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._measure = measure
+
+    def see_to(self, record: LeaseRecord, now: float) -> None:
+        """Start the effect that a lease's state calls for, unless one is at work."""
+        live = self.book.live[record.id]
+        if record.id in self.tasks or now < live.effect_retry_at:
+            return
+        effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None = None
+        match record.state:
+            case State.GRANTED if record.is_job:
+                effect = self._start_job
+            case State.SUSPENDING:
+                effect = self._suspend
+            case State.RESUMING:
+                effect = self._resume
+            case State.STOPPING:
+                effect = self._stop_job if record.is_job else self._stop_session
+            case State.RUNNING | State.SUSPENDED:
+                effect = self._obstacle(record, live, now)
+            case _:
+                pass
+        if effect is not None:
+            task = asyncio.create_task(
+                self._effect(effect, record), name=f"{effect.__name__} {record.handle}"
+            )
+            self.tasks[record.id] = task
+
+    def _obstacle(
+        self, record: LeaseRecord, live: Live, now: float
+    ) -> Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None:
+        """Return what to do about a lease that is not as it should be."""
+        job = self.book.job_of(record)
+        vanished = live.gone_since_at is not None and now - live.gone_since_at > GONE_S
+        if record.is_job and (vanished or job is None or job.exit_code is not None):
+            return self._end_job
+        phase = live.sample.phase if live.sample and is_news(self.book, record) else None
+        if record.state is State.SUSPENDED and phase is Phase.RUNNING:
+            return self._found_awake
+        if record.state is State.RUNNING and phase is Phase.SUSPENDED:
+            return self._found_asleep
+        return None
+
+    async def _effect(
+        self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord
+    ) -> None:
+        """Run one effect; what fails is tried again by a later round."""
+        live = self.book.live.get(record.id)
+        try:
+            await effect(record)
+        except (HelperError, HubError, DeviceError) as error:
+            log.warning("lease=%s %s: %s", record.handle, effect.__name__.strip("_"), error)
+            if live is not None:
+                live.effect_retry_at = self.book.clock() + LOOK_S
+        except Conflict as error:
+            log.info("lease=%s overtaken: %s", record.handle, error)
+        except StoreError:
+            return  # `Book.failed` ends the process
+        except Exception:
+            log.exception("lease=%s %s failed", record.handle, effect.__name__)
+            if live is not None:
+                live.effect_retry_at = self.book.clock() + 5 * LOOK_S
+        finally:
+            self.tasks.pop(record.id, None)
+            self.book.woken.set()
+
+    # suspend and resume
+
+    async def _suspend(self, record: LeaseRecord) -> None:
+        live = self.book.live[record.id]
+        calls = ""
+        if record.why == Why.IDLE:  # an owner who lends it means it, whatever ran a moment ago
+            if live.sample is None:
+                await self._suspend_refused(
+                    record, Moved(done=False, refused=Refusal.NO_LEASE, reason="not measured")
+                )
+                return
+            calls = live.sample.calls
+        live.wanted = False  # a wish that comes from now on is one for after the suspension
+        moved = await self.backend.suspend(record.handle, calls)
+        if moved.done:
+            job = self.book.job_of(record)
+            if job is not None:
+                job = replace(job, preemptions=job.preemptions + 1)
+            await self.book.advance(record, Event.SUSPEND_DONE, job=job, saved_bytes=moved.bytes)
+        else:
+            await self._suspend_refused(record, moved)
+
+    async def _suspend_refused(self, record: LeaseRecord, moved: Moved) -> None:
+        live, now = self.book.live[record.id], self.book.clock()
+        live.retry_at = now + _BACKOFF_S.get(moved.refused, 10.0)
+        if moved.refused == "wanted":
+            live.active_at = now
+        else:
+            live.not_suspendable = moved.reason
+        await self.book.advance(record, Event.SUSPEND_REFUSED, suspend_reason=moved.reason)
+
+    async def _resume(self, record: LeaseRecord) -> None:
+        live = self.book.live[record.id]
+        moved = await self.backend.resume(record.handle)
+        now = self.book.clock()
+        if moved.done:
+            live.wanted, live.active_at = False, now
+            live.ran_from_at = now
+            await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
+        elif moved.refused == "lost":
+            live.wanted, live.lost = False, True
+            await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note="state_lost")
+        else:
+            live.retry_at = now + 0.25
+            await self.book.advance(record, Event.RESUME_REFUSED, note=moved.reason)
+
+    async def _found_awake(self, record: LeaseRecord) -> None:
+        """The helper rolled a suspension back: its memory is on the device."""
+        await self.book.advance(record, Event.RESUME, why=Why.ROOM_BACK)
+        await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0)
+
+    async def _found_asleep(self, record: LeaseRecord) -> None:
+        """The helper suspended it, but the broker's note of that was lost."""
+        sample = self.book.live[record.id].sample
+        saved = sum(sample.saved_bytes.values()) if sample else 0
+        await self.book.advance(record, Event.SUSPEND, why=Why.IDLE)
+        await self.book.advance(record, Event.SUSPEND_DONE, saved_bytes=saved)
+
+    # start and stop
+
+    async def _start_job(self, record: LeaseRecord) -> None:
+        """Have the Hub start the job's server; wait until it runs, or did not start."""
+        key = ServerKey(record.lease.user, record.handle)
+        try:
+            await self.backend.start_server(key)
+        except HubError as error:
+            # A start whose answer was lost may have begun all the same.
+            if error.permanent or not await self._may_come(record, key):
+                await self.start_failed(record, str(error), for_good=error.permanent)
+                return
+        until = self.book.clock() + START_S
+        while self._still(record, State.GRANTED):
+            if self.book.clock() > until and not await self._may_come(record, key):
+                await self.start_failed(record, "its server did not start")
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _may_come(self, record: LeaseRecord, key: ServerKey) -> bool:
+        """Return whether processes of this attempt are there, or the Hub may still start them."""
+        sample = self.book.live[record.id].sample
+        return (sample is not None and sample.alive) or key in await self.backend.servers()
+
+    def _still(self, record: LeaseRecord, state: State) -> bool:
+        current = self.book.leases.get(record.id)
+        return current is not None and current.state is state and current.attempt == record.attempt
+
+    async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
+        """Note that the Hub could not start a granted job; it is tried again, a few times."""
+        book = self.book
+        await self.backend.drop(record.handle)
+        tries = record.tries + 1
+        if for_good or tries >= MAX_TRIES:
+            await self.finish(record, "failed", f"It could not be started: {reason}")
+            return
+        book.live[record.id].retry_at = book.clock() + 2.0**tries
+        await book.advance(record, Event.START_FAILED, tries=tries, note=reason, devices=(), limits={})
+
+    async def _end_job(self, record: LeaseRecord) -> None:
+        """A job's command has ended, or its processes are gone: stop what is left."""
+        await self.book.advance(record, Event.STOP)
+
+    async def _stop_job(self, record: LeaseRecord) -> None:
+        """Tell a job to end, wait for its grace, free its room, and settle what becomes of it."""
+        book = self.book
+        job, live = book.job_of(record), book.live[record.id]
+        grace_s = job.grace_s if job is not None else book.policy.grace_s
+        if job is None or job.exit_code is None:
+            await self.backend.signal(record.handle, signal.SIGTERM, "leader")
+        await self._until_gone(record, live, grace_s + KILL_MARGIN_S)
+        if not live.seen_alive and job is not None and job.exit_code is None:
+            await self._until_forgotten(record)
+            await self._until_gone(record, live, grace_s + KILL_MARGIN_S)
+        await self.backend.drop(record.handle)
+        if job is None:
+            await book.advance(record, Event.RELEASE)
+            return
+        await self._settle(record, book.jobs[job.id])
+
+    async def _until_forgotten(self, record: LeaseRecord) -> None:
+        """Return when the Hub has no server of this attempt: one under way would bring its processes yet."""
+        key = ServerKey(record.lease.user, record.handle)
+        while key in await self.backend.servers():
+            with contextlib.suppress(HubError):  # not while it is being started
+                await self.backend.stop_server(key)
+            await asyncio.sleep(LOOK_S)
+
+    async def _stop_session(self, record: LeaseRecord) -> None:
+        """A server has ended: see its last processes go, then free its room."""
+        await self._until_gone(record, self.book.live[record.id], self.book.policy.grace_s)
+        await self.backend.drop(record.handle)
+        await self.book.advance(record, Event.RELEASE)
+
+    async def _until_gone(self, record: LeaseRecord, live: Live, grace_s: float) -> None:
+        """Return when no process carries the lease and the driver shows no memory of it."""
+        kill_at = self.book.clock() + grace_s
+        while True:
+            await self._measure()
+            sample = live.sample
+            gone = sample is None or not (sample.alive or any(sample.used_bytes.values()))
+            if gone and is_news(self.book, record):
+                return
+            if self.book.clock() >= kill_at:
+                log.warning("lease=%s still has processes after its grace: killing them", record.handle)
+                await self.backend.signal(record.handle, signal.SIGKILL, "all")
+                kill_at = self.book.clock() + KILL_MARGIN_S
+            await asyncio.sleep(0.2)
+
+    async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
+        """Decide what becomes of a job whose attempt is over."""
+        if record.lease.cancelled:
+            await self.finish(record, "cancelled", "Stopped by its owner.")
+        elif job.exit_code is not None and not job.stopped:
+            if job.exit_code == 0:
+                await self.finish(record, "succeeded", "It ended with exit code 0.")
+            else:
+                await self._failed_attempt(
+                    record, job, job.reason or f"It ended with exit code {job.exit_code}."
+                )
+        elif record.requeue or job.stopped:
+            if record.requeue:
+                job = replace(job, preemptions=job.preemptions + 1)
+            await self._requeue(record, job)
+        else:
+            await self._failed_attempt(
+                record, job, "It vanished without a word (killed, or the machine failed)."
+            )
+
+    async def _failed_attempt(self, record: LeaseRecord, job: JobRecord, reason: str) -> None:
+        job = replace(job, failures=job.failures + 1, reason=reason)
+        if job.failures <= job.retries:
+            await self._requeue(record, job)
+        else:
+            self.book.jobs[job.id] = job
+            await self.finish(record, "failed", reason)
+
+    async def _requeue(self, record: LeaseRecord, job: JobRecord) -> None:
+        book, live = self.book, self.book.live[record.id]
+        live.seen_alive = live.lost = False
+        live.gone_since_at, live.sample = None, None
+        await book.advance(
+            record,
+            Event.REQUEUED,
+            job=replace(job, exit_code=None, stopped=False),
+            requeue=False,
+            devices=(),
+            held_milli=0,
+            limits={},
+            saved_bytes=0,
+            queued_at=book.clock(),
+            note="",
+        )
+
+    async def finish(self, record: LeaseRecord, result: str, reason: str) -> None:
+        """End a job for good: its result and the end of its lease are one commit."""
+        book = self.book
+        job = book.job_of(record)
+        if job is not None:
+            job = replace(job, result=result, reason=reason, ended_at=book.iso_now(), attempts=record.attempt)
+        event = Event.FAIL if result == "failed" else Event.RELEASE
+        await book.advance(record, event, job=job, note=reason)
+
+
+def is_news(book: Book, record: LeaseRecord) -> bool:
+    """Return whether the last sample was taken while the lease was in its present state."""
+    return book.sample is not None and book.sample.at > record.entered_at

@@ -1,0 +1,71 @@
+"""What a request for a training job must be, and what becomes of it on its way to the runner."""
+
+from __future__ import annotations
+
+import re
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.broker.policy import parse_gpus, parse_memory
+from jupyter_gpushare.broker.records import JobRecord
+from jupyter_gpushare.errors import InvalidRequest
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+def check_job(request: wire.JobRequest) -> None:
+    """Refuse what no runner could run.
+
+    Raises:
+        InvalidRequest: says which field and what to change.
+    """
+    if not request.command or not request.command[0].strip():
+        raise InvalidRequest(
+            "a job needs a command, for example: gpushare submit --gpus 1 -- python train.py"
+        )
+    if len(request.command) > wire.MAX_COMMAND_ARGS or sum(map(len, request.command)) > 100_000:
+        raise InvalidRequest("the command is too long: put it into a script")
+    if any("\0" in word for word in request.command):
+        raise InvalidRequest("the command has a NUL character")
+    if request.cwd is not None and (
+        not request.cwd.startswith("/") or "\0" in request.cwd or len(request.cwd) > 4096
+    ):
+        raise InvalidRequest("cwd is an absolute path")
+    if len(request.env) > wire.MAX_ENV or sum(len(k) + len(v) for k, v in request.env.items()) > 100_000:
+        raise InvalidRequest(f"at most {wire.MAX_ENV} environment variables, 100,000 characters together")
+    for name, value in request.env.items():
+        if not _ENV_NAME.fullmatch(name) or "\0" in value:
+            raise InvalidRequest(f"{name[:40]!r} is not a name of an environment variable")
+        if name.startswith(("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")):
+            raise InvalidRequest(f"{name} is set by the system and cannot be given")
+    if request.name is not None and (not 1 <= len(request.name) <= 100 or "\0" in request.name):
+        raise InvalidRequest("a name has 1 to 100 characters, none of them NUL")
+    if not -100 <= request.priority <= 100:
+        raise InvalidRequest("priority is a whole number from -100 to 100")
+    if not 0 <= request.retries <= 10:
+        raise InvalidRequest("retries is a whole number from 0 to 10")
+    if request.grace_s is not None and not 0 <= request.grace_s <= 3600:
+        raise InvalidRequest("grace_s is a number of seconds from 0 to 3600")
+
+
+def job_size(request: wire.JobRequest) -> tuple[int, int, int]:
+    """Return thousandths of each GPU, number of GPUs, bytes; one of first and last is 0.
+
+    Raises:
+        InvalidRequest: the size is none.
+    """
+    if request.memory is not None:
+        return 0, 1, parse_memory(request.memory)
+    return (*parse_gpus(request.gpus), 0)
+
+
+def job_spec(job: JobRecord, attempt: int) -> wire.JobSpec:
+    """Return what the runner is told."""
+    return wire.JobSpec(
+        id=job.id,
+        attempt=attempt,
+        name=job.name,
+        command=list(job.command),
+        cwd=job.cwd,
+        env=job.env,
+        grace_s=job.grace_s,
+    )
