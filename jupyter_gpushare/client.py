@@ -28,6 +28,8 @@ from jupyter_gpushare.errors import (
 )
 
 T = TypeVar("T")
+# A list is a parameter that is given several times.
+Params = Mapping[str, str | int | float | list[str]]
 
 # The broker's parent starts it again within a second; a little more for its recovery.
 RETRY_S = 5.0
@@ -75,7 +77,7 @@ class _Requests:
         method: str,
         path: str,
         body: Any,
-        params: Mapping[str, str | int | float] | None,
+        params: Params | None,
         key: str | None,
     ) -> dict[str, Any]:
         headers = dict(self._headers)
@@ -114,7 +116,7 @@ class BrokerClient(_Requests):
         kind: type[T],
         body: Any = None,
         *,
-        params: Mapping[str, str | int | float] | None = None,
+        params: Params | None = None,
         key: str | None = None,
         repeatable: bool = False,
         timeout_s: float | None = None,
@@ -168,7 +170,7 @@ class SyncBrokerClient(_Requests):
         kind: type[T],
         body: Any = None,
         *,
-        params: Mapping[str, str | int | float] | None = None,
+        params: Params | None = None,
         key: str | None = None,
         repeatable: bool = False,
     ) -> T:

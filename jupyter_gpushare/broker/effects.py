@@ -37,6 +37,8 @@ MAX_TRIES = 5
 KILL_MARGIN_S = 5.0
 # How long a lease that the driver refused to suspend is left alone.
 _BACKOFF_S = {"wanted": 0.0, "busy": 10.0, "host_memory": 30.0, "no_lease": 5.0, "not_suspendable": 60.0}
+# How soon a resume that was refused is tried again: room may be back at any moment.
+_RESUME_AGAIN_S = {"no_lease": 5.0}
 
 
 class Effects:
@@ -154,7 +156,7 @@ class Effects:
             live.wanted, live.lost = False, True
             await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note="state_lost")
         else:
-            live.retry_at = now + 0.25
+            live.retry_at = now + _RESUME_AGAIN_S.get(moved.refused, 0.25)
             await self.book.advance(record, Event.RESUME_REFUSED, note=moved.reason)
 
     async def _found_awake(self, record: LeaseRecord) -> None:

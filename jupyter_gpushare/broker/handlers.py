@@ -336,7 +336,7 @@ class SpawnerOffers(Base):
 
     async def get(self) -> None:
         self.spawner_only()
-        groups = tuple(g for g in self.get_query_argument("groups", "").split(",") if g)
+        groups = self.get_query_arguments("group")
         project = self.service.desk.choose_project(groups, self.get_query_argument("project", None) or None)
         self.answer(self.service.views.offers(groups, project))
 

@@ -365,8 +365,7 @@ class GPUShareMixin(_Before):
     async def _offers(self) -> tuple[list[Offers], str]:
         """Return the broker's offers for each project of the user, or why there are none."""
         user, server, groups = self._who()
-        # A comma separates groups here; in a start they are a list.
-        known = {"user": user, "groups": ",".join(g for g in groups if "," not in g), "server": server}
+        known = {"user": user, "group": groups, "server": server}
         try:
             async with asyncio.timeout(self.offers_timeout_s):
                 client = self._client()

@@ -263,7 +263,7 @@ async def test_the_spawners_paths_take_its_token_only(http):
         ]:
             assert (await http.refused(method, path, who, json=start)).status == 403
     assert not http.broker.book.leases
-    offers = await http.ask("GET", "spawner/offers?user=bo&groups=nlp,x", SPAWNER)
+    offers = await http.ask("GET", "spawner/offers?user=bo&group=nlp&group=x,y", SPAWNER)
     assert [o["label"] for o in offers.json()["offers"]] == ["1/4 GPU", "1/2 GPU", "1 GPU"]
     grant = (await http.ask("POST", "spawner/start", SPAWNER, json=start)).json()
     assert grant["lease"] in http.site.held

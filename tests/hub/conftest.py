@@ -71,7 +71,7 @@ def is_alive(pid: int) -> bool:
 class Asked:
     method: str
     path: str
-    query: dict[str, str]
+    query: dict[str, list[str]]
     body: Any
     token: str
 
@@ -202,11 +202,11 @@ class FakeBroker:
     def answer(self, method: str, url: str, body: Any, authorization: str) -> tuple[int, Any]:
         parts = urlsplit(url)
         path = parts.path.removeprefix(API_PREFIX)
-        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        query = parse_qs(parts.query)
         self.asked.append(Asked(method, path, query, body, authorization.partition(" ")[2]))
         time.sleep(self.hang_s)
         if path == "spawner/offers":
-            return 200, offers(query.get("project", self.projects[0]), self.projects)
+            return 200, offers(query.get("project", self.projects)[0], self.projects)
         if path == "spawner/start":
             if self.refuse is not None:
                 status, reason, message = self.refuse

@@ -160,15 +160,6 @@ def test_a_late_stop_of_an_attempt_does_not_reach_the_next_one(hub: Hub) -> None
     assert [each.body["server"] for each in hub.broker.of("spawner/stop")] == [NAME]
 
 
-def test_a_job_too_long_for_an_environment_is_refused_readably(hub: Hub) -> None:
-    expect_job(hub, "echo", "x" * 130_000)
-    answer = hub.start_server("ada", name=NAME)
-    assert answer.status_code == 400
-    assert "too long" in answer.json()["message"]
-    # Something was granted, so it is given back.
-    wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
-
-
 def test_after_a_job_the_same_name_without_a_job_is_a_notebook_server_again(hub: Hub) -> None:
     expect_job(hub, "true")
     hub.start_server("ada", name="other")

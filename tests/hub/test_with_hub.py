@@ -248,7 +248,7 @@ def test_the_spawn_page_shows_the_offers_and_starts_what_was_chosen(hub: Hub) ->
         assert "Only 1 GPU is free." in page
         assert "No GPU" in page
         asked = hub.broker.of("spawner/offers")[0]
-        assert asked.query == {"user": "ada", "groups": "vision"}
+        assert asked.query == {"user": ["ada"], "group": ["vision"]}
         answer = hub.submit_form(
             browser, "ada", {"gpushare_project": "vision", "gpushare_size:vision": '{"fraction": "1/2"}'}
         )
@@ -264,7 +264,7 @@ def test_the_spawn_page_of_a_member_of_two_projects_has_offers_of_both(hub: Hub)
         page = browser.get("/hub/spawn/cy").text
     assert 'name="gpushare_size:nlp"' in page
     assert 'name="gpushare_size:vision"' in page
-    assert hub.broker.of("spawner/offers")[0].query["groups"] == "nlp,vision"
+    assert hub.broker.of("spawner/offers")[0].query["group"] == ["nlp", "vision"]
 
 
 def test_the_last_choice_is_preselected(hub: Hub) -> None:
