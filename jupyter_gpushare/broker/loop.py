@@ -491,7 +491,6 @@ class Loop:
             held_milli=0,
             limits={},
             saved_bytes=0,
-            queued_at=book.clock(),
             note="",
         )
 

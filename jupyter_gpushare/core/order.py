@@ -3,22 +3,141 @@
 * Build sessions before training jobs: a person waits.
 * Between projects: those below quota first, then the one that is least over
   quota for its weight (`quota.Account.turn`).
-* Inside a project: priority, then a suspended job before a waiting one (its
-  state takes host memory), then first come first served.
+* Inside a project, `level` first: priority, then what the chosen order says.
+
+  `Order.LAS`, discretized two-dimensional least attained service (Tiresias,
+  NSDI'19): the GPU-seconds that a job has attained put it into queue 0, 1, ...
+  (`Settings.las_thresholds_gpu_s`).  A job of an earlier queue may take the
+  room of one of a later queue; inside a queue running jobs come first, so that
+  equals never swap.  A job that has waited for ``guard_s`` without a break
+  comes before all queues until it runs (promotion alone makes jobs thrash: it
+  needs a minimum run time beside it).
+
+  `Order.FIFO`: first come first served; who cannot start blocks those behind.
+
+  `Order.BACKFILL`: first come first served; who cannot start is skipped, and
+  after ``skip_wait_s`` nobody takes its room any more (`plan`).
+
+  `Order.SRTF`: the fewest GPU-seconds that are left, known in simulation only;
+  preempts as LAS does.
+
+* Inside a level: a suspended job before a waiting one (its state takes host
+  memory), then by the moment of entering the queue (`Lease.queued_at`), which
+  a preempted job keeps: it is at the head of its queue again.
+
+What a lease has attained is counted up to `Lease.attained_at`; while it runs
+it grows, and nobody has to write that down before it stops (`served`).
 """
 
 from __future__ import annotations
 
-from jupyter_gpushare.core.model import Lease, State
+from bisect import bisect_right
+from dataclasses import replace
+from math import inf
 
-Key = tuple[float | str, ...]
+from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Order, Settings, State
+
+Level = tuple[float, float]
+Rank = tuple[Level, bool, float, str]
+
+# Before queue 0: jobs that have waited for so long that everybody else makes way.
+STARVED = -1.0
 
 
-def session_key(lease: Lease) -> Key:
+def session_rank(lease: Lease) -> tuple[int, float, str]:
     """Sorts build sessions: priority, then first come first served."""
     return -lease.priority, lease.queued_at, lease.id
 
 
-def job_key(lease: Lease) -> Key:
-    """Sorts the jobs of one project that wait for room."""
-    return -lease.priority, lease.state is not State.SUSPENDED, lease.queued_at, lease.id
+def gpus(lease: Lease) -> float:
+    """How many GPUs the lease uses, or asks for."""
+    return (lease.held_milli or lease.fraction_milli) * lease.device_count / WHOLE_GPU
+
+
+def attained_gpu_s(lease: Lease, now: float) -> float:
+    """GPU-seconds that a job has received until ``now``."""
+    if lease.state is not State.RUNNING or lease.attained_at is None:
+        return lease.attained_gpu_s
+    return lease.attained_gpu_s + gpus(lease) * max(0.0, now - lease.attained_at)
+
+
+def served(lease: Lease, now: float, settings: Settings) -> Lease:
+    """Return a job with what it has received until ``now`` counted, and its entry into its queue."""
+    attained = attained_gpu_s(lease, now)
+    entered_at = _entered_at(lease, now, settings)
+    return replace(lease, attained_gpu_s=attained, attained_at=now, queued_at=entered_at)
+
+
+def queue_of(lease: Lease, now: float, settings: Settings) -> int:
+    """The LAS queue that a job is in: how many thresholds it has reached."""
+    return bisect_right(settings.las_thresholds_gpu_s, attained_gpu_s(lease, now))
+
+
+def _entered_at(lease: Lease, now: float, settings: Settings) -> float:
+    """When a job came into its present queue: the moment of its last demotion, if that is not written yet."""
+    if settings.order is not Order.LAS:
+        return lease.queued_at
+    queue = queue_of(lease, now, settings)
+    if queue == bisect_right(settings.las_thresholds_gpu_s, lease.attained_gpu_s):
+        return lease.queued_at
+    assert lease.attained_at is not None  # or nothing would have been attained since
+    reached = settings.las_thresholds_gpu_s[queue - 1]
+    return lease.attained_at + (reached - lease.attained_gpu_s) / gpus(lease)
+
+
+def is_waiting(lease: Lease) -> bool:
+    """Whether a job has no room and wants some."""
+    return lease.state is State.PENDING or lease.state is State.SUSPENDED
+
+
+def level(lease: Lease, now: float, settings: Settings) -> Level:
+    """Sorts the jobs of a project into groups; who is in an earlier one may preempt (`outranks`)."""
+    group = 0.0
+    if settings.order is Order.SRTF:
+        group = (
+            inf if lease.duration_s is None else lease.duration_s * gpus(lease) - attained_gpu_s(lease, now)
+        )
+    elif settings.order is Order.LAS:
+        group = queue_of(lease, now, settings)
+    if is_starved(lease, now, settings):
+        group = STARVED
+    return -lease.priority, group
+
+
+def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
+    """Whether a waiting job comes before everybody else of its priority."""
+    guarded = settings.guard_s is not None and settings.order in (Order.LAS, Order.SRTF)
+    return guarded and is_waiting(lease) and now - lease.waits_since_at >= (settings.guard_s or 0.0)
+
+
+def rank(lease: Lease, now: float, settings: Settings) -> Rank:
+    """Sorts all jobs of a project: a waiting one comes before those that it may preempt, and no others."""
+    entered_at = _entered_at(lease, now, settings)
+    return level(lease, now, settings), lease.state is State.PENDING, entered_at, lease.id
+
+
+def changes_at(lease: Lease, now: float, settings: Settings) -> float | None:
+    """The next moment at which the level of a job changes though nothing happens."""
+    if is_waiting(lease):
+        guarded = settings.guard_s is not None and settings.order in (Order.LAS, Order.SRTF)
+        at = lease.waits_since_at + (settings.guard_s or 0.0)
+        return at if guarded and at > now else None
+    if settings.order is Order.LAS and lease.state is State.RUNNING and lease.attained_at is not None:
+        queue = queue_of(lease, now, settings)
+        if queue < len(settings.las_thresholds_gpu_s):
+            left = settings.las_thresholds_gpu_s[queue] - lease.attained_gpu_s
+            return lease.attained_at + left / gpus(lease)
+    return None
+
+
+def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
+    """GPU-seconds that a waiting job may run before it ends or falls back: what preempting for it is for."""
+    if settings.order is Order.SRTF:
+        return level(lease, now, settings)[1] if lease.duration_s is not None else 0.0
+    if settings.order is not Order.LAS:
+        return inf
+    if is_starved(lease, now, settings):
+        return settings.min_run_s * gpus(lease)
+    queue = queue_of(lease, now, settings)
+    ends = settings.las_thresholds_gpu_s
+    return ends[queue] - lease.attained_gpu_s if queue < len(ends) else inf
