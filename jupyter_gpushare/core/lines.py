@@ -25,15 +25,15 @@ from jupyter_gpushare.core.model import HOLDS_ROOM, LEAVING, Kind, Lease, Order,
 
 Shape = tuple[object, ...]
 Waiting = tuple[order.Rank, Lease]
-Place = tuple[bool, float, float, str]
+Place = tuple[bool, float, str]
 Running = tuple[Place, Lease]
 Moment = tuple[float, int, Lease]
 
 
-def _last_in_first_out(lease: Lease, entered_at: float) -> Place:
-    """Sorts the jobs of a level: who is preempted first."""
+def _place(lease: Lease, now: float, settings: Settings) -> Place:
+    """Sorts the running jobs of a level: who is preempted first, suspendable ones, then the last in."""
     stops = lease.survival is not Survival.SUSPEND or not lease.suspendable
-    return stops, -entered_at, -lease.granted_at, lease.id
+    return stops, -order.seniority(lease, now, settings), lease.id
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class Lines:
         self._waits: dict[str, tuple[Shape, order.Rank]] = {}  # where it is in its line
         self._runs: dict[str, tuple[order.Level, Place]] = {}
         self._clock: list[Moment] = []  # heap, some outdated
+        self._demoted: list[Lease] = []  # have just been
         self._count = count()  # settles ties
 
     def put(self, lease: Lease, now: float) -> None:
@@ -110,9 +111,12 @@ class Lines:
                 if settings.skip_wait_s is not None and lease.waits_since_at + settings.skip_wait_s > now:
                     self._at(lease.waits_since_at + settings.skip_wait_s, lease)
         elif lease.state in HOLDS_ROOM and lease.state not in LEAVING:
-            rank = order.rank(lease, now, settings)
-            level = rank[0] if settings.order is not Order.SRTF else (rank[0][0], 0.0)
-            place = _last_in_first_out(lease, rank[2])
+            level = order.level(lease, now, settings)
+            if settings.order is Order.SRTF:
+                level = level[0], 0.0  # what is left changes all the time: `outranked` looks
+            elif order.is_just_demoted(lease, now, settings):
+                self._demoted.append(lease)
+            place = _place(lease, now, settings)
             insort(line.running.setdefault(level, []), (place, lease), key=itemgetter(0))
             self._runs[lease.id] = level, place
             if (at := order.changes_at(lease, now, settings)) is not None:
@@ -140,7 +144,7 @@ class Lines:
 
     def catch_up(self, now: float) -> None:
         """File everybody anew whose moment came."""
-        due = []
+        due, self._demoted = self._demoted, []
         for heap in (self._clock, *(line.changes for line in self.of.values())):
             while heap and (heap[0][0] <= now or self._is_outdated(heap[0][2])):
                 due.append(heapq.heappop(heap)[2])

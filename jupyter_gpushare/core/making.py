@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
@@ -69,29 +70,34 @@ class Maker:
         jobs = sorted((v for x in held if (v := self.asker.job(x, Why.PRIORITY))), key=rank)
         return _enough_for_limit(lease.project, over_limit, (), jobs)
 
-    def for_job(self, job: Lease, *, owed: bool, below_share: bool, over_limit: int) -> Making | None:
+    def for_job(
+        self, job: Lease, *, owed: bool, below_share: bool, over_limit: int, coming: Spot | None
+    ) -> Making | None:
         """The least disturbance that makes room for ``job``; None: nothing helps.
 
         ``owed``: its project is below quota; ``below_share``: at least below its
         fair share.  ``over_limit``: how much must leave its own project as well.
+        ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
         rights = self.asker.rights(job, owed=owed, below_share=below_share)
-        made = self._for_job(job, rights, over_limit)
+        made = self._for_job(job, rights, over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._cheapest.clear()
             self._memory = self.board.host_free
-            made = self._for_job(job, rights, over_limit)
+            made = self._for_job(job, rights, over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
             frugal = self.asker.rights(job, owed=owed, below_share=below_share, lend=False)
-            made = self._for_job(job, frugal, over_limit)
+            made = self._for_job(job, frugal, over_limit, coming)
             self.obstacle = Why.HOST_MEMORY
         return made
 
-    def _for_job(self, job: Lease, rights: Rights, over_limit: int) -> Making | None:
+    def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
+        if over_limit:
+            return self._under_limit(job, rights, over_limit, coming)
         made = None
-        if not over_limit and self.asker.finds_any(rights):
+        if self.asker.finds_any(rights):
             if job.devices:
                 found = self._on_its_devices(job, rights)
             else:
@@ -101,9 +107,7 @@ class Maker:
                     self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job)
                 found = self._cheapest[key].best()
             made = self._settle(job, *found, rights) if found else None
-        if made is None and (juniors := list(self.asker.juniors(job))):
-            made = self._by_rank(job, rights, juniors, over_limit)
-        return made
+        return made or self._by_rank(job, rights)
 
     def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
         union: dict[str, Victim] = {}
@@ -148,22 +152,31 @@ class Maker:
         cost = disturbed * settings.preempt_cost_s
         return not cost or order.gain_gpu_s(job, self.board.moment, settings) >= cost
 
-    def _by_rank(self, job: Lease, rights: Rights, juniors: list[Victim], over_limit: int) -> Making | None:
-        """Room from whoever may be asked anyway and, the last in their order first, from ``juniors``."""
-        victims = juniors
-        if self.asker.finds_any(rights):
-            asked = {v.lease.id: v for r in self.board.usable for v in self.asker.on(r, rights)}
-            victims = sorted(asked.values(), key=rank) + juniors
-        gathered = Gathering(self.board, self._layout, rights, job).gather(victims)
-        if gathered is None:
-            return None
-        rooms, chosen = gathered
-        if over_limit:
-            enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
-            if enough is None:
+    def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
+        """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
+        gathering = Gathering(self.board, self._layout, rights.there, job)
+        found = gathering.gather(chain(self._askable(rights), self.asker.juniors(job)))
+        return self._decide(job, *found, rights) if found else None
+
+    def _askable(self, rights: Rights) -> list[Victim]:
+        if not self.asker.finds_any(rights):
+            return []
+        asked = {v.lease.id: v for room in self.board.usable for v in self.asker.on(room, rights)}
+        return sorted(asked.values(), key=rank)
+
+    def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
+        """Room for which so much has to leave the job's own project."""
+        juniors = list(self.asker.juniors(job))
+        rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
+        chosen: tuple[Victim, ...] = ()
+        if not coming:
+            gathering = Gathering(self.board, self._layout, rights.there, job)
+            found = gathering.gather([*self._askable(rights), *juniors])
+            if found is None:
                 return None
-            chosen = enough
-        return self._decide(job, rooms, chosen, rights)
+            rooms, chosen = found
+        enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
+        return None if enough is None else self._decide(job, rooms, enough, rights)
 
     def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
         """Whether a preempted junior would not be owed the very room again before ``job`` gets it."""

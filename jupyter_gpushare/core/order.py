@@ -8,10 +8,14 @@
   `Order.LAS`, discretized two-dimensional least attained service (Tiresias,
   NSDI'19): the GPU-seconds that a job has attained put it into queue 0, 1, ...
   (`Settings.las_thresholds_gpu_s`).  A job of an earlier queue may take the
-  room of one of a later queue; inside a queue running jobs come first, so that
-  equals never swap.  A job that has waited for ``guard_s`` without a break
-  comes before all queues until it runs (promotion alone makes jobs thrash: it
-  needs a minimum run time beside it).
+  room of one of a later queue.  Inside a queue running jobs come first, the
+  longest there before the others; then those that ran in this queue already,
+  the last to stop first; then by the moment of entering it.  So equals do not
+  swap, but for the moment of a demotion, when a running job enters its new
+  queue at the end; and that only where a preemption costs nothing.
+  A job that has waited for ``guard_s`` without a break comes before all queues
+  until it runs.  Promotion alone makes jobs thrash: without a minimum run time
+  there is none.
 
   `Order.FIFO`: first come first served; who cannot start blocks those behind.
 
@@ -23,7 +27,7 @@
 
 * Inside a level: a suspended job before a waiting one (its state takes host
   memory), then by the moment of entering the queue (`Lease.queued_at`), which
-  a preempted job keeps: it is at the head of its queue again.
+  a preempted job keeps.
 
 What a lease has attained is counted up to `Lease.attained_at`; while it runs
 it grows, and nobody has to write that down before it stops (`served`).
@@ -38,10 +42,14 @@ from math import inf
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Order, Settings, State
 
 Level = tuple[float, float]
-Rank = tuple[Level, bool, float, str]
+Rank = tuple[Level, bool, bool, float, str]
 
 # Before queue 0: jobs that have waited for so long that everybody else makes way.
 STARVED = -1.0
+# Less attained service than this is none: moments are rounded.
+_NOTHING_GPU_S = 1e-3
+# For so long a job that was demoted counts as new in its queue.
+_DEMOTED_S = 1.0
 
 
 def session_rank(lease: Lease) -> tuple[int, float, str]:
@@ -68,19 +76,18 @@ def served(lease: Lease, now: float, settings: Settings) -> Lease:
     return replace(lease, attained_gpu_s=attained, attained_at=now, queued_at=entered_at)
 
 
-def queue_of(lease: Lease, now: float, settings: Settings) -> int:
-    """The LAS queue that a job is in: how many thresholds it has reached."""
-    return bisect_right(settings.las_thresholds_gpu_s, attained_gpu_s(lease, now))
+def queue_of(attained: float, settings: Settings) -> int:
+    """The LAS queue of a job that has received so many GPU-seconds: how many thresholds it has reached."""
+    return bisect_right(settings.las_thresholds_gpu_s, attained + _NOTHING_GPU_S)
 
 
 def _entered_at(lease: Lease, now: float, settings: Settings) -> float:
     """When a job came into its present queue: the moment of its last demotion, if that is not written yet."""
     if settings.order is not Order.LAS:
         return lease.queued_at
-    queue = queue_of(lease, now, settings)
-    if queue == bisect_right(settings.las_thresholds_gpu_s, lease.attained_gpu_s):
+    queue = queue_of(attained_gpu_s(lease, now), settings)
+    if lease.attained_at is None or queue == queue_of(lease.attained_gpu_s, settings):
         return lease.queued_at
-    assert lease.attained_at is not None  # or nothing would have been attained since
     reached = settings.las_thresholds_gpu_s[queue - 1]
     return lease.attained_at + (reached - lease.attained_gpu_s) / gpus(lease)
 
@@ -91,39 +98,66 @@ def is_waiting(lease: Lease) -> bool:
 
 
 def level(lease: Lease, now: float, settings: Settings) -> Level:
-    """Sorts the jobs of a project into groups; who is in an earlier one may preempt (`outranks`)."""
+    """Sorts the jobs of a project into groups; who waits may preempt who runs in a later one."""
     group = 0.0
     if settings.order is Order.SRTF:
-        group = (
-            inf if lease.duration_s is None else lease.duration_s * gpus(lease) - attained_gpu_s(lease, now)
-        )
+        left = inf if lease.duration_s is None else lease.duration_s * gpus(lease)
+        group = left - attained_gpu_s(lease, now)
     elif settings.order is Order.LAS:
-        group = queue_of(lease, now, settings)
+        group = queue_of(attained_gpu_s(lease, now), settings)
+        if is_just_demoted(lease, now, settings):
+            group += 0.5
     if is_starved(lease, now, settings):
         group = STARVED
     return -lease.priority, group
 
 
+def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
+    """Whether a running job has just come to the end of a later queue, behind whoever waits there."""
+    if settings.order is not Order.LAS or settings.preempt_cost_s or lease.state is not State.RUNNING:
+        return False
+    queue = queue_of(attained_gpu_s(lease, now), settings)
+    return queue > 0 and now - _entered_at(lease, now, settings) < _DEMOTED_S
+
+
+def _has_guard(settings: Settings) -> bool:
+    preempts = settings.order in (Order.LAS, Order.SRTF)
+    return preempts and settings.guard_s is not None and settings.min_run_s > 0
+
+
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a waiting job comes before everybody else of its priority."""
-    guarded = settings.guard_s is not None and settings.order in (Order.LAS, Order.SRTF)
-    return guarded and is_waiting(lease) and now - lease.waits_since_at >= (settings.guard_s or 0.0)
+    return (
+        _has_guard(settings) and is_waiting(lease) and now >= lease.waits_since_at + (settings.guard_s or 0.0)
+    )
 
 
 def rank(lease: Lease, now: float, settings: Settings) -> Rank:
-    """Sorts all jobs of a project: a waiting one comes before those that it may preempt, and no others."""
-    entered_at = _entered_at(lease, now, settings)
-    return level(lease, now, settings), lease.state is State.PENDING, entered_at, lease.id
+    """Sorts the waiting jobs of a project."""
+    moment, ran_here = _entered_at(lease, now, settings), False
+    if settings.order is Order.LAS:
+        thresholds = (0.0, *settings.las_thresholds_gpu_s)
+        attained = attained_gpu_s(lease, now)
+        ran_here = attained - thresholds[queue_of(attained, settings)] > _NOTHING_GPU_S
+    if is_starved(lease, now, settings):
+        moment, ran_here = lease.waits_since_at, False
+    elif ran_here:
+        moment = -lease.waits_since_at
+    return level(lease, now, settings), lease.state is State.PENDING, not ran_here, moment, lease.id
+
+
+def seniority(lease: Lease, now: float, settings: Settings) -> float:
+    """Sorts the running jobs of a level: who is there for longest is preempted last."""
+    return max(lease.granted_at, _entered_at(lease, now, settings))
 
 
 def changes_at(lease: Lease, now: float, settings: Settings) -> float | None:
     """The next moment at which the level of a job changes though nothing happens."""
     if is_waiting(lease):
-        guarded = settings.guard_s is not None and settings.order in (Order.LAS, Order.SRTF)
         at = lease.waits_since_at + (settings.guard_s or 0.0)
-        return at if guarded and at > now else None
+        return at if _has_guard(settings) and at > now else None
     if settings.order is Order.LAS and lease.state is State.RUNNING and lease.attained_at is not None:
-        queue = queue_of(lease, now, settings)
+        queue = queue_of(attained_gpu_s(lease, now), settings)
         if queue < len(settings.las_thresholds_gpu_s):
             left = settings.las_thresholds_gpu_s[queue] - lease.attained_gpu_s
             return lease.attained_at + left / gpus(lease)
@@ -138,6 +172,6 @@ def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
         return inf
     if is_starved(lease, now, settings):
         return settings.min_run_s * gpus(lease)
-    queue = queue_of(lease, now, settings)
+    queue = queue_of(lease.attained_gpu_s, settings)
     ends = settings.las_thresholds_gpu_s
     return ends[queue] - lease.attained_gpu_s if queue < len(ends) else inf

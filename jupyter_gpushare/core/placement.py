@@ -271,7 +271,7 @@ class Index:
                 if len(inside) >= count:
                     insides.append(inside)
             # The set with the fewest devices that would do: the others stay whole.
-            inside = min(insides, key=len, default=())
+            inside = min(insides, key=len, default=[])
             if inside and (chosen := layout.choose(lease, inside, self._value.__getitem__)):
                 return Spot(tuple(room.device.uuid for room in chosen), need)
         return None

@@ -375,6 +375,8 @@ class Round:
         board = self.board
         if not board.is_whole(job):
             return Why.DEVICE_BROKEN
+        if not job.devices and self.planner.find(job, _soon) is None:
+            return self._make_room(job, None)
         spot = self._spot(job, _unclaimed) or self._spot(job, _now)
         coming = spot or self._spot(job, _soon)
         if coming:
@@ -386,7 +388,7 @@ class Round:
             if not account.over_limit_soon(coming.size_milli):
                 board.pledge(job, coming.devices, coming.held_milli)
                 return Why.WAITS_FOR_ROOM
-        return self._make_room(job)
+        return self._make_room(job, coming)
 
     def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
         if job.devices:
@@ -403,14 +405,16 @@ class Round:
         rooms = [self.board.rooms[u] for u in spot.devices]
         return any((r.soon - r.asleep if soon else r.unclaimed) < spot.held_milli for r in rooms)
 
-    def _make_room(self, job: Lease) -> Why:
+    def _make_room(self, job: Lease, coming: Spot | None) -> Why:
         board, account = self.board, self.board.account(job)
         if not job.devices and not self.planner.fits_ever(job):
             return self._unplaced(job)
         size = self._size(job)
         over, owed = account.over_limit_soon(size), account.is_below_quota(size)
         below_share = len(self.lines.of) > 1 and account.use + size <= self.shares.of(job.project)
-        made = self.maker.for_job(job, owed=owed, below_share=below_share and not owed, over_limit=over)
+        made = self.maker.for_job(
+            job, owed=owed, below_share=below_share and not owed, over_limit=over, coming=coming
+        )
         if made is None:
             why = Why.PROJECT_LIMIT if over else self.maker.obstacle
             return why if over or not self._keep_room(job) else Why.RESERVED
