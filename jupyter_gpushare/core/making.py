@@ -19,13 +19,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
 from jupyter_gpushare.core.gathering import Gathering
 from jupyter_gpushare.core.lines import Lines
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
+from jupyter_gpushare.core.moving import Mover
 from jupyter_gpushare.core.placement import Group, Layout, Spot, demand
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
@@ -156,7 +158,20 @@ class Maker:
         """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
         gathering = Gathering(self.board, self._layout, rights.there, job)
         found = gathering.gather(chain(self._askable(rights), self.asker.juniors(job)))
+        found = found or self._by_moving(job)
         return self._decide(job, *found, rights) if found else None
+
+    def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
+        """Room for a gang, where it is there in pieces."""
+        preempts = self.board.settings.order in (Order.LAS, Order.SRTF)
+        if job.devices or job.device_count == 1 or not job.consolidate or not preempts:
+            return None
+        juniors = {v.lease.id: v for v in self.asker.juniors(job)}
+        free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
+        if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
+            return None
+        movable = partial(self.asker.to_move, job.project)
+        return Mover(self.board, self._layout, job, juniors, movable).make()
 
     def _askable(self, rights: Rights) -> list[Victim]:
         if not self.asker.finds_any(rights):

@@ -12,7 +12,7 @@
   longest there before the others; then those that ran in this queue already,
   the last to stop first; then by the moment of entering it.  So equals do not
   swap, but for the moment of a demotion, when a running job enters its new
-  queue at the end; and that only where a preemption costs nothing.
+  queue at the end.
   A job that has waited for ``guard_s`` without a break comes before all queues
   until it runs.  Promotion alone makes jobs thrash: without a minimum run time
   there is none.
@@ -114,7 +114,7 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a running job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS or settings.preempt_cost_s or lease.state is not State.RUNNING:
+    if settings.order is not Order.LAS or lease.state is not State.RUNNING:
         return False
     queue = queue_of(attained_gpu_s(lease, now), settings)
     return queue > 0 and now - _entered_at(lease, now, settings) < _DEMOTED_S

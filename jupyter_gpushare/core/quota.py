@@ -98,6 +98,7 @@ class Standing:
         self.in_quota: set[str] = set()  # leases that hold room within quota
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
+        self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
         self._sessions: dict[str, Lease] = {}  # may have a claim
         self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
         self._claims_unsettled = False
@@ -155,12 +156,22 @@ class Standing:
                 self._put_out(account, lease)
                 del self.jobs[lease.project][lease.id]
                 del self._beyond[lease.project][lease.id]
+        elif sign > 0:
+            self._guests[lease.id] = lease
+        else:
+            del self._guests[lease.id]
 
     def _put_out(self, account: Account, job: Lease) -> None:
         if job.id in self.in_quota:
             self.in_quota.discard(job.id)
             self._beyond[job.project][job.id] = job
             account.in_quota_use -= size_of(job)
+
+    def is_anybody_over_quota(self, *, but: str) -> bool:
+        """Whether projects other than ``but`` hold room beyond their quota."""
+        if any(beyond and name != but for name, beyond in self._beyond.items()):
+            return True
+        return any(guest.project != but for guest in self._guests.values())
 
     def claims_to_change(self) -> set[str]:
         """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""

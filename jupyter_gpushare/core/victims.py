@@ -104,7 +104,9 @@ class Asker:
 
     def finds_any(self, rights: Rights) -> bool:
         """Whether there can be anybody at all to ask."""
-        return rights.owed or rights.below_share or (rights.lend and bool(self._lines.idle))
+        if rights.lend and self._lines.idle:
+            return True
+        return bool(rights.project) and self.board.standing.is_anybody_over_quota(but=rights.project)
 
     def on(self, room: Room, rights: Rights) -> list[Victim]:
         """Who on a device may be asked, the cheapest first."""
@@ -153,6 +155,11 @@ class Asker:
                 why = Why.PRIORITY if lease.priority < job.priority else Why.ORDER
                 if victim := self.job(lease, why):
                     yield victim
+
+    def to_move(self, project: str, holder: Lease) -> Victim | None:
+        """A job of ``project`` that may be stopped where it is, to go on elsewhere."""
+        movable = holder.project == project and holder.survival is Survival.SIGTERM
+        return self.job(holder, Why.MOVED) if movable and self._has_run(holder) else None
 
     def _has_run(self, lease: Lease) -> bool:
         """Whether a job has had its minimum run time."""
