@@ -162,13 +162,15 @@ class Board:
         self.moment = now
         self.log.clear()
         changed = self.standing.claims_to_change()
-        for id in changed:
-            self._occupy(self.leases[id], -1)
-            self.standing.count(self.leases[id], -1)
+        # Not those that ended with their claim.
+        placed = [self.leases[id] for id in changed if id in self.leases and has_place(self.leases[id])]
+        for lease in placed:
+            self._occupy(lease, -1)
+            self.standing.count(lease, -1)
         self.standing.claimants ^= changed
-        for id in changed:
-            self.standing.count(self.leases[id], 1)
-            self._occupy(self.leases[id], 1)
+        for lease in placed:
+            self.standing.count(lease, 1)
+            self._occupy(lease, 1)
         self.standing.settle()
         if self._relent:
             self._settle_reserves()
