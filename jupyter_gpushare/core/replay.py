@@ -225,7 +225,7 @@ class Replay:
         match what:
             case _What.MOVED:
                 self._due = True
-                self._arrive(life)
+                self._arrive(life, life.lease)
             case _What.ENDED if life.busy:
                 life.busy = False
                 self._next_cell(life)
@@ -249,14 +249,17 @@ class Replay:
     def _put(self, life: _Life, state: State, **changes: Any) -> None:
         """The lease becomes this; notes who asks for room, and whether somebody may get some."""
         before = life.lease
-        after = life.lease = replace(before, state=state, **changes)
+        self._tell(life, before, replace(before, state=state, **changes))
+
+    def _tell(self, life: _Life, before: Lease, after: Lease) -> None:
+        life.lease = after
         self._planner.put(after)
         if _asks(after):
-            self._due = self._due or state is not before.state or after.id not in self._asking
+            self._due = self._due or after.state is not before.state or after.id not in self._asking
             self._asking.add(after.id)
         else:
             self._asking.discard(after.id)
-        if before.state in HOLDS_ROOM and state not in HOLDS_ROOM:
+        if before.state in HOLDS_ROOM and after.state not in HOLDS_ROOM:
             self._due = True
         self._watcher.changed(self.now, before, after)
 
@@ -356,18 +359,20 @@ class Replay:
                 self._move(life, advance(state, Event.STOP), {})
 
     def _move(self, life: _Life, state: State, changes: dict[str, Any]) -> None:
-        """Enter a state in which something has to be done, which may take no time."""
+        """Enter a state in which something has to be done; if that takes no time, leave it at once."""
+        before = life.lease
         if life.runs_from_at is not None:
             life.left_s -= self.now - life.runs_from_at
             life.runs_from_at = None
-            life.lease = self._served(life.lease)
+            life.lease = self._served(before)
         life.stamp += 1
-        self._put(life, state, **changes)
+        life.lease = replace(life.lease, state=state, **changes)
         takes_s = self._takes(life)
         if takes_s > 0:
+            self._tell(life, before, life.lease)
             self._foresee(self.now + takes_s, _What.MOVED, life.lease.id)
         else:
-            self._arrive(life)
+            self._arrive(life, before)
 
     def _takes(self, life: _Life) -> float:
         lease, costs = life.lease, self._costs
@@ -381,26 +386,27 @@ class Replay:
             case _:
                 return costs.copy_s(lease.saved_bytes, len(lease.devices))
 
-    def _arrive(self, life: _Life) -> None:
-        """What a lease was in the middle of is complete."""
-        state, now = life.lease.state, self.now
-        match state:
+    def _arrive(self, life: _Life, before: Lease) -> None:
+        """What a lease was in the middle of is complete; ``before``: as it was told last."""
+        lease, now = life.lease, self.now
+        changes: dict[str, Any]
+        match lease.state:
             case State.GRANTED:
-                self._put(life, advance(state, Event.STARTED), attained_at=now)
-                self._go_on(life)
+                event, changes = Event.STARTED, {"attained_at": now}
             case State.RESUMING:
-                changes = {"saved_bytes": 0, "attained_at": now, "granted_at": now, "wanted": False}
-                self._put(life, advance(state, Event.RESUME_DONE), **changes)
-                self._go_on(life)
+                event, changes = Event.RESUME_DONE, {"attained_at": now, "granted_at": now}
+                changes |= {"saved_bytes": 0, "wanted": False}
             case State.SUSPENDING:
-                parked = life.lease.used_bytes
-                self._put(life, advance(state, Event.SUSPEND_DONE), saved_bytes=parked, waits_since_at=now)
+                event, changes = Event.SUSPEND_DONE, {"saved_bytes": lease.used_bytes, "waits_since_at": now}
             case _:
+                event, changes = Event.REQUEUED, {"devices": (), "held_milli": 0, "waits_since_at": now}
+                changes["saved_bytes"] = 0
                 life.restarts = True
-                if life.lease.survival is Survival.NONE:
+                if lease.survival is Survival.NONE:
                     life.left_s = life.duration_s
-                gone = {"devices": (), "held_milli": 0, "saved_bytes": 0, "waits_since_at": now}
-                self._put(life, advance(state, Event.REQUEUED), **gone)
+        self._tell(life, before, replace(lease, state=advance(lease.state, event), **changes))
+        if life.lease.state is State.RUNNING:
+            self._go_on(life)
 
     def _go_on(self, life: _Life) -> None:
         """A lease runs (again): its job, its cell, or the cell that waits for it."""

@@ -21,10 +21,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.core.idle import eligible_at
-from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, Device, Kind, Lease, Project, Settings, State
+from jupyter_gpushare.core.model import (
+    HOLDS_ROOM,
+    LEAVING,
+    WHOLE_GPU,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    Settings,
+    State,
+)
 from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, Watcher
 
+# A job that goes from the one to the other is preempted; what takes no time is told in one step.
+_PRESENT = HOLDS_ROOM - LEAVING
+_PREEMPTED = LEAVING | {State.PENDING, State.SUSPENDED}
 HOUR_S = 3600.0
 DAY_HOURS = 24
 
@@ -172,7 +185,7 @@ class Meter(Watcher):
             self._waits_since_at[after.id] = now
         elif waited and not waits:
             self._waited_s[after.id] += now - self._waits_since_at.pop(after.id)
-        if after.state in (State.STOPPING, State.SUSPENDING):
+        if before is not None and before.state in _PRESENT and after.state in _PREEMPTED:
             self.preemptions += 1
         elif after.state is State.RELEASED:
             self.completion_s.append(now - after.submitted_at)

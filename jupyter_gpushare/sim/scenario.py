@@ -49,24 +49,28 @@ class Fleet:
         Raises:
             InvalidRequest: a node or an island would have none.
         """
-        nodes = self.nodes or 1
-        if not 1 <= nodes <= self.gpus:
-            raise InvalidRequest(f"{self.gpus} GPUs cannot make {nodes} nodes: each has at least one")
-        if not 1 <= self.islands <= self.gpus // nodes:
-            raise InvalidRequest(f"{self.gpus // nodes} GPUs of a node cannot make {self.islands} islands")
+        if self.nodes is None:
+            names = [f"g{number:05d}" for number in range(self.gpus)]
+            return tuple(Device(uuid=x, memory_bytes=self.memory_bytes, node=x) for x in names)
+        if self.nodes > self.gpus:
+            raise InvalidRequest(f"{self.gpus} GPUs cannot make {self.nodes} nodes: each has at least one")
+        if self.islands > self.gpus // self.nodes:
+            least = self.gpus // self.nodes
+            raise InvalidRequest(f"{least} GPUs of a node cannot make {self.islands} islands")
         return tuple(
             Device(
                 uuid=f"n{node:04d}g{number:04d}",
                 memory_bytes=self.memory_bytes,
-                node=f"n{node:04d}" if self.nodes else "",
-                island=f"i{number * self.islands // size:02d}" if self.nodes else "",
+                node=f"n{node:04d}",
+                island=f"i{number * self.islands // size:02d}",
             )
-            for node, size in enumerate(_parts(self.gpus, nodes))
+            for node, size in enumerate(_parts(self.gpus, self.nodes))
             for number in range(size)
         )
 
     @property
     def largest_node(self) -> int:
+        """GPUs of the largest node, or all of them where they are only counted."""
         return max(_parts(self.gpus, self.nodes or 1))
 
 

@@ -67,8 +67,7 @@ def test_a_job_starts_when_it_comes_and_ends_when_its_work_is_done(story):
     assert r.run() is False
     assert story.lines == [
         "10 a pending",
-        "10 a pending->granted",
-        "10 a granted->running",
+        "10 a pending->running",
         "70 a running->released",
     ]
     assert (r.now, r.rounds, r.decisions) == (70, 1, 1)
@@ -108,7 +107,7 @@ def test_a_demotion_comes_without_any_event(story):
     r.add_job(job("a"), 150)
     r.add_job(job("b", at=10), 50)
     r.run()
-    assert story.at("a", State.STOPPING) == [100]
+    assert story.at("a", State.PENDING) == [0, 100]
     assert (story.ended("b"), story.ended("a")) == (150, 200)
 
 
@@ -125,7 +124,7 @@ def test_grace_passes_before_the_room_is_free(story):
     r.add_job(job("a"), 150)
     r.add_job(job("b", at=10), 50)
     r.run()
-    assert story.at("b", State.GRANTED) == [107]
+    assert story.at("b", State.RUNNING) == [107]
 
 
 def test_what_a_job_has_attained_is_counted_when_it_stops(story):
@@ -133,7 +132,7 @@ def test_what_a_job_has_attained_is_counted_when_it_stops(story):
     r.add_job(job("a", gpus=2), 80)
     r.add_job(job("b", gpus=2, at=10), 10)
     r.run()
-    assert story.at("a", State.STOPPING) == [50]
+    assert story.at("a", State.PENDING) == [0, 50]
     assert story.leases["a"].attained_gpu_s == 160
 
 
