@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from jupyter_gpushare.core.idle import eligible_at
+from jupyter_gpushare.core.idle import Past, adaptive_timeout_s, eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
+    WHOLE_GPU,
     Action,
     Device,
     Event,
@@ -45,6 +46,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import served
 from jupyter_gpushare.core.plan import Planner
+from jupyter_gpushare.core.quota import size_of
 
 # Rounds at one moment after which a plan is taken for one that never settles.
 MOST_ROUNDS = 10_000
@@ -110,6 +112,7 @@ class _Life:
 
     __slots__ = (
         "busy",
+        "busy_from_at",
         "cells",
         "crowded",
         "due",
@@ -119,6 +122,8 @@ class _Life:
         "left_s",
         "lent",
         "next_cell",
+        "past",
+        "pause_s",
         "restarts",
         "runs_from_at",
         "stamp",
@@ -137,6 +142,9 @@ class _Life:
         self.due_at = 0.0  # since when the first of them waits for the GPU alone
         self.busy = False  # a cell has begun
         self.lent = self.crowded = False  # what the cell that is due found
+        self.past = Past()
+        self.pause_s = 0.0  # before the work that goes on, or went on last
+        self.busy_from_at = 0.0
 
 
 class Replay:
@@ -150,12 +158,15 @@ class Replay:
         costs: Costs = NO_COSTS,
         *,
         now: float = 0.0,
+        adaptive: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
+        """``adaptive``: each session's idle timeout follows from its own past (`idle`)."""
         self.now = now
         self.rounds = self.decisions = self.events = 0
         self._settings = settings
         self._costs = costs
+        self._adaptive = adaptive
         self._watcher = watcher or Watcher()
         self.stopped = False  # set it, and `run` returns after the present moment
         self._planner = Planner(tuple(devices), tuple(projects), settings)
@@ -300,15 +311,29 @@ class Replay:
         elif life.next_cell == len(life.cells):
             self._release(life)
         else:
-            self._put(life, state, idle_since_at=self.now)
-            at = eligible_at(life.lease, self._settings)
-            if self._asking and at is not None:
-                self._look_at = min(self._look_at, at)
+            self._be_idle(life)
+
+    def _be_idle(self, life: _Life) -> None:
+        lease, now = life.lease, self.now
+        timeout_s = lease.idle_timeout_s
+        if self._adaptive:
+            life.past = life.past.after(life.pause_s, now - life.busy_from_at)
+            timeout_s = adaptive_timeout_s(life.past, size_of(lease) / WHOLE_GPU)
+        self._put(life, lease.state, idle_since_at=now, idle_timeout_s=timeout_s)
+        at = eligible_at(life.lease, self._settings)
+        if self._asking and at is not None:
+            self._look_at = min(self._look_at, at)
 
     def _begin_cell(self, life: _Life) -> None:
         life.left_s = life.due.popleft().duration_s
         life.busy = True
-        if life.lease.idle_since_at is not None or life.lease.wanted:
+        idle_since_at = life.lease.idle_since_at
+        if idle_since_at is not None:
+            life.pause_s = life.due_at - idle_since_at
+            life.busy_from_at = self.now
+        elif life.next_cell == 1:
+            life.busy_from_at = self.now
+        if idle_since_at is not None or life.lease.wanted:
             self._put(life, State.RUNNING, idle_since_at=None, wanted=False)
         self._progress(life)
         waited_s = self.now - life.due_at

@@ -32,7 +32,7 @@ EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 PLACEMENTS = ("fgd", "best-fit", "random")
 # What is on where placement or preemption costs something.
 MIN_RUN_S = 600.0
-GUARD_S = 86_400.0
+GUARD_S = 1_209_600.0
 SKIP_WAIT_S = 86_400.0
 
 
@@ -145,10 +145,11 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     notebooks.add_argument(
         "--idle-timeout",
-        type=_seconds,
+        type=_seconds_or("adaptive"),
         default=900.0,
         metavar="S",
-        help="idle seconds after which a session's GPUs may be lent (default 900)",
+        help="idle seconds after which a session's GPUs may be lent (default 900);"
+        " adaptive: learned from each session's past",
     )
     notebooks.add_argument(
         "--state-gib",
@@ -204,7 +205,7 @@ def _add_policy(verb: argparse.ArgumentParser) -> None:
     ):
         verb.add_argument(
             f"--{name}",
-            type=_seconds_or_none,
+            type=_seconds_or("none"),
             default=argparse.SUPPRESS,
             metavar="S",
             help=f"{text}; none: off, as with --placement-nodes none and no preemption cost",
@@ -273,8 +274,9 @@ def _number(text: str, least: float, expected: str) -> float:
     return value
 
 
-def _seconds_or_none(text: str) -> float | None:
-    return None if text == "none" else _seconds(text)
+def _seconds_or(word: str) -> Callable[[str], float | None]:
+    """Parses seconds, or ``word`` as None."""
+    return lambda text: None if text == word else _seconds(text)
 
 
 def _numbers(least: int, most: int) -> Callable[[str], list[int]]:
@@ -309,7 +311,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         min_run_s=chosen("min_run", MIN_RUN_S) or 0.0,
         guard_s=chosen("guard", GUARD_S),
         skip_wait_s=chosen("skip_wait", SKIP_WAIT_S),
-        idle_timeout_s=getattr(args, "idle_timeout", 900.0),
+        idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
         host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
     )
 
@@ -351,6 +353,7 @@ def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]
             jobs,
             fleet,
             _settings(args),
+            adaptive=args.idle_timeout is None,
             saturate=args.saturate,
             state=DeviceState(bytes_per_gpu=int(args.state_gib * GIB), copy_bytes_per_s=args.copy_gbps * 1e9),
             preempt_cost_s=args.preempt_cost,

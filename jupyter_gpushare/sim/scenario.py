@@ -140,6 +140,7 @@ def replay_notebooks(
     fleet: Fleet,
     settings: Settings,
     *,
+    adaptive: bool = False,
     saturate: bool = False,
     state: DeviceState = DeviceState(),
     preempt_cost_s: float = 0.0,
@@ -149,7 +150,8 @@ def replay_notebooks(
 
     The sessions' project is guaranteed every GPU, that of the jobs none: jobs
     run where nobody claims anything and where sessions sleep.  Both can be
-    suspended.  ``saturate``: the jobs do not come at their times but so that
+    suspended.  ``adaptive``: each session has an idle timeout of its own, learned
+    from its past.  ``saturate``: the jobs do not come at their times but so that
     `BACKLOG` of the smallest always wait, the list over and over.
     """
     projects = (
@@ -159,7 +161,7 @@ def replay_notebooks(
     devices = fleet.devices()
     meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
     costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=state.copy_bytes_per_s)
-    replay = meter.replay = Replay(devices, projects, settings, costs, watcher=meter)
+    replay = meter.replay = Replay(devices, projects, settings, costs, adaptive=adaptive, watcher=meter)
     for number, session in enumerate(sessions):
         lease = Lease(
             id=f"s{number:05d}",

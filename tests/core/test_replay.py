@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
 from jupyter_gpushare.core.model import Lease, Order, Plan, Resume, Settings, State, Survival, Why
 from jupyter_gpushare.core.replay import Cell, CellRun, Costs, Replay, Watcher
 from tests.core.build import GIB, build, device, project, train
@@ -42,11 +43,12 @@ def story():
     return Story()
 
 
-def world(story, *, gpus=1, projects=None, costs=None, now=0.0, devices=None, **settings):
-    devices = devices or [device(n) for n in range(gpus)]
+def world(story, *, gpus=1, projects=None, costs=None, now=0.0, adaptive=False, **settings):
+    devices = [device(n) for n in range(gpus)]
     projects = projects or [project("p", len(devices))]
     given = {"idle_timeout_s": 60.0} | settings
-    return Replay(devices, projects, Settings(**given), costs or Costs(), now=now, watcher=story)
+    costs = costs or Costs()
+    return Replay(devices, projects, Settings(**given), costs, now=now, adaptive=adaptive, watcher=story)
 
 
 def job(id, gpus=1, at=0.0, **more):
@@ -248,3 +250,16 @@ def test_a_plan_that_never_settles_is_an_error_and_not_a_hang(story, monkeypatch
     monkeypatch.setattr(r._planner, "plan", lambda now: Plan((Resume("b", Why.ROOM_BACK),)))
     with pytest.raises(AssertionError, match="does not settle at 2"):
         r.run()
+
+
+def test_an_adaptive_timeout_is_learned_from_the_pauses_of_the_session(story):
+    r = world(story, adaptive=True)
+    cells = [Cell(0, 60), Cell(30, 60), Cell(4000, 10), Cell(4010, 10), Cell(9000, 1)]
+    r.add_session(session(), cells)
+    timeouts = {}
+    story.changed = lambda now, before, after: timeouts.update({now: after.idle_timeout_s})
+    r.run(until_at=8000)
+    first = Past().after(0.0, 120.0)
+    second = first.after(4000 - 120.0, 20.0)
+    assert timeouts[120] == adaptive_timeout_s(first, 1.0)
+    assert timeouts[4020] == adaptive_timeout_s(second, 1.0)
