@@ -45,6 +45,7 @@ POLL_S = 1.0
 # Verbs with command lines of their own.
 SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
         "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
         "helper": ("jupyter_gpushare.gpu.helper", "run the device helper of a GPU machine"),
     }

@@ -301,7 +301,6 @@ class Effects:
             held_milli=0,
             limits={},
             saved_bytes=0,
-            queued_at=book.clock(),
             note="",
         )
 

@@ -69,7 +69,7 @@ class Views:
             waiting = sum(
                 1 for r in book.leases.values() if r.is_job and r.state in (State.PENDING, State.SUSPENDED)
             )
-            done = Round(cluster, now).run()
+            done = Round.of(cluster, now).run()
             jobs = [x for x, w in done.waiting.items() if x in book.leases and w.why is not Why.TOO_LARGE]
             worked = _Worked(
                 seq=book.seq,

@@ -1,7 +1,8 @@
-"""The working copy of one round: room per device, standing, host memory.
+"""What is where: room per device, standing, host memory.
 
-A `Board` is made from a cluster and changed by the decisions of the round, so
-that each decision sees those before it.  Per device (thousandths):
+A `Board` follows the leases (`put`, `drop`).  In a round it is changed by the
+decisions (`take`, `pledge`, `leave`, ...), so that each decision sees those
+before it; `undo` takes them all back.  Per device (thousandths):
 
 * ``free``     1000 - what is held, in any state of `HOLDS_ROOM`
 * ``coming``   held, but on its way out
@@ -19,7 +20,7 @@ takes room for the job's memory while the lender's copy is still there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from math import ceil
 
 from jupyter_gpushare.core.model import (
@@ -30,10 +31,12 @@ from jupyter_gpushare.core.model import (
     Device,
     Kind,
     Lease,
+    Project,
+    Settings,
     State,
     Survival,
 )
-from jupyter_gpushare.core.quota import Account, has_place, held_by, size_of, standing
+from jupyter_gpushare.core.quota import Account, Standing, has_place, held_by, size_of
 
 # A checkpoint takes a little more host memory than the device memory it parks.
 PARK_PERCENT = 105
@@ -45,7 +48,7 @@ def parked_bytes(lease: Lease) -> int:
 
 
 class Room:
-    """One device in one round."""
+    """One device."""
 
     __slots__ = ("asleep", "claimed", "coming", "device", "firm", "free", "holders", "pledged")
 
@@ -57,7 +60,18 @@ class Room:
         self.claimed = 0
         self.asleep = 0
         self.firm = 0
-        self.holders: list[Lease] = []  # hold room and are not on their way out
+        self.holders: dict[str, Lease] = {}  # by id: hold room and are not on their way out
+
+    def undoing(self) -> Callable[[], None]:
+        """Return what brings the room back to how it is now, after decisions."""
+        before = self.free, self.coming, self.pledged, self.claimed, self.asleep
+        holders = self.holders.copy()
+
+        def undo() -> None:
+            self.free, self.coming, self.pledged, self.claimed, self.asleep = before
+            self.holders = holders
+
+        return undo
 
     @property
     def now(self) -> int:
@@ -85,7 +99,7 @@ class Room:
         if not self.claimed:
             return found
         unclaimed = WHOLE_GPU - self.claimed
-        for lease in sorted(self.holders, key=lambda x: (x.granted_at, x.id)):
+        for lease in sorted(self.holders.values(), key=lambda x: (x.granted_at, x.id)):
             if lease.id not in claimants:
                 unclaimed -= held_by(lease)
                 if unclaimed < 0:
@@ -94,49 +108,120 @@ class Room:
 
 
 class Board:
-    """All rooms, accounts and host memory, as the decisions so far leave them."""
+    """All rooms, accounts and host memory."""
 
-    def __init__(self, cluster: Cluster, now: float) -> None:
-        self.cluster = cluster
-        self.settings = cluster.settings
-        self.moment = now
-        self.rooms = {d.uuid: Room(d) for d in cluster.devices}
+    def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
+        self.settings = settings
+        self.moment = 0.0
+        self.rooms = {d.uuid: Room(d) for d in devices}
         self.usable = [r for r in self.rooms.values() if r.device.usable]
-        self.standing = standing(cluster.projects, cluster.leases)
-        self.host_free = cluster.settings.host_budget_bytes
+        self.leases: dict[str, Lease] = {}
+        self.standing = Standing(projects)
+        self.host_free = settings.host_budget_bytes
         self.reserved: dict[str, int] = {}  # host memory kept for jobs on lent room
-        self.log: list[Room] = []  # every device whose room changed, in order
-        self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
+        self.log: list[Room] = []  # in a round: every device whose room changed, in order
+        self._watchers: list[set[Room]] = []
+        self._on_lent: dict[Room, list[Lease]] = {}
+        self._relent: set[Room] = set()  # who is on lent room there is not known any more
+        self._undo: dict[object, Callable[[], None]] = {}  # by what changed
+
+    @classmethod
+    def of(cls, cluster: Cluster, now: float = 0.0) -> Board:
+        """Return the board of a cluster."""
+        board = cls(cluster.devices, cluster.projects, cluster.settings)
         for lease in cluster.leases:
-            if has_place(lease):
-                self._enter(lease)
-        for room in self.rooms.values():
-            for lease in room.on_lent(self.standing.claimants):
+            board.put(lease)
+        board.settle(now)
+        return board
+
+    # -- what is
+
+    def watch(self) -> set[Room]:
+        """Return a set to which every device is added whose room changes."""
+        watcher = set(self.rooms.values())
+        self._watchers.append(watcher)
+        return watcher
+
+    def put(self, lease: Lease) -> None:
+        """A lease is new, or has changed."""
+        self.drop(lease.id)
+        self.leases[lease.id] = lease
+        if has_place(lease):
+            self.standing.enter(lease)
+            self._occupy(lease, 1)
+
+    def drop(self, id: str) -> None:
+        """A lease has ended (or never was)."""
+        lease = self.leases.pop(id, None)
+        if lease is not None and has_place(lease):
+            self._occupy(lease, -1)
+            self.standing.exit(lease)
+
+    def settle(self, now: float) -> None:
+        """Bring claims, quotas and reserves up to date: call it before the round at ``now``."""
+        self.moment = now
+        self.log.clear()
+        changed = self.standing.claims_to_change()
+        # Not those that ended with their claim.
+        placed = [self.leases[id] for id in changed if id in self.leases and has_place(self.leases[id])]
+        for lease in placed:
+            self._occupy(lease, -1)
+            self.standing.count(lease, -1)
+        self.standing.claimants ^= changed
+        for lease in placed:
+            self.standing.count(lease, 1)
+            self._occupy(lease, 1)
+        self.standing.settle()
+        if self._relent:
+            self._settle_reserves()
+
+    def _settle_reserves(self) -> None:
+        for room in self._relent:
+            self._on_lent.pop(room, None)
+            if on_lent := room.on_lent(self.standing.claimants):
+                self._on_lent[room] = on_lent
+        self._relent.clear()
+        self.host_free += sum(self.reserved.values())
+        self.reserved.clear()
+        for on_lent in self._on_lent.values():
+            for lease in on_lent:
                 self.reserve(lease)
 
-    def _enter(self, lease: Lease) -> None:
-        held, claimant = held_by(lease), self.has_claim(lease)
-        for room in self.rooms_of(lease):
+    def _occupy(self, lease: Lease, sign: int) -> None:
+        """Count a lease in the rooms of its devices and in host memory, or take it out again."""
+        held, claimant = sign * held_by(lease), self.has_claim(lease)
+        holds, leaving = lease.state in HOLDS_ROOM, lease.state in LEAVING
+        stays = holds and not leaving
+        firm = stays and lease.kind is Kind.BUILD and not claimant and not self.can_park(lease)
+        for uuid in lease.devices:
+            room = self.rooms.get(uuid)
+            if room is None:
+                continue
+            self._touch(room)
             if claimant:
                 room.claimed += held
-            if lease.state in HOLDS_ROOM:
+                room.asleep += 0 if stays else held
+            if holds:
                 room.free -= held
-                if lease.state in LEAVING:
-                    room.coming += held
-                    if claimant:
-                        room.asleep += held
+                room.coming += held if leaving else 0
+            if stays:
+                if sign > 0:
+                    room.holders[lease.id] = lease
                 else:
-                    room.holders.append(lease)
-                    if lease.kind is Kind.BUILD and not claimant and not self.can_park(lease):
-                        room.firm += held
-            elif claimant:
-                room.asleep += held
-        if lease.kind is Kind.TRAIN and lease.state in HOLDS_ROOM and lease.state not in LEAVING:
-            self.jobs.setdefault(lease.project, {})[lease.id] = lease
+                    del room.holders[lease.id]
+            if firm:
+                room.firm += held
+            if room.claimed or room in self._on_lent:
+                self._relent.add(room)
         if lease.state is State.SUSPENDING:
-            self.host_free -= parked_bytes(lease)
+            self.host_free -= sign * parked_bytes(lease)
         elif lease.state in (State.SUSPENDED, State.RESUMING):
-            self.host_free -= lease.saved_bytes
+            self.host_free -= sign * lease.saved_bytes
+
+    def _touch(self, room: Room) -> None:
+        self.log.append(room)
+        for watcher in self._watchers:
+            watcher.add(room)
 
     # -- questions
 
@@ -173,6 +258,35 @@ class Board:
 
     # -- decisions
 
+    def begin(self) -> None:
+        """Decisions follow that `undo` takes back."""
+        host_free = self.host_free
+
+        def undo() -> None:
+            self.host_free = host_free
+
+        self._undo = {self: undo}
+
+    def undo(self) -> None:
+        """Take back all decisions since `begin`."""
+        for key, undo in self._undo.items():
+            undo()
+            if isinstance(key, Room):
+                self._touch(key)
+        self._undo = {}
+
+    def _will_change(self, room: Room) -> None:
+        if room not in self._undo:
+            self._undo[room] = room.undoing()
+        self._touch(room)
+
+    def _changing(self, lease: Lease) -> Account:
+        """The account of a lease, whose numbers will change."""
+        account = self.account(lease)
+        if account.project not in self._undo:
+            self._undo[account.project] = account.undoing()
+        return account
+
     def reserve(self, lease: Lease) -> None:
         """Keep host memory for a job that runs on lent room."""
         if lease.kind is Kind.TRAIN and lease.id not in self.reserved and self.is_whole(lease):
@@ -185,24 +299,24 @@ class Board:
         size = held_milli * len(devices)
         for uuid in devices:
             room = self.rooms[uuid]
-            self.log.append(room)
+            self._will_change(room)
             room.free -= held_milli
             if self.has_claim(lease):  # wakes up
                 room.asleep -= held_milli
             elif claim:
                 room.claimed += held_milli
         if claim:
-            self.account(lease).claimed += size
+            self._changing(lease).claimed += size
         self._count(lease, size, in_quota=claim)
 
     def take_asleep(self, lease: Lease, devices: tuple[str, ...], held_milli: int) -> None:
         """A build session gets its claim; the room itself is lent just now."""
         for uuid in devices:
             room = self.rooms[uuid]
-            self.log.append(room)
+            self._will_change(room)
             room.claimed += held_milli
             room.asleep += held_milli
-        account = self.account(lease)
+        account = self._changing(lease)
         account.claimed += held_milli * len(devices)
         account.capped += held_milli * len(devices)
 
@@ -211,14 +325,14 @@ class Board:
         uuids = tuple(devices)
         for uuid in uuids:
             room = self.rooms[uuid]
-            self.log.append(room)
+            self._will_change(room)
             room.pledged += held_milli
             if self.has_claim(lease):
                 room.asleep -= held_milli
         self._count(lease, held_milli * len(uuids))
 
     def _count(self, lease: Lease, size: int, *, in_quota: bool = False) -> None:
-        account, claimant = self.account(lease), self.has_claim(lease)
+        account, claimant = self._changing(lease), self.has_claim(lease)
         if claimant or in_quota or (lease.kind is Kind.TRAIN and account.fits_quota(size)):
             account.in_quota_use += size
         if not claimant:
@@ -227,28 +341,31 @@ class Board:
 
     def leave(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` was told to give its room away."""
+        if Standing not in self._undo:
+            self._undo[Standing] = self.standing.undoing()
         self._move(lease, 1)
         for room in self.rooms_of(lease):
-            room.holders = [x for x in room.holders if x.id != lease.id]
+            room.holders.pop(lease.id, None)
         self.host_free += self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
-        jobs = self.jobs.get(lease.project, {})
+        jobs = self.standing.jobs.get(lease.project, {})
         jobs.pop(lease.id, None)
         for promoted in self.standing.promote(self.account(lease), jobs.values()):
-            self.log += self.rooms_of(promoted)
+            for room in self.rooms_of(promoted):
+                self._will_change(room)
 
     def stay(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` need not leave after all."""
         self._move(lease, -1)
         for room in self.rooms_of(lease):
-            room.holders.append(lease)
+            room.holders[lease.id] = lease
         if lease.kind is Kind.TRAIN:
-            self.jobs[lease.project][lease.id] = lease
+            self.standing.jobs[lease.project][lease.id] = lease
         self.host_free -= self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
 
     def _move(self, lease: Lease, sign: int) -> None:
-        held, size, account = sign * held_by(lease), sign * size_of(lease), self.account(lease)
+        held, size, account = sign * held_by(lease), sign * size_of(lease), self._changing(lease)
         for room in self.rooms_of(lease):
-            self.log.append(room)
+            self._will_change(room)
             room.coming += held
             if self.has_claim(lease):
                 room.asleep += held

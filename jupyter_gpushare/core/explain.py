@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.board import Board
+from jupyter_gpushare.core.idle import eligible, eligible_at, warn_at
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     LEAVING,
@@ -27,7 +28,6 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.placement import demand
 from jupyter_gpushare.core.plan import Round
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
-from jupyter_gpushare.core.victims import eligible, eligible_at, warn_at
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 
 __all__ = [
@@ -117,7 +117,7 @@ def explain(cluster: Cluster, lease_id: str, now: float) -> Explanation:
     lease = next((x for x in cluster.leases if x.id == lease_id), None)
     if lease is None:
         raise NotFound(f"no lease {lease_id!r}")
-    done = Round(cluster, now).run()
+    done = Round.of(cluster, now).run()
     needs = _needs(cluster, lease)
     free = sum(max(0, room.now) for room in done.board.usable)
     waiting = done.waiting.get(lease_id)
@@ -209,7 +209,7 @@ def offers(
     ]
     if kind is Kind.TRAIN:
         return tuple(_job_offer(cluster, probe, now) for probe in probes)
-    done = Round(cluster, now).run_sessions()
+    done = Round.of(cluster, now).run_sessions()
     return tuple(_session_offer(done, probe) for probe in probes)
 
 
@@ -220,7 +220,7 @@ def _session_offer(done: Round, probe: Lease) -> Offer:
 
 
 def _job_offer(cluster: Cluster, probe: Lease, now: float) -> Offer:
-    done = Round(replace(cluster, leases=(*cluster.leases, probe)), now).run()
+    done = Round.of(replace(cluster, leases=(*cluster.leases, probe)), now).run()
     if waiting := done.waiting.get(probe.id):
         starts = Starts.SOON if waiting.why is Why.WAITS_FOR_ROOM else Starts.NO
         return _offer(done, probe, starts, waiting.why)
@@ -294,7 +294,7 @@ def borrowed(cluster: Cluster) -> Mapping[str, bool]:
 
     It is beyond the project's quota, or claimed by a session that sleeps.
     """
-    board = Board(cluster, 0.0)
+    board = Board.of(cluster)
     on_lent = {lease.id for room in board.rooms.values() for lease in room.on_lent(board.standing.claimants)}
     return {
         x.id: x.id not in board.standing.in_quota or x.id in on_lent
@@ -305,7 +305,7 @@ def borrowed(cluster: Cluster) -> Mapping[str, bool]:
 
 def lent(cluster: Cluster) -> Mapping[str, tuple[str, ...]]:
     """Return, for every sleeping session with a claim, the leases that use its room now."""
-    board = Board(cluster, 0.0)
+    board = Board.of(cluster)
     found: dict[str, tuple[str, ...]] = {}
     for lease in cluster.leases:
         if lease.state is State.SUSPENDED and board.has_claim(lease):
@@ -316,12 +316,12 @@ def lent(cluster: Cluster) -> Mapping[str, tuple[str, ...]]:
 
 def claims(cluster: Cluster) -> Mapping[str, int]:
     """Return how much of each device, by UUID, is guaranteed to sessions."""
-    return {uuid: room.claimed for uuid, room in Board(cluster, 0.0).rooms.items()}
+    return {uuid: room.claimed for uuid, room in Board.of(cluster).rooms.items()}
 
 
 def uses(cluster: Cluster) -> tuple[Use, ...]:
     """Return what each configured project has, in their order."""
-    board = Board(cluster, 0.0)
+    board = Board.of(cluster)
     borrowing = borrowed(cluster)
     lending = lent(cluster)
     counts: dict[str, dict[str, int]] = {}

@@ -3,6 +3,12 @@
 Whom one may ask, and who is cheaper than whom, is in `victims`.  Between sets
 of victims the dearest kind decides, then how many they are, then who.
 
+Where that is not enough, a job may preempt others of its own project, the last
+in their order first; and where all the room that it needs is there, but in
+pieces, running jobs are moved together (`_by_moving`).  Both have a price: a
+preemption costs `Settings.preempt_cost_s` of every GPU that changes hands, and
+nobody is preempted for less gain than that (`order.gain_gpu_s`).
+
 Nobody is disturbed in vain: either the whole room is made, or nothing is done;
 who turns out not to be needed stays.  What is parked must find host memory: a
 job that does not is stopped instead, a session never is.
@@ -13,11 +19,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
+from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.model import Kind, Lease, Why
+from jupyter_gpushare.core.gathering import Gathering
+from jupyter_gpushare.core.lines import Lines
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
+from jupyter_gpushare.core.moving import Mover
 from jupyter_gpushare.core.placement import Group, Layout, Spot, demand
-from jupyter_gpushare.core.quota import held_by, size_of
+from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
 Price = tuple[object, ...]
@@ -34,11 +46,12 @@ class Making:
 class Maker:
     """Makes room on one board."""
 
-    def __init__(self, board: Board, layout: Layout) -> None:
+    def __init__(self, board: Board, layout: Layout, lines: Lines, shares: Shares) -> None:
         self.board = board
         self.obstacle = Why.NO_ROOM  # why the last `for_job` came to nothing
+        self.asker = Asker(board, lines)
         self._layout = layout
-        self._asker = Asker(board)
+        self._shares = shares
         self._cheapest: dict[Price, Cheapest] = {}
         self._memory = board.host_free  # as it was when victims were looked for
 
@@ -47,7 +60,7 @@ class Maker:
         chosen: list[Victim] = []
         shorts = [(room, held_by(lease) - room.soon) for room in self.board.rooms_of(lease)]
         for room, short in shorts:
-            victims = [v for x in room.holders if (v := self._asker.for_owner(x))]
+            victims = [v for x in room.holders.values() if (v := self.asker.for_owner(x))]
             if (picked := _enough(room, short, sorted(victims, key=rank), chosen)) is None:
                 return None
             chosen = picked
@@ -55,66 +68,77 @@ class Maker:
 
     def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
         """Which jobs of its own project make way for a session, where a limit is in its way."""
-        jobs = [v for x in self._jobs_of(lease.project) if (v := self._asker.job(x, Why.PRIORITY))]
+        held = self.board.standing.jobs.get(lease.project, {}).values()
+        jobs = sorted((v for x in held if (v := self.asker.job(x, Why.PRIORITY))), key=rank)
         return _enough_for_limit(lease.project, over_limit, (), jobs)
 
-    def _jobs_of(self, project: str) -> list[Lease]:
-        return list(self.board.jobs.get(project, {}).values())
-
-    def for_job(self, job: Lease, *, owed: bool, over_limit: int) -> Making | None:
+    def for_job(
+        self, job: Lease, *, owed: bool, below_share: bool, over_limit: int, coming: Spot | None
+    ) -> Making | None:
         """The least disturbance that makes room for ``job``; None: nothing helps.
 
-        ``owed``: its project is below quota.  ``over_limit``: how much must
-        leave its own project as well.
+        ``owed``: its project is below quota; ``below_share``: at least below its
+        fair share.  ``over_limit``: how much must leave its own project as well.
+        ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        rights = self._asker.rights(job, owed=owed)
-        made = self._for_job(job, rights, over_limit)
+        rights = self.asker.rights(job, owed=owed, below_share=below_share)
+        made = self._for_job(job, rights, over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
-            self._asker.forget()
+            self.asker.forget()
             self._cheapest.clear()
             self._memory = self.board.host_free
-            made = self._for_job(job, rights, over_limit)
-        if made is None and (self.obstacle is Why.HOST_MEMORY or self._asker.memory_short):
-            made = self._for_job(job, self._asker.rights(job, owed=owed, lend=False), over_limit)
+            made = self._for_job(job, rights, over_limit, coming)
+        if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
+            frugal = self.asker.rights(job, owed=owed, below_share=below_share, lend=False)
+            made = self._for_job(job, frugal, over_limit, coming)
             self.obstacle = Why.HOST_MEMORY
         return made
 
-    def _for_job(self, job: Lease, rights: Rights, over_limit: int) -> Making | None:
-        if job.devices:
-            found = self._on_its_devices(job, rights)
-        else:
-            key = (rights, job.fraction_milli, job.memory_bytes, job.device_count, job.consolidate)
-            if key not in self._cheapest:
-                self._cheapest[key] = Cheapest(self.board, self._layout, self._asker, rights, job)
-            found = self._cheapest[key].best()
-        return self._settle(job, *found, rights, over_limit) if found else None
+    def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
+        if over_limit:
+            return self._under_limit(job, rights, over_limit, coming)
+        made = None
+        if self.asker.finds_any(rights):
+            if job.devices:
+                found = self._on_its_devices(job, rights)
+            else:
+                size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
+                key = (rights, *size, job.consolidate)
+                if key not in self._cheapest:
+                    self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job)
+                found = self._cheapest[key].best()
+            made = self._settle(job, *found, rights) if found else None
+        return made or self._by_rank(job, rights)
 
     def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
         union: dict[str, Victim] = {}
         rooms = self.board.rooms_of(job)
         for room in rooms:
             short = held_by(job) - rights.there(room)
-            picked = _enough(room, short, self._asker.on(room, rights), [])
+            picked = _enough(room, short, self.asker.on(room, rights), [])
             if picked is None:
                 return None
             union |= {v.lease.id: v for v in picked}
         return rooms, list(union.values())
 
-    def _settle(
-        self, job: Lease, rooms: list[Room], union: list[Victim], rights: Rights, over_limit: int
-    ) -> Making | None:
+    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], rights: Rights) -> Making | None:
         """Drop who is not needed, and see that host memory holds what would be parked."""
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
         victims = _least([(room, need - rights.there(room)) for room in rooms], union)
-        if over_limit:
-            alone = self._asker.rights(job, owed=False, lend=False)
-            jobs = self._jobs_of(job.project)
-            juniors = [v for x in jobs if (v := self._asker.for_job(x, alone))]
-            if (more := _enough_for_limit(job.project, over_limit, victims, juniors)) is None:
-                return None
-            victims = more
+        return self._decide(job, rooms, victims, rights)
+
+    def _decide(
+        self, job: Lease, rooms: list[Room], victims: tuple[Victim, ...], rights: Rights
+    ) -> Making | None:
+        """Take these devices of these victims, if that is right, affordable and worth it."""
+        need = held_by(job) if job.devices else demand(job, rooms[0].device)
         if not self._lasts(job, need * len(rooms), victims):
+            return None
+        if not rights.owed and not self._shares.are_kept(v.lease for v in victims if v.why is Why.OVER_QUOTA):
+            return None
+        if not self._is_worth_it(job, victims):
+            self.obstacle = Why.NOT_WORTH_IT
             return None
         spot = Spot(job.devices or tuple(r.device.uuid for r in rooms), need)
         reserve = 0
@@ -123,9 +147,55 @@ class Maker:
         settled = self._afford(victims, reserve)
         return None if settled is None else Making(spot, settled)
 
+    def _is_worth_it(self, job: Lease, victims: Iterable[Victim]) -> bool:
+        """Whether ``job`` gains what it costs to preempt others of its project by the order of jobs."""
+        settings = self.board.settings
+        disturbed = sum(size_of(v.lease) for v in victims if v.why in (Why.ORDER, Why.MOVED)) / WHOLE_GPU
+        cost = disturbed * settings.preempt_cost_s
+        return not cost or order.gain_gpu_s(job, self.board.moment, settings) >= cost
+
+    def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
+        """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
+        gathering = Gathering(self.board, self._layout, rights.there, job)
+        found = gathering.gather(chain(self._askable(rights), self.asker.juniors(job)))
+        found = found or self._by_moving(job)
+        return self._decide(job, *found, rights) if found else None
+
+    def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
+        """Room for a gang, where it is there in pieces."""
+        preempts = self.board.settings.order in (Order.LAS, Order.SRTF)
+        if job.devices or job.device_count == 1 or not job.consolidate or not preempts:
+            return None
+        juniors = {v.lease.id: v for v in self.asker.juniors(job)}
+        free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
+        if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
+            return None
+        movable = partial(self.asker.to_move, job.project)
+        return Mover(self.board, self._layout, job, juniors, movable).make()
+
+    def _askable(self, rights: Rights) -> list[Victim]:
+        if not self.asker.finds_any(rights):
+            return []
+        asked = {v.lease.id: v for room in self.board.usable for v in self.asker.on(room, rights)}
+        return sorted(asked.values(), key=rank)
+
+    def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
+        """Room for which so much has to leave the job's own project."""
+        juniors = list(self.asker.juniors(job))
+        rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
+        chosen: tuple[Victim, ...] = ()
+        if not coming:
+            gathering = Gathering(self.board, self._layout, rights.there, job)
+            found = gathering.gather([*self._askable(rights), *juniors])
+            if found is None:
+                return None
+            rooms, chosen = found
+        enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
+        return None if enough is None else self._decide(job, rooms, enough, rights)
+
     def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
         """Whether a preempted junior would not be owed the very room again before ``job`` gets it."""
-        juniors = [v.lease for v in victims if v.why is Why.PRIORITY]
+        juniors = [v.lease for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
         account = self.board.account(job)
         left = sum(size_of(x) for x in juniors)
         return account.is_below_quota(size - left) or not any(
@@ -174,7 +244,7 @@ class Cheapest:
     def __init__(self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease) -> None:
         self._job = job
         self._rights = rights
-        self._asker = asker
+        self.asker = asker
         self._log = board.log
         self._seen = len(self._log)
         self._sets: list[tuple[int, Group]] = [
@@ -213,7 +283,7 @@ class Cheapest:
         short = need - self._rights.there(room)
         victims: list[Victim] | None = []
         if short > 0:
-            victims = self._asker.on(room, self._rights)
+            victims = self.asker.on(room, self._rights)
             victims = _enough(room, short, victims, []) if victims else None
         if victims is None:
             self._price.pop(room, None)
@@ -271,9 +341,11 @@ def _enough_for_limit(
     """``chosen`` and as many of ``more`` as bring the project under its limit; None: it stays above."""
     over_limit -= sum(size_of(v.lease) for v in chosen if v.lease.project == project)
     names = {v.lease.id for v in chosen}
-    for v in sorted((v for v in more if v.lease.id not in names), key=rank):
+    for v in more:
         if over_limit <= 0:
             break
+        if v.lease.id in names:
+            continue
         chosen = (*chosen, v)
         over_limit -= size_of(v.lease)
     return chosen if over_limit <= 0 else None

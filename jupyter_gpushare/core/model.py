@@ -44,6 +44,15 @@ class Survival(enum.StrEnum):
     NONE = "none"  # stopped with grace, starts again from the beginning
 
 
+class Order(enum.StrEnum):
+    """By what the jobs of a project are ordered; `order` says how."""
+
+    LAS = "las"  # least attained service; preempts
+    FIFO = "fifo"  # first come first served; who cannot start blocks those behind
+    BACKFILL = "backfill"  # first come first served; who cannot start is skipped, for a while
+    SRTF = "srtf"  # shortest remaining service; needs durations: simulation only; preempts
+
+
 class State(enum.StrEnum):
     """Where a lease is in its life.  ``docs/lease.md`` draws the arrows."""
 
@@ -134,6 +143,7 @@ class Device:
     node: str = ""
     island: str = ""  # same non-empty word on the same node: linked by NVLink
     name: str = ""
+    profile: str = ""  # of a MIG instance, such as "1g.10gb"; "": a physical GPU
     usable: bool = True  # False: cordoned, broken or vanished; takes nothing new
     suspendable: bool = True  # the driver's checkpoint passed its test here
 
@@ -156,7 +166,8 @@ class Lease:
     """The right of one workload to fractions of devices.
 
     What is asked for: ``device_count`` devices with ``fraction_milli`` of each
-    (1000 for several), or ``memory_bytes`` of one device when that is not 0.
+    (1000 for several), or ``memory_bytes`` of one device when that is not 0, or
+    ``device_count`` MIG instances of one ``profile``.
     """
 
     id: str
@@ -165,6 +176,7 @@ class Lease:
     fraction_milli: int = 0
     device_count: int = 1
     memory_bytes: int = 0
+    profile: str = ""  # a whole MIG instance of this profile is asked for
     user: str = ""
     server: str = ""
     state: State = State.PENDING
@@ -174,9 +186,11 @@ class Lease:
     survival: Survival = Survival.SUSPEND
     consolidate: bool = True  # several GPUs: within one island or node
     submitted_at: float = 0.0  # first came
-    queued_at: float = 0.0  # last entered the queue
+    queued_at: float = 0.0  # entered its present queue: came, or was demoted (`order.served`)
+    waits_since_at: float = 0.0  # came, or last lost its room
     granted_at: float = 0.0  # last got room
     idle_since_at: float | None = None  # None: busy
+    idle_timeout_s: float | None = None  # its own (`idle`); None: that of the settings
     keep_until_at: float = 0.0  # the owner asked not to be put to sleep before
     lend_now: bool = False  # the owner offers the room at once
     wanted: bool = False  # suspended, and its processes want the GPU
@@ -184,7 +198,8 @@ class Lease:
     retry_at: float = 0.0  # a refused action is not tried again before
     used_bytes: int = 0  # device memory in use, all devices: what suspending it would park
     saved_bytes: int = 0  # host memory it holds while suspended, all devices
-    attained_gpu_s: float = 0.0
+    attained_gpu_s: float = 0.0  # received up to ``attained_at``
+    attained_at: float | None = None  # None: what a running job receives is not counted
     duration_s: float | None = None  # known in simulation only
     cancelled: bool = False  # its owner ended it
     borrowed: bool = False  # its last grant said so: claims of others come first
@@ -195,9 +210,22 @@ class Settings:
     """The knobs of the policy."""
 
     idle_timeout_s: float = 900.0
-    order: str = "priority"
     host_budget_bytes: int = 1 << 62  # for suspended state, all of it
-    min_run_s: float = 0.0
+    order: Order = Order.LAS
+    las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # ascending; where queues 1, 2, ... begin
+    # What the site's users ask for: (thousandths of each GPU, GPUs, how often); placement keeps room for it.
+    workload: tuple[tuple[int, int, float], ...] = (
+        (250, 1, 1.0),
+        (500, 1, 1.0),
+        (1000, 1, 1.0),
+        (1000, 2, 1.0),
+        (1000, 4, 1.0),
+        (1000, 8, 1.0),
+    )
+    min_run_s: float = 0.0  # inside a project no job is preempted before
+    preempt_cost_s: float = 0.0  # of each of its GPUs, what a preemption costs
+    guard_s: float | None = None  # who waits for longer comes first; None: nobody does
+    skip_wait_s: float | None = None  # who waits for longer is not overtaken any more; None: for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +247,16 @@ class Why(enum.StrEnum):
     LEND_NOW = "lend_now"  # its owner offered it
     OVER_QUOTA = "over_quota"  # taken back for a project below its quota
     LENDER_RETURNED = "lender_returned"  # taken back for the owner of the room
-    PRIORITY = "priority"  # a lease of the same project outranks it
+    PRIORITY = "priority"  # a lease of the same project has a higher priority
+    ORDER = "order"  # a job of the same project comes first by the order of jobs
+    MOVED = "moved"  # makes room for a larger job, and has room elsewhere
     ROOM_BACK = "room_back"  # there is room again
     WANTED = "wanted"  # its owner runs a GPU cell
     NOT_WAITING = "not_waiting"  # it has what it needs, or asks for nothing now
     NO_ROOM = "no_room"
+    NOT_WORTH_IT = "not_worth_it"  # making room would cost more than it gains
+    RESERVED = "reserved"  # it waited for long: nobody behind it gets the room that it needs
+    IN_LINE = "in_line"  # a job before it has to start first
     WAITS_FOR_ROOM = "waits_for_room"  # room was asked for and is on its way
     PROJECT_LIMIT = "project_limit"
     TOO_LARGE = "too_large"  # can never run here

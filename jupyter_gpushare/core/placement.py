@@ -1,23 +1,27 @@
 """Where a lease goes.
 
-* A fraction goes to the device with the least room that is still enough, so
-  that whole devices stay whole (best fit); ties by UUID.
+* One device, or a part of one: where it adds least fragmentation to its node
+  (`fragmentation`), then the device with the least room that is still enough,
+  then the node with the least; ties by UUID.
 * Memory is asked for in bytes and held in thousandths, which differ between
   devices: the next thousandth above.
+* A MIG instance is given whole, to who asks for its profile; who asks for
+  bytes may get a part of one.
 * Several devices are taken at once or not at all.  With `Lease.consolidate`
-  they lie in one island, else in one node, and only a job that is larger than
-  every node gets several, the emptiest first.  Without it they lie anywhere.
+  they lie in one island, else in one node; a job that is larger than every node
+  takes whole nodes, and what remains of it lies in one more.  Without it they
+  lie anywhere.
 * A device that is not usable takes nothing new.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.board import Room
+from jupyter_gpushare.core.fragmentation import Workload
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
 
 Group = Sequence[Room]
@@ -37,14 +41,11 @@ class Spot:
 
 
 def demand(lease: Lease, device: Device) -> int:
-    """Thousandths of ``device`` that ``lease`` needs there; more than 1000 if it cannot fit."""
-    return _demand(lease, device.grantable_bytes)
-
-
-def _demand(lease: Lease, grantable_bytes: int) -> int:
-    if not lease.memory_bytes:
-        return lease.fraction_milli
-    return -(-lease.memory_bytes * WHOLE_GPU // grantable_bytes) if grantable_bytes > 0 else WHOLE_GPU + 1
+    """Thousandths of ``device`` that ``lease`` needs there; more than 1000 if it cannot be there."""
+    if lease.memory_bytes:
+        most = device.grantable_bytes
+        return -(-lease.memory_bytes * WHOLE_GPU // most) if most > 0 else WHOLE_GPU + 1
+    return lease.fraction_milli if lease.profile == device.profile else WHOLE_GPU + 1
 
 
 class Layout:
@@ -60,51 +61,49 @@ class Layout:
         self.everything = rooms
         self.islands: list[Group] = list(islands.values())
         self.nodes: list[Group] = list(nodes.values())
+        self._by_size = sorted(self.nodes, key=lambda node: (-len(node), min(r.device.uuid for r in node)))
         self.largest_node = max(map(len, self.nodes), default=0)
 
-    def spreads(self, lease: Lease) -> bool:
-        """Whether a job for several devices may lie anywhere."""
-        return not lease.consolidate or lease.device_count > self.largest_node
+    def is_anywhere(self, lease: Lease) -> bool:
+        """Whether it does not matter which devices a job for several gets."""
+        return not lease.consolidate
+
+    def is_wider(self, lease: Lease) -> bool:
+        """Whether a job has to take several nodes."""
+        return lease.consolidate and lease.device_count > self.largest_node
 
     def tiers(self, lease: Lease) -> list[list[Group]]:
         """Sets within which a lease may lie, the better kind of set first."""
         if lease.device_count == 1:
             return [[(room,) for room in self.everything]]
-        if self.spreads(lease):
+        if not lease.consolidate or self.is_wider(lease):
             return [[self.everything]]
         return [self.islands, self.nodes]
 
-
-def find(lease: Lease, layout: Layout, room_of: RoomOf, most_milli: int | None = None) -> Spot | None:
-    """Return where ``lease`` fits, or None.
-
-    ``room_of`` says how much of a device may be used; ``most_milli`` bounds
-    what is taken over all devices (what a quota or a limit leaves).
-    """
-    if lease.device_count > 1:
-        whole = lease.fraction_milli * lease.device_count
-        return None if most_milli is not None and whole > most_milli else _find_gang(lease, layout, room_of)
-    best: tuple[int, str, int] | None = None
-    for room in layout.everything:
-        need = demand(lease, room.device)
-        spare = room_of(room) - need
-        if spare < 0 or (most_milli is not None and need > most_milli):
-            continue
-        if best is None or (spare, room.device.uuid) < best[:2]:
-            best = spare, room.device.uuid, need
-    return best and Spot((best[1],), best[2])
-
-
-def _find_gang(lease: Lease, layout: Layout, room_of: RoomOf) -> Spot | None:
-    need, count = lease.fraction_milli, lease.device_count
-    for tier in layout.tiers(lease):
-        insides = [[room for room in group if room_of(room) >= need] for group in tier]
-        insides = [inside for inside in insides if len(inside) >= count]
-        if insides:
-            # The set with the fewest devices that would do: the others stay whole.
-            inside = min(insides, key=len)
-            return Spot(tuple(r.device.uuid for r in packed(lease, inside, room_of)[:count]), need)
-    return None
+    def choose(self, lease: Lease, able: Group, room_of: RoomOf) -> list[Room] | None:
+        """Which of the devices with enough room, all of one tier's set, ``lease`` takes; None: too few."""
+        count = lease.device_count
+        if len(able) < count:
+            return None
+        if not self.is_wider(lease):
+            return packed(lease, able, room_of)[:count]
+        nodes: dict[str, list[Room]] = {}
+        for room in sorted(able, key=lambda room: room.device.uuid):
+            nodes.setdefault(room.device.node, []).append(room)
+        chosen: list[Room] = []
+        for node in self._by_size:
+            inside = nodes.get(node[0].device.node, [])
+            if len(inside) == len(node) <= count - len(chosen):
+                chosen += inside
+                del nodes[node[0].device.node]
+        rest = count - len(chosen)
+        others = [inside for inside in nodes.values() if len(inside) >= rest]
+        if rest and not others:
+            return None
+        if rest:
+            others.sort(key=lambda inside: (len(inside), inside[0].device.uuid))
+            chosen += packed(lease, others[0], room_of)[:rest]
+        return chosen
 
 
 def packed(lease: Lease, rooms: Iterable[Room], room_of: RoomOf) -> list[Room]:
@@ -126,90 +125,153 @@ def packed(lease: Lease, rooms: Iterable[Room], room_of: RoomOf) -> list[Room]:
     return sorted(rooms, key=key)
 
 
-class Index:
-    """Finds room as `find` does, without looking at every device each time.
+def find(
+    lease: Lease, layout: Layout, room_of: RoomOf, workload: Workload, most_milli: int | None = None
+) -> Spot | None:
+    """Return where ``lease`` fits, or None.
 
-    Devices of one memory size lie in buckets of equal room; gangs of whole
-    devices go by the number of empty devices per set.  ``log`` names every
-    device whose room changed: what a query finds there is brought up to date.
+    ``room_of`` says how much of a device may be used; ``most_milli`` bounds
+    what is taken over all devices (what a quota or a limit leaves).
+    """
+    return Index(layout, room_of, workload, set()).find(lease, most_milli)
+
+
+# What a node looks like to who wants to be placed there: kind of device and room, ascending.
+_Look = tuple[tuple[int, int], ...]
+# How good a node is (less is better), and how the devices look that are as good.
+_Best = tuple[tuple[int, int, int], _Look]
+
+
+class Index:
+    """Finds room by ``room_of``, without looking at every device each time.
+
+    Nodes that look alike are looked at once; gangs of whole devices go by the
+    number of empty devices per set.  What lies in ``changed`` is brought up to
+    date by the next query.
     """
 
-    def __init__(self, layout: Layout, room_of: RoomOf, log: list[Room]) -> None:
+    def __init__(self, layout: Layout, room_of: RoomOf, workload: Workload, changed: set[Room]) -> None:
         self._layout = layout
         self._room_of = room_of
-        self._log = log
-        self._seen = len(log)
-        self._rooms = sorted(layout.everything, key=lambda room: room.device.uuid)
-        self._value: dict[Room, int] = {}
-        self._levels: dict[int, list[int]] = {}  # by memory size: the values that occur, ascending
-        self._buckets: dict[tuple[int, int], list[tuple[str, Room]]] = {}  # heaps, some entries outdated
-        self._sets: dict[Room, list[int]] = {room: [] for room in self._rooms}
+        self._workload = workload
+        self._changed = changed
+        self._value: dict[Room, int] = dict.fromkeys(layout.everything, 0)
+        kinds: dict[tuple[int, str], int] = {}
+        self._kind: dict[Room, int] = {}
+        self._kinds: list[Device] = []
+        for room in layout.everything:
+            key = room.device.grantable_bytes, room.device.profile
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                self._kinds.append(room.device)
+            self._kind[room] = kinds[key]
+        self._node: dict[Room, int] = {}
+        self._first: list[str] = []  # the first UUID of each node, its name in ties
+        for number, node in enumerate(layout.nodes):
+            self._first.append(min(room.device.uuid for room in node))
+            for room in node:
+                self._node[room] = number
+        self._look: list[_Look] = [()] * len(layout.nodes)
+        self._alike: dict[_Look, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
+        self._best: dict[object, dict[_Look, _Best | None]] = {}
         self._empty = [0] * (len(layout.islands) + len(layout.nodes))  # whole devices per set
         self._empty_total = 0
+        self._sets: dict[Room, list[int]] = {room: [] for room in layout.everything}
         for number, group in enumerate([*layout.islands, *layout.nodes]):
             for room in group:
                 self._sets[room].append(number)
-        for room in self._rooms:
-            self._put(room, room_of(room))
+        self._update(layout.everything)
 
-    def _put(self, room: Room, value: int) -> None:
-        change = (value >= WHOLE_GPU) - (self._value.get(room, 0) >= WHOLE_GPU)
-        self._value[room] = value
-        if change:
-            self._empty_total += change
-            for number in self._sets[room]:
-                self._empty[number] += change
-        if value > 0:
-            size = room.device.grantable_bytes
-            bucket = self._buckets.get((size, value))
-            if bucket is None:
-                bucket = self._buckets[size, value] = []
-                insort(self._levels.setdefault(size, []), value)
-            heapq.heappush(bucket, (room.device.uuid, room))
+    def _update(self, rooms: Iterable[Room]) -> None:
+        nodes = set()
+        for room in rooms:
+            if room not in self._value:
+                continue  # not usable
+            value = self._room_of(room)
+            before = self._value[room]
+            if value != before or not self._look[self._node[room]]:
+                self._value[room] = value
+                nodes.add(self._node[room])
+                change = (value >= WHOLE_GPU) - (before >= WHOLE_GPU)
+                if change:
+                    self._empty_total += change
+                    for number in self._sets[room]:
+                        self._empty[number] += change
+        for number in nodes:
+            node = self._layout.nodes[number]
+            look = tuple(sorted([(self._kind[room], max(0, self._value[room])) for room in node]))
+            if look != self._look[number]:
+                self._look[number] = look
+                heapq.heappush(self._alike.setdefault(look, []), (self._first[number], number))
 
-    def _catch_up(self) -> None:
-        for room in self._log[self._seen :]:
-            if room in self._value and (value := self._room_of(room)) != self._value[room]:
-                self._put(room, value)
-        self._seen = len(self._log)
-
-    def find(self, lease: Lease) -> Spot | None:
-        """Return where ``lease`` fits, or None: the same answer as `find`."""
-        self._catch_up()
+    def find(self, lease: Lease, most_milli: int | None = None) -> Spot | None:
+        """Return where ``lease`` fits, or None."""
+        if self._changed:
+            self._update(self._changed)
+            self._changed.clear()
         if lease.device_count > 1:
+            if most_milli is not None and lease.fraction_milli * lease.device_count > most_milli:
+                return None
             return self._find_gang(lease)
-        best: tuple[int, str, int] | None = None
-        for size, levels in self._levels.items():
-            need = _demand(lease, size)
-            for value in levels[bisect_left(levels, need) :]:
-                if uuid := self._first(size, value):
-                    found = value - need, uuid, need
-                    best = found if best is None else min(best, found)
-                    break
-        return best and Spot((best[1],), best[2])
+        return self._find_one(lease, most_milli)
 
-    def _first(self, size: int, value: int) -> str:
-        bucket = self._buckets[size, value]
-        while bucket and self._value[bucket[0][1]] != value:
-            heapq.heappop(bucket)
-        return bucket[0][0] if bucket else ""
+    def _find_one(self, lease: Lease, most_milli: int | None) -> Spot | None:
+        shape = lease.fraction_milli, lease.memory_bytes, lease.profile, most_milli
+        known = self._best.setdefault(shape, {})
+        found: tuple[tuple[int, int, int], tuple[str, int], _Look] | None = None
+        for look, nodes in list(self._alike.items()):
+            while nodes and self._look[nodes[0][1]] != look:
+                heapq.heappop(nodes)
+            if not nodes:
+                del self._alike[look]
+                continue
+            if look not in known:
+                known[look] = self._judge(lease, look, most_milli)
+            if (best := known[look]) is not None:
+                candidate = best[0], nodes[0], best[1]
+                if found is None or candidate < found:
+                    found = candidate
+        if found is None:
+            return None
+        node = self._layout.nodes[found[1][1]]
+        alike = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
+        room = min(alike, key=lambda room: room.device.uuid)
+        return Spot((room.device.uuid,), demand(lease, room.device))
+
+    def _judge(self, lease: Lease, look: _Look, most_milli: int | None) -> _Best | None:
+        gpus = [value for _, value in look]
+        free = sum(gpus)
+        before = self._workload.fragment_milli(tuple(sorted(gpus)))
+        best: tuple[int, int, int] | None = None
+        alike: list[tuple[int, int]] = []
+        for n, (kind, value) in enumerate(look):
+            need = demand(lease, self._kinds[kind])
+            if value < need or (most_milli is not None and need > most_milli) or look[n] in look[:n]:
+                continue
+            after = sorted([*gpus[:n], value - need, *gpus[n + 1 :]])
+            score = self._workload.score(before, self._workload.fragment_milli(tuple(after)))
+            this = -score, value - need, free
+            if best is None or this < best:
+                best, alike = this, []
+            if this == best:
+                alike.append(look[n])
+        return None if best is None else (best, tuple(alike))
 
     def _find_gang(self, lease: Lease) -> Spot | None:
-        count, layout = lease.device_count, self._layout
-        if lease.fraction_milli != WHOLE_GPU:
-            return _find_gang(lease, layout, self._room_of)
-        if self._empty_total < count:
-            return None
-        if layout.spreads(lease):
-            return _find_gang(lease, layout, self._value.__getitem__)
-        islands = len(layout.islands)
-        for sets, empty in (
-            (layout.islands, self._empty[:islands]),
-            (layout.nodes, self._empty[islands:]),
-        ):
-            able = [(n, number) for number, n in enumerate(empty) if n >= count]
-            if able:
-                inside = [room for room in sets[min(able)[1]] if self._value[room] >= WHOLE_GPU]
-                order = packed(lease, inside, self._value.__getitem__)
-                return Spot(tuple(room.device.uuid for room in order[:count]), WHOLE_GPU)
+        count, layout, need = lease.device_count, self._layout, lease.fraction_milli
+        if need == WHOLE_GPU and not lease.profile:
+            if self._empty_total < count:
+                return None
+            if lease.consolidate and not layout.is_wider(lease) and max(self._empty) < count:
+                return None
+        for tier in layout.tiers(lease):
+            insides: list[list[Room]] = []
+            for group in tier:
+                inside = [r for r in group if self._value[r] >= need and demand(lease, r.device) <= need]
+                if len(inside) >= count:
+                    insides.append(inside)
+            # The set with the fewest devices that would do: the others stay whole.
+            inside = min(insides, key=len, default=[])
+            if inside and (chosen := layout.choose(lease, inside, self._value.__getitem__)):
+                return Spot(tuple(room.device.uuid for room in chosen), need)
         return None

@@ -14,10 +14,15 @@ The rules, in the order in which they bind:
    claims, or not at all.  They never wait: who asks gets an answer.
 3. *Guests*: sleeping sessions beyond quota wake when unclaimed room is free.
 4. *Jobs*, waiting or suspended: projects below quota first, then by weight;
-   free room first, then room on its way, then room that others must give
-   (`making`).  What does not fit blocks nobody.
+   inside a project by `order`; free room first, then room on its way, then room
+   that others must give (`making`).  What does not fit blocks nobody, unless
+   the order is strict, or it has been overtaken for ``skip_wait_s``: then the
+   room that it will need is kept for it.
 
 What is decided for one is gone for the next: all rules work on one `Board`.
+
+A `Planner` is kept between rounds and told what changed, so that a round costs
+what changed and not what there is; `plan` makes one for a single round.
 """
 
 from __future__ import annotations
@@ -28,27 +33,30 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.fragmentation import Task, Workload
+from jupyter_gpushare.core.lines import Line, Lines, Shape
 from jupyter_gpushare.core.making import Maker
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Action,
     Cluster,
+    Device,
     Grant,
     Kind,
     Lease,
+    Order,
     Plan,
+    Project,
     Requeue,
     Resume,
+    Settings,
     State,
     Suspend,
     Why,
 )
 from jupyter_gpushare.core.placement import Index, Layout, RoomOf, Spot, demand, find
-from jupyter_gpushare.core.quota import held_by
-from jupyter_gpushare.core.victims import Victim, eligible_at
-
-# What decides whether two jobs of one project have the same chance.
-Shape = tuple[object, ...]
+from jupyter_gpushare.core.quota import Shares, held_by
+from jupyter_gpushare.core.victims import Victim
 
 
 def plan(cluster: Cluster, now: float) -> Plan:
@@ -57,8 +65,71 @@ def plan(cluster: Cluster, now: float) -> Plan:
     Actions take only what is free at ``now``.  Room that is on its way is kept
     for the lease it was asked for, and granted by a later call.
     """
-    done = Round(cluster, now).run()
-    return Plan(tuple(done.actions), done.next_at)
+    return Planner.of(cluster).plan(now)
+
+
+class Planner:
+    """Plans round after round for leases that it is told of; the answers are those of `plan`."""
+
+    def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
+        self.board = Board(devices, projects, settings)
+        self.layout = Layout(self.board.usable)
+        self.lines = Lines(settings)
+        tasks = ((Task(gpu_milli=milli, gpu_count=n), often) for milli, n, often in settings.workload)
+        self.workload = Workload(tasks)
+        self.indexes: dict[RoomOf, Index] = {}
+        self._changed: dict[str, Lease] = {}
+        self._possible: dict[Shape, bool] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Planner:
+        """Return a planner that knows everything in ``cluster``."""
+        planner = cls(cluster.devices, cluster.projects, cluster.settings)
+        for lease in cluster.leases:
+            planner.put(lease)
+        return planner
+
+    def put(self, lease: Lease) -> None:
+        """A lease is new, or has changed."""
+        self.board.put(lease)
+        self._changed[lease.id] = lease
+
+    def drop(self, id: str) -> None:
+        """A lease has ended."""
+        self.board.drop(id)
+        self.lines.drop(id)
+        self._changed.pop(id, None)
+
+    def plan(self, now: float) -> Plan:
+        """Return what to do now; ``now`` never goes back."""
+        done = self.begin(now).run()
+        self.board.undo()
+        return Plan(tuple(done.actions), done.next_at)
+
+    def begin(self, now: float, *, everybody: bool = False) -> Round:
+        """Return a round at ``now``; ``everybody`` who gets nothing is told why, if that is asked for."""
+        self.board.settle(now)
+        for lease in self._changed.values():
+            self.lines.put(lease, now)
+        self._changed.clear()
+        self.lines.catch_up(now)
+        self.board.begin()
+        return Round(self, now, everybody=everybody)
+
+    def find(self, lease: Lease, room_of: RoomOf, most_milli: int | None = None) -> Spot | None:
+        """Return where ``lease`` fits by ``room_of``, or None."""
+        index = self.indexes.get(room_of)
+        if index is None:
+            index = Index(self.layout, room_of, self.workload, self.board.watch())
+            self.indexes[room_of] = index
+        return index.find(lease, most_milli)
+
+    def fits_ever(self, lease: Lease) -> bool:
+        """Whether the usable devices would do if they were empty."""
+        key = lease.fraction_milli, lease.memory_bytes, lease.profile, lease.device_count, lease.consolidate
+        if key not in self._possible:
+            self._possible[key] = find(lease, self.layout, _whole, self.workload) is not None
+        return self._possible[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,43 +145,47 @@ _WAITING = {why: Waiting(why) for why in Why}
 class Round:
     """One application of all rules, kept for those who ask why."""
 
-    def __init__(self, cluster: Cluster, now: float) -> None:
+    def __init__(self, planner: Planner, now: float, *, everybody: bool) -> None:
         self.now = now
-        self.board = Board(cluster, now)
-        self.layout = Layout(self.board.usable)
-        self.maker = Maker(self.board, self.layout)
+        self.planner = planner
+        self.board = planner.board
+        self.lines = planner.lines
+        self.settings = planner.board.settings
+        self.layout = planner.layout
+        self.shares = Shares(self.board.standing, self._waiting_milli, WHOLE_GPU * len(self.board.usable))
+        self.maker = Maker(self.board, self.layout, self.lines, self.shares)
         self.actions: list[Action] = []
         self.waiting: dict[str, Waiting] = {}  # who got nothing, in the order in which they would be served
         self.next_at: float | None = None
+        self._everybody = everybody
         self._asked: list[Victim] = []
-        self._hopeless: dict[Shape, Why] = {}
-        self._possible: dict[Shape, bool] = {}
-        self._indexes: dict[RoomOf, Index] = {}
-        self._sizes: dict[int, int] = {}  # thousandths, by bytes asked for
+        self._hopeless: dict[tuple[str, Shape], Why] = {}
+        self._served: set[str] = set()
+        self._reserving: set[str] = set()  # projects in which room is kept for one who waited for long
+
+    @classmethod
+    def of(cls, cluster: Cluster, now: float) -> Round:
+        """Return a round of its own, for those who ask why."""
+        return Planner.of(cluster).begin(now, everybody=True)
 
     def run(self) -> Round:
         """Apply all rules."""
-        owners, sessions, guests, jobs = self._census(self.board.cluster.leases)
-        self._serve_people(owners, sessions)
-        for lease in sorted(guests, key=order.session_key):
+        self.run_sessions()
+        for lease in sorted(self._sleepers(claim=False), key=order.session_rank):
             self._wake_guest(lease)
-        self._serve(jobs)
+        self._serve()
         self._spare()
         if self.waiting:
-            self._look_ahead(self.board.cluster.leases)
+            self._at(self.lines.next_at())
+            self._at(self.maker.asker.next_at)
         return self
 
     def run_sessions(self) -> Round:
         """Apply the rules up to new sessions: what one more session would find."""
-        owners, sessions, _, _ = self._census(self.board.cluster.leases)
-        self._serve_people(owners, sessions)
-        return self
-
-    def _serve_people(self, owners: list[Lease], sessions: list[Lease]) -> None:
-        for lease in sorted(owners, key=order.session_key):
+        for lease in sorted(self._sleepers(claim=True), key=order.session_rank):
             self._wake_owner(lease)
         self._spare()
-        for lease in sorted(sessions, key=order.session_key):
+        for lease in sorted(self.lines.sessions.values(), key=order.session_rank):
             if self._backs_off(lease):
                 continue
             found = self.session_grant(lease)
@@ -118,23 +193,16 @@ class Round:
                 self._wait(lease, found)
             else:
                 self._start_session(lease, found)
+        return self
 
-    def _census(self, leases: Iterable[Lease]) -> tuple[list[Lease], ...]:
-        owners: list[Lease] = []
-        sessions: list[Lease] = []
-        guests: list[Lease] = []
-        jobs: list[Lease] = []
-        for lease in leases:
-            if lease.cancelled:
-                continue
-            if lease.kind is Kind.TRAIN:
-                if lease.state is State.PENDING or (lease.state is State.SUSPENDED and lease.devices):
-                    jobs.append(lease)
-            elif lease.state is State.PENDING:
-                sessions.append(lease)
-            elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
-                (owners if self.board.has_claim(lease) else guests).append(lease)
-        return owners, sessions, guests, jobs
+    def _sleepers(self, *, claim: bool) -> list[Lease]:
+        return [x for x in self.lines.sleepers.values() if self.board.has_claim(x) is claim]
+
+    def _waiting_milli(self) -> dict[str, int]:
+        return {
+            name: sum(self._size(jobs[0][1]) * len(jobs) for jobs in line.waiting.values())
+            for name, line in self.lines.of.items()
+        }
 
     # -- build sessions
 
@@ -176,12 +244,12 @@ class Round:
         """
         account = self.board.account(lease)
         quota_left = account.project.quota_milli - account.claimed
-        spot = find(lease, self.layout, _claimable_now, quota_left)
+        spot = self.planner.find(lease, _claimable_now, quota_left)
         if spot and not account.over_limit(spot.size_milli):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM)
-        if spot := spot or find(lease, self.layout, _claimable, quota_left):
+        if spot := spot or self.planner.find(lease, _claimable, quota_left):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True)
-        if spot := find(lease, self.layout, _unclaimed_returnable):
+        if spot := self.planner.find(lease, _unclaimed_returnable):
             if account.over_limit(spot.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=True)
@@ -197,9 +265,11 @@ class Round:
     def _unplaced(self, lease: Lease) -> Why:
         """Why a lease that finds no room now finds none."""
         board = self.board
-        if find(lease, self.layout, _whole):
+        if self.planner.fits_ever(lease):
             return Why.NO_ROOM
-        return Why.DEVICE_BROKEN if find(lease, Layout(list(board.rooms.values())), _whole) else Why.TOO_LARGE
+        everything = Layout(list(board.rooms.values()))
+        broken = find(lease, everything, _whole, self.planner.workload)
+        return Why.DEVICE_BROKEN if broken else Why.TOO_LARGE
 
     def _wake_guest(self, lease: Lease) -> None:
         board, held = self.board, held_by(lease)
@@ -221,82 +291,92 @@ class Round:
         spot = self._spot(job, _now)
         return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
 
-    def _serve(self, jobs: list[Lease]) -> None:
+    def _serve(self) -> None:
         """Offer room to the jobs: first what projects are owed, then the rest by weight."""
-        queues: dict[str, list[Lease]] = {}
-        for lease in sorted(jobs, key=order.job_key):
-            queues.setdefault(lease.project, []).append(lease)
-        rest = self._serve_queues(queues, owed=True)
-        self._serve_queues(rest, owed=False)
+        for lease in sorted(self.lines.backing_off.values(), key=lambda x: (x.queued_at, x.id)):
+            self._backs_off(lease)
+        self._serve_lines(owed=True)
+        self._serve_lines(owed=False)
 
-    def _serve_queues(self, queues: dict[str, list[Lease]], *, owed: bool) -> dict[str, list[Lease]]:
-        """Serve the projects in turn; return the jobs that were passed over, as they are not owed."""
-        passed: dict[str, list[Lease]] = {name: [] for name in queues}
-        left = {name: iter(queue) for name, queue in queues.items()}
-        heap = [(self._turn(queue[0], owed), name) for name, queue in queues.items()]
+    def _serve_lines(self, *, owed: bool) -> None:
+        """Serve the projects in turn."""
+        cursors = {name: Cursor(line) for name, line in self.lines.of.items() if line.waiting}
+        heap = [(self._turn(name, cursor, owed), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
             asked = len(self.actions)
-            for job in left[name]:
-                if owed and not self.board.account(job).is_below_quota(self._size(job)):
-                    passed[name].append(job)
-                elif self._serve_one(job):
-                    heapq.heappush(heap, (self._turn(job, owed), name))
-                    break
+            if self._serve_next(cursors[name], owed=owed):
+                heapq.heappush(heap, (self._turn(name, cursors[name], owed), name))
             if any(not isinstance(a, Grant | Resume) for a in self.actions[asked:]):
                 # Whoever gave room away has its turn earlier now.
-                heap = [(self._turn(queues[name][0], owed), name) for _, name in heap]
+                heap = [(self._turn(n, cursors[n], owed), n) for _, n in heap]
                 heapq.heapify(heap)
-        return {name: queue for name, queue in passed.items() if queue}
 
-    def _turn(self, job: Lease, owed: bool) -> tuple[float | str, ...]:
-        return (*self.board.account(job).turn(owed=owed), *order.job_key(job))
+    def _turn(self, project: str, cursor: Cursor, owed: bool) -> tuple[object, ...]:
+        return (*self.board.standing.account(project).turn(owed=owed), cursor.first)
+
+    def _serve_next(self, cursor: Cursor, *, owed: bool) -> bool:
+        """Serve one job of a project; False: no other has a chance in this turn."""
+        while cursor:
+            job, shape = cursor.next()
+            if job.id in self._served:
+                cursor.go_on()
+            elif owed and not self.board.account(job).is_below_quota(self._size(job)):
+                if self.settings.order is Order.FIFO:
+                    return False
+                cursor.close()  # its turn comes with those that are not owed anything
+            elif self._serve_one(job, shape):
+                self._served.add(job.id)
+                cursor.go_on()
+                return self.settings.order is not Order.FIFO or job.id not in self.waiting
+            elif self.settings.order is Order.FIFO and self.waiting[job.id].why not in _NEVER_MIND:
+                self._leave_in_line(cursor)
+                return False
+            elif (job.project, shape) in self._hopeless and not self._everybody:
+                cursor.close()
+            else:
+                cursor.go_on()
+        return False
+
+    def _leave_in_line(self, cursor: Cursor) -> None:
+        cursor.go_on()
+        while self._everybody and cursor:
+            self._wait(cursor.next()[0], Why.IN_LINE)
+            cursor.go_on()
 
     def _size(self, job: Lease) -> int:
         """The least that ``job`` takes anywhere."""
         if job.devices:
             return held_by(job) * len(job.devices)
-        if job.memory_bytes not in self._sizes:
-            needs = [demand(job, room.device) for room in self.board.usable] or [WHOLE_GPU]
-            self._sizes[job.memory_bytes] = min(needs)
-        return (self._sizes[job.memory_bytes] if job.memory_bytes else job.fraction_milli) * job.device_count
+        if not job.memory_bytes:
+            return job.fraction_milli * job.device_count
+        return min([demand(job, room.device) for room in self.board.usable], default=WHOLE_GPU)
 
-    def _serve_one(self, job: Lease) -> bool:
+    def _serve_one(self, job: Lease, shape: Shape) -> bool:
         """Give ``job`` what can be given; False: nothing changed."""
-        shape = self._shape(job)
-        if why := self._hopeless.get(shape):
+        key = job.project, shape
+        why = self._hopeless.get(key)
+        if why is None:
+            outcome = self._place(job)
+            if outcome is None:
+                return True
+            self._wait(job, outcome)
+            if outcome is Why.WAITS_FOR_ROOM:
+                return True
+            if outcome is not Why.NOT_WORTH_IT:
+                self._hopeless[key] = outcome
+        else:
             self._wait(job, why)
-            return False
-        if self._backs_off(job):
-            return False
-        outcome = self._place(job)
-        if outcome is None:
-            return True
-        self._wait(job, outcome)
-        if outcome is Why.WAITS_FOR_ROOM:
-            return True
-        if not job.devices:
-            self._hopeless[shape] = outcome
         return False
-
-    def _shape(self, job: Lease) -> Shape:
-        return (
-            job.project,
-            job.priority,
-            job.fraction_milli,
-            job.device_count,
-            job.memory_bytes,
-            job.consolidate,
-            job.survival is job.survival.SUSPEND and job.suspendable,
-            job.devices,
-        )
 
     def _place(self, job: Lease) -> Why | None:
         """None: the job has room now.  Else why it waits; room is pledged if it waits for room."""
         board = self.board
         if not board.is_whole(job):
             return Why.DEVICE_BROKEN
+        if not job.devices and self.planner.find(job, _soon) is None:
+            return self._make_room(job, None)
         spot = self._spot(job, _unclaimed) or self._spot(job, _now)
         coming = spot or self._spot(job, _soon)
         if coming:
@@ -308,16 +388,14 @@ class Round:
             if not account.over_limit_soon(coming.size_milli):
                 board.pledge(job, coming.devices, coming.held_milli)
                 return Why.WAITS_FOR_ROOM
-        return self._make_room(job)
+        return self._make_room(job, coming)
 
     def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
         if job.devices:
             held, rooms = held_by(job), self.board.rooms_of(job)
             spot = Spot(job.devices, held) if all(room_of(r) >= held for r in rooms) else None
         else:
-            if room_of not in self._indexes:
-                self._indexes[room_of] = Index(self.layout, room_of, self.board.log)
-            spot = self._indexes[room_of].find(job)
+            spot = self.planner.find(job, room_of)
         if spot is None or not self._lent(spot, room_of is _soon):
             return spot
         needed = self.board.reserve_needed(job, spot.devices, spot.held_milli)
@@ -327,25 +405,54 @@ class Round:
         rooms = [self.board.rooms[u] for u in spot.devices]
         return any((r.soon - r.asleep if soon else r.unclaimed) < spot.held_milli for r in rooms)
 
-    def _make_room(self, job: Lease) -> Why:
+    def _make_room(self, job: Lease, coming: Spot | None) -> Why:
         board, account = self.board, self.board.account(job)
-        if not job.devices and not self._fits_ever(job):
+        if not job.devices and not self.planner.fits_ever(job):
             return self._unplaced(job)
         size = self._size(job)
-        over = account.over_limit_soon(size)
-        made = self.maker.for_job(job, owed=account.is_below_quota(size), over_limit=over)
+        over, owed = account.over_limit_soon(size), account.is_below_quota(size)
+        below_share = len(self.lines.of) > 1 and account.use + size <= self.shares.of(job.project)
+        made = self.maker.for_job(
+            job, owed=owed, below_share=below_share and not owed, over_limit=over, coming=coming
+        )
         if made is None:
-            return Why.PROJECT_LIMIT if over else self.maker.obstacle
+            why = Why.PROJECT_LIMIT if over else self.maker.obstacle
+            return why if over or not self._keep_room(job) else Why.RESERVED
         self._ask(made.victims, job, binding=over > 0)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
 
-    def _fits_ever(self, job: Lease) -> bool:
-        """Whether the usable devices would do if they were empty."""
-        key = (job.fraction_milli, job.memory_bytes, job.device_count, job.consolidate)
-        if key not in self._possible:
-            self._possible[key] = find(job, self.layout, _whole) is not None
-        return self._possible[key]
+    def _keep_room(self, job: Lease) -> bool:
+        """Keep what ``job`` will need from those behind it, if it was overtaken for long enough.
+
+        One job of a project at a time: when it has started, the next has its turn.
+        """
+        wait_s = self.settings.skip_wait_s
+        if wait_s is None or self.now < job.waits_since_at + wait_s or job.project in self._reserving:
+            return False
+        rooms = self.board.rooms_of(job) if job.devices else self._least_taken(job)
+        if rooms is None:
+            return False
+        self._reserving.add(job.project)
+        need = held_by(job) if job.devices else demand(job, rooms[0].device)
+        self.board.pledge(job, [room.device.uuid for room in rooms], need)
+        return True
+
+    def _least_taken(self, job: Lease) -> list[Room] | None:
+        """The devices that ``job`` could have soonest if nobody new came: where least is missing."""
+        best: tuple[tuple[int, str], list[Room]] | None = None
+        for tier in self.layout.tiers(job):
+            for group in tier:
+                able = [room for room in group if _without_sessions(room) >= demand(job, room.device)]
+                able.sort(key=lambda room: (-room.soon, room.device.uuid))
+                if not self.layout.is_wider(job):
+                    able = able[: job.device_count]
+                rooms = self.layout.choose(job, able, _soon)
+                if rooms is not None:
+                    missing = sum(max(0, demand(job, room.device) - room.soon) for room in rooms)
+                    found = (missing, rooms[0].device.uuid), rooms
+                    best = found if best is None else min(best, found, key=lambda x: x[0])
+        return best and best[1]
 
     # -- effects on the board
 
@@ -400,16 +507,44 @@ class Round:
         if moment is not None and moment > self.now and (self.next_at is None or moment < self.next_at):
             self.next_at = moment
 
-    def _look_ahead(self, leases: Iterable[Lease]) -> None:
-        """Find when somebody can be asked who cannot be asked now."""
-        settings = self.board.settings
-        for lease in leases:
-            if lease.kind is Kind.BUILD:
-                self._at(eligible_at(lease, settings))
-            if lease.state is State.RUNNING:
-                self._at(lease.retry_at)
-                if lease.kind is Kind.TRAIN and settings.min_run_s:
-                    self._at(lease.granted_at + settings.min_run_s)
+
+# Why a job may not start that does not keep those behind it from starting, where the order is strict.
+_NEVER_MIND = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
+
+
+class Cursor:
+    """Goes through the waiting jobs of a project in their order, shape by shape."""
+
+    def __init__(self, line: Line) -> None:
+        self._waiting = line.waiting
+        self._heads = [(jobs[0][0], 0, shape) for shape, jobs in line.waiting.items()]
+        heapq.heapify(self._heads)
+
+    def __bool__(self) -> bool:
+        return bool(self._heads)
+
+    @property
+    def first(self) -> tuple[object, ...]:
+        """The rank of who comes next."""
+        return self._heads[0][0] if self._heads else ()
+
+    def next(self) -> tuple[Lease, Shape]:
+        """Who comes next, and its shape."""
+        _, number, shape = self._heads[0]
+        return self._waiting[shape][number][1], shape
+
+    def go_on(self) -> None:
+        """Go on to the next one."""
+        _, number, shape = self._heads[0]
+        jobs = self._waiting[shape]
+        if number + 1 < len(jobs):
+            heapq.heapreplace(self._heads, (jobs[number + 1][0], number + 1, shape))
+        else:
+            heapq.heappop(self._heads)
+
+    def close(self) -> None:
+        """Go on to the next one of another shape."""
+        heapq.heappop(self._heads)
 
 
 def _now(room: Room) -> int:
@@ -434,6 +569,11 @@ def _claimable_now(room: Room) -> int:
 
 def _unclaimed_returnable(room: Room) -> int:
     return room.unclaimed if room.device.suspendable else 0
+
+
+def _without_sessions(room: Room) -> int:
+    """What jobs can have of a device when all other jobs have left it."""
+    return WHOLE_GPU - sum(held_by(x) for x in room.holders.values() if x.kind is Kind.BUILD) - room.asleep
 
 
 def _whole(room: Room) -> int:

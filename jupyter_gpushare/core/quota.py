@@ -16,8 +16,8 @@ Nothing here is remembered: standing follows from the states of the leases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
@@ -51,6 +51,15 @@ class Account:
     capped: int = 0  # what counts against the limit: held in any way, or claimed
     leaving: int = 0  # the part of it that is on its way out
 
+    def undoing(self) -> Callable[[], None]:
+        """Return what brings the account back to how it is now, after decisions."""
+        before = self.claimed, self.use, self.in_quota_use, self.capped, self.leaving
+
+        def undo() -> None:
+            self.claimed, self.use, self.in_quota_use, self.capped, self.leaving = before
+
+        return undo
+
     def is_below_quota(self, more: int) -> bool:
         """Whether the project stays within quota with ``more``: then it is owed that room."""
         return self.use + more <= self.project.quota_milli
@@ -76,19 +85,112 @@ class Account:
         return -self.project.priority, (self.use - quota) / max(self.project.weight, 1)
 
 
-@dataclass(slots=True)
 class Standing:
-    """Accounts of all projects, and which leases are within quota."""
+    """Accounts of all projects, and which leases are within quota.
 
-    accounts: dict[str, Account] = field(default_factory=dict)
-    claimants: set[str] = field(default_factory=set)  # build sessions whose room is theirs
-    in_quota: set[str] = field(default_factory=set)  # leases that hold room within quota
+    Leases that have a place `enter` and `exit`; `settle` then brings claims and
+    quotas up to date, at the cost of what changed.
+    """
+
+    def __init__(self, projects: Iterable[Project]) -> None:
+        self.accounts = {p.name: Account(p) for p in projects}
+        self.claimants: set[str] = set()  # build sessions whose room is theirs
+        self.in_quota: set[str] = set()  # leases that hold room within quota
+        self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
+        self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
+        self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
+        self._sessions: dict[str, Lease] = {}  # may have a claim
+        self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
+        self._claims_unsettled = False
+
+    def undoing(self) -> Callable[[], None]:
+        """Return what brings back who holds room and who is in quota, after decisions."""
+        jobs, in_quota = {name: held.copy() for name, held in self.jobs.items()}, self.in_quota.copy()
+
+        def undo() -> None:
+            self.jobs, self.in_quota = jobs, in_quota
+
+        return undo
 
     def account(self, project: str) -> Account:
         """The account of ``project``; one that is not configured (any more) is owed nothing."""
-        if project not in self.accounts:
-            self.accounts[project] = Account(Project(name=project, quota_milli=0))
-        return self.accounts[project]
+        found = self.accounts.get(project)
+        if found is None:
+            found = self.accounts[project] = Account(Project(name=project, quota_milli=0))
+        return found
+
+    def enter(self, lease: Lease) -> None:
+        """``lease`` has a place from now on."""
+        if lease.kind is Kind.BUILD and lease.state is not State.STOPPING:
+            self._sessions[lease.id] = lease
+            self._claims_unsettled = True
+        self.count(lease, 1)
+
+    def exit(self, lease: Lease) -> None:
+        """``lease``, as it entered, has no place any more."""
+        if self._sessions.pop(lease.id, None) is not None:
+            self._claims_unsettled = True
+        self.count(lease, -1)
+
+    def count(self, lease: Lease, sign: int) -> None:
+        """Count what ``lease`` holds, or take it out again."""
+        account, size = self.account(lease.project), sign * size_of(lease)
+        claimant = lease.id in self.claimants
+        holds, leaving = lease.state in HOLDS_ROOM, lease.state in LEAVING
+        if claimant or holds:
+            account.capped += size
+            if leaving and not claimant:
+                account.leaving += size
+        if not holds or leaving:
+            return
+        account.use += size
+        self._unsettled.add(lease.project)
+        if claimant:
+            account.in_quota_use += size
+            (self.in_quota.add if sign > 0 else self.in_quota.discard)(lease.id)
+        elif lease.kind is Kind.TRAIN:
+            if sign > 0:
+                self.jobs.setdefault(lease.project, {})[lease.id] = lease
+                self._beyond.setdefault(lease.project, {})[lease.id] = lease
+            else:
+                self._put_out(account, lease)
+                del self.jobs[lease.project][lease.id]
+                del self._beyond[lease.project][lease.id]
+        elif sign > 0:
+            self._guests[lease.id] = lease
+        else:
+            del self._guests[lease.id]
+
+    def _put_out(self, account: Account, job: Lease) -> None:
+        if job.id in self.in_quota:
+            self.in_quota.discard(job.id)
+            self._beyond[job.project][job.id] = job
+            account.in_quota_use -= size_of(job)
+
+    def is_anybody_over_quota(self, *, but: str) -> bool:
+        """Whether projects other than ``but`` hold room beyond their quota."""
+        if any(beyond and name != but for name, beyond in self._beyond.items()):
+            return True
+        return any(guest.project != but for guest in self._guests.values())
+
+    def claims_to_change(self) -> set[str]:
+        """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""
+        if not self._claims_unsettled:
+            return set()
+        self._claims_unsettled = False
+        return _give_claims(self, self._sessions.values()) ^ self.claimants
+
+    def settle(self) -> None:
+        """Bring the jobs of projects that changed into quota, or out of it."""
+        for name in self._unsettled:
+            account, beyond = self.account(name), self._beyond.get(name, {})
+            if account.in_quota_use + sum(map(size_of, beyond.values())) > account.project.quota_milli:
+                # Not all fit: whether one does depends on those that are older.
+                for lease in self.jobs.get(name, {}).values():
+                    self._put_out(account, lease)
+            for lease in self.promote(account, beyond.values()):
+                del beyond[lease.id]
+        self._unsettled.clear()
 
     def promote(self, account: Account, jobs: Iterable[Lease]) -> list[Lease]:
         """Bring jobs that hold room into their project's quota as far as they fit, oldest first.
@@ -113,47 +215,41 @@ def has_place(lease: Lease) -> bool:
 
 def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
     """Return who is within quota now."""
-    result = Standing({p.name: Account(p) for p in projects})
-    placed = [lease for lease in leases if has_place(lease)]
-    _give_claims(result, [x for x in placed if x.kind is Kind.BUILD and x.state is not State.STOPPING])
-    jobs: dict[str, list[Lease]] = {}
-    for lease in placed:
-        account, size = result.account(lease.project), size_of(lease)
-        claimant = lease.id in result.claimants
-        if claimant or lease.state in HOLDS_ROOM:
-            account.capped += size
-            if not claimant and lease.state in LEAVING:
-                account.leaving += size
-        if lease.state not in HOLDS_ROOM or lease.state in LEAVING:
-            continue
-        account.use += size
-        if claimant:
-            account.in_quota_use += size
-            result.in_quota.add(lease.id)
-        elif lease.kind is Kind.TRAIN:
-            jobs.setdefault(lease.project, []).append(lease)
-    for name, held in jobs.items():
-        result.promote(result.account(name), held)
+    result = Standing(projects)
+    placed = {lease.id: lease for lease in leases if has_place(lease)}
+    for lease in placed.values():
+        result.enter(lease)
+    changed = result.claims_to_change()
+    for id in changed:
+        result.count(placed[id], -1)
+    result.claimants ^= changed
+    for id in changed:
+        result.count(placed[id], 1)
+    result.settle()
     return result
 
 
-def _give_claims(result: Standing, sessions: list[Lease]) -> None:
+def _give_claims(standing: Standing, sessions: Iterable[Lease]) -> set[str]:
     """Give the quotas to the sessions, first come first served.
 
     A session that started on borrowed room may move up into its project's
     quota, but never at the cost of a claim that was granted as one.
     """
+    claimants = set()
     on_device: dict[str, int] = {}
+    for account in standing.accounts.values():
+        account.claimed = 0
     for lease in sorted(sessions, key=lambda x: (x.borrowed, x.queued_at, x.id)):
-        account, held, size = result.account(lease.project), held_by(lease), size_of(lease)
+        account, held, size = standing.account(lease.project), held_by(lease), size_of(lease)
         if account.claimed + size > account.project.quota_milli:
             continue
         if any(on_device.get(uuid, 0) + held > WHOLE_GPU for uuid in lease.devices):
             continue
         account.claimed += size
-        result.claimants.add(lease.id)
+        claimants.add(lease.id)
         for uuid in lease.devices:
             on_device[uuid] = on_device.get(uuid, 0) + held
+    return claimants
 
 
 def fair_shares(
@@ -187,3 +283,32 @@ def fair_shares(
             shares[name] += more
             left -= more
     return shares
+
+
+class Shares:
+    """Fair shares of the projects in a round, worked out when somebody asks."""
+
+    def __init__(
+        self, standing: Standing, waiting_milli: Callable[[], Mapping[str, int]], capacity_milli: int
+    ):
+        self._standing = standing
+        self._waiting_milli = waiting_milli
+        self._capacity = capacity_milli
+        self._shares: dict[str, int] | None = None
+
+    def of(self, project: str) -> int:
+        """What a project may hold now, thousandths of a GPU."""
+        if self._shares is None:
+            accounts = self._standing.accounts
+            waiting = self._waiting_milli()
+            demand = {name: account.use + waiting.get(name, 0) for name, account in accounts.items()}
+            projects = [account.project for account in accounts.values()]
+            self._shares = fair_shares(projects, demand, self._capacity)
+        return self._shares.get(project, 0)
+
+    def are_kept(self, leaving: Iterable[Lease]) -> bool:
+        """Whether every project keeps its share when these leases leave."""
+        sizes: dict[str, int] = {}
+        for lease in leaving:
+            sizes[lease.project] = sizes.get(lease.project, 0) + size_of(lease)
+        return all(self._standing.account(n).use - size >= self.of(n) for n, size in sizes.items())

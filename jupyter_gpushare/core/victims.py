@@ -16,9 +16,12 @@ Who may be asked depends on who needs the room:
 * anybody may have the room of an idle session (1), if host memory has room for
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
-* a job may take from jobs of the same project with a lower *priority* (2-3),
-  unless these were owed the same room again before it (a job beyond quota does
-  not displace what its project is guaranteed).
+* a project *below its fair share* may take from jobs over quota (2-3) that have
+  run for their minimum time, of projects that keep their own fair share;
+* a job may take from jobs of the same project that it outranks (2-3; `order`)
+  and that have run for their minimum time, if it gains more than that costs,
+  and unless these were owed the same room again before it (a job beyond quota
+  does not displace what its project is guaranteed).
 
 A lease that is just resuming is left alone until it runs.
 """
@@ -26,10 +29,14 @@ A lease that is just resuming is left alone until it runs.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.model import Kind, Lease, Settings, State, Survival, Why
+from jupyter_gpushare.core.idle import eligible
+from jupyter_gpushare.core.lines import Lines
+from jupyter_gpushare.core.model import Kind, Lease, State, Survival, Why
 
 
 class Cost(enum.IntEnum):
@@ -68,7 +75,7 @@ class Rights:
 
     project: str  # "": of no matter
     owed: bool  # its project is below quota
-    priority: int | None  # None: its project has no job that it outranks
+    below_share: bool  # its project is below its fair share
     lend: bool  # it may go where a session sleeps, or is put to sleep
 
     def there(self, room: Room) -> int:
@@ -76,49 +83,30 @@ class Rights:
         return room.soon if self.lend else room.soon - room.asleep
 
 
-def eligible_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which a running session's room may be lent; None: not while it is as it is."""
-    if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:
-        return None
-    if not lease.lend_now and lease.idle_since_at is None:
-        return None
-    idle_at = 0.0 if lease.lend_now else (lease.idle_since_at or 0.0) + settings.idle_timeout_s
-    return max(idle_at, lease.keep_until_at, lease.retry_at)
-
-
-def eligible(lease: Lease, settings: Settings, now: float) -> bool:
-    """Whether the room of this session may be lent now, should anybody need it."""
-    at = eligible_at(lease, settings)
-    return at is not None and now >= at
-
-
-def warn_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which its owner should know, if somebody waits for room."""
-    at = eligible_at(lease, settings)
-    return None if at is None else at - min(300.0, settings.idle_timeout_s / 3)
-
-
 class Asker:
     """Knows who on a board may be asked."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, lines: Lines) -> None:
         self.board = board
         self.memory_short = False  # an idle session was left alone for lack of host memory
-        self._rights: dict[tuple[str, bool, int | None, bool], Rights] = {}
-        self._lowest = {  # priority of a job that holds room, by project
-            name: min(x.priority for x in jobs.values()) for name, jobs in board.jobs.items() if jobs
-        }
+        self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
+        self._lines = lines
+        self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
 
-    def rights(self, job: Lease, *, owed: bool, lend: bool = True) -> Rights:
+    def rights(self, job: Lease, *, owed: bool, below_share: bool, lend: bool = True) -> Rights:
         """On what terms ``job`` may ask."""
-        priority = job.priority if self._lowest.get(job.project, job.priority) < job.priority else None
-        project = job.project if owed or priority is not None else ""
-        key = (project, owed, priority, lend)
+        key = (job.project if owed or below_share else "", owed, below_share, lend)
         if key not in self._rights:
             self._rights[key] = Rights(*key)
         return self._rights[key]
+
+    def finds_any(self, rights: Rights) -> bool:
+        """Whether there can be anybody at all to ask."""
+        if rights.lend and self._lines.idle:
+            return True
+        return bool(rights.project) and self.board.standing.is_anybody_over_quota(but=rights.project)
 
     def on(self, room: Room, rights: Rights) -> list[Victim]:
         """Who on a device may be asked, the cheapest first."""
@@ -132,7 +120,7 @@ class Asker:
             self._seen[rights] = len(self.board.log)
         victims = found.get(room)
         if victims is None:
-            victims = [v for x in room.holders if (v := self.for_job(x, rights))]
+            victims = [v for x in room.holders.values() if (v := self.for_job(x, rights))]
             victims.sort(key=rank)
             found[room] = victims
         return victims
@@ -150,17 +138,37 @@ class Asker:
         board = self.board
         if rights.lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
             return lender
-        if rights.owed and holder.project != rights.project and holder.id not in board.standing.in_quota:
+        if not rights.project or holder.project == rights.project or holder.id in board.standing.in_quota:
+            return None
+        if rights.owed:
             return self._holder(holder, Why.OVER_QUOTA)
-        if (
-            rights.priority is not None
-            and holder.kind is Kind.TRAIN
-            and holder.project == rights.project
-            and holder.priority < rights.priority
-            and board.moment - holder.granted_at >= board.settings.min_run_s
-        ):
-            return self.job(holder, Why.PRIORITY)
-        return None
+        return self.job(holder, Why.OVER_QUOTA) if self._has_run(holder) else None
+
+    def juniors(self, job: Lease) -> Iterator[Victim]:
+        """The jobs of its own project that ``job`` may preempt, the first to go first."""
+        board = self.board
+        jobs = board.standing.jobs.get(job.project, {})
+        level = order.level(job, board.moment, board.settings)
+        line = self._lines.of.get(job.project)
+        for lease in line.outranked(level, board.moment, board.settings) if line else ():
+            if lease.id in jobs and self._has_run(lease):
+                why = Why.PRIORITY if lease.priority < job.priority else Why.ORDER
+                if victim := self.job(lease, why):
+                    yield victim
+
+    def to_move(self, project: str, holder: Lease) -> Victim | None:
+        """A job of ``project`` that may be stopped where it is, to go on elsewhere."""
+        movable = holder.project == project and holder.survival is Survival.SIGTERM
+        return self.job(holder, Why.MOVED) if movable and self._has_run(holder) else None
+
+    def _has_run(self, lease: Lease) -> bool:
+        """Whether a job has had its minimum run time."""
+        if lease.kind is not Kind.TRAIN:
+            return False
+        at = lease.granted_at + self.board.settings.min_run_s
+        if at > self.board.moment:
+            self.next_at = at if self.next_at is None else min(at, self.next_at)
+        return at <= self.board.moment
 
     def job(self, lease: Lease, why: Why) -> Victim | None:
         """A job that holds room, if it can leave now."""

@@ -84,7 +84,7 @@ def test_status_starts_without_the_libraries_of_the_services():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("verb", ["broker", "helper"])
+@pytest.mark.parametrize("verb", ["simulate", "broker", "helper"])
 def test_service_verbs_hand_their_words_to_the_service(gpushare, monkeypatch, verb):
     got = []
 

@@ -19,11 +19,11 @@ def numbers(board: Board) -> dict[str, Any]:
             room.soon,
             room.claimed,
             room.asleep,
-            sorted(x.id for x in room.holders),
+            sorted(room.holders),
         )
         for uuid, room in board.rooms.items()
     }
-    jobs = {name: sorted(jobs) for name, jobs in board.jobs.items()}
+    jobs = {name: sorted(jobs) for name, jobs in board.standing.jobs.items()}
     return {"rooms": rooms, "jobs": jobs, "host": board.host_free}
 
 
@@ -32,7 +32,7 @@ def numbers(board: Board) -> dict[str, Any]:
     "lease", [build("nb", 500, "0", used_bytes=GIB), train("job", 500, "0", used_bytes=GIB)]
 )
 def test_who_need_not_leave_after_all_is_back_as_if_never_asked(lease: Lease, parked: bool) -> None:
-    board = Board(cluster(lease, train("other", 250, "0")), NOW)
+    board = Board.of(cluster(lease, train("other", 250, "0")), NOW)
     before = numbers(board)
     board.leave(lease, parked=parked)
     assert numbers(board) != before

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.core.board import Room
+from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
-from jupyter_gpushare.core.placement import Index, Layout, find
+from jupyter_gpushare.core.placement import Index, Layout, Spot, demand, find
 from jupyter_gpushare.core.plan import plan
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
@@ -136,11 +137,38 @@ def row(seed):
     return random, rooms
 
 
+WORKLOAD = Workload([(Task(gpu_milli=m, gpu_count=n), 1.0) for m, n in ((250, 1), (1000, 1), (1000, 2))])
+
+
+def free(room):
+    return room.free
+
+
+def best_device(lease, layout):
+    """Looks at every device: least fragmentation, then tightest device, then tightest node."""
+    found = []
+    for node in layout.nodes:
+        gpus = sorted(room.free for room in node)
+        for room in node:
+            need = demand(lease, room.device)
+            if room.free >= need:
+                after = list(gpus)
+                after[after.index(room.free)] -= need
+                before, then = (
+                    WORKLOAD.fragment_milli(tuple(gpus)),
+                    WORKLOAD.fragment_milli(tuple(sorted(after))),
+                )
+                first = min(r.device.uuid for r in node)
+                order = (-WORKLOAD.score(before, then), room.free - need, sum(gpus), first, room.device.uuid)
+                found.append((order, Spot((room.device.uuid,), need)))
+    return min(found, key=lambda x: x[0])[1] if found else None
+
+
 @given(st.integers(0, 10_000))
 def test_the_index_answers_as_if_every_device_was_looked_at(seed):
     random, rooms = row(seed)
-    layout, log = Layout(rooms), []
-    index = Index(layout, lambda room: room.free, log)
+    layout, changed = Layout(rooms), set()
+    index = Index(layout, free, WORKLOAD, changed)
     for _ in range(20):
         shape = random.choice(
             [
@@ -152,12 +180,14 @@ def test_the_index_answers_as_if_every_device_was_looked_at(seed):
         )
         lease = replace(train("job", 0, consolidate=random.choice([True, True, False])), **shape)
         spot = index.find(lease)
-        assert spot == find(lease, layout, lambda room: room.free)
+        assert spot == find(lease, layout, free, WORKLOAD)
+        if lease.device_count == 1:
+            assert spot == best_device(lease, layout)
         for room in rooms:
             if spot and room.device.uuid in spot.devices:
                 room.free -= spot.held_milli
-                log.append(room)
+                changed.add(room)
         if random.random() < 0.3:
             room = random.choice(rooms)
             room.free = 1000
-            log.append(room)
+            changed.add(room)

@@ -1,0 +1,114 @@
+"""When will it start?  A range, from a replay of what runs and waits.
+
+How long jobs take is not known beforehand; how long ended jobs took is.  Three
+futures are replayed (`core.replay`): every job takes what the faster quarter of
+comparable jobs stays below, what half of them do, what three quarters do.  For
+one that runs already only those count that took longer than it has run.  With
+fewer than `LEAST` samples nothing is said.
+
+Who computes in a notebook is taken to go on, who sleeps to sleep on, and
+nobody new comes: the range is about the work that is there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, Cluster, Kind, Lease, State
+from jupyter_gpushare.core.order import attained_gpu_s, gpus
+from jupyter_gpushare.core.replay import NO_COSTS, Costs, Replay, Watcher
+
+# Fewer ended jobs than this say nothing.
+LEAST = 10
+QUARTILES = (25, 50, 75)
+# Beyond it an estimate is of no use.
+HORIZON_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """In how many seconds a lease gets room: probably ``likely_s``, within the two others."""
+
+    low_s: float
+    likely_s: float
+    high_s: float
+
+
+def estimates(
+    cluster: Cluster,
+    now: float,
+    durations_s: Sequence[float],
+    *,
+    costs: Costs = NO_COSTS,
+    most_events: int = 2_000,
+) -> Mapping[str, Estimate]:
+    """Return, by id, when the jobs that wait for room will get some.
+
+    ``durations_s``: how long ended jobs ran.  ``most_events`` bounds the work
+    per future; who does not start within it, or within `HORIZON_S`, in each of
+    them gets no estimate.
+    """
+    samples = sorted(durations_s)
+    waiting = [x for x in cluster.leases if _waits(x)]
+    if len(samples) < LEAST or not waiting:
+        return {}
+    futures = [_starts(cluster, now, samples, percent, costs, most_events) for percent in QUARTILES]
+    found = {}
+    for lease in waiting:
+        moments = sorted(starts[lease.id] - now for starts in futures if lease.id in starts)
+        if len(moments) == len(QUARTILES):
+            found[lease.id] = Estimate(*moments)
+    return found
+
+
+def _waits(lease: Lease) -> bool:
+    waits = lease.state is State.PENDING or lease.state is State.SUSPENDED
+    return waits and lease.kind is Kind.TRAIN and not lease.cancelled
+
+
+class _Starts(Watcher):
+    """Notes when each lease first gets room, and ends the replay with the last."""
+
+    replay: Replay
+
+    def __init__(self, waiting: int) -> None:
+        self.at: dict[str, float] = {}
+        self._left = waiting
+
+    def changed(self, now: float, before: Lease | None, after: Lease) -> None:
+        if before is None or not _waits(before) or after.state not in HOLDS_ROOM or after.id in self.at:
+            return
+        self.at[after.id] = now
+        self._left -= 1
+        self.replay.stopped = not self._left
+
+
+def _starts(
+    cluster: Cluster, now: float, samples: Sequence[float], percent: int, costs: Costs, most_events: int
+) -> Mapping[str, float]:
+    watcher = _Starts(sum(map(_waits, cluster.leases)))
+    replay = Replay(cluster.devices, cluster.projects, cluster.settings, costs, now=now, watcher=watcher)
+    watcher.replay = replay
+    for lease in cluster.leases:
+        left_s = inf
+        if lease.kind is Kind.TRAIN:
+            left_s = remaining_s(
+                attained_gpu_s(lease, now) / max(gpus(lease), 1 / WHOLE_GPU), samples, percent
+            )
+        replay.adopt(lease, left_s)
+    replay.run(now + HORIZON_S, most_events=most_events)
+    return watcher.at
+
+
+def remaining_s(ran_s: float, samples: Sequence[float], percent: float) -> float:
+    """What is left to ``percent`` of the ended jobs that took longer than ``ran_s``; ``samples`` ascend.
+
+    A job that outlasts them all is taken to be in its middle.
+    """
+    longer = samples[bisect_right(samples, ran_s) :]
+    if not longer:
+        return ran_s
+    return longer[max(0, ceil(len(longer) * percent / 100) - 1)] - ran_s

@@ -1,0 +1,219 @@
+"""Fill a cluster with pods that ask for parts of GPUs, until more is asked for than there is.
+
+The set-up of the published comparison (FGD, USENIX ATC'23; the openb trace of
+2023): the pods of the list are shuffled, and more are drawn from it at random,
+until the GPUs asked for reach `LOAD` of the cluster.  They arrive one by one,
+never leave, and are dropped when they do not fit.  CPU, memory and the model of
+GPU bind as well.  What is compared is how much of all GPUs is allocated once as
+much as the cluster has was asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jupyter_gpushare.core.fragmentation import Task, Workload
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.sim.traces import Node, Pod
+
+# GPUs asked for, of what the cluster has, when the last pod has come.
+LOAD = 1.3
+
+
+class Stock(NamedTuple):
+    """What is left of a node; nodes with the same stock are alike."""
+
+    model: str
+    cpu_milli: int
+    memory_mib: int
+    gpu_milli: tuple[int, ...]  # per GPU, ascending
+
+
+class Shape(NamedTuple):
+    """What a pod asks for; pods of one shape are alike."""
+
+    gpus: int
+    gpu_milli: int
+    cpu_milli: int
+    memory_mib: int
+    models: frozenset[str]
+
+
+# The least of these is taken: (score, what is left), or None where the shape does not fit.
+Choice = tuple[tuple[float, ...], Stock] | None
+Placement = Callable[[Stock, Shape], Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What came of it."""
+
+    pods: int  # that arrived
+    dropped: int
+    gpus: int
+    asked_percent: tuple[float, ...]  # after each pod that asks for a GPU, of all GPUs
+    allocated_percent: tuple[float, ...]
+
+    def allocated_at(self, asked_percent: float) -> float:
+        """Per cent of all GPUs allocated when ``asked_percent`` was first reached."""
+        pairs = zip(self.asked_percent, self.allocated_percent, strict=True)
+        return next((got for asked, got in pairs if asked >= asked_percent), self.allocated_percent[-1])
+
+
+def shape_of(pod: Pod) -> Shape:
+    return Shape(pod.gpus, pod.gpu_milli, pod.cpu_milli, pod.memory_mib, pod.models)
+
+
+def arrivals(pods: Sequence[Pod], capacity_milli: int, rng: random.Random) -> list[Pod]:
+    """The pods in the order of one run: all, shuffled, then drawn until the load is reached.
+
+    Without one that asks for a GPU there is nothing to draw for.
+    """
+    coming = list(pods)
+    rng.shuffle(coming)
+    asked = sum(p.gpus * p.gpu_milli for p in coming)
+    while 0 < asked < LOAD * capacity_milli:
+        pod = rng.choice(pods)
+        coming.append(pod)
+        asked += pod.gpus * pod.gpu_milli
+    return coming
+
+
+def options(stock: Stock, shape: Shape) -> list[Stock]:
+    """What can be left of a node after a pod of ``shape`` was placed there; empty: it does not fit."""
+    cpu, memory = stock.cpu_milli - shape.cpu_milli, stock.memory_mib - shape.memory_mib
+    if cpu < 0 or memory < 0 or (shape.models and stock.model not in shape.models):
+        return []
+    free = stock.gpu_milli
+    if not shape.gpus:
+        return [Stock(stock.model, cpu, memory, free)]
+    if shape.gpus > 1:
+        left = len(free) - shape.gpus
+        if left < 0 or free[left] < WHOLE_GPU:
+            return []
+        return [Stock(stock.model, cpu, memory, tuple(sorted(free[:left] + (0,) * shape.gpus)))]
+    found = []
+    for value in dict.fromkeys(v for v in free if v >= shape.gpu_milli):
+        rest = list(free)
+        rest.remove(value)
+        insort(rest, value - shape.gpu_milli)
+        found.append(Stock(stock.model, cpu, memory, tuple(rest)))
+    return found
+
+
+def best_fit(stock: Stock, shape: Shape) -> Choice:
+    """The node with the least left of CPU and GPU together, there the GPU with the least room."""
+    able = options(stock, shape)
+    if not able:
+        return None
+    return (_left(able[0]),), able[0]  # options come with the tightest GPU first
+
+
+def _left(stock: Stock) -> float:
+    return stock.cpu_milli / _CPU_SCALE + sum(stock.gpu_milli) / _GPU_SCALE
+
+
+# The largest node of the openb cluster, so that CPU and GPU weigh the same.
+_CPU_SCALE = 128_000
+_GPU_SCALE = 8 * WHOLE_GPU
+
+
+def fragmentation_gradient(pods: Sequence[Pod]) -> Placement:
+    """Where fragments grow least (`core.fragmentation`) for the pods of this load that ask for GPUs."""
+    often = Counter(shape_of(pod) for pod in pods if pod.gpus)
+    workload = Workload(
+        (Task(gpu_milli=s.gpu_milli, gpu_count=s.gpus, cpu_milli=s.cpu_milli, models=s.models), float(n))
+        for s, n in often.items()
+    )
+
+    def fragment(stock: Stock) -> float:
+        return workload.fragment_milli(stock.gpu_milli, stock.cpu_milli, stock.model)
+
+    def place(stock: Stock, shape: Shape) -> Choice:
+        able = options(stock, shape)
+        if not able:
+            return None
+        before = fragment(stock)
+        scored = [(-workload.score(before, fragment(left)), _left(left), left) for left in able]
+        score, least, left = min(scored, key=lambda x: x[0])  # the tightest GPU of those that tie
+        return (score, least), left
+
+    return place
+
+
+def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Placement | None, seed: int) -> Filled:
+    """Return how the cluster filled; ``placement`` None: a random node, there a random GPU."""
+    rng = random.Random(seed)  # noqa: S311 - a repeatable order, no secret
+    capacity = WHOLE_GPU * sum(n.gpus for n in nodes)
+    fleet = _Fleet(nodes, placement, rng)
+    asked = given = dropped = 0
+    asked_percent, allocated_percent = [], []
+    coming = arrivals(pods, capacity, rng)
+    for pod in coming:
+        size = pod.gpus * pod.gpu_milli
+        asked += size
+        if fleet.place(shape_of(pod)):
+            given += size
+        else:
+            dropped += 1
+        if size:
+            asked_percent.append(100 * asked / capacity)
+            allocated_percent.append(100 * given / capacity)
+    return Filled(len(coming), dropped, capacity // WHOLE_GPU, tuple(asked_percent), tuple(allocated_percent))
+
+
+class _Fleet:
+    """Nodes by what is left of them: alike nodes are looked at once."""
+
+    def __init__(self, nodes: Sequence[Node], placement: Placement | None, rng: random.Random) -> None:
+        self._placement = placement
+        self._rng = rng
+        self._count: dict[Stock, int] = {}
+        self._known: dict[Shape, dict[Stock, Choice]] = {}
+        self._options: dict[Shape, dict[Stock, list[Stock]]] = {}
+        for node in nodes:
+            self._add(Stock(node.model, node.cpu_milli, node.memory_mib, (WHOLE_GPU,) * node.gpus))
+
+    def _add(self, stock: Stock) -> None:
+        self._count[stock] = self._count.get(stock, 0) + 1
+
+    def place(self, shape: Shape) -> bool:
+        found = self._random(shape) if self._placement is None else self._best(shape, self._placement)
+        if found is None:
+            return False
+        before, after = found
+        self._count[before] -= 1
+        if not self._count[before]:
+            del self._count[before]
+        self._add(after)
+        return True
+
+    def _best(self, shape: Shape, placement: Placement) -> tuple[Stock, Stock] | None:
+        known = self._known.setdefault(shape, {})
+        best: tuple[tuple[float, ...], Stock, Stock] | None = None
+        for stock in self._count:
+            if stock in known:
+                choice = known[stock]
+            else:
+                choice = known[stock] = placement(stock, shape)
+            if choice is not None and (best is None or (choice[0], stock) < best[:2]):
+                best = choice[0], stock, choice[1]
+        return best and (best[1], best[2])
+
+    def _random(self, shape: Shape) -> tuple[Stock, Stock] | None:
+        known = self._options.setdefault(shape, {})
+        able = []
+        for stock in self._count:
+            if stock not in known:
+                known[stock] = options(stock, shape)
+            if known[stock]:
+                able.append(stock)
+        if not able:
+            return None
+        stock = self._rng.choices(able, weights=[self._count[s] for s in able])[0]
+        return stock, self._rng.choice(known[stock])

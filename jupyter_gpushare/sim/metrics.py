@@ -1,0 +1,239 @@
+"""Measure a replay: how long work took and waited, what was held, used, lent and shared.
+
+A `Meter` is told of every change (`core.replay.Watcher`) and integrates what is
+held between two of them.  What it calls:
+
+* *completion*: from submission to the end; *queue*: the part of it without GPUs;
+* *allocation*: held GPU time over all GPU time; *utilization*: the part of all
+  GPU time in which jobs make progress or cells run;
+* *idle*: GPU time of sessions between the end of a cell and the next; it is
+  *available* once the session may be put to sleep, whether anybody needs it or
+  not, and *used* where a job runs in the room of a sleeping session;
+* *delayed*: a cell that found its GPU lent;
+* *owed*: a project has a job waiting that its quota covers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jupyter_gpushare.core.idle import eligible_at
+from jupyter_gpushare.core.model import (
+    HOLDS_ROOM,
+    LEAVING,
+    WHOLE_GPU,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    Settings,
+    State,
+)
+from jupyter_gpushare.core.quota import held_by, size_of
+from jupyter_gpushare.core.replay import CellRun, Watcher
+
+# A job that goes from the one to the other is preempted; what takes no time is told in one step.
+_PRESENT = HOLDS_ROOM - LEAVING
+_PREEMPTED = LEAVING | {State.PENDING, State.SUSPENDED}
+HOUR_S = 3600.0
+DAY_HOURS = 24
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+class Curve:
+    """A quantity over time: its rate changes at moments, its integral is kept per hour."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.total = 0.0
+        self.hours: list[float] = []
+
+    def advance(self, start_at: float, end_at: float) -> None:
+        """The rate was what it is from ``start_at`` to ``end_at``."""
+        self.total += self.rate * (end_at - start_at)
+        hour = int(start_at // HOUR_S)
+        while start_at < end_at:
+            self.hours.extend([0.0] * (hour + 1 - len(self.hours)))
+            until = min(end_at, (hour + 1) * HOUR_S)
+            self.hours[hour] += self.rate * (until - start_at)
+            start_at, hour = until, hour + 1
+
+
+@dataclass(slots=True)
+class ProjectMeter:
+    """What one project had; GPU-seconds."""
+
+    project: Project
+    held: Curve = field(default_factory=Curve)
+    waiting: Curve = field(default_factory=Curve)  # rate 1 while a job of it waits
+    sizes: Counter[int] = field(default_factory=Counter)  # of its waiting jobs, thousandths
+    use_milli: int = 0
+    owed_since_at: float | None = None
+    longest_owed_s: float = 0.0
+
+
+class Meter(Watcher):
+    """Watches a replay on these devices."""
+
+    def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
+        self.settings = settings
+        self.gpus = len(tuple(devices))
+        self.now = 0.0
+        self.began_at: float | None = None
+        self.jobs = 0
+        self.completion_s: list[float] = []
+        self.queue_s: list[float] = []
+        self.preemptions = 0
+        self.allocated = Curve()
+        self.used = Curve()
+        self.projects = {p.name: ProjectMeter(p) for p in projects}
+        self.sessions = 0
+        self.cells = 0
+        self.cells_lent = 0
+        self.cells_crowded = 0
+        self.waits_s: list[float] = []  # one per cell
+        self.idle_gpu_s = 0.0
+        self.available_gpu_s = 0.0
+        self.lent = Curve()  # GPUs of sleeping sessions that others hold
+        self._waits_since_at: dict[str, float] = {}
+        self._waited_s: dict[str, float] = {}
+        self._idle: dict[str, tuple[float, float]] = {}  # since, and the moment of eligibility
+        self._others: Counter[str] = Counter()  # thousandths held by jobs, per device
+        self._asleep: Counter[str] = Counter()  # thousandths of sleeping sessions, per device
+
+    # -- what the replay tells
+
+    def changed(self, now: float, before: Lease | None, after: Lease) -> None:
+        """A lease came (``before`` is None) or changed."""
+        self.advance(now)
+        if before is None:
+            self.began_at = now if self.began_at is None else self.began_at
+        self._count_use(before, after)
+        if after.kind is Kind.TRAIN:
+            self._count_job(now, before, after)
+        else:
+            self._count_session(now, before, after)
+        self._count_lending(before, after)
+
+    def began(self, now: float, run: CellRun) -> None:
+        """A cell runs from now on."""
+        self.cells += 1
+        self.cells_lent += run.lent
+        self.cells_crowded += run.crowded
+        self.waits_s.append(run.waited_s)
+        since_at, eligible = self._idle.pop(run.lease.id, (run.due_at, math.inf))
+        gpus = size_of(run.lease) / WHOLE_GPU
+        self.idle_gpu_s += (run.due_at - since_at) * gpus
+        self.available_gpu_s += max(0.0, run.due_at - eligible) * gpus
+
+    def advance(self, now: float) -> None:
+        """Nothing changed until ``now``."""
+        if now <= self.now:
+            return
+        for curve in (self.allocated, self.used, self.lent):
+            curve.advance(self.now, now)
+        for p in self.projects.values():
+            p.held.advance(self.now, now)
+            p.waiting.advance(self.now, now)
+            room = p.project.quota_milli - p.use_milli
+            if room > 0 and p.sizes and min(p.sizes) <= room:
+                p.owed_since_at = self.now if p.owed_since_at is None else p.owed_since_at
+                p.longest_owed_s = max(p.longest_owed_s, now - p.owed_since_at)
+            else:
+                p.owed_since_at = None
+        self.now = now
+
+    # -- how it is counted
+
+    def _count_use(self, before: Lease | None, after: Lease) -> None:
+        held = _holds(after) - _holds(before)
+        computing = _computes(after) - _computes(before)
+        self.used.rate += computing / WHOLE_GPU
+        if held:
+            self.allocated.rate += held / WHOLE_GPU
+            p = self.projects[after.project]
+            p.held.rate += held / WHOLE_GPU
+            p.use_milli += held
+            if held > 0:
+                p.owed_since_at = None  # it gets something: what is owed beyond that waits from now on
+
+    def _count_job(self, now: float, before: Lease | None, after: Lease) -> None:
+        p = self.projects[after.project]
+        waited, waits = _waits(before), _waits(after)
+        if waits != waited:
+            size = after.fraction_milli * after.device_count
+            p.sizes[size] += 1 if waits else -1
+            if not p.sizes[size]:
+                del p.sizes[size]
+            p.waiting.rate = 1.0 if p.sizes else 0.0
+        if before is None:
+            self.jobs += 1
+            self._waited_s[after.id] = 0.0
+        if waits and not waited:
+            self._waits_since_at[after.id] = now
+        elif waited and not waits:
+            self._waited_s[after.id] += now - self._waits_since_at.pop(after.id)
+        if before is not None and before.state in _PRESENT and after.state in _PREEMPTED:
+            self.preemptions += 1
+        elif after.state is State.RELEASED:
+            self.completion_s.append(now - after.submitted_at)
+            self.queue_s.append(self._waited_s.pop(after.id))
+
+    def _count_session(self, now: float, before: Lease | None, after: Lease) -> None:
+        if before is None:
+            self.sessions += 1
+        elif after.idle_since_at == now and before.idle_since_at is None:
+            at = eligible_at(after, self.settings)
+            self._idle[after.id] = now, math.inf if at is None else at
+
+    def _count_lending(self, before: Lease | None, after: Lease) -> None:
+        """Room of sleeping sessions that jobs hold; both by device."""
+        change = _holds(after) - _holds(before)
+        slept, sleeps = _sleeps(before), _sleeps(after)
+        if after.kind is Kind.TRAIN:
+            lease, counter, sign = after, self._others, (change > 0) - (change < 0)
+        else:
+            lease, counter, sign = after, self._asleep, sleeps - slept
+        if not sign:
+            return
+        if before is not None and sign < 0:
+            lease = before
+        for uuid in lease.devices:
+            self.lent.rate -= min(self._others[uuid], self._asleep[uuid]) / WHOLE_GPU
+            counter[uuid] += sign * held_by(lease)
+            self.lent.rate += min(self._others[uuid], self._asleep[uuid]) / WHOLE_GPU
+
+
+def _holds(lease: Lease | None) -> int:
+    """Thousandths of a GPU that are held, over all devices."""
+    return size_of(lease) if lease is not None and lease.state in HOLDS_ROOM else 0
+
+
+def _computes(lease: Lease | None) -> int:
+    """Thousandths of a GPU on which work makes progress."""
+    if lease is None or lease.state is not State.RUNNING or lease.idle_since_at is not None or lease.wanted:
+        return 0
+    return size_of(lease)
+
+
+def _waits(lease: Lease | None) -> bool:
+    return lease is not None and lease.state in (State.PENDING, State.SUSPENDED)
+
+
+def _sleeps(lease: Lease | None) -> bool:
+    """Whether others may hold the room of a session: until it wants it back."""
+    return (
+        lease is not None and lease.kind is Kind.BUILD and lease.state is State.SUSPENDED and not lease.wanted
+    )

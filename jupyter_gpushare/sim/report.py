@@ -1,0 +1,247 @@
+"""Print what a replay showed: numbers for programs, a table for people, a picture over time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.sim.fractions import Filled
+from jupyter_gpushare.sim.metrics import DAY_HOURS, HOUR_S, Meter, ProjectMeter, mean, percentile
+from jupyter_gpushare.sim.scenario import Result
+
+Numbers = dict[str, object]
+
+
+def job_numbers(result: Result) -> Numbers:
+    """What became of the training jobs; times in virtual seconds."""
+    meter, replay = result.meter, result.replay
+    makespan_s = replay.now - (meter.began_at or 0.0)
+    gpu_s = max(result.fleet.gpus * makespan_s, 1e-9)
+    done, queued = meter.completion_s, meter.queue_s
+    return {
+        "jobs": meter.jobs,
+        "unfinished": meter.jobs - len(done),
+        "avg_completion_s": _short(mean(done)),
+        "median_completion_s": _short(percentile(done, 50)),
+        "p95_completion_s": _short(percentile(done, 95)),
+        "p99_completion_s": _short(percentile(done, 99)),
+        "avg_queue_s": _short(mean(queued)),
+        "median_queue_s": _short(percentile(queued, 50)),
+        "p95_queue_s": _short(percentile(queued, 95)),
+        "p99_queue_s": _short(percentile(queued, 99)),
+        "makespan_s": _short(makespan_s),
+        "utilization": _short(meter.used.total / gpu_s, 4),
+        "allocation": _short(meter.allocated.total / gpu_s, 4),
+        "preemptions_per_job": _short(meter.preemptions / max(meter.jobs, 1), 4),
+        "projects": fairness(meter),
+        **engine_numbers(result),
+    }
+
+
+def engine_numbers(result: Result) -> Numbers:
+    """How hard the planner worked."""
+    replay, wall_s = result.replay, result.wall_s
+    return {
+        "rounds": replay.rounds,
+        "decisions": replay.decisions,
+        "rounds_per_s": _short(replay.rounds / max(wall_s, 1e-9), 1),
+        "decisions_per_s": _short(replay.decisions / max(wall_s, 1e-9), 1),
+        "wall_s": _short(wall_s),
+    }
+
+
+def notebook_numbers(result: Result) -> Numbers:
+    """What became of the cells, and of the time between them."""
+    meter = result.meter
+    return {
+        "sessions": meter.sessions,
+        "cells": meter.cells,
+        "cells_delayed_percent": _percent(meter.cells_lent, meter.cells),
+        "p99_delay_s": _short(percentile(meter.waits_s, 99)),
+        "max_delay_s": _short(max(meter.waits_s, default=0.0)),
+        "cells_waiting_for_cells": meter.cells_crowded,
+        "idle_gpu_hours": _short(meter.idle_gpu_s / HOUR_S),
+        "idle_available_percent": _percent(meter.available_gpu_s, meter.idle_gpu_s),
+        "idle_used_percent": _percent(meter.lent.total, meter.available_gpu_s),
+        **engine_numbers(result),
+    }
+
+
+def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
+    """How full the cluster became."""
+    return {
+        "pods": filled.pods,
+        "dropped": filled.dropped,
+        "gpus": filled.gpus,
+        "allocated_percent_at_100": _short(filled.allocated_at(100.0)),
+        "allocated_percent_final": _short(filled.allocated_percent[-1]),
+        "wall_s": _short(wall_s),
+    }
+
+
+def fairness(meter: Meter) -> list[Numbers]:
+    """Per project: GPU-hours, and its share of what is over quota against its weight.
+
+    ``worst_day_percent``: over every 24 hours (by the hour) in which every
+    project had a job waiting all the time, how far its share was from its
+    weight's at most, in per cent of that; None: there was no such day.
+    ``longest_owed_s``: how long jobs that its quota covers waited at most
+    without the project getting anything.
+    """
+    projects = list(meter.projects.values())
+    days = _contested_days(projects)
+    weights = sum(p.project.weight for p in projects)
+    found: list[Numbers] = []
+    for p in projects:
+        entitled = p.project.weight / weights
+        worst = max(
+            (abs(_over(p, day) / _all_over(projects, day) / entitled - 1) for day in days), default=None
+        )
+        found.append(
+            {
+                "name": p.project.name,
+                "quota_gpus": p.project.quota_milli / WHOLE_GPU,
+                "weight": p.project.weight,
+                "gpu_hours": _short(p.held.total / HOUR_S),
+                "contested_days": len(days),
+                "worst_day_percent": None if worst is None else _short(100 * worst),
+                "longest_owed_s": _short(p.longest_owed_s),
+            }
+        )
+    return found
+
+
+def _contested_days(projects: Sequence[ProjectMeter]) -> list[int]:
+    """The hours at which a day begins that every project waits all through, for room beyond quotas."""
+    if len(projects) < 2:
+        return []
+    hours = min(len(p.waiting.hours) for p in projects)
+    wanted = [all(p.waiting.hours[h] >= 0.999 * HOUR_S for p in projects) for h in range(hours)]
+    days = [h for h in range(hours - DAY_HOURS + 1) if all(wanted[h : h + DAY_HOURS])]
+    return [h for h in days if _all_over(projects, h) > 0]
+
+
+def _over(p: ProjectMeter, hour: int) -> float:
+    """GPU-seconds beyond quota in the day that begins with ``hour``."""
+    quota = p.project.quota_milli / WHOLE_GPU * HOUR_S
+    return sum(max(0.0, held - quota) for held in p.held.hours[hour : hour + DAY_HOURS])
+
+
+def _all_over(projects: Sequence[ProjectMeter], hour: int) -> float:
+    return sum(_over(p, hour) for p in projects)
+
+
+def table(numbers: Mapping[str, object]) -> str:
+    """The numbers as people read them, one per line; lists follow as rows."""
+    plain = {name: value for name, value in numbers.items() if not isinstance(value, list)}
+    width = max(map(len, plain))
+    lines = [f"{name.replace('_', ' '):<{width}}  {_said(value)}" for name, value in plain.items()]
+    for name, rows in numbers.items():
+        if isinstance(rows, list) and len(rows) > 1:
+            lines += ["", *_columns(name, rows)]
+    return "\n".join(lines)
+
+
+def _columns(title: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
+    cells = [[title, *map(str, list(rows[0])[1:])]]
+    cells[0] = [cell.replace("_", " ") for cell in cells[0]]
+    cells += [[_said(value) for value in row.values()] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _said(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def _short(value: float, digits: int = 3) -> float:
+    return round(value, digits)
+
+
+def _percent(part: float, whole: float) -> float:
+    return _short(100 * part / whole) if whole else 0.0
+
+
+# ---- the picture -------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 320, 52, 34, 40
+MOST_POINTS = 450
+SERIES = (("allocation", "#4c78a8"), ("utilization", "#f58518"))
+
+
+def plot(result: Result) -> str:
+    """An SVG of allocation against utilization over time, in per cent of all GPUs."""
+    meter, gpus = result.meter, result.fleet.gpus
+    hours = max(len(meter.allocated.hours), 1)
+    group = -(-hours // MOST_POINTS)
+    curves = {"allocation": meter.allocated.hours, "utilization": meter.used.hours}
+    inner_width, inner_height = WIDTH - LEFT - 20, HEIGHT - TOP - BOTTOM
+
+    def x(hour: float) -> float:
+        return LEFT + inner_width * hour / hours
+
+    def y(percent: float) -> float:
+        return TOP + inner_height * (1 - percent / 100)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12" role="img">',
+        f"<title>{escape(_caption(result))}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+    ]
+    for percent in range(0, 101, 25):
+        parts.append(
+            f'<path d="M{LEFT} {y(percent):.1f}H{LEFT + inner_width}" stroke="#ddd"/>'
+            f'<text x="{LEFT - 6}" y="{y(percent) + 4:.1f}" text-anchor="end">{percent} %</text>'
+        )
+    unit, per_unit = ("days", DAY_HOURS) if hours > 3 * DAY_HOURS else ("hours", 1)
+    for step in range(6):
+        hour = hours * step / 5
+        parts.append(
+            f'<text x="{x(hour):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{hour / per_unit:.4g}</text>'
+        )
+    middle = LEFT + inner_width / 2
+    parts.append(
+        f'<text x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{unit} of virtual time</text>'
+    )
+    for number, (name, colour) in enumerate(SERIES):
+        values = curves[name]
+        points = []
+        for start in range(0, len(values), group):
+            part = values[start : start + group]
+            height = y(100 * sum(part) / (len(part) * gpus * HOUR_S))
+            points.append(f"{x(start):.1f},{height:.1f}")
+        at = LEFT + 130 * number
+        parts.append(
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+            f'<rect x="{at}" y="12" width="14" height="4" fill="{colour}"/>'
+            f'<text x="{at + 20}" y="18">{name}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _caption(result: Result) -> str:
+    return f"Allocation and utilization of {result.fleet.gpus} GPUs over time"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there before stays.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

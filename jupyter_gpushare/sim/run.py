@@ -1,0 +1,390 @@
+"""``gpushare simulate``: replay a trace against the policy, and say what came of it.
+
+Exit codes: 0 done, 2 for words or files that are not as expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, Settings
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.sim import fractions, report, synthetic, traces
+from jupyter_gpushare.sim.progress import Bar
+from jupyter_gpushare.sim.scenario import (
+    GIB,
+    GPUS_PER_NODE,
+    DeviceState,
+    Fleet,
+    Result,
+    replay_jobs,
+    replay_notebooks,
+)
+
+EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
+
+PLACEMENTS = ("fgd", "best-fit", "random")
+# What is on where placement or preemption costs something.
+MIN_RUN_S = 600.0
+GUARD_S = 1_209_600.0
+SKIP_WAIT_S = 86_400.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one simulation and return the exit code (see the module's text)."""
+    args = _parser().parse_args(argv)
+    try:
+        numbers, result = args.run(args)
+        if getattr(args, "plot", None) is not None:
+            report.write_whole(args.plot, report.plot(result).encode())
+    except InvalidRequest as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    print(json.dumps(numbers, indent=2) if args.json else report.table(numbers))
+    return EXIT_OK
+
+
+def _refuse(message: str) -> int:
+    print(f"gpushare: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+# ---- what people type --------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpushare simulate",
+        description="Replay a trace against the very policy that the broker runs, in virtual time.",
+        epilog="Exit codes: 0 done, 2 for words or files that are not as expected.",
+    )
+    verbs = parser.add_subparsers(metavar="WHAT", required=True)
+    _add_jobs(verbs)
+    _add_notebooks(verbs)
+    _add_fractions(verbs)
+    _add_make(verbs)
+    return parser
+
+
+def _verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], tuple[report.Numbers, Result | None]],
+    text: str,
+    *examples: str,
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog="examples:\n  " + "\n  ".join(f"gpushare simulate {x}" for x in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    jobs = _verb(
+        verbs,
+        "jobs",
+        _jobs,
+        "training jobs in a queue",
+        "jobs philly.csv.gz --gpus 40 --nodes 10 --order las --preempt-cost 30",
+        "jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal",
+        "jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg",
+    )
+    jobs.add_argument("file", type=Path, metavar="FILE", help="columns num_gpu, submit_time, duration (s)")
+    _add_cluster(jobs)
+    _add_policy(jobs)
+    jobs.add_argument(
+        "--weights",
+        type=_numbers(1, 1_000),
+        metavar="W,W,...",
+        help="as many projects with these weights; job n belongs to project n mod their number",
+    )
+    jobs.add_argument(
+        "--quotas",
+        type=_numbers(0, 1_000_000),
+        metavar="G,G,...",
+        help="guaranteed GPUs of these projects (default: all GPUs to one, 0 to several)",
+    )
+
+
+def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    notebooks = _verb(
+        verbs,
+        "notebooks",
+        _notebooks,
+        "notebook sessions that lend their idle GPUs, to training jobs if there are any",
+        "notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate --idle-timeout 900",
+        "notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive --json",
+    )
+    notebooks.add_argument(
+        "file", type=Path, metavar="CELLS", help="columns num_gpu, submit_time, duration (minutes)"
+    )
+    _add_cluster(notebooks)
+    _add_policy(notebooks)
+    notebooks.add_argument(
+        "--jobs", type=Path, metavar="FILE", help="training jobs, as `simulate jobs` reads"
+    )
+    notebooks.add_argument(
+        "--saturate",
+        action="store_true",
+        help="the jobs come over and over, so that small ones always wait",
+    )
+    notebooks.add_argument(
+        "--idle-timeout",
+        type=_seconds_or("adaptive"),
+        default=900.0,
+        metavar="S",
+        help="idle seconds after which a session's GPUs may be lent (default 900);"
+        " adaptive: learned from each session's past",
+    )
+    notebooks.add_argument(
+        "--state-gib",
+        type=_positive,
+        default=16.0,
+        metavar="G",
+        help="GPU memory in use per GPU (default 16)",
+    )
+    notebooks.add_argument(
+        "--copy-gbps",
+        type=_positive,
+        default=8.0,
+        metavar="R",
+        help="GB/s of each GPU to host memory and back (default 8)",
+    )
+    notebooks.add_argument(
+        "--host-gib", type=_positive, metavar="G", help="host memory for what sleeps (default: enough)"
+    )
+
+
+def _add_cluster(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--gpus", type=_count, required=True, metavar="N", help="of the cluster")
+    verb.add_argument(
+        "--nodes", type=_count, metavar="M", help=f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)"
+    )
+    verb.add_argument(
+        "--islands", type=_count, default=1, metavar="K", help="groups linked by NVLink, per node (default 1)"
+    )
+    verb.add_argument(
+        "--placement-nodes",
+        choices=["all", "none"],
+        default="all",
+        help="none: GPUs are only counted, any will do together",
+    )
+    verb.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw allocation and utilization over time"
+    )
+
+
+def _add_policy(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--order", type=Order, choices=list(Order), default=Order.LAS, help="default las")
+    verb.add_argument(
+        "--preempt-cost",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds that a preempted job holds its GPUs before it goes on (default 0)",
+    )
+    for name, text in (
+        ("skip-wait", f"who was skipped for so long is not overtaken any more (default {SKIP_WAIT_S:g})"),
+        ("min-run", f"no job is preempted by one of its project before (default {MIN_RUN_S:g})"),
+        ("guard", f"who has waited for so long comes first (default {GUARD_S:g})"),
+    ):
+        verb.add_argument(
+            f"--{name}",
+            type=_seconds_or("none"),
+            default=argparse.SUPPRESS,
+            metavar="S",
+            help=f"{text}; none: off, as with --placement-nodes none and no preemption cost",
+        )
+
+
+def _add_fractions(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _verb(
+        verbs,
+        "fractions",
+        _fractions,
+        "pods that ask for parts of GPUs fill a cluster",
+        "fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42",
+    )
+    verb.add_argument("file", type=Path, metavar="PODS")
+    verb.add_argument("--nodes-file", type=Path, required=True, metavar="NODES")
+    verb.add_argument("--placement", choices=PLACEMENTS, default="fgd", help="default fgd")
+    verb.add_argument(
+        "--seed", type=int, default=42, metavar="N", help="of the order of arrival (default 42)"
+    )
+
+
+def _add_make(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _verb(
+        verbs,
+        "make",
+        _make,
+        "write a made-up trace (its percentiles: docs/simulator.md)",
+        "make jobs jobs.csv --count 5000 --gpus 64 --load 0.9",
+        "make cells cells.csv.gz --count 300 --days 14 --seed 1",
+    )
+    verb.add_argument("kind", choices=["jobs", "cells"])
+    verb.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
+    verb.add_argument("--count", type=_count, default=1_000, metavar="N", help="jobs or sessions")
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    verb.add_argument("--gpus", type=_count, default=64, metavar="N", help="that the jobs load (default 64)")
+    verb.add_argument(
+        "--load", type=_positive, default=0.9, metavar="L", help="part of these GPUs asked for (default 0.9)"
+    )
+    verb.add_argument(
+        "--days", type=_positive, default=14.0, metavar="D", help="within which sessions begin (default 14)"
+    )
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) <= 8):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.0, "a number of seconds, 0 or more")
+
+
+def _positive(text: str) -> float:
+    return _number(text, 1e-9, "a number above 0")
+
+
+def _number(text: str, least: float, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= traces.LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return value
+
+
+def _seconds_or(word: str) -> Callable[[str], float | None]:
+    """Parses seconds, or ``word`` as None."""
+    return lambda text: None if text == word else _seconds(text)
+
+
+def _numbers(least: int, most: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        parts = text.split(",")
+        if not all(p.isascii() and p.isdigit() and len(p) <= 8 and least <= int(p) <= most for p in parts):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list like {least},1,2")
+        return [int(p) for p in parts]
+
+    return parse
+
+
+# ---- verbs -------------------------------------------------------------------
+
+
+def _fleet(args: argparse.Namespace) -> Fleet:
+    nodes = None if args.placement_nodes == "none" else args.nodes or -(-args.gpus // GPUS_PER_NODE)
+    return Fleet(gpus=args.gpus, nodes=nodes, islands=args.islands if nodes else 1)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    free = args.placement_nodes == "none" and args.preempt_cost <= 0
+
+    def chosen(name: str, otherwise: float) -> float | None:
+        """What was asked for; else by whether placement or preemption costs something."""
+        value: float | None = getattr(args, name, None if free else otherwise)
+        return value
+
+    return Settings(
+        order=args.order,
+        preempt_cost_s=args.preempt_cost,
+        min_run_s=chosen("min_run", MIN_RUN_S) or 0.0,
+        guard_s=chosen("guard", GUARD_S),
+        skip_wait_s=chosen("skip_wait", SKIP_WAIT_S),
+        idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
+        host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
+    )
+
+
+def _projects(args: argparse.Namespace) -> list[Project]:
+    weights = args.weights or [1] * len(args.quotas or [1])
+    quotas = args.quotas or ([args.gpus] if len(weights) == 1 else [0] * len(weights))
+    if len(weights) != len(quotas):
+        raise InvalidRequest(f"--weights names {len(weights)} projects, --quotas {len(quotas)}")
+    if sum(quotas) > args.gpus:
+        raise InvalidRequest(f"--quotas guarantee {sum(quotas)} GPUs; the cluster has {args.gpus}")
+    pairs = enumerate(zip(weights, quotas, strict=True))
+    return [Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=w) for n, (w, quota) in pairs]
+
+
+def _jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
+    with Bar("jobs") as bar:
+        result = replay_jobs(
+            jobs,
+            _fleet(args),
+            _settings(args),
+            projects=_projects(args),
+            preempt_cost_s=args.preempt_cost,
+            progress=bar,
+        )
+    return report.job_numbers(result), result
+
+
+def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    fleet = _fleet(args)
+    sessions = traces.read_cells(args.file, most_gpus=fleet.largest_node)
+    jobs = traces.read_jobs(args.jobs, most_gpus=args.gpus) if args.jobs else []
+    if args.saturate and not jobs:
+        raise InvalidRequest("--saturate needs jobs to do it with: give --jobs FILE")
+    with Bar("cells") as bar:
+        result = replay_notebooks(
+            sessions,
+            jobs,
+            fleet,
+            _settings(args),
+            adaptive=args.idle_timeout is None,
+            saturate=args.saturate,
+            state=DeviceState(bytes_per_gpu=int(args.state_gib * GIB), copy_bytes_per_s=args.copy_gbps * 1e9),
+            preempt_cost_s=args.preempt_cost,
+            progress=bar,
+        )
+    numbers = report.notebook_numbers(result)
+    return (report.job_numbers(result) | numbers if jobs else numbers), result
+
+
+def _fractions(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    pods, nodes = traces.read_pods(args.file), traces.read_nodes(args.nodes_file)
+    began = time.perf_counter()
+    placement: fractions.Placement | None
+    match args.placement:
+        case "fgd":
+            placement = fractions.fragmentation_gradient(pods)
+        case "best-fit":
+            placement = fractions.best_fit
+        case _:
+            placement = None
+    filled = fractions.fill(nodes, pods, placement, args.seed)
+    return report.fraction_numbers(filled, time.perf_counter() - began), None
+
+
+def _make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    if args.kind == "jobs":
+        jobs = synthetic.make_jobs(args.count, gpus=args.gpus, load=args.load, seed=args.seed)
+        text, rows = synthetic.jobs_csv(jobs), len(jobs)
+    else:
+        sessions = synthetic.make_sessions(args.count, days=args.days, seed=args.seed)
+        text, rows = synthetic.cells_csv(sessions), sum(len(s.cells) for s in sessions)
+    data = gzip.compress(text.encode(), mtime=0) if args.file.suffix == ".gz" else text.encode()
+    report.write_whole(args.file, data)
+    return {"file": str(args.file), "rows": rows}, None

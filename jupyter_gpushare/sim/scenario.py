@@ -1,0 +1,240 @@
+"""Make a cluster and its load, and run them through `core.replay`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    Settings,
+    State,
+    Survival,
+)
+from jupyter_gpushare.core.replay import Costs, Replay
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.sim.metrics import Meter
+from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob
+
+GIB = 1 << 30
+GPUS_PER_NODE = 8
+NOTEBOOKS, JOBS = "notebooks", "jobs"
+# How many small jobs always wait where load is made to saturate: more than a node takes at once.
+BACKLOG = 64
+# How many events pass between two looks at the clock.
+SLICE = 2_000
+
+_Work = tuple[Lease, float]  # and for how long it runs, in seconds
+Progress = Callable[[float], None]  # is told the part that is done, 0 to 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The GPUs; ``nodes`` None: they are only counted, any will do for anything."""
+
+    gpus: int
+    nodes: int | None
+    islands: int = 1  # per node, each linked by NVLink
+    memory_bytes: int = 80 * GIB
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs, spread over the nodes, and there over the islands, as evenly as it goes.
+
+        Raises:
+            InvalidRequest: a node or an island would have none.
+        """
+        if self.nodes is None:
+            names = [f"g{number:05d}" for number in range(self.gpus)]
+            return tuple(Device(uuid=x, memory_bytes=self.memory_bytes, node=x) for x in names)
+        if self.nodes > self.gpus:
+            raise InvalidRequest(f"{self.gpus} GPUs cannot make {self.nodes} nodes: each has at least one")
+        if self.islands > self.gpus // self.nodes:
+            least = self.gpus // self.nodes
+            raise InvalidRequest(f"{least} GPUs of a node cannot make {self.islands} islands")
+        return tuple(
+            Device(
+                uuid=f"n{node:04d}g{number:04d}",
+                memory_bytes=self.memory_bytes,
+                node=f"n{node:04d}",
+                island=f"i{number * self.islands // size:02d}",
+            )
+            for node, size in enumerate(_parts(self.gpus, self.nodes))
+            for number in range(size)
+        )
+
+    @property
+    def largest_node(self) -> int:
+        """GPUs of the largest node, or all of them where they are only counted."""
+        return max(_parts(self.gpus, self.nodes or 1))
+
+
+def _parts(total: int, count: int) -> list[int]:
+    return [total // count + (number < total % count) for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A replay that is over, and what was measured."""
+
+    meter: Meter
+    replay: Replay
+    wall_s: float
+    fleet: Fleet
+
+
+def replay_jobs(
+    jobs: Sequence[TrainingJob],
+    fleet: Fleet,
+    settings: Settings,
+    *,
+    projects: Sequence[Project] = (),
+    preempt_cost_s: float = 0.0,
+    progress: Progress | None = None,
+) -> Result:
+    """Replay training jobs to their end; job n belongs to project n mod their number.
+
+    A preempted job is stopped and starts again anywhere, ``preempt_cost_s`` later.
+    """
+    projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
+    devices = fleet.devices()
+    meter = Meter(devices, projects, settings)
+    replay = Replay(devices, projects, settings, Costs(restart_s=preempt_cost_s), watcher=meter)
+    for number, job in enumerate(jobs):
+        lease = _job_lease(number, job, projects[number % len(projects)].name, fleet)
+        replay.add_job(lease, job.duration_s)
+    return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
+
+
+def _job_lease(number: int, job: TrainingJob, project: str, fleet: Fleet, **more: object) -> Lease:
+    given: dict[str, object] = {"survival": Survival.SIGTERM} | more
+    return Lease(
+        id=f"j{number:07d}",
+        project=project,
+        kind=Kind.TRAIN,
+        fraction_milli=WHOLE_GPU,
+        device_count=job.gpus,
+        consolidate=fleet.nodes is not None,
+        submitted_at=job.submit_at,
+        duration_s=job.duration_s,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """What a workload keeps on each of its GPUs, and how fast it is copied."""
+
+    bytes_per_gpu: int = 16 * GIB
+    copy_bytes_per_s: float = 8e9  # of each GPU
+
+
+def replay_notebooks(
+    sessions: Sequence[NotebookSession],
+    jobs: Sequence[TrainingJob],
+    fleet: Fleet,
+    settings: Settings,
+    *,
+    adaptive: bool = False,
+    saturate: bool = False,
+    state: DeviceState = DeviceState(),
+    preempt_cost_s: float = 0.0,
+    progress: Progress | None = None,
+) -> Result:
+    """Replay notebook sessions and training jobs together, until the last session ends.
+
+    The sessions' project is guaranteed every GPU, that of the jobs none: jobs
+    run where nobody claims anything and where sessions sleep.  Both can be
+    suspended.  ``adaptive``: each session has an idle timeout of its own, learned
+    from its past.  ``saturate``: the jobs do not come at their times but so that
+    `BACKLOG` of the smallest always wait, the list over and over.
+    """
+    projects = (
+        Project(name=NOTEBOOKS, quota_milli=fleet.gpus * WHOLE_GPU),
+        Project(name=JOBS, quota_milli=0),
+    )
+    devices = fleet.devices()
+    meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
+    costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=state.copy_bytes_per_s)
+    replay = meter.replay = Replay(devices, projects, settings, costs, adaptive=adaptive, watcher=meter)
+    for number, session in enumerate(sessions):
+        lease = Lease(
+            id=f"s{number:05d}",
+            project=NOTEBOOKS,
+            kind=Kind.BUILD,
+            fraction_milli=WHOLE_GPU,
+            device_count=session.gpus,
+            used_bytes=session.gpus * state.bytes_per_gpu,
+        )
+        replay.add_session(lease, session.cells)
+    if saturate and jobs:
+        jobs = [replace(job, submit_at=0.0) for job in jobs]  # comes when it is added
+        meter.feed(_suspendable(itertools.cycle(jobs), fleet, state), min(j.gpus for j in jobs))
+    else:
+        for lease, duration_s in _suspendable(jobs, fleet, state):
+            replay.add_job(lease, duration_s)
+    cells = sum(len(s.cells) for s in sessions)
+    return _run(replay, meter, fleet, lambda: meter.cells / cells, progress)
+
+
+def _suspendable(jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState) -> Iterator[_Work]:
+    for number, job in enumerate(jobs):
+        used = job.gpus * state.bytes_per_gpu
+        lease = _job_lease(number, job, JOBS, fleet, survival=Survival.SUSPEND, used_bytes=used)
+        yield lease, job.duration_s
+
+
+class _UntilSessionsEnd(Meter):
+    """A meter that ends the replay with the last session, and until then may keep jobs waiting."""
+
+    replay: Replay
+
+    def __init__(
+        self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings, *, sessions: int
+    ) -> None:
+        super().__init__(devices, projects, settings)
+        self._left = sessions
+        self._source: Iterator[_Work] = iter(())
+        self._size = 0  # of the jobs of which some always wait; 0: of none
+        self._coming = 0  # of that size, added but not come
+
+    def feed(self, source: Iterator[_Work], gpus: int) -> None:
+        """From now on keep `BACKLOG` jobs for ``gpus`` GPUs waiting, from an endless ``source``."""
+        self._source, self._size = source, gpus * WHOLE_GPU
+        self._top_up()
+
+    def changed(self, now: float, before: Lease | None, after: Lease) -> None:
+        """Count, and add what is missing."""
+        super().changed(now, before, after)
+        if after.kind is Kind.BUILD:
+            self._left -= after.state is State.RELEASED
+            self.replay.stopped = not self._left
+        elif self._size and (before is None or before.state is State.PENDING):
+            self._coming -= before is None and _size(after) == self._size
+            self._top_up()
+
+    def _top_up(self) -> None:
+        while self.projects[JOBS].sizes[self._size] + self._coming < BACKLOG:
+            lease, duration_s = next(self._source)
+            self.replay.add_job(lease, duration_s)
+            self._coming += _size(lease) == self._size
+
+
+def _size(lease: Lease) -> int:
+    return lease.fraction_milli * lease.device_count
+
+
+def _run(
+    replay: Replay, meter: Meter, fleet: Fleet, done: Callable[[], float], progress: Progress | None
+) -> Result:
+    began = time.perf_counter()
+    while replay.run(most_events=SLICE):
+        if progress is not None:
+            progress(done())
+    meter.advance(replay.now)
+    return Result(meter=meter, replay=replay, wall_s=time.perf_counter() - began, fleet=fleet)

@@ -1,0 +1,243 @@
+"""Read traces: training jobs, notebook cells, pods and nodes; CSV, plain or gzip.
+
+A file is read to its end and checked before anything is simulated.  The first
+row that is not as expected is refused with file, row (1 is the header) and what
+was expected.
+
+==========  ================================================================
+training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
+            sorted by ``submit_time``
+cells       the same columns in *minutes*; rows are grouped by session: a drop
+            of ``submit_time`` starts the next session
+pods        ``name, cpu_milli, memory_mib, num_gpu, gpu_milli, gpu_spec``
+nodes       ``sn, cpu_milli, memory_mib, gpu, model``
+==========  ================================================================
+
+Other columns are ignored.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.core.replay import Cell
+from jupyter_gpushare.errors import InvalidRequest
+
+GZIP_MAGIC = b"\x1f\x8b"
+MINUTE_S = 60.0
+# Beyond it a number is a slip: 30,000 years in seconds.
+LARGEST = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """One job of a trace; ``row`` is where it stands in its file."""
+
+    row: int
+    gpus: int
+    submit_at: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotebookSession:
+    """The cells of one session, in order; it holds as many GPUs as its largest cell asks for."""
+
+    row: int
+    gpus: int
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    name: str
+    cpu_milli: int
+    memory_mib: int
+    gpus: int
+    gpu_milli: int  # of each GPU
+    models: frozenset[str]  # of GPUs that will do; empty: any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    cpu_milli: int
+    memory_mib: int
+    gpus: int
+    model: str
+
+
+def read_jobs(path: Path, *, most_gpus: int | None = None) -> list[TrainingJob]:
+    """Return the training jobs of ``path``, by time of submission.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or a row is not as expected;
+            also a job for more than ``most_gpus`` GPUs.
+    """
+    jobs: list[TrainingJob] = []
+    before = 0.0
+    for row in _rows(path, ("num_gpu", "submit_time", "duration")):
+        gpus = _gpus(row, most_gpus, "of the cluster")
+        submit_at = row.number("submit_time")
+        if submit_at < before:
+            raise row.wrong("submit_time", f"at least {before:g}, the row before (rows are sorted by time)")
+        before = submit_at
+        jobs.append(TrainingJob(row.number_in_file, gpus, submit_at, row.number("duration")))
+    return jobs
+
+
+def read_cells(path: Path, *, most_gpus: int | None = None) -> list[NotebookSession]:
+    """Return the notebook sessions of ``path``, times turned from minutes into seconds.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or a row is not as expected;
+            also a cell for more than ``most_gpus`` GPUs.
+    """
+    sessions: list[NotebookSession] = []
+    first, gpus, cells = 0, 0, list[Cell]()
+
+    def end_session() -> None:
+        if cells:
+            sessions.append(NotebookSession(first, gpus, tuple(cells)))
+
+    for row in _rows(path, ("num_gpu", "submit_time", "duration")):
+        cell = Cell(row.number("submit_time") * MINUTE_S, row.number("duration") * MINUTE_S)
+        if not cells or cell.submit_at < cells[-1].submit_at:
+            end_session()
+            first, gpus, cells = row.number_in_file, 0, []
+        gpus = max(gpus, _gpus(row, most_gpus, "of the largest node: a session has one"))
+        cells.append(cell)
+    end_session()
+    return sessions
+
+
+def read_pods(path: Path) -> list[Pod]:
+    """Return the pods of ``path`` in their order.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or a row is not as expected.
+    """
+    pods = []
+    for row in _rows(path, ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "gpu_spec")):
+        gpus = row.count("num_gpu")
+        milli = row.count("gpu_milli", least=1 if gpus else 0, most=WHOLE_GPU) if gpus else 0
+        if gpus > 1 and milli != WHOLE_GPU:
+            raise row.wrong("gpu_milli", f"{WHOLE_GPU}: several GPUs are only given whole")
+        models = frozenset(m for m in row.text("gpu_spec").split("|") if m)
+        pods.append(
+            Pod(row.text("name"), row.count("cpu_milli"), row.count("memory_mib"), gpus, milli, models)
+        )
+    return pods
+
+
+def read_nodes(path: Path) -> list[Node]:
+    """Return the nodes of ``path`` in their order.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or a row is not as expected.
+    """
+    return [
+        Node(
+            row.text("sn"),
+            row.count("cpu_milli"),
+            row.count("memory_mib"),
+            row.count("gpu", most=1024),
+            row.text("model"),
+        )
+        for row in _rows(path, ("sn", "cpu_milli", "memory_mib", "gpu", "model"))
+    ]
+
+
+def _gpus(row: _Row, most: int | None, whose: str) -> int:
+    gpus = row.count("num_gpu", least=1)
+    if most is not None and gpus > most:
+        raise row.wrong("num_gpu", f"at most {most}, the GPUs {whose}")
+    return gpus
+
+
+class _Row:
+    """One row by column names; says what is wrong with it."""
+
+    def __init__(self, path: Path, number: int, cells: Mapping[str, str]) -> None:
+        self.number_in_file = number
+        self._path = path
+        self._cells = cells
+
+    def wrong(self, column: str, expected: str) -> InvalidRequest:
+        return _wrong(self._path, self.number_in_file, f"{column} is {self._cells[column][:40]!r}", expected)
+
+    def text(self, column: str) -> str:
+        return self._cells[column]
+
+    def number(self, column: str) -> float:
+        try:
+            value = float(self._cells[column])
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= LARGEST:
+            raise self.wrong(column, "a number, 0 or more")
+        return value
+
+    def count(self, column: str, *, least: int = 0, most: int = 1_000_000_000) -> int:
+        value = self.number(column)
+        if value != int(value) or not least <= value <= most:
+            up_to = f" to {most}" if most < 1_000_000_000 else " or more"
+            raise self.wrong(column, f"a whole number, {least}{up_to}")
+        return int(value)
+
+
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[_Row]:
+    lines = csv.reader(_lines(path), strict=True)
+    try:
+        header = next(lines, [])
+        missing = [name for name in columns if name not in header]
+        if missing:
+            there = ", ".join(header)[:120] or "nothing"
+            raise _wrong(path, 1, f"the header has {there}", f"the columns {', '.join(columns)}")
+        count = 0
+        for cells in lines:
+            if not cells:
+                continue  # an empty line
+            if len(cells) != len(header):
+                expected = f"{len(header)}, as the header has"
+                raise _wrong(path, lines.line_num, f"{len(cells)} columns", expected)
+            count += 1
+            yield _Row(path, lines.line_num, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise _wrong(path, lines.line_num, str(error), "comma-separated values") from None
+    if not count:
+        raise _wrong(path, 2, "there is none", "at least one row below the header")
+
+
+def _lines(path: Path) -> list[str]:
+    """The whole file as lines of text, whether it is compressed or not."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path}: cannot be read ({error.strerror or error})") from None
+    if data.startswith(GZIP_MAGIC):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error):
+            raise InvalidRequest(
+                f"{path}: the gzip data is cut or damaged; expected a whole .csv.gz"
+            ) from None
+    if not data.strip():
+        raise _wrong(path, 1, "the file is empty", "a header and rows of comma-separated values")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        row = data.count(b"\n", 0, error.start) + 1
+        raise _wrong(path, row, "not text in UTF-8", "comma-separated values") from None
+    return text.splitlines(keepends=True)
+
+
+def _wrong(path: Path, row: int, found: str, expected: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}, row {row}: {found}; expected {expected}")

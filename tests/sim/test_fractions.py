@@ -1,0 +1,107 @@
+"""Filling a cluster with parts of GPUs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jupyter_gpushare.sim.fractions import (
+    Shape,
+    Stock,
+    arrivals,
+    best_fit,
+    fill,
+    fragmentation_gradient,
+    options,
+)
+from jupyter_gpushare.sim.traces import Node, Pod, read_nodes, read_pods
+
+ANY = frozenset[str]()
+
+
+def pod(gpus, milli=1000, cpu=0, memory=0, models=ANY):
+    return Pod("p", cpu, memory, gpus, milli if gpus else 0, models)
+
+
+def shape(gpus, milli=1000, cpu=0, memory=0, models=ANY):
+    return Shape(gpus, milli, cpu, memory, models)
+
+
+def stock(*gpus, cpu=1000, memory=1000, model="T4"):
+    return Stock(model, cpu, memory, gpus)
+
+
+def test_a_fraction_may_go_to_each_gpu_with_room_once_per_level():
+    assert options(stock(200, 500, 500, 1000), shape(1, 300)) == [
+        stock(200, 200, 500, 1000),
+        stock(200, 500, 500, 700),
+    ]
+
+
+def test_several_gpus_are_taken_whole():
+    assert options(stock(900, 1000, 1000), shape(2)) == [stock(0, 0, 900)]
+    assert options(stock(900, 900, 1000), shape(2)) == []
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [shape(0, 0, cpu=1001), shape(0, 0, memory=1001), shape(1, 500, models=frozenset({"A10"})), shape(3)],
+)
+def test_cpu_memory_model_and_number_bind(wanted):
+    assert options(stock(1000, 1000), wanted) == []
+
+
+def test_cpu_alone_leaves_the_gpus_as_they_are():
+    assert options(stock(1000), shape(0, 0, cpu=400, memory=1)) == [stock(1000, cpu=600, memory=999)]
+
+
+def test_best_fit_takes_the_tightest_gpu_and_prefers_the_fuller_node():
+    full, empty = best_fit(stock(400, 1000), shape(1, 300)), best_fit(stock(1000, 1000), shape(1, 300))
+    assert full is not None
+    assert empty is not None
+    assert full[1] == stock(100, 1000)
+    assert full[0] < empty[0]
+
+
+def test_the_gradient_keeps_pieces_that_others_need():
+    # Halves and wholes come equally often.  Of 500 and 1000 free, whole ones cannot use 500: a
+    # fragment of 250 on average.  It goes with the half that fits: int(100 / (1 + e^-0.25)) = 56.
+    place = fragmentation_gradient([pod(1, 500), pod(1, 1000)])
+    assert place(stock(500, 1000), shape(1, 500)) == ((-56, pytest.approx(1 / 128 + 1 / 8)), stock(0, 1000))
+
+
+def test_pods_are_drawn_until_the_load_is_reached():
+    coming = arrivals([pod(1, 500)], 2000, random.Random(1))
+    assert len(coming) == 6  # 1.3 times 2 GPUs are 2.6: the sixth half crosses it
+    assert arrivals([pod(0)], 2000, random.Random(1)) == [pod(0)]
+
+
+def test_what_does_not_fit_is_dropped_and_the_curve_says_so():
+    filled = fill([Node("n", 1000, 1000, 2, "T4")], [pod(1), pod(1), pod(1)], best_fit, seed=1)
+    assert (filled.pods, filled.dropped, filled.gpus) == (3, 1, 2)
+    assert filled.asked_percent == (50.0, 100.0, 150.0)
+    assert filled.allocated_percent == (50.0, 100.0, 100.0)
+    assert (filled.allocated_at(100), filled.allocated_at(999)) == (100.0, 100.0)
+
+
+@pytest.fixture(scope="module")
+def openb(trace):
+    return read_nodes(trace("fractions_openb_gpu_nodes")), read_pods(trace("fractions_openb_pods_default"))
+
+
+def test_openb_fills_to_what_was_published_and_beyond_best_fit(openb):
+    """Published, mean of 10 seeds: best fit 92.86, gradient 95.23 per cent."""
+    nodes, pods = openb
+    gradient = fragmentation_gradient(pods)
+    ours = fill(nodes, pods, gradient, 42).allocated_at(100)
+    theirs = fill(nodes, pods, best_fit, 42).allocated_at(100)
+    assert ours >= 95.1
+    assert ours >= theirs + 2
+    assert theirs == pytest.approx(92.86, abs=0.4)
+
+
+def test_a_seed_gives_the_same_run_again(openb):
+    nodes, pods = openb[0][:40], openb[1][:400]
+    assert fill(nodes, pods, None, 5) == fill(nodes, pods, None, 5)
+    assert fill(nodes, pods, None, 5) != fill(nodes, pods, None, 6)
