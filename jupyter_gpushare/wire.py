@@ -79,6 +79,29 @@ class JobRequest(Message, frozen=True):
     source: JobSource | None = None
 
 
+class LaunchRequest(Message, frozen=True):
+    """Body of the server's own ``POST gpushare/launch``: what the dialog of the page says.
+
+    ``path`` names a notebook or script below the root of the server's files; without
+    it ``command`` is run.
+    """
+
+    path: str = ""
+    command: str = ""  # as in a shell: words and quotes, nothing else
+    arguments: str = ""  # of a script, the same way
+    parameters: dict[str, str] = {}  # of a notebook
+    kernel: str = ""  # name of the environment; "": the notebook's, or that of the server
+    cwd: str | None = None  # absolute; default: the folder of the file, or the root
+    variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
+    gpus: str = "1"
+    memory: str | None = None
+    project: str | None = None
+    name: str | None = None
+    checkpoint: Survival = Survival.SUSPEND
+    retries: int = 0
+    priority: int = 0
+
+
 class KernelActivity(Message, frozen=True):
     id: str
     busy: bool
@@ -289,6 +312,25 @@ class JobMoment(Answer, frozen=True):
 
 class JobTimeline(Answer, frozen=True):
     moments: list[JobMoment]  # oldest first
+
+
+class Environment(Answer, frozen=True):
+    """A kernelspec, as an environment that jobs can run in."""
+
+    name: str
+    display_name: str
+    language: str
+
+
+class LaunchForm(Answer, frozen=True):
+    """What the dialog begins with for a file: the server's own ``GET gpushare/launch``."""
+
+    path: str
+    kind: Literal["notebook", "script", "command"]
+    cwd: str
+    kernel: str
+    environments: list[Environment]
+    parameters: dict[str, str]  # names and defaults of the notebook's cell tagged "parameters"
 
 
 class DayUse(Answer, frozen=True):
