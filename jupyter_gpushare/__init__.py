@@ -1,3 +1,24 @@
 """JupyterHub on shared GPUs: fractions that hold, idle GPUs that are lent, nothing lost."""
 
+from __future__ import annotations
+
+from importlib import import_module as _load
+from typing import Any
+
 __version__ = "0.1.0.dev0"
+
+
+def progress(done: float, total: float | None = None) -> bool:
+    """Tell how far a training job is, in any unit; True when it was taken.
+
+    For training programs; outside a job nothing happens.  Nothing heavy is imported.
+
+    Raises:
+        ValueError: a number that is negative or not finite.
+    """
+    return bool(_load("jupyter_gpushare.job.progress").progress(done, total))
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Give a notebook ``%gpu``, ``%gpujob`` and ``%%gpujob``: ``%load_ext jupyter_gpushare``."""
+    shell.register_magics(_load("jupyter_gpushare.magics").GpuMagics)

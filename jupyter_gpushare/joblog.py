@@ -1,6 +1,6 @@
 """Finds and reads what a job printed: the user's own files, or the running job's page.
 
-The runner keeps the log of each attempt in files (`jupyter_gpushare.job.files`).
+The runner keeps the log of each attempt in files (`jupyter_gpushare.jobfiles`).
 On the machine and account of the user they are read directly, also after the job
 has ended.  From elsewhere the server of a running job is asked through the Hub's
 proxy (``log?offset=N``); once it has ended, only the files are left, and the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,12 +19,11 @@ from urllib.parse import quote
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
-from jupyter_gpushare.job.files import jobs_dir, read_log
+from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, read_log
 
 # Read at once: bounds memory, whatever the size of the log.
 CHUNK_BYTES = 1 << 20
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
-_ATTEMPT = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
 
 
 class Source(Protocol):
@@ -89,11 +87,8 @@ class LocalLog:
                 yield attempt, _left_out(at, piece.offset) + piece.data
 
     def _files(self) -> list[tuple[int, Path]]:
-        if not self._folder.is_dir():
-            return []
-        found = [(_ATTEMPT.fullmatch(path.name), path) for path in self._folder.iterdir()]
-        attempts = sorted((int(match[1]), path) for match, path in found if match)
-        return [(n, path) for n, path in attempts if self._only in (None, n)]
+        attempts = [n for n in attempts_of(self._folder) if self._only in (None, n)]
+        return [(n, self._folder / f"attempt-{n}.log") for n in attempts]
 
 
 class ProxyLog:

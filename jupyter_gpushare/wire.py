@@ -52,6 +52,16 @@ class GpuRequest(Message, frozen=True):
     project: str | None = None
 
 
+class JobSource(Message, frozen=True):
+    """Where a job came from, for people and for submitting it again; the broker only keeps it."""
+
+    path: str  # of the notebook or script, below the root of the user's files
+    kernel: str = ""  # name of the environment (kernelspec)
+    output: str = ""  # the notebook that is being written, below the same root
+    arguments: str = ""  # of a script, as they were typed
+    parameters: dict[str, str] = {}  # of a notebook, as they were typed
+
+
 class JobRequest(Message, frozen=True):
     """Body of ``POST jobs``."""
 
@@ -66,6 +76,30 @@ class JobRequest(Message, frozen=True):
     priority: int = 0  # -100 to 100, within the project
     retries: int = 0  # how often a failed attempt is tried again, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL
+    source: JobSource | None = None
+
+
+class LaunchRequest(Message, frozen=True):
+    """Body of the server's own ``POST gpushare/launch``: what the dialog of the page says.
+
+    ``path`` names a notebook or script below the root of the server's files; without
+    it ``command`` is run.
+    """
+
+    path: str = ""
+    command: str = ""  # as in a shell: words and quotes, nothing else
+    arguments: str = ""  # of a script, the same way
+    parameters: dict[str, str] = {}  # of a notebook
+    kernel: str = ""  # name of the environment; "": the notebook's, or that of the server
+    cwd: str | None = None  # absolute; default: the folder of the file, or the root
+    variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
+    gpus: str = "1"
+    memory: str | None = None
+    project: str | None = None
+    name: str | None = None
+    checkpoint: Survival = Survival.SUSPEND
+    retries: int = 0
+    priority: int = 0
 
 
 class KernelActivity(Message, frozen=True):
@@ -178,6 +212,15 @@ class ProjectUse(Answer, frozen=True):
     overridden: bool = False  # quota set through the API, not by the configuration
 
 
+class JobOutlook(Answer, frozen=True):
+    """What would become of a job that is submitted now."""
+
+    starts: Literal["now", "soon", "no"]  # soon: room is being made
+    position: int | None  # in the queue, where it would wait
+    borrowed: bool  # it would start on room that may be taken back
+    sentence: str
+
+
 class Offers(Answer, frozen=True):
     project: str
     projects: list[str]  # the user's own
@@ -186,13 +229,15 @@ class Offers(Answer, frozen=True):
     free_milli: int
     total_milli: int
     idle_timeout_s: float
+    job: JobOutlook | None = None  # of a job of the size in the query
 
 
 class ProcessUse(Answer, frozen=True):
     pid: int
     name: str
-    kernel: str
+    kernel: str  # path of its notebook, or the kernel's name
     used_bytes: int
+    kernel_id: str = ""
 
 
 class LeaseStatus(Answer, frozen=True):
@@ -252,6 +297,58 @@ class Job(Answer, frozen=True):
     log: str | None = None  # folder of its logs in the user's files, one per attempt
     done: float | None = None
     total: float | None = None
+    cwd: str | None = None
+    variables: list[str] = []  # names of the environment variables it was given
+    source: JobSource | None = None
+
+
+class JobMoment(Answer, frozen=True):
+    """One step in the life of a job."""
+
+    at: str
+    what: str  # "submitted", "grant", "started", "suspend", "resume", "requeue", "ended"
+    sentence: str
+
+
+class JobTimeline(Answer, frozen=True):
+    moments: list[JobMoment]  # oldest first
+
+
+class Environment(Answer, frozen=True):
+    """A kernelspec, as an environment that jobs can run in."""
+
+    name: str
+    display_name: str
+    language: str
+
+
+class LaunchForm(Answer, frozen=True):
+    """What the dialog begins with for a file: the server's own ``GET gpushare/launch``."""
+
+    path: str
+    kind: Literal["notebook", "script", "command"]
+    cwd: str
+    kernel: str
+    environments: list[Environment]
+    parameters: dict[str, str]  # names and defaults of the notebook's cell tagged "parameters"
+
+
+class DayUse(Answer, frozen=True):
+    """GPU-seconds of one user in one project on one day (UTC, of the end of each stretch)."""
+
+    day: str  # "2031-05-06"
+    project: str
+    used_gpu_s: float  # held by sessions and jobs
+    lent_gpu_s: float  # left to others by sleeping sessions
+
+
+class History(Answer, frozen=True):
+    """The last seven days of a user."""
+
+    days: list[DayUse]
+    used_gpu_s: float
+    lent_gpu_s: float
+    helped_jobs: int  # jobs that sessions of the user were put to sleep for
 
 
 class JobList(Answer, frozen=True):
@@ -282,6 +379,7 @@ class Status(Answer, frozen=True):
     projects: list[ProjectUse]
     events: list[Decision] = []  # the newest 20 that concern me
     devices_known: bool = True  # False: the device helper does not answer
+    keep_left_minutes: float | None = None  # of today's budget for "Keep it"
 
 
 class DeviceStatus(Answer, frozen=True):

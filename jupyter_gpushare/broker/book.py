@@ -20,13 +20,21 @@ from typing import Any
 
 from jupyter_gpushare import words
 from jupyter_gpushare.broker.policy import Policy
-from jupyter_gpushare.broker.records import ENDED, DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.broker.records import (
+    ENDED,
+    DecisionRecord,
+    JobRecord,
+    LeaseRecord,
+    ProjectOverride,
+    UsageRecord,
+)
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Cluster,
     Device,
     Event,
+    Kind,
     Lease,
     Project,
     Settings,
@@ -42,6 +50,20 @@ log = logging.getLogger("gpushare.broker")
 _ACTIVE_S = 2.0
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
+# Days of use that are shown.
+WEEK_DAYS = 7
+
+
+def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
+    """Return what ``seconds`` in a lease's state count for: used, lent, or nothing."""
+    lease = record.lease
+    gpu_s = max(0.0, seconds) * lease.held_milli * len(lease.devices) / WHOLE_GPU
+    use = UsageRecord(day=day, user=lease.user, project=lease.project)
+    if lease.state is State.RUNNING:
+        return replace(use, used_gpu_s=gpu_s)
+    if lease.state is State.SUSPENDED and lease.kind is Kind.BUILD:
+        return replace(use, lent_gpu_s=gpu_s)
+    return None
 
 
 def iso_now() -> str:
@@ -87,6 +109,7 @@ class Book:
         self.jobs: dict[str, JobRecord] = {}
         self.decisions: deque[DecisionRecord] = deque(maxlen=1_000)
         self.overrides: dict[str, ProjectOverride] = {}
+        self.usage: dict[tuple[str, str, str], UsageRecord] = {}  # by day, user and project
         self.live: dict[str, Live] = {}
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
@@ -114,6 +137,7 @@ class Book:
         self.decisions.extend(loaded.decisions)
         self._decision_seq = loaded.decisions[-1].seq if loaded.decisions else 0
         self.overrides = {o.name: o for o in loaded.overrides}
+        self.usage = {(u.day, u.user, u.project): u for u in loaded.usage}
 
     # ---- changes -------------------------------------------------------------
 
@@ -231,10 +255,28 @@ class Book:
                 job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
             self._keep_job(job)
             also.append(job)
+        if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
+            also.append(self._count(stretch))
         if why:
             also.append(self._decide(changed, event, why, for_lease))
         self._keep(changed)
         return changed, [changed, *also]
+
+    def _count(self, stretch: UsageRecord) -> UsageRecord:
+        """Add a stretch of use to its day; days that nobody looks at are kept on disk only."""
+        key = (stretch.day, stretch.user, stretch.project)
+        before = self.usage.get(key)
+        if before is not None:
+            stretch = replace(
+                stretch,
+                used_gpu_s=before.used_gpu_s + stretch.used_gpu_s,
+                lent_gpu_s=before.lent_gpu_s + stretch.lent_gpu_s,
+            )
+        else:
+            newest = sorted({day for day, _, _ in self.usage}, reverse=True)[:WEEK_DAYS]
+            self.usage = {k: u for k, u in self.usage.items() if k[0] in newest}
+        self.usage[key] = stretch
+        return stretch
 
     def _decide(self, record: LeaseRecord, event: Event, why: str, for_lease: str) -> DecisionRecord:
         self._decision_seq += 1

@@ -18,13 +18,22 @@ from jupyter_gpushare import wire, words
 from jupyter_gpushare.backends.base import Backend
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
-from jupyter_gpushare.broker.job_request import check_job, job_size, job_spec
+from jupyter_gpushare.broker.job_request import check_job, job_lease, job_spec
 from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
 from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
 from jupyter_gpushare.core.explain import check_request, explain
-from jupyter_gpushare.core.model import WHOLE_GPU, Event, Grant, Kind, Lease, State, Survival, parse_fraction
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Event,
+    Grant,
+    Kind,
+    Lease,
+    State,
+    Why,
+    parse_fraction,
+)
+from jupyter_gpushare.core.plan import Round, plan
 from jupyter_gpushare.errors import (
     Conflict,
     DeviceError,
@@ -266,20 +275,7 @@ class Desk:
                 f"you have {book.policy.max_jobs_per_user} jobs waiting or running: wait, or cancel some"
             )
         job_id, now = random_id(), book.clock()
-        fraction_milli, device_count, memory_bytes = job_size(request)
-        lease = Lease(
-            id=f"j{job_id}",
-            project=project,
-            kind=Kind.TRAIN,
-            fraction_milli=fraction_milli,
-            device_count=device_count,
-            memory_bytes=memory_bytes,
-            user=user,
-            priority=request.priority,
-            survival=Survival(request.checkpoint),
-            submitted_at=now,
-            queued_at=now,
-        )
+        lease = job_lease(f"j{job_id}", user, project, request, now)
         check_request(book.cluster(now), lease)
         job = JobRecord(
             id=job_id,
@@ -305,6 +301,37 @@ class Desk:
         await book.add(record, job)
         log.info("job=%s user=%s project=%s queued size=%s", job.id, user, project, request.gpus)
         return job
+
+    async def outlook(self, user: str, request: wire.JobRequest) -> wire.JobOutlook:
+        """Return what would become of a job that is submitted now; its project must be named.
+
+        Raises:
+            Conflict: the devices are not known.
+            InvalidRequest: it could never run, or its size is none.
+        """
+        await self._known()
+        now = self.book.clock()
+        lease = job_lease("j-", user, request.project or "", request, now)
+        cluster = self.book.cluster(now, extra=(lease,))
+        check_request(cluster, lease)
+        told = explain(cluster, lease.id, now)
+        round_ = Round(cluster, now).run()
+        grant = next((a for a in round_.actions if isinstance(a, Grant) and a.lease == lease.id), None)
+        if grant is not None:
+            what = "on borrowed room; it may be paused when its owner needs it" if grant.borrowed else ""
+            sentence = f"Would start now{' ' if what else ''}{what}."
+            return wire.JobOutlook(starts="now", position=None, borrowed=grant.borrowed, sentence=sentence)
+        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        sentence = words.waiting(told.why, needs=size, free_milli=told.free_milli, position=told.position)
+        if told.smaller is not None:
+            smaller = words.size(told.smaller.fraction_milli, told.smaller.device_count)
+            sentence += f" With {smaller} it would start now."
+        return wire.JobOutlook(
+            starts="soon" if told.why is Why.WAITS_FOR_ROOM else "no",
+            position=told.position,
+            borrowed=False,
+            sentence=sentence,
+        )
 
     def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:
         """Return a job of ``user``.
@@ -415,16 +442,21 @@ class Desk:
         """
         if not 1 <= minutes <= 240:
             raise InvalidRequest(f"minutes is a number from 1 to 240, not {minutes}")
+        left = self.keep_left(record.lease.user)
+        if minutes > left:
+            raise TooMany(f"you can keep your GPU for {left:.0f} more minutes today")
         day = (record.lease.user, datetime.now(UTC).date().isoformat())
         used = self._kept.get(day, 0.0)
-        if used + minutes > self.book.policy.keep_minutes_per_day:
-            left = max(0.0, self.book.policy.keep_minutes_per_day - used)
-            raise TooMany(f"you can keep your GPU for {left:.0f} more minutes today")
         self._kept = {k: v for k, v in self._kept.items() if k[1] == day[1]} | {day: used + minutes}
         until = self.book.clock() + 60 * minutes
         await self.book.put_lease(
             replace(record, lease=replace(record.lease, keep_until_at=until, lend_now=False))
         )
+
+    def keep_left(self, user: str) -> float:
+        """Return for how many more minutes of today (UTC) a user may keep an idle session."""
+        used = self._kept.get((user, datetime.now(UTC).date().isoformat()), 0.0)
+        return max(0.0, self.book.policy.keep_minutes_per_day - used)
 
     async def lend(self, record: LeaseRecord) -> None:
         """Offer the room of a session at once.

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import prometheus_client
 from jupyterhub.services.auth import HubOAuthenticated
 from tornado import web
 
 from jupyter_gpushare import wire
+from jupyter_gpushare.broker import history
 from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access, Identity
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
@@ -170,17 +172,27 @@ class Status(Base):
                 if not waiting[identity.user]:
                     del waiting[identity.user]
         groups = () if identity.is_service else await self.service.access.groups(identity.user)
-        self.answer(self.service.views.status(identity.user, groups, admin=identity.admin))
+        status = self.service.views.status(identity.user, groups, admin=identity.admin)
+        self.answer(
+            msgspec.structs.replace(status, keep_left_minutes=self.service.desk.keep_left(identity.user))
+        )
 
 
 class Offers(Base):
-    """What could start now for me."""
+    """What could start now for me; with ``?gpus=`` or ``?memory=`` also what a job of that size would get."""
 
     async def get(self) -> None:
         identity = await self.identify()
         groups = await self.service.access.groups(identity.user)
         project = self.service.desk.choose_project(groups, self.get_query_argument("project", None))
-        self.answer(self.service.views.offers(groups, project))
+        offers = self.service.views.offers(groups, project)
+        gpus, memory = (self.get_query_argument(name, "") or None for name in ("gpus", "memory"))
+        if gpus or memory:
+            asked = wire.JobRequest(command=["-"], gpus=gpus or "1", memory=memory, project=project)
+            offers = msgspec.structs.replace(
+                offers, job=await self.service.desk.outlook(identity.user, asked)
+            )
+        self.answer(offers)
 
 
 class Jobs(Base):
@@ -218,6 +230,15 @@ class Job(Base):
             identity.require(JOBS_SCOPE)
         job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(await self.service.desk.cancel(job)))
+
+
+class JobTimeline(Base):
+    """Every pause and resume of a job, with its reason."""
+
+    async def get(self, job_id: str) -> None:
+        identity = await self.identify()
+        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        self.answer(await history.timeline(self.service.book, job))
 
 
 class JobRetry(Base):
@@ -306,6 +327,14 @@ class Devices(Base):
         self.answer(self.service.views.devices())
 
 
+class History(Base):
+    """GPU-hours that I used and lent in the last seven days."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        self.answer(await history.week(self.service.book, identity.user))
+
+
 class Decisions(Base):
     """The newest decisions that concern me; all of them for an admin."""
 
@@ -391,6 +420,7 @@ ROUTES: tuple[Route, ...] = (
     Route("offers", Offers, {"get": wire.Offers}, {}),
     Route("jobs", Jobs, {"get": wire.JobList, "post": wire.Job}, {"post": wire.JobRequest}),
     Route("jobs/{id}", Job, {"get": wire.Job, "delete": wire.Job}, {}),
+    Route("jobs/{id}/timeline", JobTimeline, {"get": wire.JobTimeline}, {}),
     Route("jobs/{id}/retry", JobRetry, {"post": wire.Job}, {}),
     Route("jobs/{id}/attempts/{n}/report", JobReport, {"post": None}, {"post": wire.JobReport}),
     Route("servers/activity", Activity, {"post": None}, {"post": wire.ActivityReport}),
@@ -399,6 +429,7 @@ ROUTES: tuple[Route, ...] = (
     Route("projects", Projects, {"get": wire.Projects}, {}),
     Route("projects/{name}", Project, {"put": wire.Projects}, {"put": wire.ProjectChange}),
     Route("devices", Devices, {"get": wire.Devices}, {}),
+    Route("history", History, {"get": wire.History}, {}),
     Route("decisions", Decisions, {"get": wire.Decisions}, {}),
     Route("health", Health, {"get": wire.Health}, {}),
     Route("openapi.json", OpenApi, {"get": dict}, {}),

@@ -7,6 +7,7 @@ import re
 from jupyter_gpushare import wire
 from jupyter_gpushare.broker.policy import parse_gpus, parse_memory
 from jupyter_gpushare.broker.records import JobRecord
+from jupyter_gpushare.core.model import Kind, Lease, Survival
 from jupyter_gpushare.errors import InvalidRequest
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -37,6 +38,11 @@ def check_job(request: wire.JobRequest) -> None:
             raise InvalidRequest(f"{name[:40]!r} is not a name of an environment variable")
         if name.startswith(("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")):
             raise InvalidRequest(f"{name} is set by the system and cannot be given")
+    if (source := request.source) is not None:
+        texts: tuple[str, ...] = (source.path, source.kernel, source.output, source.arguments)
+        texts += tuple(f"{key}{value}" for key, value in source.parameters.items())
+        if sum(map(len, texts)) > 100_000 or any("\0" in text for text in texts):
+            raise InvalidRequest("source: at most 100,000 characters together, none of them NUL")
     if request.name is not None and (not 1 <= len(request.name) <= 100 or "\0" in request.name):
         raise InvalidRequest("a name has 1 to 100 characters, none of them NUL")
     if not -100 <= request.priority <= 100:
@@ -56,6 +62,28 @@ def job_size(request: wire.JobRequest) -> tuple[int, int, int]:
     if request.memory is not None:
         return 0, 1, parse_memory(request.memory)
     return (*parse_gpus(request.gpus), 0)
+
+
+def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, now: float) -> Lease:
+    """Return the lease of a job that enters the queue at ``now``.
+
+    Raises:
+        InvalidRequest: the size is none.
+    """
+    fraction_milli, device_count, memory_bytes = job_size(request)
+    return Lease(
+        id=lease_id,
+        project=project,
+        kind=Kind.TRAIN,
+        fraction_milli=fraction_milli,
+        device_count=device_count,
+        memory_bytes=memory_bytes,
+        user=user,
+        priority=request.priority,
+        survival=Survival(request.checkpoint),
+        submitted_at=now,
+        queued_at=now,
+    )
 
 
 def job_spec(job: JobRecord, attempt: int) -> wire.JobSpec:

@@ -102,6 +102,17 @@ class DecisionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """GPU-seconds of a user in a project on one day (UTC)."""
+
+    day: str
+    user: str
+    project: str
+    used_gpu_s: float = 0.0
+    lent_gpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOverride:
     """A project's numbers as changed through the API; None: as configured."""
 

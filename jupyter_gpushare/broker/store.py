@@ -32,7 +32,13 @@ import alembic.script
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.broker.records import (
+    DecisionRecord,
+    JobRecord,
+    LeaseRecord,
+    ProjectOverride,
+    UsageRecord,
+)
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival
 from jupyter_gpushare.errors import StoreError
 
@@ -40,6 +46,8 @@ from jupyter_gpushare.errors import StoreError
 MAX_DECISIONS = 100_000
 # Ended jobs and leases kept, newest first.
 MAX_ENDED = 10_000
+# Days of use that are kept; a week is shown.
+MAX_USAGE_DAYS = 100
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # PostgreSQL advisory lock: the letters "gpus".
@@ -125,7 +133,7 @@ decisions = sa.Table(
     metadata,
     sa.Column("seq", sa.Integer, primary_key=True),
     sa.Column("at", sa.String(40), nullable=False),
-    sa.Column("lease", sa.String(64), nullable=False),
+    sa.Column("lease", sa.String(64), nullable=False, index=True),
     sa.Column("user", sa.String(255), nullable=False),
     sa.Column("project", sa.String(255), nullable=False),
     sa.Column("action", sa.String(32), nullable=False),
@@ -142,6 +150,16 @@ projects = sa.Table(
     sa.Column("limit_milli", sa.Integer),
 )
 
+usage = sa.Table(
+    "usage",
+    metadata,
+    sa.Column("day", sa.String(10), primary_key=True),
+    sa.Column("user", sa.String(255), primary_key=True),
+    sa.Column("project", sa.String(255), primary_key=True),
+    sa.Column("used_gpu_s", sa.Float, nullable=False),
+    sa.Column("lent_gpu_s", sa.Float, nullable=False),
+)
+
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}
 _LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
 _RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
@@ -156,10 +174,11 @@ class Loaded:
     jobs: tuple[JobRecord, ...]  # living ones and the newest ended ones
     decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
     overrides: tuple[ProjectOverride, ...]
+    usage: tuple[UsageRecord, ...]  # of the newest `MAX_USAGE_DAYS` days
     boot_id: str  # the boot that the stored monotonic moments belong to
 
 
-Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord
 
 
 def _lease_row(record: LeaseRecord) -> dict[str, Any]:
@@ -305,8 +324,43 @@ class Store:
                 overrides=tuple(
                     ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
                 ),
+                usage=tuple(UsageRecord(**row) for row in connection.execute(usage.select()).mappings()),
                 boot_id=self._boot_before,
             )
+
+    async def decisions_about(self, lease: str) -> tuple[DecisionRecord, ...]:
+        """Return the newest 1,000 decisions about a lease, oldest first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        query = decisions.select().where(decisions.c.lease == lease)
+        query = query.order_by(decisions.c.seq.desc()).limit(1000)
+        rows = await self._read(query)
+        return tuple(DecisionRecord(**row) for row in reversed(rows))
+
+    async def helped(self, user: str, since: str) -> int:
+        """Return how many other leases the user's were put to sleep for since a moment (ISO 8601).
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        query = sa.select(sa.func.count(sa.distinct(decisions.c.for_lease)).label("count")).where(
+            decisions.c.user == user, decisions.c.action == "suspend", decisions.c.at >= since
+        )
+        query = query.where(decisions.c.lease.like("b%"), decisions.c.for_lease.is_not(None))
+        (row,) = await self._read(query)
+        return int(row["count"])
+
+    async def _read(self, query: sa.Select[Any]) -> list[sa.RowMapping]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._rows, query)
+
+    def _rows(self, query: sa.Select[Any]) -> list[sa.RowMapping]:
+        try:
+            with self._engine.connect() as connection:
+                return list(connection.execute(query).mappings())
+        except sa.exc.SQLAlchemyError as error:
+            raise StoreError(f"the database cannot be read: {error}") from error
 
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
         """Return the job that a user submitted under an idempotency key, however long ago.
@@ -314,16 +368,9 @@ class Store:
         Raises:
             StoreError: the database cannot be read.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, user, key)
-
-    def _find(self, user: str, key: str) -> JobRecord | None:
         mine = jobs.select().where(jobs.c.user == user, jobs.c.idempotency_key == key)
-        try:
-            with self._engine.connect() as connection:
-                row = connection.execute(mine).mappings().first()
-        except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"the database cannot be read: {error}") from error
-        return None if row is None else _job(row)
+        rows = await self._read(mine)
+        return _job(rows[0]) if rows else None
 
     # ---- writing -------------------------------------------------------------
 
@@ -364,6 +411,13 @@ class Store:
                     )
                     _prune(connection)
                 return
+            case UsageRecord():
+                row = {f.name: getattr(change, f.name) for f in fields(change)}
+                key_of = [usage.c[name] == row[name] for name in ("day", "user", "project")]
+                if not connection.execute(usage.update().where(*key_of).values(row)).rowcount:
+                    connection.execute(usage.insert().values(row))
+                    _forget_days(connection)
+                return
             case ProjectOverride():
                 row = {f.name: getattr(change, f.name) for f in fields(change)}
                 table, key = projects, "name"
@@ -381,6 +435,14 @@ class Store:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _forget_days(connection: Connection) -> None:
+    """Drop the days beyond the newest `MAX_USAGE_DAYS`."""
+    days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc())
+    oldest = connection.execute(days.offset(MAX_USAGE_DAYS).limit(1)).scalar()
+    if oldest is not None:
+        connection.execute(usage.delete().where(usage.c.day <= oldest))
 
 
 def _prune(connection: Connection) -> None:

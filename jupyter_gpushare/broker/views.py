@@ -124,7 +124,11 @@ class Views:
             job=record.id[1:] if record.is_job else None,
             processes=[
                 wire.ProcessUse(
-                    pid=p.pid, name=p.name, kernel=kernels.get(p.kernel, p.kernel), used_bytes=p.used_bytes
+                    pid=p.pid,
+                    name=p.name,
+                    kernel=kernels.get(p.kernel, p.kernel),
+                    used_bytes=p.used_bytes,
+                    kernel_id=p.kernel,
                 )
                 for p in (sample.processes if sample else ())
             ],
@@ -247,6 +251,9 @@ class Views:
             server=record.handle if record and record.state is not State.PENDING else None,
             done=job.done,
             total=job.total,
+            cwd=job.cwd,
+            variables=sorted(job.env),
+            source=request.source,
         )
 
     # ---- projects, devices, the rest ------------------------------------------

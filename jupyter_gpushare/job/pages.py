@@ -24,7 +24,7 @@ from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuth
 from tornado import web
 from tornado.escape import xhtml_escape
 
-from jupyter_gpushare.job.files import Record, log_end, read_log
+from jupyter_gpushare.jobfiles import Record, log_end, read_log
 
 CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10

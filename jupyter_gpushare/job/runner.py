@@ -48,8 +48,9 @@ from jupyter_gpushare.job.command import (
     why_not,
     working_directory,
 )
-from jupyter_gpushare.job.files import BoundedLog, Record, forget_old_jobs, jobs_dir, log_path, write_record
+from jupyter_gpushare.job.progress import bar
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
+from jupyter_gpushare.jobfiles import BoundedLog, Record, forget_old_jobs, jobs_dir, log_path, write_record
 from jupyter_gpushare.wire import JobReport, JobSpec, decode
 
 # The Hub probes as soon as the process is there; later it has given up or is gone.
@@ -84,6 +85,7 @@ class Runner:
             log=str(self._log_path),
         )
         self._progress: dict[str, float | None] = {}
+        self._told = False  # by the program itself: no progress bar is looked at any more
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()
         self._seen = asyncio.Event()
@@ -217,7 +219,7 @@ class Runner:
             raise why_not(error, self._spec.command) from None
         finally:
             os.close(writing)
-        pump = threading.Thread(target=_pump, args=(reading, self._log.write), daemon=True)
+        pump = threading.Thread(target=_pump, args=(reading, self._on_print), daemon=True)
         pump.start()
         return command, pump
 
@@ -295,7 +297,14 @@ class Runner:
         self._log.write(f"[gpushare] {text}\n".encode(errors="replace"))
 
     def _on_progress(self, done: float, total: float | None) -> None:
+        self._told = True
         self._progress = {"done": done, "total": total}
+
+    def _on_print(self, data: bytes) -> None:
+        """Take what the command printed (in the pump's thread); a progress bar in it tells progress."""
+        self._log.write(data)
+        if not self._told and (found := bar(data)) is not None:
+            self._progress = {"done": found[0], "total": found[1]}
 
     async def _tell_progress(self, reports: Reports) -> None:
         told: dict[str, float | None] = {}

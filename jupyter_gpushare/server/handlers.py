@@ -2,10 +2,17 @@
 
     GET  gpushare/status                           the broker's `Status`, and what only this server knows:
                                                    enabled, server, silent_since
-    GET  gpushare/offers?project=P                 `Offers`
+    GET  gpushare/offers?project=P&gpus=G&memory=M `Offers`
+    GET  gpushare/history                          `History`
     GET  gpushare/jobs, POST gpushare/jobs         `JobList`; `JobRequest` -> `Job`
     GET  gpushare/jobs/ID, DELETE gpushare/jobs/ID `Job`
+    GET  gpushare/jobs/ID/timeline                 `JobTimeline`
+    POST gpushare/jobs/ID/retry                    `Job`
+    GET  gpushare/jobs/ID/log                      see `LogHandler`
+    GET  gpushare/launch?path=P                    `LaunchForm`: what the dialog begins with
+    POST gpushare/launch                           `LaunchRequest` -> `Job`
     POST gpushare/leases/ID/resume, keep, lend     `LeaseStatus`
+    POST gpushare/leases/ID/kernels/KID/release    restarts a kernel of this server: its GPU memory is free
 
 While the broker is silent, ``status`` answers 200 with ``silent_since`` and no
 numbers; everything else 503.  Errors are `ErrorAnswer`.  Writes need the
@@ -15,12 +22,17 @@ counts as activity of the user: an open panel must not keep a session awake.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
+from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from tornado import web
@@ -28,9 +40,14 @@ from tornado import web
 from jupyter_gpushare import wire
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
+from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log
+from jupyter_gpushare.server import launch
 from jupyter_gpushare.server.watch import Watch, iso
 
 T = TypeVar("T")
+
+LOG_BYTES = 256 << 10
+_TEXT = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +142,16 @@ class OffersHandler(_Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        project = self.get_query_argument("project", "")
-        params = {"project": project} if project else None
+        given = {name: self.get_query_argument(name, "") for name in ("project", "gpus", "memory")}
+        params = {name: value for name, value in given.items() if value}
         await self.answer(self.connected().client.get("offers", wire.Offers, params=params))
+
+
+class HistoryHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        await self.answer(self.connected().client.get("history", wire.History))
 
 
 class JobsHandler(_Handler):
@@ -158,6 +182,109 @@ class JobHandler(_Handler):
         await self.answer(self.connected().client.delete(f"jobs/{job}", wire.Job))
 
 
+class TimelineHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, job: str) -> None:
+        await self.answer(self.connected().client.get(f"jobs/{job}/timeline", wire.JobTimeline))
+
+
+class RetryHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def post(self, job: str) -> None:
+        await self.answer(self.connected().client.post(f"jobs/{job}/retry", None, wire.Job), 201)
+
+
+class LogHandler(_Handler):
+    """What a job printed, from the user's own files: at most `LOG_BYTES` from ``offset`` on.
+
+    ``offset`` below zero counts from the end; ``attempt`` is the newest if it is not
+    given; ``download`` gives all that is kept as a file.  Headers: X-Gpushare-Attempts (how
+    many there are), -Offset (where the answer begins), -Next (where to read on).
+    """
+
+    def _log(self) -> None:
+        if self.get_status() >= 400:
+            super()._log()
+
+    @web.authenticated
+    @authorized
+    async def get(self, job: str) -> None:
+        attempts = attempts_of(jobs_dir(Path.home()) / job)
+        attempt = self._number("attempt", attempts[-1] if attempts else 1)
+        path = log_path(Path.home(), job, max(1, attempt))
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cache-Control", "no-store")
+        self.set_header("X-Gpushare-Attempts", str(attempts[-1] if attempts else 0))
+        if self.get_query_argument("download", ""):
+            self.set_header("Content-Type", _TEXT)
+            self.set_header("Content-Disposition", f'attachment; filename="{job}-{attempt}.log"')
+            await self._send_all(path)
+            return
+        offset = self._number("offset", 0)
+        if offset < 0:
+            offset = max(0, await asyncio.to_thread(log_end, path) + offset)
+        piece = await asyncio.to_thread(read_log, path, offset, LOG_BYTES)
+        self.set_header("X-Gpushare-Offset", str(piece.offset))
+        self.set_header("X-Gpushare-Next", str(piece.next_offset))
+        self.finish(piece.data, set_content_type=_TEXT)
+
+    async def _send_all(self, path: Path) -> None:
+        offset = 0
+        while (piece := await asyncio.to_thread(read_log, path, offset, LOG_BYTES)).data:
+            if piece.offset > offset:
+                self.write(f"\n[{piece.offset - offset} bytes of this log were not kept]\n")
+            self.write(piece.data)
+            await self.flush()
+            offset = piece.next_offset
+        self.finish(set_content_type=_TEXT)
+
+    def _number(self, name: str, default: int) -> int:
+        text = self.get_query_argument(name, "") or str(default)
+        if not re.fullmatch(r"-?[0-9]{1,15}", text):
+            raise _Answered(400, "invalid", f"{name} is a whole number")
+        return int(text)
+
+
+class LaunchHandler(_Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        path = self.get_query_argument("path", "")
+        self.send(launch.form(self._root(), path, await self._specs()))
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        client = self.connected().client
+        asked = self.read(wire.LaunchRequest)
+        job = launch.job_of(asked, self._root(), await self._specs(), os.environ, datetime.now())
+        key = self.request.headers.get("Idempotency-Key")
+        await self.answer(client.post("jobs", job, wire.Job, key=key), 201)
+
+    def _root(self) -> Path:
+        root = getattr(self.contents_manager, "root_dir", "")
+        if not root:
+            raise _Answered(409, "no_files", "This server's files are not on a disk that a job could read.")
+        return Path(root)
+
+    async def _specs(self) -> tuple[launch.Spec, ...]:
+        return launch.specs_of(await ensure_async(self.kernel_spec_manager.get_all_specs()))
+
+
+class ReleaseHandler(_Handler):
+    """Frees the GPU memory of a kernel on its owner's word: by restarting it."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, _lease: str, kernel: str) -> None:
+        if kernel not in self.kernel_manager:
+            raise _Answered(404, "not_found", "This server has no such kernel (it may have ended).")
+        await ensure_async(self.kernel_manager.restart_kernel(kernel))
+        self.send({})
+
+
 class LeaseHandler(_Handler):
     @web.authenticated
     @authorized
@@ -177,5 +304,11 @@ def routes(broker: Broker | None) -> list[tuple[str, type[_Handler], dict[str, A
         (r"/gpushare/offers", OffersHandler, given),
         (r"/gpushare/jobs", JobsHandler, given),
         (r"/gpushare/jobs/([a-z0-9]{1,40})", JobHandler, given),
+        (r"/gpushare/jobs/([a-z0-9]{1,40})/timeline", TimelineHandler, given),
+        (r"/gpushare/jobs/([a-z0-9]{1,40})/retry", RetryHandler, given),
+        (r"/gpushare/jobs/([a-z0-9]{1,40})/log", LogHandler, given),
+        (r"/gpushare/history", HistoryHandler, given),
+        (r"/gpushare/launch", LaunchHandler, given),
+        (r"/gpushare/leases/([a-z0-9-]{1,64})/kernels/([a-z0-9-]{1,64})/release", ReleaseHandler, given),
         (r"/gpushare/leases/([a-z0-9-]{1,64})/(resume|keep|lend)", LeaseHandler, given),
     ]

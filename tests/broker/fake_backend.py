@@ -473,9 +473,9 @@ class SteppingStore(Store):
         self._write(tuple(changes))
         await self._broker.step()
 
-    async def job_by_key(self, user: str, key: str) -> JobRecord | None:
+    async def _read(self, query: Any) -> list[Any]:
         await self._broker.step()
-        return self._find(user, key)
+        return self._rows(query)
 
     def _check(self) -> None:
         book = self._broker.book

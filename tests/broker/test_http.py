@@ -446,6 +446,52 @@ async def test_a_cancelled_job_can_be_submitted_again(http):
     assert again.json()["id"] != job.id
 
 
+async def test_offers_tell_what_a_job_would_get(http):
+    def outlook(answer):
+        return answer.json()["job"]
+
+    assert (await http.ask("GET", "offers")).json()["job"] is None
+    now = outlook(await http.ask("GET", "offers?gpus=1"))
+    assert (now["starts"], now["position"], now["borrowed"]) == ("now", None, False)
+    borrowed = outlook(await http.ask("GET", "offers?gpus=2&project=nlp"))
+    assert (borrowed["starts"], borrowed["borrowed"]) == ("now", True)
+    assert "borrowed" in borrowed["sentence"]
+    assert (await http.ask("POST", "spawner/start", SPAWNER, json=_start("ada"))).status_code == 200
+    waits = outlook(await http.ask("GET", "offers?gpus=2"))
+    assert (waits["starts"], waits["position"]) == ("no", 1)
+    assert "Number 1. Needs 2 GPUs; 1.5 are free. With 1 GPU it would start now." in waits["sentence"]
+    for query, says in [("gpus=3", "the largest machine has 2"), ("gpus=x", "x"), ("memory=1", "")]:
+        refused = await http.refused("GET", f"offers?{query}")
+        assert refused.status == 400
+        assert says in refused.message
+    assert len(http.broker.book.jobs) == 0
+
+
+def _start(user: str) -> dict[str, Any]:
+    options = {"fraction": "0.5"}
+    return {"user": user, "server": "", "groups": ["vision"], "uid": 1, "options": options}
+
+
+async def test_the_timeline_of_a_job_is_its_owners(http):
+    job = await http.submit("bo")
+    told = (await http.ask("GET", f"jobs/{job.id}/timeline")).json()["moments"]
+    assert [moment["what"] for moment in told] == ["submitted"]
+    assert (await http.refused("GET", f"jobs/{job.id}/timeline", "ada")).status == 404
+    week = (await http.ask("GET", "history")).json()
+    assert week == {"days": [], "used_gpu_s": 0.0, "lent_gpu_s": 0.0, "helped_jobs": 0}
+
+
+async def test_where_a_job_came_from_is_kept_and_bounded(http):
+    source = {"path": "a.ipynb", "kernel": "python3", "output": "b.ipynb", "parameters": {"lr": "0.1"}}
+    job = await http.submit("bo", source=source, cwd="/tmp", env={"B": "1", "A": "2"})
+    shown = (await http.ask("GET", f"jobs/{job.id}")).json()
+    assert shown["source"] == source | {"arguments": ""}
+    assert (shown["cwd"], shown["variables"]) == ("/tmp", ["A", "B"])
+    for bad in ({"path": "a" * 100_001}, {"path": "a\0b"}, {"path": "a", "sudo": True}):
+        body = {"command": ["true"], "source": bad}
+        assert (await http.refused("POST", "jobs", json=body)).status == 400
+
+
 # ---- waiting for news ----------------------------------------------------------------
 
 

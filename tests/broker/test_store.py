@@ -13,7 +13,13 @@ import sqlalchemy as sa
 from jupyter_gpushare.broker import store as store_module
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.policy import Policy
-from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord, ProjectOverride
+from jupyter_gpushare.broker.records import (
+    DecisionRecord,
+    JobRecord,
+    LeaseRecord,
+    ProjectOverride,
+    UsageRecord,
+)
 from jupyter_gpushare.broker.store import Store, metadata
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival
 from jupyter_gpushare.errors import StoreError
@@ -93,7 +99,8 @@ DECISION = DecisionRecord(
     sentence="it sleeps",
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
-RECORDS = (LEASE, JOB, DECISION, OVERRIDE)
+USAGE = UsageRecord(day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5)
+RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE)
 
 
 def url(folder) -> str:
@@ -123,6 +130,7 @@ async def test_every_record_comes_back_as_it_was(database):
     assert loaded.jobs == (JOB,)
     assert loaded.decisions == (DECISION,)
     assert loaded.overrides == (OVERRIDE,)
+    assert loaded.usage == (USAGE,)
 
 
 async def test_a_changed_record_replaces_the_old_one(database):
@@ -313,3 +321,13 @@ async def test_moments_of_another_boot_start_anew(database):
     assert book.leases[LEASE.id].entered_at == 3.0
     book.failed.cancel()
     store.close()
+
+
+async def test_use_of_a_day_is_replaced_and_old_days_are_dropped(database, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_USAGE_DAYS", 2)
+    store = database()
+    await store.commit([replace(USAGE, day=f"2025-01-0{n}") for n in range(1, 5)])
+    await store.commit([replace(USAGE, day="2025-01-04", used_gpu_s=9.0)])
+    loaded = store.load()
+    store.close()
+    assert [(u.day, u.used_gpu_s) for u in loaded.usage] == [("2025-01-03", 1.5), ("2025-01-04", 9.0)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.job.progress import SOCKET_VARIABLE, progress
+from jupyter_gpushare.job.progress import SOCKET_VARIABLE, bar, progress
 
 
 @pytest.fixture
@@ -64,3 +64,26 @@ def test_it_needs_the_standard_library_only() -> None:
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [
+        (b"\r 45%|####5     | 45/100 [00:10<00:12,  4.50it/s]", (45, 100)),
+        (b"\r 1%| | 1/9 [00:01<?]\r 22%|##  | 2/9 [00:02<00:07]", (2, 9)),
+        (b"12%|#2        | 1.2k/10.0k [00:10<01:12, 120it/s]", (1200, 10000)),
+        (b"epoch 3/10 [loss 0.1]", None),
+        (b"45it [00:10,  4.50it/s]", None),
+        (b"|####| 9/3 [a]", None),
+        (b"\xff\x00", None),
+    ],
+)
+def test_a_progress_bar_is_read_from_what_is_printed(printed: bytes, found: object) -> None:
+    assert bar(printed) == found
+
+
+def test_the_name_on_top_is_the_same_and_imports_nothing_heavy(receiver: socket.socket) -> None:
+    look = "import jupyter_gpushare as g, sys; g.progress(1, 2); print('msgspec' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert json.loads(receiver.recv(1000)) == {"done": 1.0, "total": 2.0}
+    assert done.stdout == "False\n"

@@ -5,10 +5,18 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from jupyter_gpushare.jobfiles import log_path
+
 
 @pytest.fixture(scope="module")
-def running(start_both, tmp_path_factory):
-    with start_both(tmp_path_factory.mktemp("server")) as both:
+def folder(tmp_path_factory):
+    """The home of the server's user."""
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def running(start_both, folder):
+    with start_both(folder) as both:
         yield both
 
 
@@ -38,6 +46,13 @@ def test_nobody_gets_in_without_a_login(server):
         ("POST", "gpushare/jobs"),
         ("GET", "gpushare/jobs/k3v9m2x7qa"),
         ("DELETE", "gpushare/jobs/k3v9m2x7qa"),
+        ("GET", "gpushare/jobs/k3v9m2x7qa/timeline"),
+        ("POST", "gpushare/jobs/k3v9m2x7qa/retry"),
+        ("GET", "gpushare/jobs/k3v9m2x7qa/log"),
+        ("GET", "gpushare/history"),
+        ("GET", "gpushare/launch"),
+        ("POST", "gpushare/launch"),
+        ("POST", "gpushare/leases/b7q2mzk4x9/kernels/k/release"),
         ("POST", "gpushare/leases/b7q2mzk4x9/resume"),
     ]:
         answer = httpx.request(method, f"{server.url}/{path}", trust_env=False, timeout=30)
@@ -75,9 +90,19 @@ def test_lease_verbs_and_jobs_are_passed_on_with_this_servers_identity(server, b
     assert (answer.status_code, answer.json()) == (201, golden("job"))
     assert broker.asked("POST jobs")[0].json == asked
     assert broker.asked("POST jobs")[0].headers["Idempotency-Key"] == "once"
-    for name, path in [("job", "jobs/k3v9m2x7qa"), ("job_list", "jobs"), ("offers", "offers")]:
+    for name, path in [
+        ("job", "jobs/k3v9m2x7qa"),
+        ("job_list", "jobs"),
+        ("timeline", "jobs/k3v9m2x7qa/timeline"),
+        ("history", "history"),
+        ("offers", "offers"),
+    ]:
         broker.answer(f"GET {path}", golden(name))
         assert server.get(f"gpushare/{path}") == golden(name)
+    server.get("gpushare/offers?project=nlp&gpus=2&x=1")
+    assert broker.asked("GET offers")[-1].query == {"project": "nlp", "gpus": "2"}
+    broker.answer("POST jobs/k3v9m2x7qa/retry", golden("job"), 201)
+    assert server.request("POST", "gpushare/jobs/k3v9m2x7qa/retry").json() == golden("job")
     broker.answer("DELETE jobs/k3v9m2x7qa", golden("job"))
     assert server.request("DELETE", "gpushare/jobs/k3v9m2x7qa").json() == golden("job")
 
@@ -103,3 +128,56 @@ def test_asking_for_the_status_is_no_activity_of_the_user(server):
     for path in ("gpushare/status", "gpushare/jobs"):
         server.request("GET", path)
     assert server.get("api/status?no_track_activity=1")["last_activity"] == before
+
+
+def test_a_dialog_for_a_script_becomes_a_job(server, broker, golden, folder):
+    (folder / "work" / "train.py").write_text("print(1)")
+    told = server.get("gpushare/launch?path=train.py")
+    assert (told["kind"], told["cwd"], told["kernel"]) == ("script", str(folder / "work"), "python3")
+    assert "python3" in [environment["name"] for environment in told["environments"]]
+    broker.answer("POST jobs", golden("job"), 201)
+    body = {"path": "train.py", "arguments": "--lr 1", "gpus": "0.5", "variables": ["A=1"]}
+    answer = server.request("POST", "gpushare/launch", json=body, headers={"Idempotency-Key": "k"})
+    assert (answer.status_code, answer.json()) == (201, golden("job"))
+    (asked,) = broker.asked("POST jobs")
+    assert asked.json["command"][1:] == [str(folder / "work" / "train.py"), "--lr", "1"]
+    assert asked.json["env"] == {"PYTHONUNBUFFERED": "1", "A": "1"}
+    assert asked.headers["Idempotency-Key"] == "k"
+    refused = server.request("POST", "gpushare/launch", json={"path": "none.py"})
+    assert (refused.status_code, refused.json()["reason"]) == (404, "not_found")
+
+
+def test_a_log_is_read_on_from_the_users_own_files(server, folder):
+    path = log_path(folder, "k3v9m2x7qa", 2)
+    path.parent.mkdir(parents=True)
+    path.with_name("attempt-1.log").write_text("first\n")
+    path.write_text("zero\none\n")
+
+    def read(query: str) -> tuple[str, dict[str, str]]:
+        answer = server.request("GET", f"gpushare/jobs/k3v9m2x7qa/log?{query}")
+        assert answer.status_code == 200
+        return answer.text, dict(answer.headers)
+
+    text, headers = read("")
+    assert (text, headers["x-gpushare-next"], headers["x-gpushare-attempts"]) == ("zero\none\n", "9", "2")
+    assert read("offset=5")[0] == "one\n"
+    assert read("offset=9")[0] == ""
+    assert read("offset=-4")[0] == "one\n"
+    assert headers["content-type"].startswith("text/plain")
+    assert read("attempt=1")[0] == "first\n"
+    with path.open("a") as file:
+        file.write("two\n")
+    assert read("offset=9")[0] == "two\n"
+    assert 'filename="k3v9m2x7qa-2.log"' in read("download=1")[1]["content-disposition"]
+    none = server.request("GET", "gpushare/jobs/aaaaaaaaaa/log")
+    assert (none.status_code, none.text, none.headers["x-gpushare-attempts"]) == (200, "", "0")
+    assert server.request("GET", "gpushare/jobs/k3v9m2x7qa/log?offset=x").status_code == 400
+
+
+def test_release_restarts_the_kernel_and_only_one_of_this_server(server):
+    kernel = server.request("POST", "api/kernels", json={"name": "python3"}).json()["id"]
+    answer = server.request("POST", f"gpushare/leases/b7q2mzk4x9/kernels/{kernel}/release")
+    assert answer.status_code == 200
+    assert kernel in [k["id"] for k in server.get("api/kernels")]
+    assert server.request("POST", "gpushare/leases/b7q2mzk4x9/kernels/nope/release").status_code == 404
+    server.request("DELETE", f"api/kernels/{kernel}")

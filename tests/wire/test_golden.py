@@ -16,6 +16,7 @@ GOLDEN = Path(__file__).parent / "golden"
 KINDS: dict[str, type[Any]] = {
     "activity_report": wire.ActivityReport,
     "error": wire.ErrorAnswer,
+    "history": wire.History,
     "job": wire.Job,
     "job_list": wire.JobList,
     "job_request": wire.JobRequest,
@@ -25,6 +26,7 @@ KINDS: dict[str, type[Any]] = {
     "status_empty": wire.Status,
     "status_waking": wire.Status,
     "status_warned": wire.Status,
+    "timeline": wire.JobTimeline,
 }
 
 

@@ -32,6 +32,7 @@ PART_BYTES = 8 << 20
 TAIL_PARTS = 4
 KEEP_JOBS = 200
 
+_LOG = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
 
 
@@ -49,6 +50,16 @@ def log_path(home: Path, job: str, attempt: int) -> Path:
     if not _JOB_ID.fullmatch(job) or attempt < 1:
         raise ValueError(f"{job[:60]!r}, attempt {attempt}: no such job")
     return jobs_dir(home) / job / f"attempt-{attempt}.log"
+
+
+def attempts_of(folder: Path) -> list[int]:
+    """Return the numbers of a job's attempts that left a log in its folder, in order."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if match := _LOG.fullmatch(path.name):
+                found.append(int(match[1]))
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)

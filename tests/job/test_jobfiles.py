@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.job.files import (
+from jupyter_gpushare.jobfiles import (
     BoundedLog,
     Record,
     forget_old_jobs,

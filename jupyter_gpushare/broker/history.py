@@ -1,0 +1,60 @@
+"""Looking back: the life of one job, and a week of one user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date, timedelta
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.broker.book import WEEK_DAYS, Book, use_of
+from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, UsageRecord
+
+
+async def timeline(book: Book, job: JobRecord) -> wire.JobTimeline:
+    """Return every step of a job with its reason, oldest first.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    return told(job, await book.store.decisions_about(job.lease_id))
+
+
+def told(job: JobRecord, decisions: Iterable[DecisionRecord]) -> wire.JobTimeline:
+    """Return the steps of a job: what was decided about it, and its own beginning and end."""
+    moments = [wire.JobMoment(at=job.submitted_at, what="submitted", sentence="Submitted.")]
+    moments += [wire.JobMoment(at=d.at, what=d.action, sentence=d.sentence) for d in decisions]
+    if job.started_at:
+        moments.append(wire.JobMoment(at=job.started_at, what="started", sentence="Its command started."))
+    if job.ended_at:
+        how = job.reason or ("Done." if job.exit_code == 0 else f"Ended with exit code {job.exit_code}.")
+        moments.append(wire.JobMoment(at=job.ended_at, what="ended", sentence=how))
+    return wire.JobTimeline(moments=sorted(moments, key=lambda moment: moment.at))
+
+
+async def week(book: Book, user: str) -> wire.History:
+    """Return the GPU-seconds of a user in the last `WEEK_DAYS` days, those of this moment included.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    today = book.iso_now()[:10]
+    first = (date.fromisoformat(today) - timedelta(days=WEEK_DAYS - 1)).isoformat()
+    now = book.clock()
+    stretches: list[UsageRecord] = [u for u in book.usage.values() if u.user == user and u.day >= first]
+    for record in book.leases.values():
+        if record.lease.user == user and (use := use_of(record, today, now - record.entered_at)):
+            stretches.append(use)
+    sums: dict[tuple[str, str], tuple[float, float]] = {}
+    for use in stretches:
+        used, lent = sums.get((use.day, use.project), (0.0, 0.0))
+        sums[use.day, use.project] = used + use.used_gpu_s, lent + use.lent_gpu_s
+    days = [
+        wire.DayUse(day=day, project=project, used_gpu_s=round(used, 1), lent_gpu_s=round(lent, 1))
+        for (day, project), (used, lent) in sorted(sums.items())
+    ]
+    return wire.History(
+        days=days,
+        used_gpu_s=round(sum(used for used, _ in sums.values()), 1),
+        lent_gpu_s=round(sum(lent for _, lent in sums.values()), 1),
+        helped_jobs=await book.store.helped(user, first),
+    )

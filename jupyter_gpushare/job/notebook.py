@@ -1,0 +1,193 @@
+"""Runs a notebook as a training job: ``python -m jupyter_gpushare.job.notebook IN OUT [options]``.
+
+* Parameters (``-p NAME VALUE``) go into a cell of their own, behind the first
+  cell tagged ``parameters`` (else at the top), as papermill does it.
+* The output notebook is written after every cell, in one step, so that it can be
+  opened and read at any time; what cells print also goes to the log.
+* Cells done of all cells is the job's progress.
+
+Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook or environment) or
+143 (SIGTERM: the output notebook holds what was done).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import NoSuchKernel
+from jupyter_core.utils import ensure_async
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+from jupyter_gpushare.job.progress import progress
+
+STARTUP_S = 300
+# While a cell runs; after it at once.
+SAVE_EVERY_S = 5.0
+STOPPED = 128 + signal.SIGTERM
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+class Unusable(Exception):
+    """The notebook cannot be run as asked; the text is for the user."""
+
+
+def parameter_cell(parameters: Mapping[str, str]) -> str:
+    """Return Python that assigns the parameters: numbers, lists, ... as such, all else as text.
+
+    Raises:
+        Unusable: a name that is none in Python.
+    """
+    lines = ["# Parameters"]
+    for name, text in parameters.items():
+        if not _NAME.fullmatch(name):
+            raise Unusable(f"{name[:60]!r} is not a name of a parameter")
+        try:
+            value = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = text
+        lines.append(f"{name} = {value!r}")
+    return "\n".join(lines)
+
+
+def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
+    """Put the parameters behind the cell tagged ``parameters``, or at the top; replaces earlier ones.
+
+    Raises:
+        Unusable: not a Python notebook, or a name that is none in Python.
+    """
+    if not parameters:
+        return notebook
+    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
+    if language != "python":
+        raise Unusable(f"parameters are for Python notebooks, and this is one in {language}")
+    cell = nbformat.v4.new_code_cell(parameter_cell(parameters), metadata={"tags": ["injected-parameters"]})
+    cells = [c for c in notebook.cells if "injected-parameters" not in c.metadata.get("tags", [])]
+    tagged = [n for n, c in enumerate(cells) if "parameters" in c.metadata.get("tags", [])]
+    at = tagged[0] + 1 if tagged else 0
+    notebook.cells = [*cells[:at], cell, *cells[at:]]
+    return notebook
+
+
+def write(notebook: Any, path: Path) -> None:
+    """Replace the file in one step: whoever opens it sees whole cells."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("w", encoding="utf-8") as file:
+        nbformat.write(notebook, file)
+    fresh.replace(path)
+
+
+class _Run(NotebookClient):
+    """One run: copies what cells print to the log, tells progress, writes the output notebook."""
+
+    def __init__(self, notebook: Any, output: Path, **options: Any) -> None:
+        super().__init__(
+            notebook, on_cell_execute=self._on_cell, on_cell_executed=self._on_cell_done, **options
+        )
+        self._output = output
+        self._saved_at = 0.0
+        self.total = sum(1 for c in notebook.cells if c.cell_type == "code" and c.source.strip())
+        self.done = 0
+        self.stopped = False
+
+    def save(self) -> None:
+        """Write the output notebook; a disk that does not take it does not end the run."""
+        self._saved_at = time.monotonic()
+        try:
+            write(self.nb, self._output)
+        except OSError as error:
+            text = f"{self._output} cannot be written: {error.strerror}"
+            print(f"[gpushare] {text}", file=sys.stderr, flush=True)
+
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        if msg["msg_type"] == "stream":
+            print(msg["content"]["text"], end="", flush=True)
+        said = super().process_message(msg, cell, cell_index)
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.save()
+        return said
+
+    def _on_cell(self, cell: Any, cell_index: int) -> None:
+        # Again for every cell: nbclient puts a handler of its own there when the kernel starts.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        print(f"[gpushare] cell {self.done + 1} of {self.total}", flush=True)
+
+    def _on_cell_done(self, cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        if execute_reply["content"]["status"] == "ok":
+            self.done += 1
+            progress(self.done, self.total)
+        self.save()
+
+    def _on_sigterm(self) -> None:
+        self.stopped = True
+        if self.km is not None:
+            self._ending = asyncio.ensure_future(ensure_async(self.km.shutdown_kernel(now=True)))
+
+
+def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) -> int:
+    """Run a notebook into another and return the exit code.
+
+    Raises:
+        Unusable: it cannot be read or written, or its environment is not there.
+    """
+    try:
+        notebook = nbformat.read(source, as_version=4)
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{source} cannot be read: {error}") from None
+    notebook = with_parameters(notebook, parameters)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = _Run(
+        notebook,
+        output,
+        timeout=None,
+        startup_timeout=STARTUP_S,
+        kernel_name=kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+        resources={"metadata": {"path": os.getcwd()}},
+    )
+    client.save()
+    progress(0, client.total)
+    try:
+        client.execute()
+    except NoSuchKernel as error:
+        raise Unusable(f"there is no environment {error.name!r} here") from None
+    except CellExecutionError as error:
+        print(f"[gpushare] cell {client.done + 1} failed\n{error}", file=sys.stderr, flush=True)
+        return 1
+    except DeadKernelError:
+        print("[gpushare] stopped" if client.stopped else "[gpushare] the kernel died", file=sys.stderr)
+        return STOPPED if client.stopped else 1
+    finally:
+        client.save()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jupyter_gpushare.job.notebook", description=__doc__)
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--kernel", default="", help="name of the environment; default: the notebook's")
+    parser.add_argument("-p", dest="parameters", nargs=2, action="append", metavar=("NAME", "VALUE"))
+    asked = parser.parse_args(arguments)
+    try:
+        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()))
+    except Unusable as error:
+        print(f"[gpushare] {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The command line inside a notebook: ``%load_ext jupyter_gpushare``.
+
+%gpu                                   my GPU: size, memory, state, what happens next
+%gpujob --gpus 2 -- python train.py    `gpushare submit`, with all of its options
+%%gpujob --gpus 1 --name night         the cell itself becomes the job, as a Python script
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import closing
+
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.cli import broker_url, main
+from jupyter_gpushare.client import SyncBrokerClient
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.words import gigabytes
+
+
+def own_lease(status: wire.Status, server: str) -> wire.LeaseStatus | None:
+    """Return the lease of the user's server of this name."""
+    return next((lease for lease in status.leases if lease.server == server), None)
+
+
+def lease_text(lease: wire.LeaseStatus | None) -> str:
+    """Return two lines about a lease: numbers, and what happens next."""
+    if lease is None:
+        return "This server has no GPU."
+    used, limit = gigabytes(lease.memory_used_bytes), gigabytes(lease.memory_limit_bytes)
+    return f"{lease.size} of {lease.device_name}: {used} of {limit}, {lease.badge}\n{lease.sentence}"
+
+
+def submit_words(line: str, cell: str | None) -> list[str]:
+    """Return the words of `gpushare submit` for a magic's line and, where there is one, its cell."""
+    words = shlex.split(line)
+    if cell is None:
+        return ["submit", *words]
+    named = [] if "--name" in words else ["--name", "cell"]
+    return ["submit", *words, *named, "--", sys.executable, "-u", "-c", cell]
+
+
+@magics_class
+class GpuMagics(Magics):
+    """``%gpu``, ``%gpujob`` and ``%%gpujob``."""
+
+    @line_magic
+    def gpu(self, line: str) -> None:
+        """Show the GPU of this notebook's server."""
+        url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
+        if not url or not token:
+            print("This server was started without a GPU broker.")
+            return
+        try:
+            with closing(SyncBrokerClient(broker_url(url), token)) as client:
+                status = client.get("status", wire.Status)
+        except GpuShareError as error:
+            print(f"No news from the GPU broker: {error}")
+            return
+        print(lease_text(own_lease(status, os.environ.get("JUPYTERHUB_SERVER_NAME", ""))))
+
+    @line_cell_magic
+    def gpujob(self, line: str, cell: str | None = None) -> None:
+        """Submit a command, or this cell, as a training job."""
+        try:
+            main(submit_words(line, cell))
+        except SystemExit:
+            # Wrong usage or --help: argparse has said it.
+            return

@@ -1,0 +1,57 @@
+"""Looking back: the life of a job with its reasons, and what a user used and lent in a week."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpushare.broker import history
+from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+
+
+@in_virtual_time
+async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        asleep_at = site.now
+        await site.gpu_cell(ada)
+        lent_s = site.now - asleep_at
+        await until(lambda: broker.job(job).result, 400)
+
+        told = await history.timeline(broker.book, broker.job(job))
+        whats = [moment.what for moment in told.moments]
+        assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
+        assert "owner of the GPU came back" in told.moments[3].sentence
+        assert [m.at for m in told.moments] == sorted(m.at for m in told.moments)
+
+        bo = await history.week(broker.book, "bo")
+        assert bo.used_gpu_s == pytest.approx(2 * broker.job(job).ran_s, abs=0.2)
+        assert (bo.lent_gpu_s, bo.helped_jobs) == (0, 0)
+        mine = await history.week(broker.book, "ada")
+        assert mine.helped_jobs == 1
+        assert 0.5 * lent_s <= mine.lent_gpu_s <= 0.5 * (site.now - asleep_at) + 5
+        assert mine.used_gpu_s > 0.5 * 60
+
+        await broker.end()
+        again = await site.start_broker()
+        after = await history.week(again.book, "bo")
+        assert (after.used_gpu_s, after.days) == (bo.used_gpu_s, bo.days)
+        assert await history.timeline(again.book, again.book.jobs[job.id]) == told
+
+
+@in_virtual_time
+async def test_use_older_than_a_week_is_not_counted(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=10))
+        await until(lambda: broker.job(job).result, 100)
+        assert (await history.week(broker.book, "bo")).used_gpu_s > 9
+        key, use = next(iter(broker.book.usage.items()))
+        broker.book.usage = {
+            ("2020-01-01", *key[1:]): use.__class__(
+                day="2020-01-01", user="bo", project="nlp", used_gpu_s=use.used_gpu_s
+            )
+        }
+        assert (await history.week(broker.book, "bo")).used_gpu_s == 0

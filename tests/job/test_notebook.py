@@ -1,0 +1,146 @@
+"""A notebook run as a job: parameters, progress, the output notebook while it grows, failure, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, with_parameters
+from jupyter_gpushare.job.progress import SOCKET_VARIABLE
+
+
+def notebook(*cells: str, language: str = "python") -> Any:
+    made = nbformat.v4.new_notebook()
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": language}
+    for text in cells:
+        tags = ["parameters"] if text.startswith("# defaults") else []
+        made.cells.append(nbformat.v4.new_code_cell(text, metadata={"tags": tags}))
+    return made
+
+
+def test_values_are_python_where_they_read_as_such_and_text_elsewhere() -> None:
+    told = parameter_cell({"lr": "0.1", "layers": "[1, 2]", "name": "run 1", "quoted": "'a'", "on": "True"})
+    found: dict[str, Any] = {}
+    exec(told, found)  # it is a cell
+    del found["__builtins__"]
+    assert found == {"lr": 0.1, "layers": [1, 2], "name": "run 1", "quoted": "a", "on": True}
+
+
+@pytest.mark.parametrize("name", ["a b", "1a", "x; import os", ""])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(Unusable, match="not a name"):
+        parameter_cell({name: "1"})
+
+
+def test_parameters_go_behind_the_tagged_cell_else_to_the_top_and_replace_earlier_ones() -> None:
+    tagged = with_parameters(notebook("import os", "# defaults\nlr = 1", "lr"), {"lr": "2"})
+    assert [c.source.split("\n")[-1] for c in tagged.cells] == ["import os", "lr = 1", "lr = 2", "lr"]
+    again = with_parameters(tagged, {"lr": "3"})
+    assert [c.source.split("\n")[-1] for c in again.cells] == ["import os", "lr = 1", "lr = 3", "lr"]
+    assert with_parameters(notebook("lr"), {"lr": "2"}).cells[0].source == "# Parameters\nlr = 2"
+    with pytest.raises(Unusable, match="in julia"):
+        with_parameters(notebook("1", language="julia"), {"lr": "2"})
+
+
+class Ran:
+    """One run in a process of its own, with a socket for its progress."""
+
+    def __init__(self, folder: Path, made: Any, *arguments: str) -> None:
+        self.folder = folder
+        self.output = folder / "out.ipynb"
+        self.progress: list[tuple[float, float]] = []
+        nbformat.write(made, folder / "in.ipynb")
+        self.runner = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.runner.bind(str(folder / "s"))
+        self.runner.setblocking(False)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jupyter_gpushare.job.notebook", "in.ipynb", "out.ipynb", *arguments],
+            cwd=folder,
+            env={**os.environ, SOCKET_VARIABLE: str(folder / "s"), "PYTHONPATH": os.getcwd()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def texts(self) -> list[str]:
+        """What the cells of the output notebook printed so far."""
+        if not self.output.exists():
+            return []
+        cells = nbformat.read(self.output, as_version=4).cells
+        return ["".join(o.get("text", "") for o in c.get("outputs", [])) for c in cells]
+
+    def end(self) -> tuple[int, str]:
+        log = self.process.communicate(timeout=60)[0]
+        with self.runner, contextlib.suppress(BlockingIOError):
+            while True:
+                said = json.loads(self.runner.recv(1000))
+                self.progress.append((said["done"], said["total"]))
+        return self.process.returncode, log
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_cells_run_with_parameters_and_the_output_grows(tmp_path: Path) -> None:
+    made = notebook(
+        "# defaults\nlr = 1",
+        "print('rate', lr)",
+        "import pathlib, time\nwhile not pathlib.Path('enough').exists(): time.sleep(0.05)\nprint('end')",
+    )
+    ran = Ran(tmp_path, made, "-p", "lr", "0.5")
+    until(lambda: "rate 0.5\n" in ran.texts())
+    assert ran.process.poll() is None
+    (tmp_path / "enough").touch()
+    code, log = ran.end()
+    assert code == 0, log
+    assert "rate 0.5" in log
+    assert "[gpushare] cell 4 of 4" in log
+    assert ran.texts() == ["", "", "rate 0.5\n", "end\n"]
+    assert ran.progress == [(n, 4) for n in range(5)]
+    assert nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs == []
+
+
+def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, notebook("1", "1 / 0", "2"))
+    code, log = ran.end()
+    assert code == 1
+    assert "cell 2 failed" in log
+    assert "ZeroDivisionError" in log
+    cells = nbformat.read(ran.output, as_version=4).cells
+    assert [c.execution_count for c in cells] == [1, 2, None]
+    assert cells[1].outputs[0].ename == "ZeroDivisionError"
+    assert ran.progress[-1] == (1, 3)
+
+
+def test_sigterm_ends_the_kernel_and_keeps_what_was_done(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, notebook("print('kept')", "import time\ntime.sleep(60)"))
+    until(lambda: "kept\n" in ran.texts())
+    time.sleep(0.5)
+    ran.process.send_signal(signal.SIGTERM)
+    code, log = ran.end()
+    assert code == 143, log
+    assert "kept\n" in ran.texts()
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "no.ipynb"), str(tmp_path / "out.ipynb")]) == 2
+    assert "no.ipynb cannot be read" in capsys.readouterr().err
+    nbformat.write(notebook("1"), tmp_path / "in.ipynb")
+    assert main([str(tmp_path / "in.ipynb"), str(tmp_path / "out.ipynb"), "--kernel", "fortran"]) == 2
+    assert "no environment 'fortran'" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Which command a dialog becomes, and what the dialog begins with: no server, only files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.errors import InvalidRequest, NotFound
+from jupyter_gpushare.server.launch import Spec, defaults, find, form, job_of, specs_of
+
+NOW = datetime(2031, 5, 6, 14, 2, 3)
+SPECS = (
+    Spec("ir", "R", "R", ("R",)),
+    Spec("python3", "Python 3", "python", ("python", "-m", "ipykernel_launcher")),
+    Spec("torch", "PyTorch", "python", ("/env/torch/bin/python", "-m", "ipykernel_launcher")),
+)
+
+
+def cell(source: Any, *tags: str) -> dict[str, Any]:
+    return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": []}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "vision").mkdir()
+    metadata = {"kernelspec": {"name": "torch", "display_name": "PyTorch", "language": "python"}}
+    text = ["# defaults\n", "lr = 1e-3\n", "epochs: int = 10\n", "a = b = 2\n", "name = 'x'"]
+    cells = [cell("import torch"), cell(text, "parameters")]
+    plain = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "vision" / "train.ipynb").write_text(json.dumps(plain))
+    for name in ("vision/train.py", "run.sh", "data.csv", "vision/program"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "vision" / "program").chmod(0o755)
+    return tmp_path
+
+
+def asked(root: Path, environ: dict[str, str] | None = None, **fields: Any) -> wire.JobRequest:
+    return job_of(wire.LaunchRequest(**fields), root, SPECS, environ or {}, NOW)
+
+
+def test_a_notebook_writes_another_one_beside_itself(root):
+    parameters = {"lr": "0.1", "name": "a b"}
+    job = asked(root, path="vision/train.ipynb", kernel="torch", parameters=parameters, gpus="2")
+    source, output = root / "vision" / "train.ipynb", root / "vision" / "train-20310506-140203.ipynb"
+    assert job.command == [
+        *[sys.executable, "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
+        *["--kernel", "torch", "-p", "lr", "0.1", "-p", "name", "a b"],
+    ]
+    assert (job.cwd, job.name, job.gpus) == (str(root / "vision"), "train.ipynb", "2")
+    assert job.source == wire.JobSource(
+        path="vision/train.ipynb",
+        kernel="torch",
+        output="vision/train-20310506-140203.ipynb",
+        parameters=parameters,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "kernel", "command"),
+    [
+        ("vision/train.py", "torch", ["/env/torch/bin/python", "{root}/vision/train.py", "--lr", "a b"]),
+        ("vision/train.py", "python3", [sys.executable, "{root}/vision/train.py", "--lr", "a b"]),
+        ("vision/train.py", "ir", [sys.executable, "{root}/vision/train.py", "--lr", "a b"]),
+        ("/run.sh", "", ["bash", "{root}/run.sh", "--lr", "a b"]),
+        ("vision/program", "", ["{root}/vision/program", "--lr", "a b"]),
+    ],
+)
+def test_a_script_is_run_with_its_arguments(root, path, kernel, command):
+    job = asked(root, path=path, kernel=kernel, arguments="--lr 'a b'")
+    assert job.command == [word.format(root=root) for word in command]
+    assert job.source is not None
+    assert job.source.arguments == "--lr 'a b'"
+
+
+def test_a_command_runs_at_the_root_or_where_it_is_told(root):
+    job = asked(root, command="nvidia-smi -q", name="look")
+    assert (job.command, job.cwd, job.name, job.source) == (["nvidia-smi", "-q"], str(root), "look", None)
+    assert asked(root, command="ls", cwd="/tmp").cwd == "/tmp"
+
+
+def test_variables_are_given_or_taken_from_the_server(root):
+    job = asked(root, {"HF_HOME": "/data/hf", "SECRET": "x"}, command="a", variables=["HF_HOME", "SEED=1=2"])
+    assert job.env == {"PYTHONUNBUFFERED": "1", "HF_HOME": "/data/hf", "SEED": "1=2"}
+    with pytest.raises(InvalidRequest, match="no variable 'NOPE'"):
+        asked(root, command="a", variables=["NOPE"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"path": "vision/none.py"}, "no file"),
+        ({"path": "../secret.py"}, "no file"),
+        ({"path": "vision"}, "no file"),
+        ({"path": "vision/train.py", "kernel": "julia"}, "no environment 'julia'"),
+        ({"path": "data.csv"}, "cannot be executed"),
+        ({"path": "run.sh", "arguments": "'"}, "the arguments cannot be taken apart"),
+        ({"command": '"'}, "the command cannot be taken apart"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_a_reason(root, fields, says):
+    with pytest.raises((InvalidRequest, NotFound), match=says):
+        asked(root, **fields)
+
+
+def test_the_dialog_begins_with_what_the_file_says(root):
+    told = form(root, "vision/train.ipynb", SPECS)
+    assert (told.kind, told.kernel, told.cwd) == ("notebook", "torch", str(root / "vision"))
+    assert told.parameters == {"lr": "0.001", "epochs": "10", "name": "'x'"}
+    assert [e.display_name for e in told.environments] == ["R", "Python 3", "PyTorch"]
+    script = form(root, "vision/train.py", SPECS)
+    assert (script.kind, script.kernel, script.parameters) == ("script", "python3", {})
+    assert (form(root, "", SPECS).kind, form(root, "", SPECS).cwd) == ("command", str(root))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": [{}]}'])
+def test_a_broken_notebook_has_no_parameters(root, text):
+    (root / "broken.ipynb").write_text(text)
+    assert form(root, "broken.ipynb", ()).parameters == {}
+
+
+def test_a_cell_that_is_no_python_has_no_defaults():
+    assert defaults({"cells": [cell("%magic\nlr = 1", "parameters")]}) == {}
+
+
+def test_a_link_to_a_file_elsewhere_is_a_file(root, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "a.py"
+    other.write_text("")
+    (root / "a.py").symlink_to(other)
+    assert find(root, "a.py") == root / "a.py"
+
+
+def test_the_environments_are_those_of_the_server():
+    found = {"b": {"spec": {"argv": ["x"], "language": "python"}}, "a": {"spec": {"display_name": "A"}}}
+    assert specs_of(found) == (Spec("a", "A", "", ()), Spec("b", "b", "python", ("x",)))
