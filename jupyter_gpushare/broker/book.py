@@ -29,6 +29,7 @@ from jupyter_gpushare.broker.records import (
     UsageRecord,
 )
 from jupyter_gpushare.broker.store import Change, Store
+from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Cluster,
@@ -50,6 +51,7 @@ log = logging.getLogger("gpushare.broker")
 _ACTIVE_S = 2.0
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
+_WAITING = (State.PENDING, State.SUSPENDED)
 # Days of use that are shown.
 WEEK_DAYS = 7
 
@@ -87,7 +89,6 @@ class Live:
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     lost: bool = False  # its device state was lost
-    ran_from_at: float = 0.0  # accounted until
 
 
 class Book:
@@ -128,7 +129,13 @@ class Book:
         for record in loaded.leases:
             if not same_boot:
                 lease = replace(
-                    record.lease, submitted_at=now, queued_at=now, granted_at=now, keep_until_at=0.0
+                    record.lease,
+                    submitted_at=now,
+                    queued_at=now,
+                    waits_since_at=now,
+                    granted_at=now,
+                    keep_until_at=0.0,
+                    attained_at=None if record.lease.attained_at is None else now,
                 )
                 record = replace(record, lease=lease, entered_at=now)
             self.leases[record.id] = record
@@ -172,7 +179,7 @@ class Book:
 
     def new_live(self) -> Live:
         now = self.clock()
-        return Live(active_at=now, ran_from_at=now)
+        return Live(active_at=now)
 
     async def put_override(self, override: ProjectOverride) -> None:
         self.overrides[override.name] = override
@@ -228,7 +235,7 @@ class Book:
             changes["why"] = why
         changed = replace(
             record,
-            lease=replace(record.lease, state=state, **mine),
+            lease=replace(self._timed(record.lease, state, now), **mine),
             since_at=self.iso_now(),
             entered_at=now,
             **changes,
@@ -261,6 +268,16 @@ class Book:
             also.append(self._decide(changed, event, why, for_lease))
         self._keep(changed)
         return changed, [changed, *also]
+
+    def _timed(self, lease: Lease, state: State, now: float) -> Lease:
+        """Return a lease in its new state, with what the order of jobs reads: service received, waiting."""
+        if lease.kind is Kind.TRAIN and state is State.RUNNING:
+            lease = replace(lease, attained_at=now)
+        elif lease.attained_at is not None:
+            lease = replace(order.served(lease, now, self.settings()), attained_at=None)
+        if state in _WAITING and lease.state not in _WAITING:
+            lease = replace(lease, waits_since_at=now)
+        return replace(lease, state=state)
 
     def _count(self, stretch: UsageRecord) -> UsageRecord:
         """Add a stretch of use to its day; days that nobody looks at are kept on disk only."""
@@ -409,8 +426,12 @@ class Book:
             devices=tuple(self.devices()),
             projects=self.projects(),
             leases=(*(self.measured(r, now) for r in self.leases.values()), *extra),
-            settings=Settings(idle_timeout_s=self.policy.idle_timeout_s, host_budget_bytes=budget),
+            settings=self.settings(budget),
         )
+
+    def settings(self, host_budget_bytes: int = 0) -> Settings:
+        """Return the knobs of the policy."""
+        return Settings(idle_timeout_s=self.policy.idle_timeout_s, host_budget_bytes=host_budget_bytes)
 
     def measured(self, record: LeaseRecord, now: float) -> Lease:
         """Return a lease with what is measured about it filled in."""

@@ -144,6 +144,7 @@ class Desk:
             server=request.server,
             submitted_at=now,
             queued_at=now,
+            waits_since_at=now,
         )
         check_request(self.book.cluster(now), lease)
         record, grant = await self._grant_session(lease, request.uid)
@@ -315,7 +316,7 @@ class Desk:
         cluster = self.book.cluster(now, extra=(lease,))
         check_request(cluster, lease)
         told = explain(cluster, lease.id, now)
-        round_ = Round(cluster, now).run()
+        round_ = Round.of(cluster, now).run()
         grant = next((a for a in round_.actions if isinstance(a, Grant) and a.lease == lease.id), None)
         if grant is not None:
             what = "on borrowed room; it may be paused when its owner needs it" if grant.borrowed else ""

@@ -150,7 +150,6 @@ class Effects:
         now = self.book.clock()
         if moved.done:
             live.wanted, live.active_at = False, now
-            live.ran_from_at = now
             await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
         elif moved.refused == "lost":
             live.wanted, live.lost = False, True

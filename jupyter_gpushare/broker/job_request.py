@@ -83,6 +83,7 @@ def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, 
         survival=Survival(request.checkpoint),
         submitted_at=now,
         queued_at=now,
+        waits_since_at=now,
     )
 
 

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
@@ -122,12 +121,6 @@ class Loop:
         else:
             live.seen_alive, live.gone_since_at = True, None
             live.active_at = max(live.active_at, min(now, sample.active_at))
-        if record.is_job and record.state is State.RUNNING:
-            held = record.lease.held_milli * record.lease.device_count / 1000
-            gained = held * max(0.0, now - max(live.ran_from_at, record.entered_at))
-            lease = replace(record.lease, attained_gpu_s=record.lease.attained_gpu_s + gained)
-            self.book.leases[record.id] = replace(record, lease=lease)
-        live.ran_from_at = now
         asleep = record.state is State.SUSPENDED and is_news(self.book, record)
         if sample is not None and sample.wanted and asleep:
             await self._wanted(record, queries_only=sample.queries_only)

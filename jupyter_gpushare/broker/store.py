@@ -79,6 +79,7 @@ leases = sa.Table(
     sa.Column("survival", sa.String(16), nullable=False),
     sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
     sa.Column("queued_at", sa.Float, nullable=False),
+    sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),
     sa.Column("granted_at", sa.Float, nullable=False),
     sa.Column("keep_until_at", sa.Float, nullable=False),
     sa.Column("borrowed", sa.Boolean, nullable=False),
@@ -86,6 +87,7 @@ leases = sa.Table(
     sa.Column("suspendable", sa.Boolean, nullable=False),
     sa.Column("saved_bytes", sa.BigInteger, nullable=False),
     sa.Column("attained_gpu_s", sa.Float, nullable=False),
+    sa.Column("attained_at", sa.Float),  # null: not running
     sa.Column("cancelled", sa.Boolean, nullable=False),
     sa.Column("uid", sa.BigInteger, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),

@@ -41,12 +41,14 @@ LEASE = LeaseRecord(
         survival=Survival.SIGTERM,
         submitted_at=1.5,
         queued_at=2.5,
+        waits_since_at=2.75,
         granted_at=3.5,
         keep_until_at=4.5,
         lend_now=True,
         suspendable=False,
         saved_bytes=5 << 33,
         attained_gpu_s=6.25,
+        attained_at=2.25,
         cancelled=True,
         borrowed=True,
     ),
@@ -114,7 +116,16 @@ def opened(folder, boot="boot"):
 def test_the_examples_differ_from_every_default():
     """Else a column that is not stored would come back right by chance."""
     plain = Lease(id="x", project="p", kind=Kind.BUILD)
-    measured = {"idle_since_at", "wanted", "retry_at", "used_bytes", "duration_s", "consolidate"}
+    measured = {
+        "idle_since_at",
+        "wanted",
+        "retry_at",
+        "used_bytes",
+        "duration_s",
+        "consolidate",
+        "profile",
+        "idle_timeout_s",
+    }
     same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}
     assert same <= measured
 
