@@ -8,6 +8,8 @@ before it; `undo` takes them all back.  Per device (thousandths):
 * ``coming``   held, but on its way out
 * ``pledged``  promised to leases that wait until it is free
 * ``asleep``   claims of sleeping sessions that nobody wakes now
+* ``awaited``  of sessions beyond quota that would wake if they could: before
+  room is made for jobs that are owed nothing
 
 What can be granted now is `Room.now`; what can be pledged is `Room.soon`; what
 is nobody's claim is `Room.unclaimed`.  Room that is lent or held by a session
@@ -50,7 +52,7 @@ def parked_bytes(lease: Lease) -> int:
 class Room:
     """One device."""
 
-    __slots__ = ("asleep", "claimed", "coming", "device", "firm", "free", "holders", "pledged")
+    __slots__ = ("asleep", "awaited", "claimed", "coming", "device", "firm", "free", "holders", "pledged")
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -60,15 +62,16 @@ class Room:
         self.claimed = 0
         self.asleep = 0
         self.firm = 0
+        self.awaited = 0
         self.holders: dict[str, Lease] = {}  # by id: hold room and are not on their way out
 
     def undoing(self) -> Callable[[], None]:
         """Return what brings the room back to how it is now, after decisions."""
-        before = self.free, self.coming, self.pledged, self.claimed, self.asleep
+        before = self.free, self.coming, self.pledged, self.claimed, self.asleep, self.awaited
         holders = self.holders.copy()
 
         def undo() -> None:
-            self.free, self.coming, self.pledged, self.claimed, self.asleep = before
+            self.free, self.coming, self.pledged, self.claimed, self.asleep, self.awaited = before
             self.holders = holders
 
         return undo
@@ -330,6 +333,12 @@ class Board:
             if self.has_claim(lease):
                 room.asleep -= held_milli
         self._count(lease, held_milli * len(uuids))
+
+    def await_room(self, lease: Lease) -> None:
+        """``lease`` would wake if there was room."""
+        for room in self.rooms_of(lease):
+            self._will_change(room)
+            room.awaited += held_by(lease)
 
     def _count(self, lease: Lease, size: int, *, in_quota: bool = False) -> None:
         account, claimant = self._changing(lease), self.has_claim(lease)

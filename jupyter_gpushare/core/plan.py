@@ -12,12 +12,13 @@ The rules, in the order in which they bind:
 2. *New sessions* within quota get their claim, awake if the room is free,
    asleep if it is lent; beyond quota they start on free room that nobody
    claims, or not at all.  They never wait: who asks gets an answer.
-3. *Guests*: sleeping sessions beyond quota wake when unclaimed room is free.
-4. *Jobs*, waiting or suspended: projects below quota first, then by weight;
-   inside a project by `order`; free room first, then room on its way, then room
-   that others must give (`making`).  What does not fit blocks nobody, unless
-   the order is strict, or it has been overtaken for ``skip_wait_s``: then the
-   room that it will need is kept for it.
+3. *Jobs* of projects below quota, waiting or suspended: inside a project by
+   `order`; free room first, then room on its way, then room that others must
+   give (`making`).
+4. *Guests*: sleeping sessions beyond quota wake when unclaimed room is free.
+5. *All other jobs* in the same way, projects by weight.  What does not fit
+   blocks nobody, unless the order is strict, or it has been overtaken for
+   ``skip_wait_s``: then the room that it will need is kept for it.
 
 What is decided for one is gone for the next: all rules work on one `Board`.
 
@@ -171,9 +172,12 @@ class Round:
     def run(self) -> Round:
         """Apply all rules."""
         self.run_sessions()
+        for lease in sorted(self.lines.backing_off.values(), key=lambda x: (x.queued_at, x.id)):
+            self._backs_off(lease)
+        self._serve_lines(owed=True)
         for lease in sorted(self._sleepers(claim=False), key=order.session_rank):
             self._wake_guest(lease)
-        self._serve()
+        self._serve_lines(owed=False)
         self._spare()
         if self.waiting:
             self._at(self.lines.next_at())
@@ -278,6 +282,7 @@ class Round:
             self._wait(lease, Why.DEVICE_BROKEN)
         elif any(room.unclaimed < held for room in rooms):
             self._wait(lease, Why.NO_ROOM)
+            board.await_room(lease)
         elif board.account(lease).over_limit(held * len(rooms)):
             self._wait(lease, Why.PROJECT_LIMIT)
         elif not self._backs_off(lease):
@@ -290,13 +295,6 @@ class Round:
         """Whether a new job would start at this point of the round."""
         spot = self._spot(job, _now)
         return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
-
-    def _serve(self) -> None:
-        """Offer room to the jobs: first what projects are owed, then the rest by weight."""
-        for lease in sorted(self.lines.backing_off.values(), key=lambda x: (x.queued_at, x.id)):
-            self._backs_off(lease)
-        self._serve_lines(owed=True)
-        self._serve_lines(owed=False)
 
     def _serve_lines(self, *, owed: bool) -> None:
         """Serve the projects in turn."""

@@ -80,7 +80,8 @@ class Rights:
 
     def there(self, room: Room) -> int:
         """What the job can count on without asking anybody."""
-        return room.soon if self.lend else room.soon - room.asleep
+        there = room.soon if self.lend else room.soon - room.asleep
+        return there if self.owed else there - room.awaited
 
 
 class Asker:

@@ -23,6 +23,7 @@ from jupyter_gpushare.core.model import (
     Grant,
     Kind,
     Lease,
+    Order,
     Project,
     Requeue,
     Resume,
@@ -33,7 +34,8 @@ from jupyter_gpushare.core.model import (
     Why,
     advance,
 )
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.order import served
+from jupyter_gpushare.core.plan import Planner, plan
 from jupyter_gpushare.core.quota import held_by, standing
 from tests.core.build import GIB, device
 
@@ -52,6 +54,7 @@ BACK_OFF_S = 30.0
 
 class World(RuleBasedStateMachine):
     names = Bundle("names")
+    policy = {"order": Order.BACKFILL}
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,22 @@ class World(RuleBasedStateMachine):
             Project(name="q", quota_milli=1000, weight=2),
             Project(name="r", quota_milli=0, limit_milli=1500),
         )
-        self.settings = Settings(idle_timeout_s=600, host_budget_bytes=200 * GIB)
+        self.settings = Settings(idle_timeout_s=600, host_budget_bytes=200 * GIB, **self.policy)
+        self.start_planner()
+
+    def start_planner(self) -> None:
+        """The one that is told what changes, and answers as one that looks at everything."""
+        self.planner = Planner(self.devices, self.projects, self.settings)
+        for lease in self.leases.values():
+            self.planner.put(lease)
+
+    def keep(self, lease: Lease) -> None:
+        self.leases[lease.id] = lease
+        self.planner.put(lease)
+
+    def forget(self, id: str) -> None:
+        del self.leases[id]
+        self.planner.drop(id)
 
     def cluster(self) -> Cluster:
         return Cluster(
@@ -78,8 +96,14 @@ class World(RuleBasedStateMachine):
 
     def change(self, id: str, event: Event | None = None, **more: object) -> None:
         lease = self.leases[id]
+        if lease.kind is Kind.TRAIN and lease.state is State.RUNNING:
+            lease = served(lease, self.now, self.settings)
         if event is not None:
             more["state"] = advance(lease.state, event)
+            if event in (Event.SUSPEND_DONE, Event.REQUEUED):
+                more["waits_since_at"] = self.now
+            if event in (Event.STARTED, Event.RESUME_DONE):
+                more["attained_at"] = self.now
         lease = replace(lease, **more)
         if lease.state is State.PENDING:
             lease = replace(lease, devices=(), held_milli=0, saved_bytes=0, used_bytes=0)
@@ -88,9 +112,9 @@ class World(RuleBasedStateMachine):
         elif lease.state is State.SUSPENDED and event is Event.SUSPEND_DONE:
             lease = replace(lease, saved_bytes=lease.used_bytes, used_bytes=0)
         if lease.state in (State.RELEASED, State.FAILED):
-            del self.leases[id]
+            self.forget(id)
         else:
-            self.leases[id] = lease
+            self.keep(lease)
 
     @initialize(sessions=st.lists(st.tuples(st.sampled_from([250, 500, 1000]), st.sampled_from("pqr"))))
     def morning(self, sessions):
@@ -107,8 +131,9 @@ class World(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         survival=st.sampled_from(Survival),
         consolidate=st.booleans(),
+        duration=st.sampled_from([None, 100.0, 5000.0]),
     )
-    def submit(self, shape, project, priority, survival, consolidate):
+    def submit(self, shape, project, priority, survival, consolidate, duration):
         self.count += 1
         milli, count = shape
         lease = Lease(
@@ -122,8 +147,10 @@ class World(RuleBasedStateMachine):
             priority=priority,
             survival=survival,
             queued_at=self.now,
+            waits_since_at=self.now,
+            duration_s=duration,
         )
-        self.leases[lease.id] = lease
+        self.keep(lease)
         return lease.id
 
     @rule(
@@ -143,13 +170,13 @@ class World(RuleBasedStateMachine):
             queued_at=self.now,
         )
         (offer,) = offers(self.cluster(), project, [size], self.now)
-        self.leases[lease.id] = lease
+        self.keep(lease)
         told = explain(self.cluster(), lease.id, self.now)
         grants = [a for a in plan(self.cluster(), self.now).actions if a.lease == lease.id]
         assert (offer.starts == "no") == (not grants)
         if not grants:
             assert told.why == offer.why
-            del self.leases[lease.id]
+            self.forget(lease.id)
             return multiple()
         assert (offer.borrowed, offer.devices) == (grants[0].borrowed, grants[0].devices)
         self.carry_out(grants[0])
@@ -202,6 +229,7 @@ class World(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), usable=st.booleans())
     def cordon(self, which, usable):
         self.devices[which] = replace(self.devices[which], usable=usable)
+        self.start_planner()
 
     # -- what the broker does
 
@@ -217,7 +245,7 @@ class World(RuleBasedStateMachine):
             if id in self.ending:
                 self.change(id, Event.RELEASE)
             else:
-                self.change(id, Event.REQUEUED, queued_at=self.now)
+                self.change(id, Event.REQUEUED)
         elif lease.state in SUCCESS:
             if fails:
                 if lease.kind is Kind.BUILD and lease.state is State.GRANTED:
@@ -261,6 +289,7 @@ class World(RuleBasedStateMachine):
         done = plan(cluster, self.now)
         shuffled = replace(cluster, leases=cluster.leases[::-1], devices=cluster.devices[::-1])
         assert plan(cluster, self.now) == done
+        assert self.planner.plan(self.now) == done, self.told("a planner that was kept decides otherwise")
         assert Counter(plan(shuffled, self.now).actions) == Counter(done.actions)
         assert done.next_at is None or done.next_at > self.now
         assert max(Counter(a.lease for a in done.actions).values(), default=0) <= 1
@@ -366,11 +395,47 @@ class World(RuleBasedStateMachine):
             explain(cluster, id, self.now)
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(
+EXPLORED = settings(
     max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,  # the same histories every time; to explore, drop this and raise the others
 )
+
+
+class LasWorld(World):
+    policy = {"order": Order.LAS, "las_thresholds_gpu_s": (500.0, 2000.0)}
+
+
+class PatientLasWorld(World):
+    policy = {
+        "order": Order.LAS,
+        "las_thresholds_gpu_s": (500.0, 2000.0),
+        "min_run_s": 20.0,
+        "guard_s": 600.0,
+        "skip_wait_s": 300.0,
+        "preempt_cost_s": 30.0,
+    }
+
+
+class FifoWorld(World):
+    policy = {"order": Order.FIFO}
+
+
+class PatientWorld(World):
+    policy = {"order": Order.BACKFILL, "skip_wait_s": 300.0}
+
+
+class SrtfWorld(World):
+    policy = {"order": Order.SRTF}
+
+
+TestBackfill = World.TestCase
+TestLas = LasWorld.TestCase
+TestPatientLas = PatientLasWorld.TestCase
+TestFifo = FifoWorld.TestCase
+TestPatientBackfill = PatientWorld.TestCase
+TestSrtf = SrtfWorld.TestCase
+for case in (TestBackfill, TestLas, TestPatientLas, TestFifo, TestPatientBackfill, TestSrtf):
+    case.settings = EXPLORED
