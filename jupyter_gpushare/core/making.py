@@ -99,14 +99,14 @@ class Maker:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
         made = None
-        if self.asker.finds_any(rights):
+        if places := self.asker.places(rights):
             if job.devices:
                 found = self._on_its_devices(job, rights)
             else:
                 size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
                 key = (rights, *size, job.consolidate)
                 if key not in self._cheapest:
-                    self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job)
+                    self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
                 found = self._cheapest[key].best()
             made = self._settle(job, *found, rights) if found else None
         return made or self._by_rank(job, rights)
@@ -174,9 +174,8 @@ class Maker:
         return Mover(self.board, self._layout, job, juniors, movable).make()
 
     def _askable(self, rights: Rights) -> list[Victim]:
-        if not self.asker.finds_any(rights):
-            return []
-        asked = {v.lease.id: v for room in self.board.usable for v in self.asker.on(room, rights)}
+        places = self.asker.places(rights)
+        asked = {v.lease.id: v for room in places for v in self.asker.on(room, rights)}
         return sorted(asked.values(), key=rank)
 
     def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
@@ -237,18 +236,26 @@ class Maker:
 class Cheapest:
     """Keeps, for one kind of job, the set of devices where room costs least.
 
-    Every set of devices on which such a job may lie has a price; only those
-    with a device that changed since the last question are priced again.
+    Every set of devices on which such a job may lie, and where there may be
+    somebody to ask (``places``), has a price; only those with a device that
+    changed since the last question are priced again.
     """
 
-    def __init__(self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease) -> None:
+    def __init__(
+        self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease, places: set[Room]
+    ) -> None:
         self._job = job
         self._rights = rights
         self.asker = asker
         self._log = board.log
         self._seen = len(self._log)
+        alone: list[Group] = [(room,) for room in sorted(places, key=lambda room: room.device.uuid)]
+        tiers = [alone] if job.device_count == 1 else layout.tiers(job)
         self._sets: list[tuple[int, Group]] = [
-            (tier, group) for tier, groups in enumerate(layout.tiers(job)) for group in groups
+            (tier, group)
+            for tier, groups in enumerate(tiers)
+            for group in groups
+            if not places.isdisjoint(group)
         ]
         self._of: dict[Room, list[int]] = {}
         self._victims: dict[Room, list[Victim]] = {}  # where room can be made

@@ -373,7 +373,12 @@ class Round:
         board = self.board
         if not board.is_whole(job):
             return Why.DEVICE_BROKEN
-        if not job.devices and self.planner.find(job, _soon) is None:
+        if job.devices:
+            held = held_by(job)
+            hopeless = any(room.soon < held for room in board.rooms_of(job))
+        else:
+            hopeless = self.planner.find(job, _soon) is None
+        if hopeless:
             return self._make_room(job, None)
         spot = self._spot(job, _unclaimed) or self._spot(job, _now)
         coming = spot or self._spot(job, _soon)

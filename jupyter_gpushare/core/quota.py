@@ -167,11 +167,12 @@ class Standing:
             self._beyond[job.project][job.id] = job
             account.in_quota_use -= size_of(job)
 
-    def is_anybody_over_quota(self, *, but: str) -> bool:
-        """Whether projects other than ``but`` hold room beyond their quota."""
-        if any(beyond and name != but for name, beyond in self._beyond.items()):
-            return True
-        return any(guest.project != but for guest in self._guests.values())
+    def over_quota(self, *, but: str) -> Iterator[Lease]:
+        """The leases of projects other than ``but`` that hold room beyond their quota."""
+        for name, beyond in self._beyond.items():
+            if name != but:
+                yield from beyond.values()
+        yield from (guest for guest in self._guests.values() if guest.project != but)
 
     def claims_to_change(self) -> set[str]:
         """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""

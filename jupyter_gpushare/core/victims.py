@@ -93,6 +93,7 @@ class Asker:
         self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
         self._lines = lines
         self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
+        self._lenders: set[Room] | None = None  # where an idle session may be asked
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
 
@@ -103,11 +104,19 @@ class Asker:
             self._rights[key] = Rights(*key)
         return self._rights[key]
 
-    def finds_any(self, rights: Rights) -> bool:
-        """Whether there can be anybody at all to ask."""
-        if rights.lend and self._lines.idle:
-            return True
-        return bool(rights.project) and self.board.standing.is_anybody_over_quota(but=rights.project)
+    def places(self, rights: Rights) -> set[Room]:
+        """The devices on which there may be somebody to ask: few, as a rule, of many."""
+        board = self.board
+        found: set[Room] = set()
+        if rights.lend:
+            if self._lenders is None:
+                idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+                self._lenders = {room for x in idle for room in board.rooms_of(x) if room.device.usable}
+            found |= self._lenders
+        if rights.project:
+            beyond = board.standing.over_quota(but=rights.project)
+            found.update(room for x in beyond for room in board.rooms_of(x) if room.device.usable)
+        return found
 
     def on(self, room: Room, rights: Rights) -> list[Victim]:
         """Who on a device may be asked, the cheapest first."""
@@ -149,6 +158,10 @@ class Asker:
         """The jobs of its own project that ``job`` may preempt, the first to go first."""
         board = self.board
         jobs = board.standing.jobs.get(job.project, {})
+        if job.devices:  # most often an awake session is there, and nobody to preempt
+            jobs = {id: x for room in board.rooms_of(job) for id, x in room.holders.items() if id in jobs}
+            if not jobs:
+                return
         level = order.level(job, board.moment, board.settings)
         line = self._lines.of.get(job.project)
         for lease in line.outranked(level, board.moment, board.settings) if line else ():
