@@ -16,7 +16,7 @@ Nothing here is remembered: standing follows from the states of the leases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import (
