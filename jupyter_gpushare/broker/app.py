@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler
 from tornado import httpserver, web
 from tornado.netutil import bind_sockets
-from traitlets import Bool, Dict, Float, Integer, List, TraitError, Unicode, default, validate
+from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
 from traitlets.config import Application
 
 from jupyter_gpushare import __version__, wire
@@ -40,6 +40,7 @@ from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
 from jupyter_gpushare.broker.store import Store
 from jupyter_gpushare.broker.views import Views
+from jupyter_gpushare.core.model import Order
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, StoreError
 
 log = logging.getLogger("gpushare.broker")
@@ -103,6 +104,43 @@ class GPUShareBroker(Application):
         help="Seconds without a busy kernel and without GPU activity after which a session's GPU may be "
         "lent, if somebody waits. Shorter lends more and wakes more often (see docs/concepts.md).",
     ).tag(config=True)
+    adaptive_idle = Bool(
+        False,
+        help="Learn from the pauses of each session when its GPU may be lent (after 10 min to 4 h), instead "
+        "of idle_timeout: sooner where pauses are long and GPUs are many, later where a delay costs more "
+        "than the room is worth.",
+    ).tag(config=True)
+    order = Enum(
+        [order.value for order in Order if order is not Order.SRTF],
+        Order.LAS.value,
+        help="By what the jobs of one project are ordered, after their priority: ``las`` (least attained "
+        "service: who received least goes first, and may preempt), ``backfill`` (first come first served, "
+        "who does not fit is skipped for a while), ``fifo`` (strictly first come first served).",
+    ).tag(config=True)
+    las_thresholds = List(
+        Float(),
+        [3250.0, 7200.0],
+        help="With order las: the GPU-seconds at which a job enters the next queue; ascending.",
+    ).tag(config=True)
+    min_run = Float(
+        600.0,
+        help="Seconds for which a job runs before another one of its project may preempt it. Rooms that are "
+        "owed to another project, or to a session's owner, are taken back at any time.",
+    ).tag(config=True)
+    preempt_cost = Float(
+        30.0,
+        help="What a preemption costs, in seconds of each GPU that changes hands: not done to gain less.",
+    ).tag(config=True)
+    guard = Float(
+        14 * 86_400.0,
+        allow_none=True,
+        help="With order las: seconds of waiting after which a job comes before all others; None: never.",
+    ).tag(config=True)
+    skip_wait = Float(
+        86_400.0,
+        allow_none=True,
+        help="With order backfill: seconds of waiting after which nobody overtakes a job; None: never.",
+    ).tag(config=True)
     grace = Float(
         30.0, help="Seconds between SIGTERM and SIGKILL when a job is stopped, unless the job says otherwise."
     ).tag(config=True)
@@ -152,8 +190,19 @@ class GPUShareBroker(Application):
     def _default_spawner_token_file(self) -> str:
         return str(Path(self.state_dir) / "spawner-token")
 
-    @validate("idle_timeout", "grace", "keep_minutes_per_day")
-    def _positive(self, proposal: Any) -> float:
+    @validate("las_thresholds")
+    def _ascending(self, proposal: Any) -> list[float]:
+        values = list(proposal.value)
+        if any(value <= 0 for value in values) or sorted(set(values)) != values or len(values) > 16:
+            raise TraitError(f"las_thresholds are up to 16 numbers above 0, ascending, not {values}")
+        return values
+
+    @validate(
+        "idle_timeout", "grace", "keep_minutes_per_day", "min_run", "preempt_cost", "guard", "skip_wait"
+    )
+    def _positive(self, proposal: Any) -> float | None:
+        if proposal.value is None:
+            return None
         value = float(proposal.value)
         if not 0 <= value < 10_000_000:
             raise TraitError(f"{proposal.trait.name} is a number of 0 or more, not {value}")
@@ -201,6 +250,13 @@ class GPUShareBroker(Application):
         return Policy(
             projects=tuple(parse_project(name, config) for name, config in self.projects.items()),
             idle_timeout_s=self.idle_timeout,
+            adaptive_idle=self.adaptive_idle,
+            order=Order(self.order),
+            las_thresholds_gpu_s=tuple(self.las_thresholds),
+            min_run_s=self.min_run,
+            preempt_cost_s=self.preempt_cost,
+            guard_s=self.guard,
+            skip_wait_s=self.skip_wait,
             grace_s=self.grace,
             sizes=tuple(parse_gpus(size) for size in self.sizes),
             max_jobs=self.max_jobs,

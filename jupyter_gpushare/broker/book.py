@@ -30,6 +30,7 @@ from jupyter_gpushare.broker.records import (
 )
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.core import order
+from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Cluster,
@@ -74,12 +75,31 @@ def iso_now() -> str:
 
 
 @dataclass(slots=True)
+class Habit:
+    """What a session's pauses taught so far; forgotten by a restart of the broker."""
+
+    past: Past = field(default_factory=Past)
+    idle_from: float | None = None  # None: at work
+    busy_from: float = 0.0
+    pause_s: float = 0.0  # the last one
+
+    def saw(self, idle_since: float | None, now: float) -> None:
+        """Note whether the session is idle now, and since when."""
+        if idle_since is None and self.idle_from is not None:
+            self.pause_s, self.busy_from, self.idle_from = now - self.idle_from, now, None
+        elif idle_since is not None and self.idle_from is None:
+            self.past = self.past.after(self.pause_s, max(0.0, idle_since - self.busy_from))
+            self.idle_from = idle_since
+
+
+@dataclass(slots=True)
 class Live:
     """What is measured or hinted about a lease; forgotten with the process."""
 
     sample: LeaseSample | None = None
     seen_alive: bool = False
     gone_since_at: float | None = None  # its processes are gone since
+    habit: Habit = field(default_factory=Habit)
     active_at: float = 0.0  # last sign of work on the GPU
     kernel_busy: bool = False  # hint of its server
     kernel_active_at: float = 0.0
@@ -179,7 +199,7 @@ class Book:
 
     def new_live(self) -> Live:
         now = self.clock()
-        return Live(active_at=now)
+        return Live(active_at=now, habit=Habit(busy_from=now))
 
     async def put_override(self, override: ProjectOverride) -> None:
         self.overrides[override.name] = override
@@ -431,7 +451,17 @@ class Book:
 
     def settings(self, host_budget_bytes: int = 0) -> Settings:
         """Return the knobs of the policy."""
-        return Settings(idle_timeout_s=self.policy.idle_timeout_s, host_budget_bytes=host_budget_bytes)
+        policy = self.policy
+        return Settings(
+            idle_timeout_s=policy.idle_timeout_s,
+            host_budget_bytes=host_budget_bytes,
+            order=policy.order,
+            las_thresholds_gpu_s=policy.las_thresholds_gpu_s,
+            min_run_s=policy.min_run_s,
+            preempt_cost_s=policy.preempt_cost_s,
+            guard_s=policy.guard_s,
+            skip_wait_s=policy.skip_wait_s,
+        )
 
     def measured(self, record: LeaseRecord, now: float) -> Lease:
         """Return a lease with what is measured about it filled in."""
@@ -444,7 +474,14 @@ class Book:
             wanted=live.wanted,
             retry_at=live.retry_at,
             suspendable=not self.suspend_obstacle(record),
+            idle_timeout_s=self._own_timeout_s(record),
         )
+
+    def _own_timeout_s(self, record: LeaseRecord) -> float | None:
+        if not self.policy.adaptive_idle or record.is_job:
+            return None
+        gpus = record.lease.held_milli * record.lease.device_count / WHOLE_GPU
+        return adaptive_timeout_s(self.live[record.id].habit.past, gpus) if gpus else None
 
     def idle_since(self, record: LeaseRecord, now: float) -> float | None:
         """Return since when neither a kernel nor the GPU of a lease did anything; None: busy."""

@@ -121,6 +121,8 @@ class Loop:
         else:
             live.seen_alive, live.gone_since_at = True, None
             live.active_at = max(live.active_at, min(now, sample.active_at))
+        if not record.is_job:
+            live.habit.saw(self.book.idle_since(record, now), now)
         asleep = record.state is State.SUSPENDED and is_news(self.book, record)
         if sample is not None and sample.wanted and asleep:
             await self._wanted(record, queries_only=sample.queries_only)

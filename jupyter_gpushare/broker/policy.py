@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jupyter_gpushare.broker.records import ProjectOverride
-from jupyter_gpushare.core.model import WHOLE_GPU, Project, parse_fraction
+from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, parse_fraction
 from jupyter_gpushare.errors import InvalidRequest
 
 
@@ -49,6 +49,13 @@ class ProjectConfig:
 class Policy:
     projects: tuple[ProjectConfig, ...]
     idle_timeout_s: float = 900.0
+    adaptive_idle: bool = False  # each session's own idle timeout, learnt from its pauses
+    order: Order = Order.LAS
+    las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)
+    min_run_s: float = 600.0
+    preempt_cost_s: float = 30.0
+    guard_s: float | None = 14 * 86_400.0
+    skip_wait_s: float | None = 86_400.0
     grace_s: float = 30.0
     sizes: tuple[tuple[int, int], ...] = ((250, 1), (500, 1), (1000, 1))  # (fraction_milli, devices) offered
     max_jobs_per_user: int = 1_000  # queued or running

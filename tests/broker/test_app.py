@@ -144,6 +144,8 @@ def test_outside_of_a_hub_it_says_what_it_is(brokers):
         ("--GPUShareBroker.idle_timeout=-1", "idle_timeout is a number of 0 or more"),
         ("--GPUShareBroker.sizes=lots", "lots"),
         ("--GPUShareBroker.max_jobs=0", "max_jobs"),
+        ("--GPUShareBroker.order=srtf", "order"),
+        ("--GPUShareBroker.las_thresholds=[7200.0, 3250.0]", "ascending"),
     ],
 )
 def test_a_wrong_setting_is_named(brokers, argument, says):

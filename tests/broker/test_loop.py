@@ -672,3 +672,39 @@ async def test_a_mistake_in_one_part_does_not_end_the_others(tmp_path, monkeypat
         job = await site.submit("bo", "1", program=Program(work_s=1))
         await until(lambda: broker.job(job).result, 60)
         assert "measuring failed" in caplog.text
+
+
+@in_virtual_time
+async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(tmp_path):
+    """Least attained service: the long job has had its share, the short one comes first, nothing is lost."""
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        long = await site.submit("bo", "2", program=Program(work_s=8_000))
+        await until(lambda: broker.state(long) == "running", 60)
+        await asyncio.sleep(1_000)  # 2,000 GPU-seconds: still in the first queue
+        short = await site.submit("bo", "2", program=Program(work_s=100))
+        await asyncio.sleep(60)
+        assert (broker.state(long), broker.state(short)) == ("running", "pending")
+        await asyncio.sleep(700)  # 3,250 are over
+        await until(lambda: broker.job(short).result == "succeeded", 300)
+        assert broker.job(long).result == ""
+        await until(lambda: broker.job(long).result == "succeeded", 8_000)
+        assert broker.job(long).preemptions == 1
+
+
+@in_virtual_time
+async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, adaptive_idle=True)
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1")
+        await asyncio.sleep(5)
+        record = broker.lease(ada.handle)
+        live, now = broker.book.live[record.id], broker.book.clock()
+        assert live.habit.idle_from is not None  # the loop has seen her idle
+        usual = broker.book.measured(record, now).idle_timeout_s
+        for _ in range(20):  # works for a minute a day
+            live.habit.saw(None, now)
+            live.habit.saw(now + 60, now + 60)
+            now += 86_400
+        assert broker.book.measured(record, now).idle_timeout_s < usual
