@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.idle import eligible, eligible_at, warn_at
 from jupyter_gpushare.core.model import (
@@ -21,6 +22,8 @@ from jupyter_gpushare.core.model import (
     Grant,
     Kind,
     Lease,
+    Order,
+    Settings,
     State,
     Survival,
     Why,
@@ -73,6 +76,8 @@ class Explanation:
     smaller: Size | None = None  # would start now
     blocked_by: str = ""  # the project that holds most of what it could use
     never: bool = False  # cannot start on these devices, whoever leaves
+    behind: str = ""  # the job of its project that has to start first, where the order is strict
+    first_at: float | None = None  # from then on it has waited for so long that others make way
 
 
 class Starts(enum.StrEnum):
@@ -134,7 +139,22 @@ def explain(cluster: Cluster, lease_id: str, now: float) -> Explanation:
         smaller=None if lease.devices else _smaller(done, lease),
         blocked_by=_blocked_by(cluster, lease),
         never=never,
+        behind=_behind(done, cluster, lease) if waiting.why is Why.IN_LINE else "",
+        first_at=None if never or lease.kind is Kind.BUILD else _first_at(cluster.settings, lease),
     )
+
+
+def _behind(done: Round, cluster: Cluster, lease: Lease) -> str:
+    """Who is at the head of the line that ``lease`` stands in."""
+    line = [x.id for x in cluster.leases if x.project == lease.project and x.kind is Kind.TRAIN]
+    ahead = {id: number for number, id in enumerate(done.waiting)}
+    return min((id for id in line if id in ahead), key=ahead.__getitem__)
+
+
+def _first_at(settings: Settings, lease: Lease) -> float | None:
+    waits = [settings.skip_wait_s] if settings.order is not Order.FIFO else []
+    waits += [settings.guard_s] if order.has_guard(settings) else []
+    return min((lease.waits_since_at + s for s in waits if s is not None), default=None)
 
 
 def _needs(cluster: Cluster, lease: Lease) -> int:
@@ -266,16 +286,21 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
     if not devices:
         raise InvalidRequest("this machine has no GPU", reason=Why.TOO_LARGE)
     count = lease.device_count
-    nodes: dict[str, int] = {}
-    for device in devices:
-        nodes[device.node] = nodes.get(device.node, 0) + 1
-    largest = max(nodes.values())
-    if lease.consolidate and count > largest:
+    fitting = [device for device in devices if device.profile == lease.profile or lease.memory_bytes]
+    if not fitting:
+        what = f"a MIG instance of profile {lease.profile}" if lease.profile else "a GPU that is not divided"
+        raise InvalidRequest(f"Asks for {what}; there is none.", reason=Why.TOO_LARGE)
+    if count > len(fitting) and not lease.consolidate:
+        raise InvalidRequest(f"Asks for {count} GPUs; there are {len(fitting)}.", reason=Why.TOO_LARGE)
+    if count > len(fitting):
+        nodes: dict[str, int] = {}
+        for device in fitting:
+            nodes[device.node] = nodes.get(device.node, 0) + 1
+        all_of_them = f", all machines {len(fitting)}" if len(nodes) > 1 else ""
         raise InvalidRequest(
-            f"Asks for {count} GPUs together; the largest machine has {largest}.", reason=Why.TOO_LARGE
+            f"Asks for {count} GPUs together; the largest machine has {max(nodes.values())}{all_of_them}.",
+            reason=Why.TOO_LARGE,
         )
-    if count > len(devices):
-        raise InvalidRequest(f"Asks for {count} GPUs; there are {len(devices)}.", reason=Why.TOO_LARGE)
     most = max(device.grantable_bytes for device in devices)
     if lease.memory_bytes > most:
         raise InvalidRequest(

@@ -153,11 +153,8 @@ class Lines:
                 self.put(lease, now)
 
     def next_at(self) -> float | None:
-        """The next moment at which a wait may end though nothing happens."""
+        """The next moment at which a wait may end though nothing happens; right after `catch_up`."""
         heaps = [self._clock, *(line.changes for line in self.of.values() if line.waiting)]
-        for heap in heaps:
-            while heap and self._is_outdated(heap[0][2]):
-                heapq.heappop(heap)
         return min((heap[0][0] for heap in heaps if heap), default=None)
 
     def _at(self, moment: float, lease: Lease) -> None:

@@ -171,7 +171,7 @@ class Maker:
         if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
             return None
         movable = partial(self.asker.to_move, job.project)
-        return Mover(self.board, self._layout, job, juniors, movable).make()
+        return Mover(self._layout, job, juniors, movable).make()
 
     def _askable(self, rights: Rights) -> list[Victim]:
         places = self.asker.places(rights)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
-from jupyter_gpushare.core.placement import Group, Layout
+from jupyter_gpushare.core.placement import Group, Layout, demand
 from jupyter_gpushare.core.victims import Victim
 
 
@@ -32,17 +32,20 @@ class Mover:
 
     def __init__(
         self,
-        board: Board,
         layout: Layout,
         job: Lease,
         juniors: Mapping[str, Victim],
         movable: Callable[[Lease], Victim | None],
     ) -> None:
-        self._board = board
         self._layout = layout
         self._job = job
         self._juniors = juniors  # those whom the job may preempt
         self._movable = movable
+        fitting = [[r for r in node if demand(job, r.device) <= WHOLE_GPU] for node in layout.nodes]
+        self._nodes: list[Group] = [node for node in fitting if node]
+
+    def _is_free(self, room: Room) -> bool:
+        return room.soon >= WHOLE_GPU
 
     def make(self) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """The devices to take and who must leave them; None: it cannot be done by moving."""
@@ -52,12 +55,12 @@ class Mover:
         )
         chosen: list[Clearing] = []
         if whole:
-            nodes = [node for node in self._layout.nodes if len(node) == largest]
+            nodes = [node for node in self._nodes if len(node) == largest]
             chosen = self._cheapest(nodes, largest)[:whole]
             if len(chosen) < whole:
                 return None
         if rest:
-            nodes = [n for n in self._layout.nodes if all(n is not c.node for c in chosen)]
+            nodes = [n for n in self._nodes if all(n is not c.node for c in chosen)]
             last = self._cheapest(nodes, rest)
             last = [c for c in last if self._have_place([*chosen, c])]
             chosen += last[:1]
@@ -67,12 +70,7 @@ class Mover:
             return None
         victims = {v.lease.id: v for clearing in chosen for v in clearing.victims}
         leaving = {uuid for v in victims.values() for uuid in v.lease.devices}
-        able = [
-            room
-            for clearing in chosen
-            for room in clearing.node
-            if room.soon >= WHOLE_GPU or room.device.uuid in leaving
-        ]
+        able = [r for c in chosen for r in c.node if self._is_free(r) or r.device.uuid in leaving]
         rooms = self._layout.choose(job, able, lambda room: room.soon)
         return None if rooms is None else (rooms, tuple(victims.values()))
 
@@ -82,7 +80,7 @@ class Mover:
 
     def _clear(self, node: Group, count: int) -> Clearing | None:
         """The least that has to leave ``node`` to free ``count`` of its devices."""
-        missing = count - sum(room.soon >= WHOLE_GPU for room in node)
+        missing = count - sum(map(self._is_free, node))
         leases = {x.id: x for room in node for x in room.holders.values() if len(room.holders) == 1}
         able = [v for x in leases.values() if (v := self._juniors.get(x.id) or self._movable(x))]
         inside = {room.device.uuid for room in node}
@@ -108,8 +106,8 @@ class Mover:
     def _have_place(self, clearings: list[Clearing]) -> bool:
         """Whether whoever is moved has free room on another node."""
         free = [
-            sum(room.soon >= WHOLE_GPU for room in node)
-            for node in self._layout.nodes
+            sum(map(self._is_free, node))
+            for node in self._nodes
             if all(node is not c.node for c in clearings)
         ]
         moved = [v.lease.device_count for c in clearings for v in c.victims if v.why is Why.MOVED]

@@ -120,7 +120,8 @@ def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
     return queue > 0 and now - _entered_at(lease, now, settings) < _DEMOTED_S
 
 
-def _has_guard(settings: Settings) -> bool:
+def has_guard(settings: Settings) -> bool:
+    """Whether jobs that have waited for long come before all others."""
     preempts = settings.order in (Order.LAS, Order.SRTF)
     return preempts and settings.guard_s is not None and settings.min_run_s > 0
 
@@ -128,7 +129,7 @@ def _has_guard(settings: Settings) -> bool:
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a waiting job comes before everybody else of its priority."""
     return (
-        _has_guard(settings) and is_waiting(lease) and now >= lease.waits_since_at + (settings.guard_s or 0.0)
+        has_guard(settings) and is_waiting(lease) and now >= lease.waits_since_at + (settings.guard_s or 0.0)
     )
 
 
@@ -155,7 +156,7 @@ def changes_at(lease: Lease, now: float, settings: Settings) -> float | None:
     """The next moment at which the level of a job changes though nothing happens."""
     if is_waiting(lease):
         at = lease.waits_since_at + (settings.guard_s or 0.0)
-        return at if _has_guard(settings) and at > now else None
+        return at if has_guard(settings) and at > now else None
     if settings.order is Order.LAS and lease.state is State.RUNNING and lease.attained_at is not None:
         queue = queue_of(attained_gpu_s(lease, now), settings)
         if queue < len(settings.las_thresholds_gpu_s):
@@ -168,8 +169,6 @@ def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
     """GPU-seconds that a waiting job may run before it ends or falls back: what preempting for it is for."""
     if settings.order is Order.SRTF:
         return level(lease, now, settings)[1] if lease.duration_s is not None else 0.0
-    if settings.order is not Order.LAS:
-        return inf
     if is_starved(lease, now, settings):
         return settings.min_run_s * gpus(lease)
     queue = queue_of(lease.attained_gpu_s, settings)

@@ -64,10 +64,6 @@ class Layout:
         self._by_size = sorted(self.nodes, key=lambda node: (-len(node), min(r.device.uuid for r in node)))
         self.largest_node = max(map(len, self.nodes), default=0)
 
-    def is_anywhere(self, lease: Lease) -> bool:
-        """Whether it does not matter which devices a job for several gets."""
-        return not lease.consolidate
-
     def is_wider(self, lease: Lease) -> bool:
         """Whether a job has to take several nodes."""
         return lease.consolidate and lease.device_count > self.largest_node

@@ -321,8 +321,8 @@ class Round:
             if job.id in self._served:
                 cursor.go_on()
             elif owed and not self.board.account(job).is_below_quota(self._size(job)):
-                if self.settings.order is Order.FIFO:
-                    return False
+                if self.settings.order is Order.FIFO or self._has_waited_for_long(job):
+                    return False  # nor are those behind it served before it
                 cursor.close()  # its turn comes with those that are not owed anything
             elif self._serve_one(job, shape):
                 self._served.add(job.id)
@@ -425,13 +425,18 @@ class Round:
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
 
+    def _has_waited_for_long(self, job: Lease) -> bool:
+        """Whether nobody may overtake ``job`` any more."""
+        wait_s = self.settings.skip_wait_s
+        overtaken = wait_s is not None and self.now >= job.waits_since_at + wait_s
+        return overtaken or order.is_starved(job, self.now, self.settings)
+
     def _keep_room(self, job: Lease) -> bool:
         """Keep what ``job`` will need from those behind it, if it was overtaken for long enough.
 
         One job of a project at a time: when it has started, the next has its turn.
         """
-        wait_s = self.settings.skip_wait_s
-        if wait_s is None or self.now < job.waits_since_at + wait_s or job.project in self._reserving:
+        if job.project in self._reserving or not self._has_waited_for_long(job):
             return False
         rooms = self.board.rooms_of(job) if job.devices else self._least_taken(job)
         if rooms is None:

@@ -20,7 +20,7 @@ from jupyter_gpushare.core.explain import (
     uses,
     warn_at,
 )
-from jupyter_gpushare.core.model import Kind, State, Survival, Why
+from jupyter_gpushare.core.model import Kind, Order, State, Survival, Why
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
@@ -115,6 +115,27 @@ def test_a_suspended_job_says_who_holds_its_devices():
     assert explain(c, "bo", NOW).blocked_by == "q"
 
 
+def test_in_a_strict_line_everybody_waits_for_its_head():
+    held = train("old", 500, "0")
+    line = [train(f"j{n}", milli, queued_at=n) for n, milli in enumerate((1000, 500, 250))]
+    c = cluster(held, *line, order=Order.FIFO)
+    told = [explain(c, f"j{n}", NOW) for n in range(3)]
+    assert [x.why for x in told] == [Why.NO_ROOM, Why.IN_LINE, Why.IN_LINE]
+    assert [x.position for x in told] == [1, 2, 3]
+    assert [x.behind for x in told] == ["", "j0", "j0"]
+    assert {x.first_at for x in told} == {None}
+
+
+def test_who_waits_is_told_when_others_make_way():
+    c = cluster(
+        train("old", 1000, "0"), train("x", 500, waits_since_at=NOW - 60), skip_wait_s=100.0, guard_s=50.0
+    )
+    assert explain(c, "x", NOW).first_at == NOW + 40
+    c = cluster(*c.leases, skip_wait_s=100.0, guard_s=70.0, min_run_s=1.0)
+    assert explain(c, "x", NOW).first_at == NOW + 10
+    assert explain(cluster(*c.leases), "x", NOW).first_at is None
+
+
 # -- offers
 
 
@@ -158,7 +179,11 @@ def test_offers_of_jobs_say_whether_others_make_room():
 @pytest.mark.parametrize(
     ("lease", "message"),
     [
-        (train("x", 1000, device_count=8), r"Asks for 8 GPUs together; the largest machine has 2\."),
+        (
+            train("x", 1000, device_count=8),
+            r"8 GPUs together; the largest machine has 2, all machines 3\.",
+        ),
+        (train("x", 1000, profile="1g.10gb"), r"a MIG instance of profile 1g\.10gb; there is none\."),
         (train("x", 1000, device_count=8, consolidate=False), r"Asks for 8 GPUs; there are 3\."),
         (train("x", 0, memory_bytes=100 * GIB), r"100\.0 GiB of GPU memory; the largest GPU has 78\.0 GiB"),
         (train("x", 1000, device_count=2), r"Asks for 2 GPUs; project p may use at most 1 GPU\."),
@@ -175,6 +200,26 @@ def test_what_can_never_run_is_refused_at_once(lease, message):
     c = cluster(gpus=devices, projects=[project("p", 1, limit_milli=1000)])
     with pytest.raises(InvalidRequest, match=message):
         check_request(c, lease)
+
+
+def test_a_job_larger_than_a_machine_is_taken_where_whole_machines_hold_it():
+    four = [device(n, node=f"n{n // 2}") for n in range(4)]
+    c = cluster(gpus=four)
+    check_request(c, train("x", 1000, device_count=4))
+    check_request(c, train("x", 1000, device_count=3))
+    uneven = cluster(gpus=[device(n, node=f"n{max(0, n - 2)}") for n in range(6)])
+    with pytest.raises(InvalidRequest, match="largest machine has 3, all machines 6"):
+        check_request(uneven, train("x", 1000, device_count=7))
+    with pytest.raises(InvalidRequest, match=r"8 GPUs together; the largest machine has 4\."):
+        check_request(cluster(gpus=4), train("x", 1000, device_count=8))
+
+
+def test_a_machine_of_mig_instances_has_no_undivided_gpu():
+    c = cluster(gpus=[device(0, profile="1g.10gb", memory_bytes=10 * GIB)])
+    with pytest.raises(InvalidRequest, match="a GPU that is not divided; there is none"):
+        check_request(c, train("x", 500))
+    check_request(c, train("x", 1000, profile="1g.10gb"))
+    check_request(c, train("x", 0, memory_bytes=5 * GIB))
 
 
 def test_a_machine_without_devices_refuses_everything():

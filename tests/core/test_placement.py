@@ -64,6 +64,37 @@ def test_a_job_larger_than_every_node_takes_the_emptiest_nodes():
     assert placed(train("a", 1000, "2"), gang, gpus=nodes(2, 2, 2)) == ["0 1 4 5"]
 
 
+def test_a_job_larger_than_a_node_takes_whole_nodes_and_the_rest_in_one():
+    gang = train("gang", 1000, device_count=5)
+    assert placed(gang, gpus=nodes(2, 2, 2)) == ["0 1 2 3 4"]
+    assert placed(train("a", 1000, "0"), gang, gpus=nodes(2, 2, 2)) == ["2 3 4 5 1"]
+    six = train("gang", 1000, device_count=6)
+    assert placed(train("a", 1000, "0"), train("b", 1000, "2"), six, gpus=nodes(2, 2, 2, 2)) == []
+    assert placed(train("gang", 1000, device_count=6), gpus=nodes(4, 2, 1)) == ["0 1 2 3 4 5"]
+
+
+def test_mig_instances_go_to_who_asks_for_their_profile_or_for_bytes():
+    small = [device(n, profile="1g.10gb", memory_bytes=10 * GIB) for n in range(2)]
+    gpus = [*small, device(2)]
+    assert placed(train("job", 1000), gpus=gpus) == ["2"]
+    assert placed(train("job", 500), gpus=gpus) == ["2"]
+    assert placed(train("job", 1000, profile="1g.10gb"), gpus=gpus) == ["0"]
+    assert placed(train("job", 1000, profile="1g.10gb", device_count=2), gpus=gpus) == ["0 1"]
+    assert placed(train("job", 1000, profile="2g.20gb"), gpus=gpus) == []
+    assert placed(train("job", 0, memory_bytes=5 * GIB), gpus=gpus) in (["0"], ["2"])
+    assert placed(train("job", 1000, profile="1g.10gb", device_count=3), gpus=gpus) == []
+
+
+def test_a_single_gpu_is_taken_where_no_whole_node_is_broken():
+    assert placed(train("a", 1000, "2"), train("job", 1000), gpus=nodes(2, 2)) == ["3"]
+
+
+def test_fractions_leave_room_for_what_is_asked_for():
+    """Two halves are free in pieces: the quarter goes where no half is spoiled."""
+    held = [train("a", 500, "0"), train("b", 750, "1")]
+    assert placed(*held, train("job", 250), gpus=2) == ["1"]
+
+
 def test_memory_is_converted_for_the_device_it_is_placed_on():
     small, large = device(0, memory_bytes=40 * GIB), device(1, memory_bytes=160 * GIB)
     lease = train("job", 0, memory_bytes=30 * GIB)

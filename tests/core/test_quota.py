@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import Grant, Resume, State, Suspend, Why
+from jupyter_gpushare.core.plan import plan
 from jupyter_gpushare.core.quota import fair_shares, standing
-from tests.core.build import ASLEEP, build, cluster, project, train
+from tests.core.build import ASLEEP, NOW, build, cluster, project, train
 
 
 @pytest.mark.parametrize(
@@ -74,3 +77,83 @@ def test_a_project_that_is_not_configured_is_owed_nothing():
     c = cluster(train("job", 1000, "0", project="gone"))
     account = standing(c.projects, c.leases).account("gone")
     assert (account.use, account.in_quota_use, account.project.quota_milli) == (1000, 0, 0)
+
+
+# -- two projects with a quota of 2 GPUs each on 4 GPUs
+
+
+def settled(leases, projects, gpus=4, **settings):
+    """Carry out what is planned, everything at once and with success, until nothing is left to do."""
+    now = NOW
+    for _ in range(10):
+        done = plan(cluster(*leases.values(), gpus=gpus, projects=projects, **settings), now).actions
+        if not done:
+            return [x.id for x in leases.values() if x.state is State.RUNNING]
+        for action in done:
+            lease = leases[action.lease]
+            match action:
+                case Grant():
+                    change = {
+                        "state": State.RUNNING,
+                        "devices": action.devices,
+                        "held_milli": action.held_milli,
+                    }
+                case Suspend():
+                    change = {"state": State.SUSPENDED}
+                case Resume():
+                    change = {"state": State.RUNNING}
+            leases[lease.id] = replace(lease, granted_at=now, **change)
+        now += 1
+    raise AssertionError("no end")
+
+
+def test_a_project_alone_uses_all_gives_the_other_its_quota_and_goes_on_when_that_leaves():
+    both = [project("p", 2), project("q", 2)]
+    leases = {f"p{n}": train(f"p{n}", 1000, queued_at=n) for n in range(4)}
+    assert settled(leases, both) == ["p0", "p1", "p2", "p3"]
+    leases |= {f"q{n}": train(f"q{n}", 1000, project="q", queued_at=10 + n) for n in range(4)}
+    first = plan(cluster(*leases.values(), gpus=4, projects=both), NOW + 50).actions
+    assert [a.why for a in first] == [Why.OVER_QUOTA] * 2  # asked for within one round
+    assert settled(leases, both) == ["p0", "p1", "q0", "q1"]
+    for n in range(4):
+        del leases[f"q{n}"]
+    assert settled(leases, both) == ["p0", "p1", "p2", "p3"]
+
+
+# -- fair share beyond quota
+
+
+def weighted(**more):
+    """Two projects without a quota, one with three times the weight; both ask for more than there is."""
+    held = [train(f"p{n}", 1000, f"{n}", granted_at=n) for n in range(4)]
+    waits = [train(f"q{n}", 1000, project="q") for n in range(8)]
+    projects = [project("p", 0), project("q", 0, weight=3)]
+    return cluster(*held, train("more", 1000), *waits, gpus=4, projects=projects, **more)
+
+
+def test_a_project_below_its_fair_share_takes_from_one_that_is_above():
+    assert plan(weighted(), NOW).actions == (
+        Suspend("p3", Why.OVER_QUOTA, "q0"),
+        Suspend("p2", Why.OVER_QUOTA, "q1"),
+        Suspend("p1", Why.OVER_QUOTA, "q2"),
+    )
+
+
+def test_only_from_jobs_that_have_run_for_the_minimum_time():
+    done = plan(weighted(min_run_s=NOW - 2), NOW)
+    assert [a.lease for a in done.actions] == ["p2", "p1", "p0"]
+    assert done.next_at == NOW + 1
+
+
+def test_a_project_at_its_share_takes_nothing():
+    held = [train("p0", 1000, "0"), *[train(f"q{n}", 1000, f"{n}", project="q") for n in (1, 2, 3)]]
+    waits = [train("p1", 1000), train("q4", 1000, project="q")]
+    projects = [project("p", 0), project("q", 0, weight=3)]
+    assert plan(cluster(*held, *waits, gpus=4, projects=projects), NOW).actions == ()
+
+
+def test_a_job_too_large_for_the_difference_of_shares_is_left_alone():
+    """p would fall below its share, and take the room back."""
+    held, waits = [train("p0", 1000, "0 1 2 3")], [train("q0", 1000, project="q"), train("p1", 1000)]
+    projects = [project("p", 0), project("q", 0)]
+    assert plan(cluster(*held, *waits, gpus=4, projects=projects), NOW).actions == ()

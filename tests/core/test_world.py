@@ -396,7 +396,7 @@ class World(RuleBasedStateMachine):
 
 
 EXPLORED = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
