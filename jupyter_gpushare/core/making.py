@@ -166,8 +166,10 @@ class Maker:
         preempts = self.board.settings.order in (Order.LAS, Order.SRTF)
         if job.devices or job.device_count == 1 or not job.consolidate or not preempts:
             return None
-        juniors = {v.lease.id: v for v in self.asker.juniors(job)}
         free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
+        if not free:
+            return None  # nobody can be moved anywhere
+        juniors = {v.lease.id: v for v in self.asker.juniors(job)}
         if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
             return None
         movable = partial(self.asker.to_move, job.project)

@@ -43,6 +43,8 @@ class Mover:
         self._movable = movable
         fitting = [[r for r in node if demand(job, r.device) <= WHOLE_GPU] for node in layout.nodes]
         self._nodes: list[Group] = [node for node in fitting if node]
+        counts = ((node, sum(map(self._is_free, node))) for node in self._nodes)
+        self._free = [(node, count) for node, count in counts if count]  # devices, per node
 
     def _is_free(self, room: Room) -> bool:
         return room.soon >= WHOLE_GPU
@@ -61,11 +63,10 @@ class Mover:
                 return None
         if rest:
             nodes = [n for n in self._nodes if all(n is not c.node for c in chosen)]
-            last = self._cheapest(nodes, rest)
-            last = [c for c in last if self._have_place([*chosen, c])]
-            chosen += last[:1]
-            if not last:
+            last = next((c for c in self._cheapest(nodes, rest) if self._have_place([*chosen, c])), None)
+            if last is None:
                 return None
+            chosen.append(last)
         elif not self._have_place(chosen):
             return None
         victims = {v.lease.id: v for clearing in chosen for v in clearing.victims}
@@ -105,12 +106,8 @@ class Mover:
 
     def _have_place(self, clearings: list[Clearing]) -> bool:
         """Whether whoever is moved has free room on another node."""
-        free = [
-            sum(map(self._is_free, node))
-            for node in self._nodes
-            if all(node is not c.node for c in clearings)
-        ]
         moved = [v.lease.device_count for c in clearings for v in c.victims if v.why is Why.MOVED]
+        free = [count for node, count in self._free if all(node is not c.node for c in clearings)]
         for size in sorted(moved, reverse=True):
             fits = [n for n, count in enumerate(free) if count >= size]
             if not fits:

@@ -185,6 +185,8 @@ class Standing:
         """Bring the jobs of projects that changed into quota, or out of it."""
         for name in self._unsettled:
             account, beyond = self.account(name), self._beyond.get(name, {})
+            if not account.project.quota_milli:
+                continue  # nobody is in quota
             if account.in_quota_use + sum(map(size_of, beyond.values())) > account.project.quota_milli:
                 # Not all fit: whether one does depends on those that are older.
                 for lease in self.jobs.get(name, {}).values():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, Settings
+from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, Settings, Survival
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim import fractions, report, synthetic, traces
 from jupyter_gpushare.sim.progress import Bar
@@ -164,6 +164,13 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=8.0,
         metavar="R",
         help="GB/s of each GPU to host memory and back (default 8)",
+    )
+    notebooks.add_argument(
+        "--survival",
+        type=Survival,
+        choices=[Survival.SIGTERM, Survival.SUSPEND],
+        default=Survival.SIGTERM,
+        help="of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
     )
     notebooks.add_argument(
         "--host-gib", type=_positive, metavar="G", help="host memory for what sleeps (default: enough)"
@@ -354,6 +361,7 @@ def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]
             fleet,
             _settings(args),
             adaptive=args.idle_timeout is None,
+            survival=args.survival,
             saturate=args.saturate,
             state=DeviceState(bytes_per_gpu=int(args.state_gib * GIB), copy_bytes_per_s=args.copy_gbps * 1e9),
             preempt_cost_s=args.preempt_cost,

@@ -141,6 +141,7 @@ def replay_notebooks(
     settings: Settings,
     *,
     adaptive: bool = False,
+    survival: Survival = Survival.SIGTERM,
     saturate: bool = False,
     state: DeviceState = DeviceState(),
     preempt_cost_s: float = 0.0,
@@ -149,10 +150,13 @@ def replay_notebooks(
     """Replay notebook sessions and training jobs together, until the last session ends.
 
     The sessions' project is guaranteed every GPU, that of the jobs none: jobs
-    run where nobody claims anything and where sessions sleep.  Both can be
-    suspended.  ``adaptive``: each session has an idle timeout of its own, learned
-    from its past.  ``saturate``: the jobs do not come at their times but so that
-    `BACKLOG` of the smallest always wait, the list over and over.
+    run where nobody claims anything and where sessions sleep.  A session that
+    is suspended has its state copied to host memory; so has a job with
+    ``survival`` suspend, which then goes on where it was, while one with sigterm
+    takes as long to write its state and goes on anywhere.  ``adaptive``: each
+    session has an idle timeout of its own, learned from its past.
+    ``saturate``: the jobs do not come at their times but so that `BACKLOG` of
+    the smallest always wait, the list over and over.
     """
     projects = (
         Project(name=NOTEBOOKS, quota_milli=fleet.gpus * WHOLE_GPU),
@@ -160,7 +164,8 @@ def replay_notebooks(
     )
     devices = fleet.devices()
     meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
-    costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=state.copy_bytes_per_s)
+    rate = state.copy_bytes_per_s
+    costs = Costs(restart_s=preempt_cost_s, grace_s=state.bytes_per_gpu / rate, copy_bytes_per_s=rate)
     replay = meter.replay = Replay(devices, projects, settings, costs, adaptive=adaptive, watcher=meter)
     for number, session in enumerate(sessions):
         lease = Lease(
@@ -174,18 +179,20 @@ def replay_notebooks(
         replay.add_session(lease, session.cells)
     if saturate and jobs:
         jobs = [replace(job, submit_at=0.0) for job in jobs]  # comes when it is added
-        meter.feed(_suspendable(itertools.cycle(jobs), fleet, state), min(j.gpus for j in jobs))
+        meter.feed(_jobs_with_state(itertools.cycle(jobs), fleet, state, survival), min(j.gpus for j in jobs))
     else:
-        for lease, duration_s in _suspendable(jobs, fleet, state):
+        for lease, duration_s in _jobs_with_state(jobs, fleet, state, survival):
             replay.add_job(lease, duration_s)
     cells = sum(len(s.cells) for s in sessions)
     return _run(replay, meter, fleet, lambda: meter.cells / cells, progress)
 
 
-def _suspendable(jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState) -> Iterator[_Work]:
+def _jobs_with_state(
+    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState, survival: Survival
+) -> Iterator[_Work]:
     for number, job in enumerate(jobs):
         used = job.gpus * state.bytes_per_gpu
-        lease = _job_lease(number, job, JOBS, fleet, survival=Survival.SUSPEND, used_bytes=used)
+        lease = _job_lease(number, job, JOBS, fleet, survival=survival, used_bytes=used)
         yield lease, job.duration_s
 
 
