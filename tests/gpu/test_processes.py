@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from jupyter_gpushare.gpu.processes import Processes, leader, start_of
 from tests.gpu.machine import Machine, until
 
-OWNERS = {"ada": os.geteuid()}
-CARRIES = {**os.environ, "GPUSHARE_LEASE": "ada"}
+# Found among all processes of this machine: no other run may have the same.
+LEASE = f"ada{uuid.uuid4().hex}"
+OWNERS = {LEASE: os.geteuid()}
+CARRIES = {**os.environ, "GPUSHARE_LEASE": LEASE}
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def start(
 
 
 def pids(processes: Processes, owners: dict[str, int] = OWNERS) -> set[int]:
-    return {process.pid for process in processes.scan(owners)["ada"]}
+    return {process.pid for process in processes.scan(owners)[LEASE]}
 
 
 CLEARED = (
@@ -76,7 +79,7 @@ def test_a_child_that_cleared_its_environment_still_belongs(
     # Its parent is gone, and it names no lease: it is remembered.
     assert child in pids(processes)
     assert parent.pid not in pids(processes)
-    (left,) = processes.scan(OWNERS)["ada"]
+    (left,) = processes.scan(OWNERS)[LEASE]
     assert processes.signal(left.key, signal.SIGKILL)
     until(lambda: not pids(processes), "it ended")
 
@@ -86,7 +89,7 @@ def test_another_users_process_never_belongs(
 ) -> None:
     child = start(started)
     until(lambda: child.pid in pids(processes), "it is found for its own user")
-    assert pids(processes, {"ada": os.geteuid() + 1}) == set()
+    assert pids(processes, {LEASE: os.geteuid() + 1}) == set()
 
 
 def test_a_zombie_does_not_belong(processes: Processes, started: list[subprocess.Popen[str]]) -> None:
@@ -109,7 +112,7 @@ def test_the_leader_is_the_oldest_that_carries_the_lease_with_a_parent_that_does
     assert parent.stdout
     child = int(parent.stdout.readline())
     until(lambda: {parent.pid, child} <= pids(processes), "both are found")
-    first = leader(processes.scan(OWNERS)["ada"])
+    first = leader(processes.scan(OWNERS)[LEASE])
     assert first
     assert first.pid == parent.pid
     assert leader(()) is None
@@ -129,7 +132,7 @@ def test_a_process_that_gets_its_environment_by_exec_is_found(
 ) -> None:
     script = (
         "import os, sys; input(); os.execve(sys.executable, [sys.executable, '-c', 'input()'],"
-        " {**os.environ, 'GPUSHARE_LEASE': 'ada'})"
+        f" {{**os.environ, 'GPUSHARE_LEASE': '{LEASE}'}})"
     )
     child = start(started, script, env=dict(os.environ))
     assert child.pid not in pids(processes)
@@ -149,7 +152,7 @@ def test_a_jupyter_kernel_is_known_by_its_connection_file(
     )  # fmt: skip
     started.append(child)
     until(
-        lambda: any(process.kernel == kernel for process in processes.scan(OWNERS)["ada"]),
+        lambda: any(process.kernel == kernel for process in processes.scan(OWNERS)[LEASE]),
         "the kernel is found",
     )
 
