@@ -299,6 +299,9 @@ class Job(Answer, frozen=True):
     total: float | None = None
     cwd: str | None = None
     variables: list[str] = []  # names of the environment variables it was given
+    gpus: str = "1"  # as it was asked for, like the next two
+    memory: str | None = None
+    retries: int = 0
     source: JobSource | None = None
 
 

@@ -253,6 +253,9 @@ class Views:
             total=job.total,
             cwd=job.cwd,
             variables=sorted(job.env),
+            gpus=request.gpus,
+            memory=request.memory,
+            retries=request.retries,
             source=request.source,
         )
 

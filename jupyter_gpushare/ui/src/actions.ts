@@ -57,7 +57,7 @@ export class Actions {
     return {
       verb: 'keep',
       label: this._trans.__('Keep it %1 min', minutes),
-      caption: this._trans.__('Do not lend the GPU for %1 minutes, idle or not', minutes),
+      caption: this._keepCaption(minutes),
       accent,
       run: () => this._do('keep')
     };
@@ -71,6 +71,18 @@ export class Actions {
       accent: false,
       run: () => this._do('lend')
     };
+  }
+
+  private _keepCaption(minutes: number): string {
+    const state = this._model.state;
+    const left = state.kind === 'ready' ? state.status.keep_left_minutes : null;
+    return left === null
+      ? this._trans.__('Do not lend the GPU for %1 minutes, idle or not', minutes)
+      : this._trans.__(
+          'Do not lend the GPU for %1 minutes, idle or not; %2 minutes of that are left today',
+          minutes,
+          Math.floor(left)
+        );
   }
 
   private async _do(verb: LeaseVerb): Promise<void> {

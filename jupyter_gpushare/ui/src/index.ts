@@ -5,17 +5,20 @@ import {
   JupyterFrontEnd,
   JupyterFrontEndPlugin
 } from '@jupyterlab/application';
-import { ICommandPalette } from '@jupyterlab/apputils';
-import { INotebookTracker } from '@jupyterlab/notebook';
+import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
+import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { IStateDB } from '@jupyterlab/statedb';
 import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
 
 import { Actions } from './actions';
-import { GpuModel } from './model';
+import { CellLines } from './cells';
+import { jobsPlugin } from './jobsplugin';
+import { GpuModel, Living, livingJobs } from './model';
 import { Banner, Toasts } from './notices';
-import { GpuPanel } from './panel';
-import { changeLease, fetchStatus } from './requests';
+import { GpuPanel, IPanelLinks } from './panel';
+import { Requests } from './requests';
 import { StatusItem } from './statusbar';
 import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
 
@@ -38,10 +41,10 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
   provides: IGpuModel,
   optional: [ISettingRegistry],
   activate: (app: JupyterFrontEnd, registry: ISettingRegistry | null): IGpuModel => {
-    const server = app.serviceManager.serverSettings;
+    const requests = new Requests(app.serviceManager.serverSettings);
     const model = new GpuModel({
-      fetchStatus: () => fetchStatus(server),
-      changeLease: (lease, verb, minutes) => changeLease(server, lease, verb, minutes)
+      fetchStatus: () => requests.status(),
+      changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
     });
     app.serviceManager.events.stream.connect((_, event) => {
       if (event.schema_id.startsWith(EVENTS)) {
@@ -66,7 +69,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
         follow();
       })
       .catch(() => undefined); // the defaults do
-    return { model, options: () => options };
+    return { model, requests, options: () => options };
   }
 };
 
@@ -85,14 +88,14 @@ const panel: JupyterFrontEndPlugin<void> = {
   ): void => {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
-    const widget = new GpuPanel(gpu.model, actions, trans);
+    const widget = new GpuPanel(gpu.model, actions, () => linksOf(app, gpu, trans), trans);
     widget.id = PANEL_ID;
     widget.title.icon = chipIcon;
     widget.title.caption = trans.__('Shared GPU');
     app.shell.add(widget, 'right', { rank: 900, type: 'Shared GPU' });
     restorer?.add(widget, PANEL_ID);
     addCommands(app, gpu, actions, trans);
-    for (const command of Object.values(CommandIDs)) {
+    for (const command of [CommandIDs.open, CommandIDs.wake, CommandIDs.keep, CommandIDs.lend]) {
       palette?.addItem({ command, category: trans.__('Shared GPU') });
     }
     gpu.model.changed.connect((_, state) => {
@@ -103,6 +106,36 @@ const panel: JupyterFrontEndPlugin<void> = {
     });
   }
 };
+
+function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle): IPanelLinks {
+  const { commands } = app;
+  return {
+    history: () => gpu.requests.history(),
+    release: async (lease, process) => {
+      const name = process.kernel || process.name;
+      const answer = await showDialog({
+        title: trans.__('Release the GPU memory of %1?', name),
+        body: trans.__('Its kernel is restarted: all of its variables are lost.'),
+        buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Restart the kernel') })]
+      });
+      if (!answer.button.accept) {
+        return;
+      }
+      try {
+        await gpu.requests.releaseKernel(lease.id, process.kernel_id);
+        await gpu.model.refresh();
+      } catch (error) {
+        Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
+      }
+    },
+    jobs: commands.hasCommand(CommandIDs.jobs)
+      ? {
+          open: job => void commands.execute(CommandIDs.jobs, job === undefined ? {} : { job }),
+          submit: () => void commands.execute(CommandIDs.launch)
+        }
+      : null
+  };
+}
 
 function addCommands(
   app: JupyterFrontEnd,
@@ -166,35 +199,77 @@ const statusBar: JupyterFrontEndPlugin<void> = {
   }
 };
 
-const notices: JupyterFrontEndPlugin<void> = {
-  id: 'jupyter-gpushare:notices',
-  description: 'Notifications and the banner around a suspension.',
+const banner: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:banner',
+  description: 'A line above every notebook, and below a waiting cell, around a suspension.',
   autoStart: true,
-  requires: [IGpuModel],
-  optional: [INotebookTracker, ITranslator],
+  requires: [IGpuModel, INotebookTracker],
+  optional: [ITranslator],
   activate: (
     _: JupyterFrontEnd,
     gpu: IGpuModel,
-    notebooks: INotebookTracker | null,
+    notebooks: INotebookTracker,
     translator: ITranslator | null
   ): void => {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
-    const toasts = new Toasts(actions, trans);
+    const enabled = (): boolean => gpu.options().banner;
+    const add = (notebook: NotebookPanel): void =>
+      Banner.addTo(notebook, gpu.model, actions, enabled, trans);
+    notebooks.forEach(add);
+    notebooks.widgetAdded.connect((_, notebook) => add(notebook));
+    new CellLines(gpu.model, enabled, trans);
+  }
+};
+
+const LIVING_KEY = 'jupyter-gpushare:living-jobs';
+
+const notifications: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:notifications',
+  description: 'Tells when the GPU is lent or back, and when a training job ends or is paused.',
+  autoStart: true,
+  requires: [IGpuModel],
+  optional: [IStateDB, ITranslator],
+  activate: (
+    app: JupyterFrontEnd,
+    gpu: IGpuModel,
+    state: IStateDB | null,
+    translator: ITranslator | null
+  ): void => {
+    const trans = bundle(translator);
+    const openJob = (job: string): void => {
+      const command = app.commands.hasCommand(CommandIDs.jobs) ? CommandIDs.jobs : CommandIDs.open;
+      void app.commands.execute(command, { job });
+    };
+    const toasts = new Toasts(actionsOf(gpu, trans), trans, openJob);
     gpu.model.noticed.connect((_, notice) => {
       if (gpu.options().toasts) {
         toasts.show(notice);
       }
     });
-    const enabled = (): boolean => gpu.options().banner;
-    notebooks?.forEach(notebook => Banner.addTo(notebook, gpu.model, actions, enabled));
-    notebooks?.widgetAdded.connect((_, notebook) =>
-      Banner.addTo(notebook, gpu.model, actions, enabled)
-    );
+    // What became of the jobs that the last page saw alive.
+    void state?.fetch(LIVING_KEY).then(living => {
+      let kept = JSON.stringify(living ?? {});
+      gpu.model.changed.connect((_, now) => {
+        const text = JSON.stringify(now.kind === 'ready' ? livingJobs(now.status.jobs) : null);
+        if (now.kind === 'ready' && text !== kept) {
+          kept = text;
+          void state.save(LIVING_KEY, JSON.parse(text) as Living);
+        }
+      });
+      gpu.model.catchUp((living ?? {}) as Living);
+    });
   }
 };
 
-const plugins: JupyterFrontEndPlugin<unknown>[] = [model, panel, statusBar, notices];
+const plugins: JupyterFrontEndPlugin<unknown>[] = [
+  model,
+  panel,
+  statusBar,
+  banner,
+  notifications,
+  jobsPlugin
+];
 
 export { IGpuModel } from './tokens';
 export default plugins;

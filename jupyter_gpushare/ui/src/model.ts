@@ -12,6 +12,7 @@ import { Poll } from '@lumino/polling';
 import { ISignal, Signal } from '@lumino/signaling';
 
 import type { LeaseVerb } from './requests';
+import { Samples } from './samples';
 import { IJob, ILease, IStatus, StatusAnswer } from './wire';
 
 export type GpuState =
@@ -41,7 +42,9 @@ export type Notice =
   | { readonly kind: 'back'; readonly lease: ILease; readonly seconds: number | null }
   /** A warning that no longer holds. */
   | { readonly kind: 'calm' }
-  | { readonly kind: 'job-ended'; readonly job: IJob };
+  | { readonly kind: 'job-ended'; readonly job: IJob }
+  /** Its room was needed: it sleeps, or is back in the queue. */
+  | { readonly kind: 'job-paused'; readonly job: IJob };
 
 /** The warning comes this long before the GPU is lent, or a third of a shorter idle time-out. */
 const WARNING_S = 300;
@@ -97,10 +100,30 @@ export function leaseNotice(
   return before === 'warned' ? { kind: 'calm' } : null;
 }
 
-/** Returns the jobs that ended between two answers. */
-export function endedJobs(before: IStatus, now: IStatus): IJob[] {
-  const running = new Set(before.jobs.filter(job => !ENDED.has(job.state)).map(job => job.id));
-  return now.jobs.filter(job => ENDED.has(job.state) && running.has(job.id));
+/** The jobs that had not ended, and how often each had been paused. */
+export type Living = { readonly [id: string]: number };
+
+/** Returns what `jobNotices` compares a later answer with. */
+export function livingJobs(jobs: readonly IJob[]): Living {
+  const living = jobs.filter(job => !ENDED.has(job.state));
+  return Object.fromEntries(living.map(job => [job.id, job.preemptions]));
+}
+
+/** Returns what to tell of jobs that ended or were paused since. */
+export function jobNotices(before: Living, now: readonly IJob[]): Notice[] {
+  const notices: Notice[] = [];
+  for (const job of now) {
+    const pauses = before[job.id];
+    if (pauses === undefined) {
+      continue;
+    }
+    if (ENDED.has(job.state)) {
+      notices.push({ kind: 'job-ended', job });
+    } else if (job.preemptions > pauses) {
+      notices.push({ kind: 'job-paused', job });
+    }
+  }
+  return notices;
 }
 
 /** Returns what the page shows for an answer of the server. */
@@ -152,6 +175,31 @@ export class GpuModel implements IDisposable {
   get isDisposed(): boolean {
     return this._poll.isDisposed;
   }
+
+  /** The jobs of the last answer that had not ended; null before the first. */
+  get living(): Living | null {
+    return this._last?.living ?? null;
+  }
+
+  /** Tells what became of these jobs, which an earlier page saw alive. */
+  catchUp(living: Living): void {
+    const state = this._state;
+    if (state.kind !== 'ready') {
+      this._livingBefore = living;
+      return;
+    }
+    for (const notice of jobNotices(living, state.status.jobs)) {
+      this._noticed.emit(notice);
+    }
+  }
+
+  /** Since when the lease of this server is waking, in milliseconds; null: it is not. */
+  get wakingSince(): number | null {
+    return this._wakingSince;
+  }
+
+  /** Utilization and memory of this server's lease, ten minutes back. */
+  readonly samples = new Samples();
 
   /** How often figures are fetched. */
   set intervalMs(value: number) {
@@ -208,19 +256,36 @@ export class GpuModel implements IDisposable {
       return;
     }
     this._state = state;
+    if (state.kind === 'ready') {
+      this._measure(state.status, state.lease);
+    } else {
+      this.samples.clear();
+    }
     this._changed.emit(state);
     if (state.kind === 'ready') {
       this._tell(state.status, state.lease);
     }
   }
 
+  private _measure(status: IStatus, lease: ILease | null): void {
+    if (lease !== null && phaseOf(lease) === 'waking') {
+      this._wakingSince = this._wakingSince ?? this._now();
+    }
+    if (lease === null || !status.devices_known) {
+      this.samples.clear();
+      return;
+    }
+    this.samples.add({
+      at: this._now(),
+      memoryBytes: lease.memory_used_bytes,
+      utilizationPercent: lease.utilization_percent
+    });
+  }
+
   /** Compares with the last answer, also with one from before a silence. */
   private _tell(status: IStatus, lease: ILease | null): void {
     const last = this._last;
     const phase = lease === null ? null : phaseOf(lease);
-    if (phase === 'waking') {
-      this._wakingSince = this._wakingSince ?? this._now();
-    }
     if (last !== null && last.lease === lease?.id && last.phase !== null) {
       const seconds =
         this._wakingSince === null ? null : (this._now() - this._wakingSince) / 1000;
@@ -234,10 +299,11 @@ export class GpuModel implements IDisposable {
     if (phase !== 'waking') {
       this._wakingSince = null;
     }
-    for (const job of last === null ? [] : endedJobs(last.status, status)) {
-      this._noticed.emit({ kind: 'job-ended', job });
+    const living = last?.living ?? this._livingBefore;
+    for (const notice of living === null ? [] : jobNotices(living, status.jobs)) {
+      this._noticed.emit(notice);
     }
-    this._last = { status, lease: lease?.id ?? null, phase };
+    this._last = { living: livingJobs(status.jobs), lease: lease?.id ?? null, phase };
   }
 
   private readonly _options: GpuModel.IOptions;
@@ -247,7 +313,8 @@ export class GpuModel implements IDisposable {
   private readonly _noticed = new Signal<this, Notice>(this);
   private _state: GpuState = { kind: 'loading' };
   private _asking: Promise<void> = Promise.resolve();
-  private _last: { status: IStatus; lease: string | null; phase: Phase | null } | null = null;
+  private _livingBefore: Living | null = null;
+  private _last: { living: Living; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
 }
 

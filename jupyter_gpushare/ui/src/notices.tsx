@@ -9,7 +9,7 @@ import React from 'react';
 import { Action, Actions } from './actions';
 import { GpuModel, GpuState, Notice, phaseOf } from './model';
 import { ActionRow } from './panel';
-import { noticeText } from './words';
+import { noticeText, wakingSteps } from './words';
 
 const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking']);
 
@@ -17,13 +17,24 @@ const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 
 export class Toasts {
   constructor(
     private readonly _actions: Actions,
-    private readonly _trans: TranslationBundle
+    private readonly _trans: TranslationBundle,
+    private readonly _openJob: (job: string) => void
   ) {}
 
   show(notice: Notice): void {
-    if (notice.kind === 'job-ended') {
-      const type = notice.job.state === 'failed' ? 'warning' : 'info';
-      Notification.emit(noticeText(this._trans, notice), type, { autoClose: 8000 });
+    if (notice.kind === 'job-ended' || notice.kind === 'job-paused') {
+      const type = { failed: 'warning', succeeded: 'success' } as const;
+      const state = notice.job.state as keyof typeof type;
+      Notification.emit(noticeText(this._trans, notice), type[state] ?? 'info', {
+        autoClose: 8000,
+        actions: [
+          {
+            label: this._trans.__('Show job'),
+            caption: this._trans.__('Show its log and its timeline'),
+            callback: () => this._openJob(notice.job.id)
+          }
+        ]
+      });
       return;
     }
     if (this._shown !== null) {
@@ -73,7 +84,8 @@ export class Banner extends ReactWidget {
   constructor(
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
-    private readonly _enabled: () => boolean
+    private readonly _enabled: () => boolean,
+    private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gps-banner');
@@ -87,9 +99,10 @@ export class Banner extends ReactWidget {
     notebook: NotebookPanel,
     model: GpuModel,
     actions: Actions,
-    enabled: () => boolean
+    enabled: () => boolean,
+    trans: TranslationBundle
   ): void {
-    notebook.contentHeader.addWidget(new Banner(model, actions, enabled));
+    notebook.contentHeader.addWidget(new Banner(model, actions, enabled, trans));
   }
 
   protected override render(): JSX.Element {
@@ -108,7 +121,8 @@ export class Banner extends ReactWidget {
     return (
       <>
         <span role="status" data-phase={phaseOf(lease)}>
-          <b>{lease.badge}.</b> {lease.sentence}
+          <b>{lease.badge}.</b> {lease.sentence}{' '}
+          {phaseOf(lease) === 'waking' && <Seconds model={this._model} trans={this._trans} />}
         </span>
         <ActionRow actions={this._actions.of(lease)} />
       </>
@@ -118,6 +132,23 @@ export class Banner extends ReactWidget {
   private _follow(_: GpuModel, state: GpuState): void {
     this.setHidden(!(shows(state) && this._enabled()));
   }
+}
+
+/** Both steps of waking, counted while it lasts. */
+function Seconds(props: { model: GpuModel; trans: TranslationBundle }): JSX.Element | null {
+  const [, tick] = React.useState(0);
+  React.useEffect(() => {
+    const timer = window.setInterval(() => tick(n => n + 1), 1000);
+    return () => window.clearInterval(timer);
+  }, []);
+  const state = props.model.state;
+  const since = props.model.wakingSince;
+  if (since === null || state.kind !== 'ready' || state.lease === null) {
+    return null;
+  }
+  const seconds = (Date.now() - since) / 1000;
+  // The screen reader hears the sentence, not every second.
+  return <span aria-hidden="true">{wakingSteps(props.trans, state.lease, seconds)}</span>;
 }
 
 function shows(

@@ -5,31 +5,68 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Action, Actions } from './actions';
+import { Meter, Sparkline } from './meter';
 import { ENDED, GpuModel, GpuState, phaseOf } from './model';
-import { IDecision, IJob, ILease, IProject } from './wire';
+import { ISample } from './samples';
+import { IDecision, IHistory, IJob, ILease, IProcess, IProject } from './wire';
 import {
   clockTime,
   duration,
   gigabytes,
   jobBadge,
+  levelText,
   memoryText,
   projectText,
-  sentence
+  sentence,
+  weekText
 } from './words';
 
 const SHOWN_JOBS = 5;
 const SHOWN_EVENTS = 8;
 
+const WEEK_EVERY_MS = 300_000;
+
+/** What the panel can do beyond the lease of this server. */
+export interface IPanelLinks {
+  readonly history: () => Promise<IHistory>;
+  /** Frees the GPU memory of a kernel, after asking. */
+  readonly release: (lease: ILease, process: IProcess) => Promise<void>;
+  /** Null where the jobs' plugin is disabled. */
+  readonly jobs: { readonly open: (job?: string) => void; readonly submit: () => void } | null;
+}
+
 export class GpuPanel extends ReactWidget {
   constructor(
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
+    private readonly _links: () => IPanelLinks,
     private readonly _trans: TranslationBundle
   ) {
     super();
+    _model.changed.connect(this._lookBack, this);
     this.addClass('gps-panel');
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', _trans.__('Shared GPU'));
+  }
+
+  protected override onAfterShow(): void {
+    this._lookBack();
+  }
+
+  /** Asks for the week while somebody looks, and not for every figure. */
+  private _lookBack(): void {
+    const now = Date.now();
+    const ready = this._model.state.kind === 'ready';
+    if (this.isVisible && ready && now - this._weekAt > WEEK_EVERY_MS) {
+      this._weekAt = now;
+      this._links()
+        .history()
+        .then(week => {
+          this._week = week;
+          this.update();
+        })
+        .catch(() => undefined); // the rest of the panel says whether the broker is silent
+    }
   }
 
   protected override render(): JSX.Element {
@@ -68,7 +105,14 @@ export class GpuPanel extends ReactWidget {
           )}
           <p role="status">{sentence(trans, state)}</p>
           {lease !== null && <ActionRow actions={this._actions.of(lease)} />}
-          {lease !== null && <Memory lease={lease} trans={trans} />}
+          {lease !== null && (
+            <Memory
+              lease={lease}
+              samples={this._model.samples.all}
+              release={this._links().release}
+              trans={trans}
+            />
+          )}
           {!status.devices_known && (
             <p className="gps-muted">
               {trans.__('The GPU machine does not answer; memory figures may be old.')}
@@ -78,11 +122,20 @@ export class GpuPanel extends ReactWidget {
         {status.projects.map(project => (
           <Project key={project.name} project={project} trans={trans} />
         ))}
-        <Jobs jobs={status.jobs} trans={trans} />
+        <Jobs jobs={status.jobs} links={this._links().jobs} trans={trans} />
         <Events events={status.events} trans={trans} />
+        {this._week !== null && (
+          <section>
+            <h3>{trans.__('Last seven days')}</h3>
+            <p>{weekText(trans, this._week)}</p>
+          </section>
+        )}
       </>
     );
   }
+
+  private _week: IHistory | null = null;
+  private _weekAt = -Infinity;
 }
 
 /** The buttons for what can be done now; none while one of them is under way. */
@@ -113,37 +166,13 @@ export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | 
   );
 }
 
-function Meter(props: {
-  label: string;
-  text: string;
-  max: number;
-  parts: readonly { value: number; kind: string }[];
+function Memory(props: {
+  lease: ILease;
+  samples: readonly ISample[];
+  release: IPanelLinks['release'];
+  trans: TranslationBundle;
 }): JSX.Element {
-  const max = Math.max(props.max, 1);
-  const total = props.parts.reduce((sum, part) => sum + part.value, 0);
-  return (
-    <div
-      className="gps-meter"
-      role="meter"
-      aria-label={props.label}
-      aria-valuemin={0}
-      aria-valuemax={max}
-      aria-valuenow={Math.min(total, max)}
-      aria-valuetext={props.text}
-    >
-      {props.parts.map(part => (
-        <span
-          key={part.kind}
-          data-kind={part.kind}
-          style={{ width: `${Math.min(100, (100 * part.value) / max)}%` }}
-        />
-      ))}
-    </div>
-  );
-}
-
-function Memory(props: { lease: ILease; trans: TranslationBundle }): JSX.Element {
-  const { lease, trans } = props;
+  const { lease, samples, trans } = props;
   const text = memoryText(trans, lease);
   const asleep = lease.memory_saved_bytes > 0;
   return (
@@ -163,11 +192,9 @@ function Memory(props: { lease: ILease; trans: TranslationBundle }): JSX.Element
           }
         ]}
       />
+      <History lease={lease} samples={samples} trans={trans} />
       {lease.processes.map(process => (
-        <div className="gps-row gps-muted" key={process.pid}>
-          <span className="gps-name">{process.kernel || process.name}</span>
-          <span>{trans.__('%1 GB', gigabytes(process.used_bytes))}</span>
-        </div>
+        <Process key={process.pid} process={process} {...props} />
       ))}
       <p className="gps-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
@@ -178,21 +205,67 @@ function Memory(props: { lease: ILease; trans: TranslationBundle }): JSX.Element
   );
 }
 
-function levelText(trans: TranslationBundle, level: string): string {
-  switch (level) {
-    case 'whole_gpu':
-      return trans.__('whole devices');
-    case 'mig':
-      return trans.__('the hardware (MIG)');
-    case 'cgroup':
-      return trans.__('the driver');
-    case 'preload':
-      return trans.__('a library in each process, and a watchdog');
-    case 'hints':
-      return trans.__('nobody: frameworks are only asked');
-    default:
-      return level;
-  }
+/** Utilization where it is this server's alone, else memory. */
+function History(props: {
+  lease: ILease;
+  samples: readonly ISample[];
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { lease, samples, trans } = props;
+  const utilization = lease.utilization_percent;
+  return utilization === null ? (
+    <Sparkline
+      samples={samples}
+      value={sample => sample.memoryBytes}
+      max={lease.memory_limit_bytes}
+      text={trans.__('GPU memory of the last ten minutes, now %1 GB', gigabytes(lease.memory_used_bytes))}
+    />
+  ) : (
+    <Sparkline
+      samples={samples}
+      value={sample => sample.utilizationPercent ?? 0}
+      max={100}
+      text={trans.__('Utilization of the last ten minutes, now %1 %', utilization)}
+    />
+  );
+}
+
+function Process(props: {
+  process: IProcess;
+  lease: ILease;
+  release: IPanelLinks['release'];
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { process, lease, trans } = props;
+  const name = process.kernel || process.name;
+  const [busy, setBusy] = React.useState(false);
+  const release = async (): Promise<void> => {
+    setBusy(true);
+    await props.release(lease, process);
+    setBusy(false);
+  };
+  return (
+    <div className="gps-row gps-muted">
+      <span className="gps-name" title={name}>
+        {name}
+      </span>
+      <span>
+        {trans.__('%1 GB', gigabytes(process.used_bytes))}
+        {process.kernel_id !== '' && (
+          <button
+            type="button"
+            className="gps-link"
+            title={trans.__('Free its GPU memory by restarting the kernel')}
+            aria-label={trans.__('Release the GPU memory of %1', name)}
+            disabled={busy}
+            onClick={() => void release()}
+          >
+            {trans.__('Release')}
+          </button>
+        )}
+      </span>
+    </div>
+  );
 }
 
 function Project(props: { project: IProject; trans: TranslationBundle }): JSX.Element {
@@ -217,51 +290,79 @@ function Project(props: { project: IProject; trans: TranslationBundle }): JSX.El
   );
 }
 
-function Jobs(props: { jobs: readonly IJob[]; trans: TranslationBundle }): JSX.Element {
-  const { jobs, trans } = props;
+function Jobs(props: {
+  jobs: readonly IJob[];
+  links: IPanelLinks['jobs'];
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { jobs, links, trans } = props;
   const first = [...jobs].sort((a, b) => Number(ENDED.has(a.state)) - Number(ENDED.has(b.state)));
-  const more = jobs.length - SHOWN_JOBS;
   return (
     <section>
       <h3>{trans.__('My training jobs')}</h3>
-      {jobs.length === 0 && (
-        <p className="gps-muted">{trans.__('None. In a terminal: gpushare submit -- COMMAND')}</p>
-      )}
+      {jobs.length === 0 && <p className="gps-muted">{trans.__('None.')}</p>}
       <ul>
         {first.slice(0, SHOWN_JOBS).map(job => (
-          <li key={job.id} className="gps-job">
-            <div className="gps-row">
-              <b className="gps-name" title={job.id}>
-                {job.name}
-              </b>
-              <span>{jobBadge(trans, job)}</span>
-            </div>
-            <div className="gps-muted">{job.reason}</div>
-            <div className="gps-muted">
-              {trans.__(
-                '%1, waited %2, ran %3',
-                job.size,
-                duration(trans, job.waited_s),
-                duration(trans, job.ran_s)
-              )}
-            </div>
-            {job.done !== null && job.total !== null && job.total > 0 && (
-              <Meter
-                label={trans.__('Progress of %1', job.name)}
-                text={trans.__('%1 of %2', job.done, job.total)}
-                max={job.total}
-                parts={[{ value: job.done, kind: 'used' }]}
-              />
-            )}
-          </li>
+          <Job key={job.id} job={job} links={links} trans={trans} />
         ))}
       </ul>
-      {more > 0 && (
-        <p className="gps-muted">
-          {trans._n('%1 more job: gpushare jobs', '%1 more jobs: gpushare jobs', more)}
-        </p>
+      {links !== null && (
+        <div className="gps-row">
+          <button type="button" className="gps-link" onClick={links.submit}>
+            {trans.__('Run as training job')}
+          </button>
+          {jobs.length > 0 && (
+            <button type="button" className="gps-link" onClick={() => links.open()}>
+              {trans.__('All jobs')}
+            </button>
+          )}
+        </div>
       )}
     </section>
+  );
+}
+
+function Job(props: {
+  job: IJob;
+  links: IPanelLinks['jobs'];
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { job, links, trans } = props;
+  return (
+    <li className="gps-job">
+      <div className="gps-row">
+        {links === null ? (
+          <b className="gps-name">{job.name}</b>
+        ) : (
+          <button
+            type="button"
+            className="gps-link gps-name"
+            title={job.id}
+            onClick={() => links.open(job.id)}
+          >
+            {job.name}
+          </button>
+        )}
+        <span>{jobBadge(trans, job)}</span>
+      </div>
+      <div className="gps-muted">{job.reason}</div>
+      <div className="gps-muted">
+        {trans.__(
+          '%1, waited %2, ran %3',
+          job.size,
+          duration(trans, job.waited_s),
+          duration(trans, job.ran_s)
+        )}
+      </div>
+      {job.done !== null && job.total !== null && job.total > 0 && (
+        <Meter
+          label={trans.__('Progress of %1', job.name)}
+          text={trans.__('%1 of %2', job.done, job.total)}
+          max={job.total}
+          parts={[{ value: job.done, kind: 'used' }]}
+        />
+      )}
+    </li>
   );
 }
 

@@ -3,41 +3,121 @@
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
-import { IErrorAnswer, ILease, StatusAnswer } from './wire';
+import {
+  IErrorAnswer,
+  IHistory,
+  IJob,
+  IJobList,
+  ILaunchForm,
+  ILaunchRequest,
+  ILogPiece,
+  IOffers,
+  ITimeline,
+  StatusAnswer
+} from './wire';
 
 export type LeaseVerb = 'resume' | 'keep' | 'lend';
 
-/** Asks for everything that is mine. */
-export function fetchStatus(settings: ServerConnection.ISettings): Promise<StatusAnswer> {
-  return request<StatusAnswer>(settings, 'status', { method: 'GET', cache: 'no-store' });
-}
+/** A refusal is an Error with the sentence of the broker or the server. */
+export class Requests {
+  constructor(private readonly _settings: ServerConnection.ISettings) {}
 
-/** Wakes, keeps or lends a lease; a refusal is an Error with the broker's sentence. */
-export function changeLease(
-  settings: ServerConnection.ISettings,
-  lease: string,
-  verb: LeaseVerb,
-  minutes: number
-): Promise<ILease> {
-  const body = verb === 'keep' ? JSON.stringify({ minutes }) : undefined;
-  return request<ILease>(settings, `leases/${encodeURIComponent(lease)}/${verb}`, {
-    method: 'POST',
-    body
-  });
-}
-
-async function request<T>(
-  settings: ServerConnection.ISettings,
-  path: string,
-  init: RequestInit
-): Promise<T> {
-  const url = URLExt.join(settings.baseUrl, 'gpushare', path);
-  const response = await ServerConnection.makeRequest(url, init, settings);
-  const text = await response.text();
-  if (!response.ok) {
-    throw new Error(messageOf(text) ?? `${response.status} ${response.statusText}`);
+  /** Everything that is mine. */
+  status(): Promise<StatusAnswer> {
+    return this._get<StatusAnswer>('status');
   }
-  return JSON.parse(text) as T;
+
+  /** Wakes, keeps or lends a lease. */
+  changeLease(lease: string, verb: LeaseVerb, minutes: number): Promise<unknown> {
+    const body = verb === 'keep' ? { minutes } : undefined;
+    return this._send('POST', `leases/${encodeURIComponent(lease)}/${verb}`, body);
+  }
+
+  /** Frees the GPU memory of a kernel: restarts it. */
+  releaseKernel(lease: string, kernel: string): Promise<unknown> {
+    const [a, b] = [lease, kernel].map(encodeURIComponent);
+    return this._send('POST', `leases/${a}/kernels/${b}/release`);
+  }
+
+  history(): Promise<IHistory> {
+    return this._get<IHistory>('history');
+  }
+
+  offers(query: { project: string; gpus: string; memory: string }): Promise<IOffers> {
+    return this._get<IOffers>(`offers${URLExt.objectToQueryString(query)}`);
+  }
+
+  async jobs(limit: number): Promise<readonly IJob[]> {
+    return (await this._get<IJobList>(`jobs?limit=${limit}`)).jobs;
+  }
+
+  timeline(job: string): Promise<ITimeline> {
+    return this._get<ITimeline>(`jobs/${encodeURIComponent(job)}/timeline`);
+  }
+
+  /** Takes a job out of the queue, or stops it. */
+  cancelJob(job: string): Promise<IJob> {
+    return this._send('DELETE', `jobs/${encodeURIComponent(job)}`);
+  }
+
+  /** Submits an ended job again. */
+  retryJob(job: string): Promise<IJob> {
+    return this._send('POST', `jobs/${encodeURIComponent(job)}/retry`);
+  }
+
+  launchForm(path: string): Promise<ILaunchForm> {
+    return this._get<ILaunchForm>(`launch${URLExt.objectToQueryString({ path })}`);
+  }
+
+  /** Submits what the dialog says; the same `key` again is the same job. */
+  launch(request: ILaunchRequest, key: string): Promise<IJob> {
+    return this._send('POST', 'launch', request, { 'Idempotency-Key': key });
+  }
+
+  /** A piece of a log; an offset below zero counts from the end, attempt 0 is the newest. */
+  async log(job: string, attempt: number, offset: number): Promise<ILogPiece> {
+    const query = attempt > 0 ? { attempt, offset } : { offset };
+    const path = `jobs/${encodeURIComponent(job)}/log${URLExt.objectToQueryString(query)}`;
+    const response = await this._fetch(path, { method: 'GET', cache: 'no-store' });
+    const number = (name: string): number => Number(response.headers.get(`X-Gpushare-${name}`) ?? 0);
+    return {
+      text: await response.text(),
+      offset: number('Offset'),
+      next: number('Next'),
+      attempts: number('Attempts')
+    };
+  }
+
+  /** The address of a whole log as a file. */
+  logUrl(job: string, attempt: number): string {
+    const query = URLExt.objectToQueryString(attempt > 0 ? { attempt, download: 1 } : { download: 1 });
+    return URLExt.join(this._settings.baseUrl, 'gpushare/jobs', job, 'log') + query;
+  }
+
+  private async _get<T>(path: string): Promise<T> {
+    const response = await this._fetch(path, { method: 'GET', cache: 'no-store' });
+    return (await response.json()) as T;
+  }
+
+  private async _send<T>(
+    method: string,
+    path: string,
+    body?: unknown,
+    headers?: Record<string, string>
+  ): Promise<T> {
+    const init = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
+    return (await (await this._fetch(path, init)).json()) as T;
+  }
+
+  private async _fetch(path: string, init: RequestInit): Promise<Response> {
+    const url = URLExt.join(this._settings.baseUrl, 'gpushare') + `/${path}`;
+    const response = await ServerConnection.makeRequest(url, init, this._settings);
+    if (!response.ok) {
+      const said = messageOf(await response.text());
+      throw new Error(said ?? `${response.status} ${response.statusText}`);
+    }
+    return response;
+  }
 }
 
 function messageOf(text: string): string | undefined {

@@ -2,6 +2,7 @@ import { Token } from '@lumino/coreutils';
 import { LabIcon } from '@jupyterlab/ui-components';
 
 import type { GpuModel } from './model';
+import type { Requests } from './requests';
 
 /** The model shared by all plugins of this extension. */
 export const IGpuModel = new Token<IGpuModel>(
@@ -11,6 +12,7 @@ export const IGpuModel = new Token<IGpuModel>(
 
 export interface IGpuModel {
   readonly model: GpuModel;
+  readonly requests: Requests;
   /** What the user set; read again each time. */
   readonly options: () => IOptions;
 }
@@ -23,6 +25,8 @@ export interface IOptions {
 
 export namespace CommandIDs {
   export const open = 'gpushare:open';
+  export const jobs = 'gpushare:jobs';
+  export const launch = 'gpushare:launch';
   export const wake = 'gpushare:wake';
   export const keep = 'gpushare:keep';
   export const lend = 'gpushare:lend';

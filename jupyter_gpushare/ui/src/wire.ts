@@ -19,6 +19,8 @@ export interface IProcess {
   readonly name: string;
   readonly kernel: string;
   readonly used_bytes: number;
+  /** Empty where no Jupyter kernel is known. */
+  readonly kernel_id: string;
 }
 
 export interface ILease {
@@ -39,6 +41,8 @@ export interface ILease {
   readonly sentence: string;
   readonly idle_s: number | null;
   readonly lend_in_s: number | null;
+  readonly utilization_percent: number | null;
+  readonly since_at: string;
   readonly processes: readonly IProcess[];
 }
 
@@ -67,6 +71,107 @@ export interface IJob {
   readonly ran_s: number;
   readonly done: number | null;
   readonly total: number | null;
+  readonly preemptions: number;
+  readonly started_at: string | null;
+  readonly ended_at: string | null;
+  readonly command: readonly string[];
+  readonly checkpoint: Checkpoint;
+  readonly cwd: string | null;
+  readonly variables: readonly string[];
+  readonly gpus: string;
+  readonly memory: string | null;
+  readonly retries: number;
+  readonly source: IJobSource | null;
+}
+
+export type Checkpoint = 'suspend' | 'sigterm' | 'none';
+
+/** Where a job came from; paths are below the root of the user's files. */
+export interface IJobSource {
+  readonly path: string;
+  readonly kernel: string;
+  readonly output: string;
+  readonly arguments: string;
+  readonly parameters: { readonly [name: string]: string };
+}
+
+export interface IJobList {
+  readonly jobs: readonly IJob[];
+}
+
+export interface IMoment {
+  readonly at: string;
+  readonly what: string;
+  readonly sentence: string;
+}
+
+export interface ITimeline {
+  readonly moments: readonly IMoment[];
+}
+
+/** The last seven days. */
+export interface IHistory {
+  readonly used_gpu_s: number;
+  readonly lent_gpu_s: number;
+  readonly helped_jobs: number;
+}
+
+/** What would become of a job that is submitted now. */
+export interface IOutlook {
+  readonly starts: 'now' | 'soon' | 'no';
+  readonly position: number | null;
+  readonly borrowed: boolean;
+  readonly sentence: string;
+}
+
+export interface IOffers {
+  readonly project: string;
+  readonly projects: readonly string[];
+  readonly job: IOutlook | null;
+}
+
+export interface IEnvironment {
+  readonly name: string;
+  readonly display_name: string;
+  readonly language: string;
+}
+
+/** What the dialog begins with for a file. */
+export interface ILaunchForm {
+  readonly path: string;
+  readonly kind: 'notebook' | 'script' | 'command';
+  readonly cwd: string;
+  readonly kernel: string;
+  readonly environments: readonly IEnvironment[];
+  readonly parameters: { readonly [name: string]: string };
+}
+
+/** What the dialog says: `POST gpushare/launch`. */
+export interface ILaunchRequest {
+  readonly path: string;
+  readonly command: string;
+  readonly arguments: string;
+  readonly parameters: { readonly [name: string]: string };
+  readonly kernel: string;
+  readonly cwd: string | null;
+  readonly variables: readonly string[];
+  readonly gpus: string;
+  readonly memory: string | null;
+  readonly project: string | null;
+  readonly name: string | null;
+  readonly checkpoint: Checkpoint;
+  readonly retries: number;
+}
+
+/** A piece of what a job printed. */
+export interface ILogPiece {
+  readonly text: string;
+  /** Where the piece begins, in bytes; beyond what was asked for when bytes were left out. */
+  readonly offset: number;
+  /** Where to read on. */
+  readonly next: number;
+  /** How often the job was started. */
+  readonly attempts: number;
 }
 
 export interface IProject {
@@ -94,6 +199,7 @@ export interface IStatus {
   readonly projects: readonly IProject[];
   readonly events: readonly IDecision[];
   readonly devices_known: boolean;
+  readonly keep_left_minutes: number | null;
 }
 
 /** What `GET gpushare/status` adds; without the broker's answer when it is silent. */

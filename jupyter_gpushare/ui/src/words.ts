@@ -3,7 +3,7 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { GpuState, Notice, Phase } from './model';
-import type { IJob, ILease, IProject } from './wire';
+import type { Checkpoint, IHistory, IJob, ILease, IProject } from './wire';
 
 /** As the device names have it: an H100-80GB has 80 of these. */
 const GB = 2 ** 30;
@@ -31,8 +31,12 @@ export function duration(trans: TranslationBundle, seconds: number): string {
 }
 
 /** Hours and minutes as the reader's locale writes them. */
-export function clockTime(moment: Date): string {
-  return moment.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
+export function clockTime(moment: Date, seconds = false): string {
+  return moment.toLocaleTimeString([], {
+    hour: '2-digit',
+    minute: '2-digit',
+    second: seconds ? '2-digit' : undefined
+  });
 }
 
 /** `1/2 GPU 6.8/40 GB Active`; empty: show nothing. */
@@ -151,7 +155,97 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
             'Your GPU is back after %1. Nothing was lost.',
             duration(trans, Math.max(1, notice.seconds))
           );
+    case 'job-paused':
+      return trans.__('%1: %2', notice.job.name, notice.job.reason);
     case 'job-ended':
       return trans.__('%1: %2. %3', notice.job.name, jobBadge(trans, notice.job), notice.job.reason);
+  }
+}
+
+/** Who keeps the limit of a lease. */
+export function levelText(trans: TranslationBundle, level: string): string {
+  switch (level) {
+    case 'whole_gpu':
+      return trans.__('whole devices');
+    case 'mig':
+      return trans.__('the hardware (MIG)');
+    case 'cgroup':
+      return trans.__('the driver');
+    case 'preload':
+      return trans.__('a library in each process, and a watchdog');
+    case 'hints':
+      return trans.__('nobody: frameworks are only asked');
+    default:
+      return level;
+  }
+}
+
+/** `6.4`, `120`: GPU-hours from GPU-seconds. */
+export function gpuHours(seconds: number): string {
+  const hours = seconds / 3600;
+  return hours > 0 && hours < 9.95 ? hours.toFixed(1) : hours.toFixed(0);
+}
+
+/** A week in one sentence. */
+export function weekText(trans: TranslationBundle, week: IHistory): string {
+  const used = trans.__('You used %1 GPU-hours.', gpuHours(week.used_gpu_s));
+  if (week.lent_gpu_s < 36) {
+    return used;
+  }
+  const lent = gpuHours(week.lent_gpu_s);
+  return (
+    used +
+    ' ' +
+    (week.helped_jobs === 0
+      ? trans.__('Your idle time left %1 GPU-hours to others.', lent)
+      : trans._n(
+          'Your idle time gave %2 GPU-hours to %1 job.',
+          'Your idle time gave %2 GPU-hours to %1 jobs.',
+          week.helped_jobs,
+          lent
+        ))
+  );
+}
+
+/** How a job survives the loss of its room. */
+export function checkpointText(trans: TranslationBundle, checkpoint: Checkpoint): string {
+  switch (checkpoint) {
+    case 'suspend':
+      return trans.__('Suspend: its GPU memory moves to RAM, and it goes on where it was. Nothing to do.');
+    case 'sigterm':
+      return trans.__('SIGTERM: it saves a checkpoint and starts again from it. Your program does both.');
+    case 'none':
+      return trans.__('Start again: from the beginning.');
+  }
+}
+
+/** What is true about a wake-up that takes long: both steps, with seconds. */
+export function wakingSteps(trans: TranslationBundle, lease: ILease, seconds: number): string {
+  const step =
+    lease.state === 'resuming'
+      ? trans.__('step 2 of 2, copying %1 GB back', gigabytes(lease.memory_saved_bytes))
+      : trans.__('step 1 of 2, getting the GPU back');
+  return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
+}
+
+/** A word for a step in the life of a job. */
+export function momentText(trans: TranslationBundle, what: string): string {
+  switch (what) {
+    case 'submitted':
+      return trans.__('Submitted');
+    case 'grant':
+      return trans.__('Room');
+    case 'started':
+      return trans.__('Started');
+    case 'suspend':
+      return trans.__('Paused');
+    case 'resume':
+      return trans.__('Resumed');
+    case 'requeue':
+      return trans.__('Back in queue');
+    case 'ended':
+      return trans.__('Ended');
+    default:
+      return what;
   }
 }

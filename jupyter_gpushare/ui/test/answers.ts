@@ -1,11 +1,15 @@
 /** The golden messages of `tests/wire`, as answers of the server. */
 
+import history from '../../../tests/wire/golden/history.json';
+import job from '../../../tests/wire/golden/job.json';
+import jobList from '../../../tests/wire/golden/job_list.json';
+import offers from '../../../tests/wire/golden/offers.json';
 import active from '../../../tests/wire/golden/status_active.json';
 import asleep from '../../../tests/wire/golden/status_asleep.json';
 import empty from '../../../tests/wire/golden/status_empty.json';
 import waking from '../../../tests/wire/golden/status_waking.json';
 import warned from '../../../tests/wire/golden/status_warned.json';
-import { StatusAnswer } from '../src/wire';
+import { IHistory, IJob, IJobList, IOffers, StatusAnswer } from '../src/wire';
 
 export type Ready = Extract<StatusAnswer, { silent_since: null }>;
 
@@ -27,3 +31,8 @@ export const SILENT: StatusAnswer = {
   silent_since: '2031-05-06T14:02:00Z',
   message: 'the GPU broker does not answer'
 };
+
+export const HISTORY: IHistory = history;
+export const JOB = job as unknown as IJob;
+export const JOBS = (jobList as unknown as IJobList).jobs;
+export const OFFERS = offers as unknown as IOffers;

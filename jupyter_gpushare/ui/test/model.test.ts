@@ -1,7 +1,16 @@
 import { afterEach, describe, expect, it } from 'vitest';
 
-import { endedJobs, GpuModel, GpuState, leaseNotice, Notice, phaseOf, stateOf } from '../src/model';
-import { ILease, StatusAnswer } from '../src/wire';
+import {
+  GpuModel,
+  GpuState,
+  jobNotices,
+  leaseNotice,
+  livingJobs,
+  Notice,
+  phaseOf,
+  stateOf
+} from '../src/model';
+import { IJob, ILease, StatusAnswer } from '../src/wire';
 import { ANSWERS, SILENT } from './answers';
 
 function lease(name: keyof typeof ANSWERS, change: Partial<ILease> = {}): ILease {
@@ -46,14 +55,28 @@ describe('leaseNotice', () => {
   });
 });
 
-describe('endedJobs', () => {
-  it('finds a job that ended, but none that had ended before', () => {
-    const jobs = ANSWERS.active.jobs.map(job =>
-      job.id === 'k3v9m2x7qa' ? { ...job, state: 'succeeded' as const } : job
-    );
-    const now = { ...ANSWERS.active, jobs };
-    expect(endedJobs(ANSWERS.active, now).map(job => job.name)).toEqual(['night']);
-    expect(endedJobs(now, now)).toEqual([]);
+describe('jobNotices', () => {
+  const id = 'k3v9m2x7qa';
+  const jobs = ANSWERS.active.jobs;
+  const with_ = (change: Partial<IJob>): IJob[] =>
+    jobs.map(job => (job.id === id ? { ...job, ...change } : job));
+
+  it('tells of a job that ended, but of none that had ended before', () => {
+    const now = with_({ state: 'succeeded' });
+    expect(jobNotices(livingJobs(jobs), now)).toMatchObject([{ kind: 'job-ended', job: { name: 'night' } }]);
+    expect(jobNotices(livingJobs(now), now)).toEqual([]);
+  });
+
+  it('tells of every pause, whether it sleeps or is back in the queue', () => {
+    const paused = with_({ state: 'suspended', preemptions: 1 });
+    expect(jobNotices(livingJobs(jobs), paused)).toMatchObject([{ kind: 'job-paused', job: { id } }]);
+    expect(jobNotices(livingJobs(paused), paused)).toEqual([]);
+    const again = with_({ state: 'queued', preemptions: 2 });
+    expect(jobNotices(livingJobs(paused), again)).toMatchObject([{ kind: 'job-paused' }]);
+  });
+
+  it('tells nothing of jobs that nobody saw alive', () => {
+    expect(jobNotices({}, with_({ state: 'failed' }))).toEqual([]);
   });
 });
 
@@ -135,6 +158,29 @@ describe('GpuModel', () => {
 
   it('tells nothing for what it finds at the start', async () => {
     expect(await start(ANSWERS.asleep)).toEqual([]);
+  });
+
+  it('tells what became of jobs that an earlier page saw alive, once', async () => {
+    const ended = ANSWERS.active.jobs.find(job => job.state === 'failed')!;
+    const notices = await start(ANSWERS.active);
+    model.catchUp({ [ended.id]: 0 });
+    expect(notices).toMatchObject([{ kind: 'job-ended', job: { id: ended.id } }]);
+    await say(ANSWERS.active);
+    expect(notices.length).toBe(1);
+  });
+
+  it('keeps ten minutes of samples, and none from before a silence', async () => {
+    clock_ms = 0;
+    await start(ANSWERS.active);
+    for (let n = 1; n <= 1000; n++) {
+      clock_ms += 5_000;
+      await say(ANSWERS.active);
+    }
+    expect(model.samples.all.length).toBe(121);
+    await say(SILENT);
+    expect(model.samples.all).toEqual([]);
+    await say(ANSWERS.empty);
+    expect(model.samples.all).toEqual([]);
   });
 
   it('has no numbers while the broker is silent, and tells afterwards what was missed', async () => {

@@ -1,4 +1,3 @@
-import type { TranslationBundle } from '@jupyterlab/translation';
 import { describe, expect, it } from 'vitest';
 
 import { stateOf } from '../src/model';
@@ -11,19 +10,12 @@ import {
   projectText,
   sentence,
   statusText,
-  wantsAttention
+  wakingSteps,
+  wantsAttention,
+  weekText
 } from '../src/words';
-import { ANSWERS, SILENT } from './answers';
-
-/** English, as JupyterLab's own null translator has it. */
-const trans = {
-  __: (text: string, ...args: unknown[]) => fill(text, args),
-  _n: (one: string, many: string, n: number, ...args: unknown[]) => fill(n === 1 ? one : many, [n, ...args])
-} as unknown as TranslationBundle;
-
-function fill(text: string, args: unknown[]): string {
-  return text.replace(/%(\d)/g, (_, index: string) => String(args[Number(index) - 1]));
-}
+import { ANSWERS, HISTORY, SILENT } from './answers';
+import { trans } from './trans';
 
 describe('sizes and times', () => {
   it('has one digit below ten gigabytes and none above', () => {
@@ -104,5 +96,24 @@ describe('sentences', () => {
       'Queued, number 3',
       'Failed'
     ]);
+  });
+
+  it('say what a week was', () => {
+    expect(weekText(trans, HISTORY)).toBe(
+      'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to 3 jobs.'
+    );
+    expect(weekText(trans, { ...HISTORY, helped_jobs: 1 })).toMatch(/to 1 job\.$/);
+    expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/left 6\.4 GPU-hours to others\.$/);
+    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 0 })).toBe('You used 14 GPU-hours.');
+  });
+
+  it('count both steps of waking', () => {
+    const lease = ANSWERS.waking.leases[0]!;
+    expect(wakingSteps(trans, { ...lease, state: 'suspended' }, 2.9)).toBe(
+      'Waking up: step 1 of 2, getting the GPU back, 2 s so far. Your cell runs after that.'
+    );
+    expect(wakingSteps(trans, { ...lease, state: 'resuming', memory_saved_bytes: 6.8 * 2 ** 30 }, 4)).toBe(
+      'Waking up: step 2 of 2, copying 6.8 GB back, 4 s so far. Your cell runs after that.'
+    );
   });
 });

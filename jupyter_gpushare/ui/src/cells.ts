@@ -1,0 +1,86 @@
+/**
+ * One line below a running cell while its GPU comes back: only on the page, never in
+ * the notebook's file; gone when the cell ends or the GPU is there.
+ */
+
+import { Cell } from '@jupyterlab/cells';
+import { Notebook, NotebookActions } from '@jupyterlab/notebook';
+import { TranslationBundle } from '@jupyterlab/translation';
+
+import { GpuModel, phaseOf } from './model';
+import { wakingSteps } from './words';
+
+/** A short wake-up needs no words. */
+const AFTER_MS = 2000;
+
+export class CellLines {
+  constructor(
+    private readonly _model: GpuModel,
+    private readonly _enabled: () => boolean,
+    private readonly _trans: TranslationBundle
+  ) {
+    NotebookActions.executionScheduled.connect((_, { notebook, cell }) => {
+      this._running.set(cell, notebook);
+      this._follow();
+    });
+    NotebookActions.executed.connect((_, { cell }) => {
+      this._running.delete(cell);
+      this._follow();
+    });
+    _model.changed.connect(() => this._follow());
+  }
+
+  private _follow(): void {
+    clearTimeout(this._timer);
+    const since = this._model.wakingSince;
+    const state = this._model.state;
+    const lease = state.kind === 'ready' ? state.lease : null;
+    const waking = since !== null && lease !== null && phaseOf(lease) === 'waking' && this._enabled();
+    const shown = new Set<Cell>();
+    if (waking && this._running.size > 0) {
+      const passed_ms = Date.now() - since;
+      if (passed_ms >= AFTER_MS) {
+        for (const cell of this._first()) {
+          this._show(cell, wakingSteps(this._trans, lease, passed_ms / 1000));
+          shown.add(cell);
+        }
+      }
+      this._timer = setTimeout(() => this._follow(), Math.max(AFTER_MS - passed_ms, 1000));
+    }
+    for (const [cell, line] of this._lines) {
+      if (!shown.has(cell)) {
+        line.remove();
+        this._lines.delete(cell);
+      }
+    }
+  }
+
+  /** The first waiting cell of each notebook: the others wait for it. */
+  private _first(): Cell[] {
+    const first = new Map<Notebook, Cell>();
+    for (const [cell, notebook] of this._running) {
+      if (cell.isDisposed) {
+        this._running.delete(cell);
+      } else if (!first.has(notebook)) {
+        first.set(notebook, cell);
+      }
+    }
+    return [...first.values()];
+  }
+
+  private _show(cell: Cell, text: string): void {
+    let line = this._lines.get(cell);
+    if (line === undefined) {
+      line = document.createElement('div');
+      line.className = 'gps-cell-line';
+      line.setAttribute('role', 'status');
+      cell.node.appendChild(line);
+      this._lines.set(cell, line);
+    }
+    line.textContent = text;
+  }
+
+  private readonly _running = new Map<Cell, Notebook>();
+  private readonly _lines = new Map<Cell, HTMLElement>();
+  private _timer: ReturnType<typeof setTimeout> | undefined;
+}

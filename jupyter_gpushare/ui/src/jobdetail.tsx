@@ -1,0 +1,271 @@
+/** One job: what it is, what can be done with it, what it prints, and every pause with its reason. */
+
+import { TranslationBundle } from '@jupyterlab/translation';
+import React from 'react';
+
+import { Log } from './log';
+import { ENDED } from './model';
+import { IJob, ILogPiece, IMoment } from './wire';
+import { clockTime, duration, jobBadge, momentText } from './words';
+
+const READ_EVERY_MS = 1000;
+
+export interface IDetailProps {
+  readonly job: IJob;
+  readonly trans: TranslationBundle;
+  readonly stop: (job: IJob) => Promise<void>;
+  readonly retry: (job: IJob) => Promise<void>;
+  readonly duplicate: (job: IJob) => void;
+  /** Opens the notebook that the job writes. */
+  readonly openOutput: (path: string) => void;
+  readonly readLog: (job: string, attempt: number, offset: number) => Promise<ILogPiece>;
+  readonly logUrl: (job: string, attempt: number) => string;
+  readonly timeline: (job: string) => Promise<readonly IMoment[]>;
+}
+
+export function JobDetail(props: IDetailProps): JSX.Element {
+  const { job, trans } = props;
+  const [tab, setTab] = React.useState<'log' | 'timeline' | 'about'>('log');
+  const tabs = [
+    ['log', trans.__('Log')],
+    ['timeline', trans.__('Timeline')],
+    ['about', trans.__('About')]
+  ] as const;
+  return (
+    <section className="gps-detail" aria-label={trans.__('Job %1', job.name)}>
+      <header>
+        <h2>{job.name}</h2>
+        <span className="gps-state" data-state={job.state}>
+          {jobBadge(trans, job)}
+        </span>
+        <Buttons {...props} />
+      </header>
+      <p role="status">{job.reason}</p>
+      <div className="gps-tabs" role="tablist">
+        {tabs.map(([key, text]) => (
+          <button
+            key={key}
+            role="tab"
+            type="button"
+            id={`gps-tab-${key}`}
+            aria-selected={tab === key}
+            aria-controls="gps-tabpanel"
+            onClick={() => setTab(key)}
+          >
+            {text}
+          </button>
+        ))}
+      </div>
+      <div className="gps-tabpanel" id="gps-tabpanel" role="tabpanel" aria-labelledby={`gps-tab-${tab}`}>
+        {tab === 'log' && <LogView {...props} />}
+        {tab === 'timeline' && <Timeline {...props} />}
+        {tab === 'about' && <About {...props} />}
+      </div>
+    </section>
+  );
+}
+
+function Buttons(props: IDetailProps): JSX.Element {
+  const { job, trans } = props;
+  const [busy, setBusy] = React.useState(false);
+  const run = async (action: (job: IJob) => Promise<void>): Promise<void> => {
+    setBusy(true);
+    await action(job);
+    setBusy(false);
+  };
+  const button = (label: string, onClick: () => void, disabled = false): JSX.Element => (
+    <button className="jp-Button jp-mod-styled jp-mod-reject" disabled={disabled || busy} onClick={onClick}>
+      {label}
+    </button>
+  );
+  const output = job.source?.output ?? '';
+  return (
+    <span className="gps-actions">
+      {output !== '' && button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
+      {ENDED.has(job.state)
+        ? button(trans.__('Retry'), () => void run(props.retry))
+        : button(trans.__('Stop'), () => void run(props.stop), job.state === 'stopping')}
+      {button(trans.__('Duplicate'), () => props.duplicate(job))}
+    </span>
+  );
+}
+
+function LogView(props: IDetailProps): JSX.Element {
+  const { job, trans } = props;
+  const [attempt, setAttempt] = React.useState(0);
+  const [follow, setFollow] = React.useState(true);
+  const [wanted, setWanted] = React.useState('');
+  const [at, setAt] = React.useState(0);
+  const [refusal, setRefusal] = React.useState('');
+  const [, setRead] = React.useState(0);
+  const log = React.useMemo(() => new Log((n, from) => props.readLog(job.id, n, from), attempt), [job.id, attempt]);
+  const box = React.useRef<HTMLPreElement>(null);
+  const living = React.useRef(true);
+  living.current = !ENDED.has(job.state);
+  React.useEffect(() => {
+    let over = false;
+    let timer = 0;
+    const read = async (): Promise<void> => {
+      let more = false;
+      if (document.visibilityState === 'visible') {
+        try {
+          more = await log.readOn();
+          setRefusal('');
+        } catch (error) {
+          setRefusal(error instanceof Error ? error.message : String(error));
+        }
+      }
+      if (!over) {
+        setRead(n => (more ? n + 1 : n));
+        // Once it has ended, until the last line was read.
+        if (more || living.current) {
+          timer = window.setTimeout(() => void read(), more ? 50 : READ_EVERY_MS);
+        }
+      }
+    };
+    void read();
+    return () => {
+      over = true;
+      window.clearTimeout(timer);
+    };
+  }, [log, ENDED.has(job.state)]);
+  const found = log.find(wanted);
+  React.useEffect(() => {
+    if (follow && wanted === '' && box.current !== null) {
+      box.current.scrollTop = box.current.scrollHeight;
+    }
+  });
+  const next = (step: number): void => {
+    if (found.length > 0) {
+      const to = (at + step + found.length) % found.length;
+      setAt(to);
+      box.current?.querySelectorAll('mark')[to]?.scrollIntoView({ block: 'nearest' });
+    }
+  };
+  return (
+    <>
+      <div className="gps-tools">
+        <label>
+          <input type="checkbox" checked={follow} onChange={event => setFollow(event.target.checked)} />
+          {trans.__('Follow')}
+        </label>
+        <input
+          type="search"
+          className="jp-mod-styled"
+          aria-label={trans.__('Search the log')}
+          placeholder={trans.__('Search')}
+          value={wanted}
+          onChange={event => {
+            setWanted(event.target.value);
+            setAt(0);
+          }}
+          onKeyDown={event => event.key === 'Enter' && next(event.shiftKey ? -1 : 1)}
+        />
+        {wanted !== '' && (
+          <span className="gps-muted" role="status">
+            {trans._n('%1 line', '%1 lines', found.length)}
+          </span>
+        )}
+        {log.attempts > 1 && (
+          <select
+            className="jp-mod-styled"
+            aria-label={trans.__('Attempt')}
+            value={attempt}
+            onChange={event => setAttempt(Number(event.target.value))}
+          >
+            <option value={0}>{trans.__('Newest attempt')}</option>
+            {Array.from({ length: log.attempts }, (_, n) => (
+              <option key={n + 1} value={n + 1}>
+                {trans.__('Attempt %1', n + 1)}
+              </option>
+            ))}
+          </select>
+        )}
+        <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
+          {trans.__('Download')}
+        </a>
+      </div>
+      {refusal !== '' && <p role="alert">{refusal}</p>}
+      <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
+        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}\n</i>}
+        {log.lines.length === 0 && (
+          <i>
+            {job.started_at === null ? trans.__('It has not started yet.') : trans.__('It has printed nothing yet.')}
+          </i>
+        )}
+        {wanted === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
+      </pre>
+    </>
+  );
+}
+
+function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> }): JSX.Element {
+  return (
+    <>
+      {props.lines.map((line, n) =>
+        props.found.has(n) ? <mark key={n}>{`${line}\n`}</mark> : `${line}\n`
+      )}
+    </>
+  );
+}
+
+function Timeline(props: IDetailProps): JSX.Element {
+  const { job, trans } = props;
+  const [moments, setMoments] = React.useState<readonly IMoment[] | string | null>(null);
+  React.useEffect(() => {
+    let over = false;
+    props
+      .timeline(job.id)
+      .then(told => !over && setMoments(told))
+      .catch(error => !over && setMoments(error instanceof Error ? error.message : String(error)));
+    return () => {
+      over = true;
+    };
+  }, [job.id, job.state, job.preemptions]);
+  if (moments === null || typeof moments === 'string') {
+    return <p role="status">{moments ?? trans.__('Asking.')}</p>;
+  }
+  return (
+    <ol className="gps-timeline">
+      {moments.map((moment, n) => (
+        <li key={n} data-what={moment.what}>
+          <time dateTime={moment.at}>{clockTime(new Date(moment.at), true)}</time>
+          <b>{momentText(trans, moment.what)}</b>
+          <span>{moment.sentence}</span>
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+function About(props: IDetailProps): JSX.Element {
+  const { job, trans } = props;
+  const parameters = Object.entries(job.source?.parameters ?? {});
+  const facts: [string, string][] = [
+    [trans.__('Id'), job.id],
+    [trans.__('Project'), job.project],
+    [trans.__('Size'), job.size],
+    [trans.__('Submitted'), new Date(job.submitted_at).toLocaleString()],
+    [trans.__('Waited'), duration(trans, job.waited_s)],
+    [trans.__('Ran'), duration(trans, job.ran_s)],
+    [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
+    [trans.__('Attempts'), String(job.attempt)],
+    [trans.__('Environment'), job.source?.kernel || trans.__('of the server')],
+    [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
+    [trans.__('Folder'), job.cwd ?? ''],
+    [trans.__('Variables'), job.variables.join(', ')],
+    [trans.__('Command'), job.command.join(' ')]
+  ];
+  return (
+    <dl className="gps-facts">
+      {facts
+        .filter(([, value]) => value !== '')
+        .map(([label, value]) => (
+          <React.Fragment key={label}>
+            <dt>{label}</dt>
+            <dd>{value}</dd>
+          </React.Fragment>
+        ))}
+    </dl>
+  );
+}

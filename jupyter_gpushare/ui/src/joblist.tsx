@@ -1,0 +1,348 @@
+/** My training jobs, all of them, in the main area: a list that holds thousands, and one job in detail. */
+
+import { TranslationBundle } from '@jupyterlab/translation';
+import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
+import { ISignal, Signal } from '@lumino/signaling';
+import React from 'react';
+
+import { Column, IView, JobsModel, progressOf, Show, viewOf } from './jobs';
+import { IDetailProps, JobDetail } from './jobdetail';
+import { GpuModel } from './model';
+import { IJob } from './wire';
+import { duration, jobBadge, sentence } from './words';
+
+/** Pixels; rows have one height, so that only those in sight are drawn. */
+const ROW_PX = 44;
+const BEYOND = 8;
+
+export interface IJobActions extends Omit<IDetailProps, 'job' | 'trans'> {
+  /** Opens the dialog for a new job. */
+  readonly submit: () => void;
+}
+
+export class JobList extends ReactWidget {
+  constructor(
+    private readonly _gpu: GpuModel,
+    private readonly _model: JobsModel,
+    private readonly _actions: IJobActions,
+    private readonly _trans: TranslationBundle
+  ) {
+    super();
+    this.addClass('gps-jobs');
+    void _model.refresh();
+  }
+
+  /** Selects a job. */
+  select(job: string): void {
+    this._selected = job;
+    this._selectedChanged.emit();
+  }
+
+  override dispose(): void {
+    this._model.dispose();
+    super.dispose();
+  }
+
+  protected override render(): JSX.Element {
+    return (
+      <UseSignal signal={this._selectedChanged}>
+        {() => (
+          <UseSignal signal={this._model.changed}>{() => this._body()}</UseSignal>
+        )}
+      </UseSignal>
+    );
+  }
+
+  private _body(): JSX.Element {
+    const trans = this._trans;
+    const gpu = this._gpu.state;
+    if (gpu.kind === 'silent') {
+      return <Empty text={sentence(trans, gpu)} action={trans.__('Ask again')} run={() => void this._gpu.refresh()} />;
+    }
+    const state = this._model.state;
+    switch (state.kind) {
+      case 'loading':
+        return <Empty text={trans.__('Asking for your jobs.')} />;
+      case 'refused':
+        return (
+          <Empty
+            text={state.message}
+            action={trans.__('Ask again')}
+            run={() => void this._model.refresh()}
+          />
+        );
+      case 'ready':
+        if (state.jobs.length === 0) {
+          return (
+            <Empty
+              text={trans.__(
+                'No training jobs yet. A job runs a notebook or a script as soon as there is a GPU for it, and goes on when you close the browser.'
+              )}
+              action={trans.__('Run as training job')}
+              run={this._actions.submit}
+            />
+          );
+        }
+        return this._list(viewOf(state.jobs, this._model.view), state.jobs.length);
+    }
+  }
+
+  private _list(jobs: readonly IJob[], all: number): JSX.Element {
+    const selected = this._selected === null ? null : this._model.job(this._selected);
+    return (
+      <>
+        <Tools
+          view={this._model.view}
+          change={view => (this._model.view = view)}
+          count={jobs.length}
+          all={all}
+          submit={this._actions.submit}
+          trans={this._trans}
+        />
+        <Rows
+          jobs={jobs}
+          view={this._model.view}
+          change={view => (this._model.view = view)}
+          selected={this._selected}
+          select={id => this.select(id)}
+          trans={this._trans}
+        />
+        {selected !== null && (
+          <JobDetail key={selected.id} {...this._actions} job={selected} trans={this._trans} />
+        )}
+      </>
+    );
+  }
+
+  private readonly _selectedChanged: Signal<this, void> & ISignal<this, void> = new Signal(this);
+  private _selected: string | null = null;
+}
+
+function Empty(props: { text: string; action?: string; run?: () => void }): JSX.Element {
+  return (
+    <div className="gps-empty">
+      <p role="status">{props.text}</p>
+      {props.action !== undefined && (
+        <button className="jp-Button jp-mod-styled jp-mod-accept" onClick={props.run}>
+          {props.action}
+        </button>
+      )}
+    </div>
+  );
+}
+
+function Tools(props: {
+  view: IView;
+  change: (view: IView) => void;
+  count: number;
+  all: number;
+  submit: () => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { view, change, trans } = props;
+  const shows: [Show, string][] = [
+    ['all', trans.__('All')],
+    ['living', trans.__('Waiting or running')],
+    ['ended', trans.__('Ended')],
+    ['failed', trans.__('Failed')]
+  ];
+  return (
+    <div className="gps-tools">
+      <input
+        type="search"
+        className="jp-mod-styled"
+        aria-label={trans.__('Filter jobs')}
+        placeholder={trans.__('Filter')}
+        value={view.text}
+        onChange={event => change({ ...view, text: event.target.value })}
+      />
+      <select
+        className="jp-mod-styled"
+        aria-label={trans.__('Which jobs')}
+        value={view.show}
+        onChange={event => change({ ...view, show: event.target.value as Show })}
+      >
+        {shows.map(([value, text]) => (
+          <option key={value} value={value}>
+            {text}
+          </option>
+        ))}
+      </select>
+      <span className="gps-muted" role="status">
+        {props.count === props.all
+          ? trans._n('%1 job', '%1 jobs', props.all)
+          : trans.__('%1 of %2 jobs', props.count, props.all)}
+      </span>
+      <button className="jp-Button jp-mod-styled jp-mod-accept" onClick={props.submit}>
+        {trans.__('New job')}
+      </button>
+    </div>
+  );
+}
+
+function Rows(props: {
+  jobs: readonly IJob[];
+  view: IView;
+  change: (view: IView) => void;
+  selected: string | null;
+  select: (id: string) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { jobs, selected, select, trans } = props;
+  const scroller = React.useRef<HTMLDivElement>(null);
+  const [top, setTop] = React.useState(0);
+  const [height, setHeight] = React.useState(600);
+  React.useEffect(() => {
+    const node = scroller.current!;
+    const observer = new ResizeObserver(() => setHeight(node.clientHeight));
+    observer.observe(node);
+    return () => observer.disconnect();
+  }, []);
+  const at = jobs.findIndex(job => job.id === selected);
+  const move = (to: number): void => {
+    const job = jobs[Math.max(0, Math.min(jobs.length - 1, to))];
+    if (job !== undefined) {
+      select(job.id);
+      const y = jobs.indexOf(job) * ROW_PX;
+      const node = scroller.current!;
+      if (y < node.scrollTop) {
+        node.scrollTop = y;
+      } else if (y + ROW_PX > node.scrollTop + node.clientHeight) {
+        node.scrollTop = y + ROW_PX - node.clientHeight;
+      }
+    }
+  };
+  const page = Math.max(1, Math.floor(height / ROW_PX) - 1);
+  const keys: { [key: string]: number } = {
+    ArrowDown: at + 1,
+    ArrowUp: Math.max(0, at - 1),
+    PageDown: at + page,
+    PageUp: at - page,
+    Home: 0,
+    End: jobs.length - 1
+  };
+  const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
+  const last = Math.min(jobs.length, Math.ceil((top + height) / ROW_PX) + BEYOND);
+  return (
+    <div className="gps-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
+      <div className="gps-row-grid gps-head" role="row" aria-rowindex={1}>
+        <Heads view={props.view} change={props.change} trans={trans} />
+      </div>
+      <div
+        ref={scroller}
+        className="gps-scroller"
+        role="rowgroup"
+        tabIndex={0}
+        aria-label={trans.__('Jobs; arrow keys choose one')}
+        onScroll={event => setTop(event.currentTarget.scrollTop)}
+        onKeyDown={event => {
+          const to = keys[event.key];
+          if (to !== undefined) {
+            event.preventDefault();
+            move(to);
+          }
+        }}
+      >
+        <div role="presentation" style={{ height: jobs.length * ROW_PX, position: 'relative' }}>
+          {jobs.slice(first, last).map((job, n) => (
+            <Row
+              key={job.id}
+              job={job}
+              n={first + n}
+              selected={job.id === selected}
+              select={select}
+              trans={trans}
+            />
+          ))}
+          {jobs.length === 0 && <p className="gps-muted gps-none">{trans.__('No job is like that.')}</p>}
+        </div>
+      </div>
+    </div>
+  );
+}
+
+function Heads(props: {
+  view: IView;
+  change: (view: IView) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { view, change, trans } = props;
+  const columns: [Column, string][] = [
+    ['name', trans.__('Job')],
+    ['state', trans.__('State')],
+    ['size', trans.__('Size')],
+    ['waited', trans.__('Waited')],
+    ['ran', trans.__('Ran')],
+    ['progress', trans.__('Progress')]
+  ];
+  return (
+    <>
+      {columns.map(([column, text]) => {
+        const mine = view.column === column;
+        return (
+          <span
+            key={column}
+            role="columnheader"
+            aria-sort={mine ? (view.descending ? 'descending' : 'ascending') : 'none'}
+          >
+            <button
+              type="button"
+              onClick={() => change({ ...view, column, descending: mine && !view.descending })}
+            >
+              {text}
+              {mine ? (view.descending ? ' \u25be' : ' \u25b4') : ''}
+            </button>
+          </span>
+        );
+      })}
+    </>
+  );
+}
+
+const Row = React.memo(function Row(props: {
+  job: IJob;
+  n: number;
+  selected: boolean;
+  select: (id: string) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { job, n, trans } = props;
+  const progress = progressOf(job);
+  return (
+    <div
+      className="gps-row-grid gps-job-row"
+      role="row"
+      aria-rowindex={n + 2}
+      aria-selected={props.selected}
+      data-job={job.id}
+      style={{ transform: `translateY(${n * ROW_PX}px)`, height: ROW_PX }}
+      onClick={() => props.select(job.id)}
+    >
+      <span role="gridcell" title={job.id}>
+        <b>{job.name}</b>
+        <small title={job.reason}>{job.reason || job.project}</small>
+      </span>
+      <span role="gridcell" className="gps-state" data-state={job.state}>
+        {jobBadge(trans, job)}
+      </span>
+      <span role="gridcell">{job.size}</span>
+      <span role="gridcell">{duration(trans, job.waited_s)}</span>
+      <span role="gridcell">{duration(trans, job.ran_s)}</span>
+      <span role="gridcell">
+        {progress === null ? '' : trans.__('%1 of %2', job.done, job.total)}
+      </span>
+    </div>
+  );
+}, sameRow);
+
+interface IRowProps {
+  readonly job: IJob;
+  readonly n: number;
+  readonly selected: boolean;
+}
+
+/** Answers are new objects each time; a row is drawn again when it would look different. */
+function sameRow(a: IRowProps, b: IRowProps): boolean {
+  const keys = ['id', 'name', 'state', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
+  return a.n === b.n && a.selected === b.selected && keys.every(key => a.job[key] === b.job[key]);
+}

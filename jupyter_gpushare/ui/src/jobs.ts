@@ -1,0 +1,152 @@
+/**
+ * The list of jobs: all of them fetched when it is opened, then kept current with
+ * what the status says anyway (the living ones come first in it).  Knows no widget.
+ */
+
+import { IDisposable } from '@lumino/disposable';
+import { ISignal, Signal } from '@lumino/signaling';
+
+import { ENDED, GpuModel, GpuState } from './model';
+import { IJob } from './wire';
+
+export type Column = 'state' | 'name' | 'size' | 'waited' | 'ran' | 'progress' | 'submitted';
+export type Show = 'all' | 'living' | 'ended' | 'failed';
+
+export interface IView {
+  readonly text: string;
+  readonly show: Show;
+  readonly column: Column;
+  readonly descending: boolean;
+}
+
+export type JobsState =
+  | { readonly kind: 'loading' }
+  | { readonly kind: 'refused'; readonly message: string }
+  | { readonly kind: 'ready'; readonly jobs: readonly IJob[] };
+
+/** Living ones first, newest first. */
+export const FIRST_VIEW: IView = { text: '', show: 'all', column: 'state', descending: false };
+
+const MOST_JOBS = 2000;
+const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed', 'succeeded', 'cancelled'];
+
+const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
+  state: job => ORDER.indexOf(job.state),
+  name: job => job.name.toLowerCase(),
+  size: job => job.size,
+  waited: job => job.waited_s,
+  ran: job => job.ran_s,
+  progress: job => progressOf(job) ?? -1,
+  submitted: job => job.submitted_at
+};
+
+/** Part of a job that is done, 0 to 1; null: it does not say. */
+export function progressOf(job: IJob): number | null {
+  return job.done === null || job.total === null || job.total <= 0
+    ? null
+    : Math.max(0, Math.min(1, job.done / job.total));
+}
+
+/** Returns the jobs that a view shows, in its order; equals stay newest first. */
+export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
+  const words = view.text.toLowerCase().split(/\s+/).filter(Boolean);
+  const shown = jobs.filter(job => {
+    const state =
+      view.show === 'all' ||
+      (view.show === 'failed' ? job.state === 'failed' : (view.show === 'ended') === ENDED.has(job.state));
+    const text = `${job.name} ${job.id} ${job.project} ${job.command.join(' ')} ${job.state}`.toLowerCase();
+    return state && words.every(word => text.includes(word));
+  });
+  const key = KEYS[view.column];
+  const sign = view.descending ? -1 : 1;
+  return shown.sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x !== y) {
+      return x < y ? -sign : sign;
+    }
+    return a.submitted_at < b.submitted_at ? 1 : a.submitted_at > b.submitted_at ? -1 : 0;
+  });
+}
+
+export class JobsModel implements IDisposable {
+  constructor(
+    gpu: GpuModel,
+    private readonly _fetch: (limit: number) => Promise<readonly IJob[]>
+  ) {
+    gpu.changed.connect(this._follow, this);
+  }
+
+  get state(): JobsState {
+    return this._state;
+  }
+
+  get view(): IView {
+    return this._view;
+  }
+
+  set view(view: IView) {
+    this._view = view;
+    this._changed.emit();
+  }
+
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  get isDisposed(): boolean {
+    return this._disposed;
+  }
+
+  job(id: string): IJob | null {
+    return this._jobs.get(id) ?? null;
+  }
+
+  /** Fetches everything. */
+  async refresh(): Promise<void> {
+    try {
+      const jobs = await this._fetch(MOST_JOBS);
+      this._jobs = new Map(jobs.map(job => [job.id, job]));
+      this._become({ kind: 'ready', jobs });
+    } catch (error) {
+      this._become({ kind: 'refused', message: error instanceof Error ? error.message : String(error) });
+    }
+  }
+
+  dispose(): void {
+    this._disposed = true;
+    Signal.clearData(this);
+  }
+
+  private _follow(_: GpuModel, state: GpuState): void {
+    if (state.kind === 'silent') {
+      this._wasSilent = true;
+    } else if (state.kind === 'ready') {
+      if (this._wasSilent) {
+        this._wasSilent = false;
+        void this.refresh();
+      }
+      if (this._state.kind === 'ready') {
+        for (const job of state.status.jobs) {
+          this._jobs.set(job.id, job);
+        }
+        this._become({ kind: 'ready', jobs: [...this._jobs.values()] });
+        return;
+      }
+    }
+    this._changed.emit();
+  }
+
+  private _become(state: JobsState): void {
+    if (!this._disposed) {
+      this._state = state;
+      this._changed.emit();
+    }
+  }
+
+  private readonly _changed = new Signal<this, void>(this);
+  private _jobs = new Map<string, IJob>();
+  private _state: JobsState = { kind: 'loading' };
+  private _view: IView = FIRST_VIEW;
+  private _wasSilent = false;
+  private _disposed = false;
+}

@@ -1,0 +1,201 @@
+/** The plugin of the training jobs: two commands, loaded when they are used. */
+
+import { ILayoutRestorer, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import {
+  ICommandPalette,
+  MainAreaWidget,
+  Notification,
+  WidgetTracker
+} from '@jupyterlab/apputils';
+import type { IDocumentWidget } from '@jupyterlab/docregistry';
+import { IFileBrowserFactory } from '@jupyterlab/filebrowser';
+import { ILauncher } from '@jupyterlab/launcher';
+import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
+import { Widget } from '@lumino/widgets';
+
+import type { IFields } from './launch';
+import type { JobList } from './joblist';
+import { chipIcon, CommandIDs, IGpuModel } from './tokens';
+import { IJob } from './wire';
+
+const RUNNABLE = /\.(ipynb|py|sh)$/;
+
+export const jobsPlugin: JupyterFrontEndPlugin<void> = {
+  id: 'jupyter-gpushare:jobs',
+  description: 'Runs notebooks and scripts as training jobs, and lists them.',
+  autoStart: true,
+  requires: [IGpuModel],
+  optional: [ITranslator, ICommandPalette, ILauncher, IFileBrowserFactory, ILayoutRestorer],
+  activate: (
+    app: JupyterFrontEnd,
+    gpu: IGpuModel,
+    translator: ITranslator | null,
+    palette: ICommandPalette | null,
+    launcher: ILauncher | null,
+    browsers: IFileBrowserFactory | null,
+    restorer: ILayoutRestorer | null
+  ): void => {
+    const trans = (translator ?? nullTranslator).load('jupyter_gpushare');
+    const jobs = new Jobs(app, gpu, trans, browsers);
+    const isOn = (): boolean => gpu.model.state.kind !== 'off';
+    app.commands.addCommand(CommandIDs.launch, {
+      label: args =>
+        args['isLauncher'] || args['isMenu']
+          ? trans.__('Training job')
+          : trans.__('Run as training job…'),
+      caption: trans.__('Run a notebook or a script on a GPU, without this page'),
+      icon: chipIcon,
+      isVisible: args => isOn() && (!args['isBrowser'] || jobs.chosenFile() !== null),
+      execute: async args => {
+        const fields = args['fields'] as Partial<IFields> | undefined;
+        const path = args['path'] as string | undefined;
+        const chosen = args['isBrowser']
+          ? jobs.chosenFile()
+          : args['isLauncher']
+            ? null
+            : await jobs.openFile();
+        await jobs.launch(fields ?? (path || chosen ? { path: path ?? chosen! } : {}));
+      }
+    });
+    app.commands.addCommand(CommandIDs.jobs, {
+      label: trans.__('My training jobs'),
+      caption: trans.__('What waits, runs and ended, with logs and reasons'),
+      icon: chipIcon,
+      isVisible: isOn,
+      execute: args => jobs.open((args['job'] as string | undefined) ?? null)
+    });
+    for (const command of [CommandIDs.launch, CommandIDs.jobs]) {
+      palette?.addItem({ command, category: trans.__('Shared GPU') });
+    }
+    void restorer?.restore(jobs.tracker, { command: CommandIDs.jobs, name: () => 'gpushare-jobs' });
+    // Not before it is known that there is a broker.
+    const offer = (): void => {
+      if (gpu.model.state.kind === 'ready') {
+        gpu.model.changed.disconnect(offer);
+        launcher?.add({
+          command: CommandIDs.launch,
+          category: trans.__('Other'),
+          rank: 10,
+          args: { isLauncher: true }
+        });
+      }
+    };
+    gpu.model.changed.connect(offer);
+  }
+};
+
+class Jobs {
+  constructor(
+    private readonly _app: JupyterFrontEnd,
+    private readonly _gpu: IGpuModel,
+    private readonly _trans: TranslationBundle,
+    private readonly _browsers: IFileBrowserFactory | null
+  ) {}
+
+  readonly tracker = new WidgetTracker<MainAreaWidget<JobList>>({ namespace: 'gpushare-jobs' });
+
+  /** The file that is selected in the file browser, if it can be run. */
+  chosenFile(): string | null {
+    const items = Array.from(this._browsers?.tracker.currentWidget?.selectedItems() ?? []);
+    const path = items.length === 1 ? items[0]!.path : '';
+    return RUNNABLE.test(path) ? path.replace(/^[^/:]*:/, '') : null;
+  }
+
+  /** The file of the open document, saved, if it can be run. */
+  async openFile(): Promise<string | null> {
+    const context = (this._app.shell.currentWidget as IDocumentWidget | null)?.context;
+    if (context === undefined || !RUNNABLE.test(context.path ?? '')) {
+      return null;
+    }
+    if (context.model.dirty) {
+      await context.save();
+    }
+    return context.localPath;
+  }
+
+  /** Opens the dialog; tells what was submitted. */
+  async launch(fields: Partial<IFields>): Promise<void> {
+    const [{ LaunchModel }, { showLaunchDialog }] = await Promise.all([
+      import('./launch'),
+      import('./launchdialog')
+    ]);
+    const requests = this._gpu.requests;
+    const model = new LaunchModel({
+      trans: this._trans,
+      fields,
+      launchForm: path => requests.launchForm(path),
+      offers: query => requests.offers(query),
+      launch: (request, key) => requests.launch(request, key)
+    });
+    const job = await showLaunchDialog(model, this._trans);
+    if (job !== null) {
+      await this._submitted(job);
+    }
+  }
+
+  /** Opens the list, with a job if one is named. */
+  async open(job: string | null): Promise<void> {
+    let widget = this.tracker.find(() => true);
+    if (widget === undefined || widget.isDisposed) {
+      widget = await this._create();
+      void this.tracker.add(widget);
+    }
+    if (!widget.isAttached) {
+      this._app.shell.add(widget, 'main');
+    }
+    if (job !== null) {
+      widget.content.select(job);
+    }
+    this._app.shell.activateById(widget.id);
+  }
+
+  private async _create(): Promise<MainAreaWidget<JobList>> {
+    const [{ JobsModel }, { JobList }, { fieldsOf }] = await Promise.all([
+      import('./jobs'),
+      import('./joblist'),
+      import('./launch')
+    ]);
+    const { model, requests } = this._gpu;
+    const jobs = new JobsModel(model, limit => requests.jobs(limit));
+    const content = new JobList(
+      model,
+      jobs,
+      {
+        submit: () => void this.launch({}),
+        stop: job => this._try(() => requests.cancelJob(job.id)),
+        retry: job => this._try(async () => this._submitted(await requests.retryJob(job.id))),
+        duplicate: job => void this.launch(fieldsOf(job)),
+        openOutput: path => void this._app.commands.execute('docmanager:open', { path }),
+        readLog: (job, attempt, offset) => requests.log(job, attempt, offset),
+        logUrl: (job, attempt) => requests.logUrl(job, attempt),
+        timeline: async job => (await requests.timeline(job)).moments
+      },
+      this._trans
+    );
+    const widget = new MainAreaWidget({ content });
+    widget.id = 'gpushare-jobs';
+    widget.title.label = this._trans.__('Training jobs');
+    widget.title.icon = chipIcon;
+    widget.title.closable = true;
+    // The toolbar of a main area widget would be empty.
+    (widget.toolbar as Widget).hide();
+    return widget;
+  }
+
+  private async _submitted(job: IJob): Promise<void> {
+    Notification.success(this._trans.__('Submitted %1. %2', job.name, job.reason), {
+      autoClose: 5000,
+      actions: [{ label: this._trans.__('Show job'), callback: () => void this.open(job.id) }]
+    });
+    await this._gpu.model.refresh();
+  }
+
+  private async _try(action: () => Promise<unknown>): Promise<void> {
+    try {
+      await action();
+      await this._gpu.model.refresh();
+    } catch (error) {
+      Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
+    }
+  }
+}

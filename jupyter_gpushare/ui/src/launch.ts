@@ -1,0 +1,346 @@
+/** What the dialog "Run as training job" holds, checks and sends.  Knows no widget. */
+
+import { IDisposable } from '@lumino/disposable';
+import { ISignal, Signal } from '@lumino/signaling';
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import { Checkpoint, IJob, ILaunchForm, ILaunchRequest, IOffers, IOutlook } from './wire';
+
+/** As typed. */
+export interface IFields {
+  readonly path: string;
+  readonly command: string;
+  readonly arguments: string;
+  /** `name = value` lines. */
+  readonly parameters: string;
+  readonly kernel: string;
+  readonly cwd: string;
+  /** `NAME=VALUE` or `NAME` lines. */
+  readonly variables: string;
+  readonly size: 'gpus' | 'memory';
+  readonly gpus: string;
+  readonly memory: string;
+  readonly project: string;
+  readonly name: string;
+  readonly checkpoint: Checkpoint;
+  readonly retries: string;
+}
+
+export type Problems = { readonly [field in keyof IFields]?: string };
+
+export const BLANK: IFields = {
+  path: '',
+  command: '',
+  arguments: '',
+  parameters: '',
+  kernel: '',
+  cwd: '',
+  variables: '',
+  size: 'gpus',
+  gpus: '1',
+  memory: '',
+  project: '',
+  name: '',
+  checkpoint: 'suspend',
+  retries: '0'
+};
+
+/** The live line above the button. */
+export type Outlook =
+  | { readonly kind: 'none' }
+  | { readonly kind: 'asking' }
+  | { readonly kind: 'refused'; readonly message: string }
+  | { readonly kind: 'known'; readonly outlook: IOutlook };
+
+const ASK_AFTER_MS = 300;
+const MOST_GPUS = 1024;
+
+/** Returns the fields that submit a job once more. */
+export function fieldsOf(job: IJob): Partial<IFields> {
+  const source = job.source;
+  return {
+    path: source?.path ?? '',
+    command: source === null ? job.command.map(quoted).join(' ') : '',
+    arguments: source?.arguments ?? '',
+    parameters: source === null ? '' : lines(source.parameters),
+    kernel: source?.kernel ?? '',
+    cwd: job.cwd ?? '',
+    variables: job.variables.filter(name => name !== 'PYTHONUNBUFFERED').join('\n'),
+    size: job.memory === null ? 'gpus' : 'memory',
+    gpus: job.gpus,
+    memory: job.memory ?? '',
+    project: job.project,
+    name: job.name,
+    checkpoint: job.checkpoint,
+    retries: String(job.retries)
+  };
+}
+
+function quoted(word: string): string {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replace(/'/g, `'"'"'`)}'`;
+}
+
+function lines(pairs: { readonly [name: string]: string }): string {
+  return Object.entries(pairs)
+    .map(([name, value]) => `${name} = ${value}`)
+    .join('\n');
+}
+
+/** Returns `name = value` lines as pairs; null: a line is none. */
+export function pairsOf(text: string): { [name: string]: string } | null {
+  const pairs: { [name: string]: string } = {};
+  for (const line of nonEmpty(text)) {
+    const match = /^([A-Za-z_]\w*)\s*=\s*(.*)$/.exec(line);
+    if (match === null) {
+      return null;
+    }
+    pairs[match[1]!] = match[2]!;
+  }
+  return pairs;
+}
+
+function nonEmpty(text: string): string[] {
+  return text
+    .split('\n')
+    .map(line => line.trim())
+    .filter(line => line !== '');
+}
+
+/** Whether `text` is `0.5`, `1/2`, `1` or `2`; what is too fine is left to the broker to say. */
+export function isGpus(text: string): boolean {
+  const whole = /^\d{1,4}$/.exec(text);
+  if (whole !== null) {
+    return Number(text) >= 1 && Number(text) <= MOST_GPUS;
+  }
+  const ratio = /^(\d{1,4})\/(\d{1,4})$/.exec(text);
+  const value = ratio !== null ? Number(ratio[1]) / Number(ratio[2]) : Number(text);
+  return (ratio !== null || /^\d?\.\d+$/.test(text)) && value > 0 && value <= 1;
+}
+
+/** Returns what has to be changed before the job can be submitted, by field. */
+export function problemsOf(trans: TranslationBundle, fields: IFields): Problems {
+  const problems: { -readonly [field in keyof IFields]?: string } = {};
+  if (fields.path === '' && fields.command.trim() === '') {
+    problems.command = trans.__('Name a file, or write a command.');
+  }
+  if (pairsOf(fields.parameters) === null) {
+    problems.parameters = trans.__('One parameter a line, like: lr = 0.1');
+  }
+  if (nonEmpty(fields.variables).some(line => !/^[A-Za-z_]\w*(=.*)?$/.test(line))) {
+    problems.variables = trans.__('One variable a line, like: SEED=1, or SEED to take it from this server');
+  }
+  if (fields.cwd !== '' && !fields.cwd.startsWith('/')) {
+    problems.cwd = trans.__('A folder is given from the root: /home/...');
+  }
+  if (fields.size === 'gpus' && !isGpus(fields.gpus.trim())) {
+    problems.gpus = trans.__('A part of one GPU like 0.5 or 1/4, or a number of GPUs');
+  }
+  if (fields.size === 'memory' && !/^\d{1,9}\s*([kKMGT]i?)?B?$/.test(fields.memory.trim())) {
+    problems.memory = trans.__('A size of memory, like 20GiB');
+  }
+  if (fields.name.length > 100) {
+    problems.name = trans.__('At most 100 characters');
+  }
+  if (!/^(\d|10)$/.test(fields.retries.trim())) {
+    problems.retries = trans.__('A number from 0 to 10');
+  }
+  return problems;
+}
+
+/** Returns what is sent; the fields have no problems. */
+export function requestOf(fields: IFields): ILaunchRequest {
+  const file = fields.path !== '';
+  return {
+    path: fields.path,
+    command: file ? '' : fields.command,
+    arguments: file && !isNotebook(fields.path) ? fields.arguments : '',
+    parameters: isNotebook(fields.path) ? pairsOf(fields.parameters) ?? {} : {},
+    kernel: file ? fields.kernel : '',
+    cwd: fields.cwd || null,
+    variables: nonEmpty(fields.variables),
+    gpus: fields.size === 'gpus' ? fields.gpus.trim() : '1',
+    memory: fields.size === 'memory' ? fields.memory.trim().replace(/\s/g, '') : null,
+    project: fields.project || null,
+    name: fields.name.trim() || null,
+    checkpoint: fields.checkpoint,
+    retries: Number(fields.retries)
+  };
+}
+
+export function isNotebook(path: string): boolean {
+  return path.endsWith('.ipynb');
+}
+
+/** The state of one open dialog. */
+export class LaunchModel implements IDisposable {
+  constructor(private readonly _options: LaunchModel.IOptions) {
+    this._fields = { ...BLANK, ..._options.fields };
+    this._touched = new Set(Object.keys(_options.fields ?? {}) as (keyof IFields)[]);
+    void this.readFile();
+    this._askLater(0);
+  }
+
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  get fields(): IFields {
+    return this._fields;
+  }
+
+  /** What the file says; null until it was read. */
+  get form(): ILaunchForm | null {
+    return this._form;
+  }
+
+  get projects(): readonly string[] {
+    return this._offers?.projects ?? [];
+  }
+
+  get outlook(): Outlook {
+    return this._outlook;
+  }
+
+  /** A sentence about a file that cannot be read or a job that was refused; empty: none. */
+  get refusal(): string {
+    return this._refusal;
+  }
+
+  get busy(): boolean {
+    return this._busy;
+  }
+
+  get problems(): Problems {
+    return problemsOf(this._options.trans, this._fields);
+  }
+
+  get isDisposed(): boolean {
+    return this._disposed;
+  }
+
+  set(change: Partial<IFields>): void {
+    this._fields = { ...this._fields, ...change };
+    for (const field of Object.keys(change) as (keyof IFields)[]) {
+      this._touched.add(field);
+    }
+    if (['size', 'gpus', 'memory', 'project'].some(field => field in change)) {
+      this._askLater(ASK_AFTER_MS);
+    }
+    this._changed.emit();
+  }
+
+  /** Reads what the file says; what was typed stays. */
+  async readFile(): Promise<void> {
+    const path = this._fields.path;
+    try {
+      const form = await this._options.launchForm(path);
+      if (this._disposed || this._fields.path !== path) {
+        return;
+      }
+      this._form = form;
+      this._refusal = '';
+      this._propose({ cwd: form.cwd, kernel: form.kernel, parameters: lines(form.parameters) });
+    } catch (error) {
+      this._refusal = error instanceof Error ? error.message : String(error);
+    }
+    this._emit();
+  }
+
+  /** Submits; null when it was refused (`refusal` says why). */
+  async submit(): Promise<IJob | null> {
+    if (this._busy || Object.keys(this.problems).length > 0) {
+      return null;
+    }
+    this._busy = true;
+    this._refusal = '';
+    this._emit();
+    try {
+      return await this._options.launch(requestOf(this._fields), this._key);
+    } catch (error) {
+      this._refusal = error instanceof Error ? error.message : String(error);
+      return null;
+    } finally {
+      this._busy = false;
+      this._emit();
+    }
+  }
+
+  dispose(): void {
+    this._disposed = true;
+    clearTimeout(this._timer);
+    Signal.clearData(this);
+  }
+
+  private _propose(proposed: Partial<IFields>): void {
+    const open = Object.entries(proposed).filter(([field]) => !this._touched.has(field as keyof IFields));
+    this._fields = { ...this._fields, ...Object.fromEntries(open) };
+  }
+
+  private _askLater(after_ms: number): void {
+    clearTimeout(this._timer);
+    this._timer = setTimeout(() => void this._ask(), after_ms);
+  }
+
+  private async _ask(): Promise<void> {
+    const { size, gpus, memory, project } = this._fields;
+    const problems = this.problems;
+    if (problems.gpus !== undefined || problems.memory !== undefined) {
+      this._outlook = { kind: 'none' };
+      this._emit();
+      return;
+    }
+    const question = ++this._questions;
+    this._outlook = { kind: 'asking' };
+    this._emit();
+    let outlook: Outlook;
+    try {
+      const offers = await this._options.offers({
+        project,
+        gpus: size === 'gpus' ? gpus.trim() : '',
+        memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : ''
+      });
+      this._offers = offers;
+      this._propose({ project: offers.project });
+      outlook = offers.job === null ? { kind: 'none' } : { kind: 'known', outlook: offers.job };
+    } catch (error) {
+      outlook = { kind: 'refused', message: error instanceof Error ? error.message : String(error) };
+    }
+    // Answers may overtake each other: only the newest question counts.
+    if (question === this._questions) {
+      this._outlook = outlook;
+      this._emit();
+    }
+  }
+
+  private _emit(): void {
+    if (!this._disposed) {
+      this._changed.emit();
+    }
+  }
+
+  private readonly _changed = new Signal<this, void>(this);
+  private readonly _touched: Set<keyof IFields>;
+  /** One key for one dialog: a repeated click is the same job. */
+  private readonly _key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
+    byte.toString(16).padStart(2, '0')
+  ).join('');
+  private _fields: IFields;
+  private _form: ILaunchForm | null = null;
+  private _offers: IOffers | null = null;
+  private _outlook: Outlook = { kind: 'none' };
+  private _refusal = '';
+  private _busy = false;
+  private _disposed = false;
+  private _questions = 0;
+  private _timer: ReturnType<typeof setTimeout> | undefined;
+}
+
+export namespace LaunchModel {
+  export interface IOptions {
+    readonly trans: TranslationBundle;
+    readonly fields?: Partial<IFields>;
+    readonly launchForm: (path: string) => Promise<ILaunchForm>;
+    readonly offers: (query: { project: string; gpus: string; memory: string }) => Promise<IOffers>;
+    readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
+  }
+}

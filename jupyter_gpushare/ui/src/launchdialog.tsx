@@ -1,0 +1,249 @@
+/** The dialog "Run as training job": its fields, and the live line above the button. */
+
+import { Dialog } from '@jupyterlab/apputils';
+import { TranslationBundle } from '@jupyterlab/translation';
+import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
+import React from 'react';
+
+import { IFields, isNotebook, LaunchModel } from './launch';
+import { outlookText } from './outlook';
+import { Checkpoint, IJob } from './wire';
+import { checkpointText } from './words';
+
+/** Shows the dialog; returns the job, or null when it was closed. */
+export async function showLaunchDialog(
+  model: LaunchModel,
+  trans: TranslationBundle
+): Promise<IJob | null> {
+  const dialog = new LaunchDialog(model, trans);
+  dialog.addClass('gps-launch-dialog');
+  await dialog.launch();
+  model.dispose();
+  return dialog.job;
+}
+
+class LaunchDialog extends Dialog<void> {
+  constructor(
+    private readonly _model: LaunchModel,
+    trans: TranslationBundle
+  ) {
+    super({
+      title: trans.__('Run as training job'),
+      body: new LaunchBody(_model, trans),
+      focusNodeSelector: 'input',
+      buttons: [
+        Dialog.cancelButton({ label: trans.__('Cancel') }),
+        Dialog.okButton({ label: trans.__('Submit') })
+      ]
+    });
+  }
+
+  /** What was submitted. */
+  job: IJob | null = null;
+
+  /** Closes with the job; a refusal leaves the dialog open. */
+  override resolve(index?: number): void {
+    if (index === 0) {
+      super.resolve(0);
+      return;
+    }
+    void this._model.submit().then(job => {
+      if (job !== null) {
+        this.job = job;
+        super.resolve(1);
+      }
+    });
+  }
+}
+
+class LaunchBody extends ReactWidget {
+  constructor(
+    private readonly _model: LaunchModel,
+    private readonly _trans: TranslationBundle
+  ) {
+    super();
+    this.addClass('gps-launch');
+  }
+
+  protected override render(): JSX.Element {
+    return (
+      <UseSignal signal={this._model.changed}>
+        {() => <Form model={this._model} trans={this._trans} />}
+      </UseSignal>
+    );
+  }
+}
+
+function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
+  const { model, trans } = props;
+  const { fields } = model;
+  const file = fields.path !== '';
+  const text = (field: keyof IFields, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
+    <Text model={model} field={field} label={label} {...more} />
+  );
+  return (
+    <>
+      {text('path', trans.__('Notebook or script'), {
+        placeholder: trans.__('empty: run a command'),
+        onBlur: () => void model.readFile()
+      })}
+      {!file && text('command', trans.__('Command'), { placeholder: 'python train.py --epochs 10' })}
+      {file && !isNotebook(fields.path) && text('arguments', trans.__('Arguments'))}
+      {isNotebook(fields.path) &&
+        text('parameters', trans.__('Parameters'), { rows: 3, placeholder: 'lr = 0.1' })}
+      {isNotebook(fields.path) && (
+        <p className="gps-muted">
+          {trans.__('The notebook runs from top to bottom into a copy beside it, which you can open at any time.')}
+        </p>
+      )}
+      <Size model={model} trans={trans} />
+      {model.projects.length > 1 && (
+        <Select
+          model={model}
+          field="project"
+          label={trans.__('Project')}
+          options={model.projects.map(name => [name, name])}
+        />
+      )}
+      <Select
+        model={model}
+        field="checkpoint"
+        label={trans.__('When its GPU is needed')}
+        options={(['suspend', 'sigterm', 'none'] as Checkpoint[]).map(choice => [
+          choice,
+          checkpointText(trans, choice)
+        ])}
+      />
+      <details open={['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}>
+        <summary>{trans.__('Name, environment, retries')}</summary>
+        {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
+        {file && (
+          <Select
+            model={model}
+            field="kernel"
+            label={trans.__('Environment')}
+            options={[
+              ['', trans.__('of this server')],
+              ...(model.form?.environments ?? []).map(
+                environment => [environment.name, environment.display_name] as const
+              )
+            ]}
+          />
+        )}
+        {text('cwd', trans.__('Folder'))}
+        {text('variables', trans.__('Variables'), { rows: 2, placeholder: 'SEED=1' })}
+        {text('retries', trans.__('Tries after a failure'))}
+      </details>
+      <p className="gps-outlook" role="status">
+        {outlookText(trans, model.outlook)}
+      </p>
+      {model.refusal !== '' && (
+        <p className="gps-refusal" role="alert">
+          {model.refusal}
+        </p>
+      )}
+      {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
+    </>
+  );
+}
+
+interface ITextProps {
+  model: LaunchModel;
+  field: keyof IFields;
+  label: string;
+  placeholder?: string;
+  rows?: number;
+  onBlur?: () => void;
+}
+
+function Text(props: ITextProps): JSX.Element {
+  const { model, field, label } = props;
+  const problem = model.problems[field];
+  const id = `gps-launch-${field}`;
+  const shared = {
+    id,
+    value: model.fields[field],
+    placeholder: props.placeholder,
+    spellCheck: false,
+    autoComplete: 'off',
+    'aria-invalid': problem !== undefined,
+    'aria-describedby': problem === undefined ? undefined : `${id}-problem`,
+    onBlur: props.onBlur,
+    onChange: (event: { target: { value: string } }) => model.set({ [field]: event.target.value })
+  };
+  return (
+    <div className="gps-field">
+      <label htmlFor={id}>{label}</label>
+      {props.rows === undefined ? (
+        <input type="text" className="jp-mod-styled" {...shared} />
+      ) : (
+        <textarea className="jp-mod-styled" rows={props.rows} {...shared} />
+      )}
+      {problem !== undefined && (
+        <span className="gps-problem" id={`${id}-problem`}>
+          {problem}
+        </span>
+      )}
+    </div>
+  );
+}
+
+function Select(props: {
+  model: LaunchModel;
+  field: keyof IFields;
+  label: string;
+  options: readonly (readonly [string, string])[];
+}): JSX.Element {
+  const { model, field, label } = props;
+  const id = `gps-launch-${field}`;
+  return (
+    <div className="gps-field">
+      <label htmlFor={id}>{label}</label>
+      <select
+        id={id}
+        className="jp-mod-styled"
+        value={model.fields[field]}
+        onChange={event => model.set({ [field]: event.target.value })}
+      >
+        {props.options.map(([value, text]) => (
+          <option key={value} value={value}>
+            {text}
+          </option>
+        ))}
+      </select>
+    </div>
+  );
+}
+
+function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
+  const { model, trans } = props;
+  const { size, gpus } = model.fields;
+  const choice = (value: IFields['size'], label: string): JSX.Element => (
+    <label>
+      <input
+        type="radio"
+        name="gps-launch-size"
+        checked={size === value}
+        onChange={() => model.set({ size: value })}
+      />
+      {label}
+    </label>
+  );
+  return (
+    <fieldset className="gps-field">
+      <legend>{trans.__('How much')}</legend>
+      <div className="gps-choices">
+        {choice('gpus', trans.__('GPUs'))}
+        {choice('memory', trans.__('GPU memory of one GPU'))}
+      </div>
+      {size === 'gpus' ? (
+        <Text model={model} field="gpus" label={trans.__('Number or part')} placeholder="0.5" />
+      ) : (
+        <Text model={model} field="memory" label={trans.__('Size')} placeholder="20GiB" />
+      )}
+      {size === 'gpus' && Number(gpus) > 1 && (
+        <p className="gps-muted">{trans.__('All of them together, or none.')}</p>
+      )}
+    </fieldset>
+  );
+}

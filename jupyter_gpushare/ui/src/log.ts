@@ -1,0 +1,82 @@
+/** What a job printed, read piece by piece; bounded.  Knows no widget. */
+
+import { ILogPiece } from './wire';
+
+/** Where reading begins: the end of a long log. */
+export const FIRST_BYTES = 256 * 1024;
+const MOST_LINES = 10_000;
+
+/** Returns a text as a terminal would leave it: without colours, a line overwritten by `\\r` once. */
+export function plain(text: string): string {
+  // eslint-disable-next-line no-control-regex
+  const colourless = text.replace(/\x1b\[[0-9;?]*[ -/]*[@-~]/g, '').replace(/\r+\n/g, '\n');
+  return colourless.includes('\r') ? colourless.replace(/[^\n]*\r(?=[^\n])/g, '') : colourless;
+}
+
+export class Log {
+  constructor(
+    private readonly _fetch: (attempt: number, offset: number) => Promise<ILogPiece>,
+    /** 0: the newest. */
+    readonly attempt: number
+  ) {}
+
+  get lines(): readonly string[] {
+    return this._lines;
+  }
+
+  /** How often the job was started, as far as its logs tell. */
+  get attempts(): number {
+    return this._attempts;
+  }
+
+  /** Whether the beginning is not here; the whole is in the file. */
+  get isCut(): boolean {
+    return this._isCut;
+  }
+
+  /** Reads on; returns whether there was more. */
+  async readOn(): Promise<boolean> {
+    const piece = await this._fetch(this.attempt, this._next ?? -FIRST_BYTES);
+    if (piece.attempts !== this._attempts && this.attempt === 0 && this._attempts > 0) {
+      // A new attempt has begun: its log begins anew.
+      this._attempts = piece.attempts;
+      this._lines = [];
+      this._rest = '';
+      this._next = 0;
+      return true;
+    }
+    this._attempts = piece.attempts;
+    this._isCut = this._isCut || (this._next === null ? piece.offset > 0 : piece.offset > this._next);
+    this._next = piece.next;
+    if (piece.text === '') {
+      return false;
+    }
+    const all = (this._rest + piece.text).split('\n');
+    this._rest = all[all.length - 1]!;
+    const whole = this._lines.slice(0, Math.max(0, this._lines.length - 1));
+    const lines = whole.concat(all.map(plain));
+    this._isCut = this._isCut || lines.length > MOST_LINES;
+    this._lines = lines.slice(-MOST_LINES);
+    return true;
+  }
+
+  /** Returns the numbers of the lines that hold a text, whatever its case. */
+  find(text: string): number[] {
+    const wanted = text.toLowerCase();
+    const found: number[] = [];
+    if (wanted !== '') {
+      this._lines.forEach((line, n) => {
+        if (line.toLowerCase().includes(wanted)) {
+          found.push(n);
+        }
+      });
+    }
+    return found;
+  }
+
+  private _lines: readonly string[] = [];
+  private _rest = '';
+  private _next: number | null = null;
+  private _attempts = 0;
+  private _isCut = false;
+}

@@ -1,0 +1,61 @@
+/** Bars and a line, drawn by hand: small, in the colours of the theme, read aloud. */
+
+import React from 'react';
+
+import { ISample, points } from './samples';
+
+export function Meter(props: {
+  label: string;
+  text: string;
+  max: number;
+  parts: readonly { value: number; kind: string }[];
+}): JSX.Element {
+  const max = Math.max(props.max, 1);
+  const total = props.parts.reduce((sum, part) => sum + part.value, 0);
+  return (
+    <div
+      className="gps-meter"
+      role="meter"
+      aria-label={props.label}
+      aria-valuemin={0}
+      aria-valuemax={max}
+      aria-valuenow={Math.min(total, max)}
+      aria-valuetext={props.text}
+    >
+      {props.parts.map(part => (
+        <span
+          key={part.kind}
+          data-kind={part.kind}
+          style={{ width: `${Math.min(100, (100 * part.value) / max)}%` }}
+        />
+      ))}
+    </div>
+  );
+}
+
+const WIDTH = 240;
+const HEIGHT = 36;
+
+/** Ten minutes as a line; `text` says what it shows. */
+export function Sparkline(props: {
+  samples: readonly ISample[];
+  value: (sample: ISample) => number;
+  max: number;
+  text: string;
+}): JSX.Element | null {
+  const line = points(props.samples, props.value, props.max, WIDTH, HEIGHT);
+  if (props.samples.length < 2) {
+    return null;
+  }
+  return (
+    <svg
+      className="gps-sparkline"
+      viewBox={`0 -1 ${WIDTH} ${HEIGHT + 2}`}
+      preserveAspectRatio="none"
+      role="img"
+      aria-label={props.text}
+    >
+      <polyline points={line} />
+    </svg>
+  );
+}

@@ -1,0 +1,18 @@
+/** The line above the dialog's button. */
+
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { Outlook } from './launch';
+
+export function outlookText(trans: TranslationBundle, outlook: Outlook): string {
+  switch (outlook.kind) {
+    case 'none':
+      return '';
+    case 'asking':
+      return trans.__('Asking what is free.');
+    case 'refused':
+      return outlook.message;
+    case 'known':
+      return outlook.outlook.sentence;
+  }
+}

@@ -1,0 +1,58 @@
+/** What was measured in the last ten minutes; bounded, whatever the pace. */
+
+export interface ISample {
+  /** Milliseconds. */
+  readonly at: number;
+  readonly memoryBytes: number;
+  /** Null where a device is shared: nobody can tell whose utilization it is. */
+  readonly utilizationPercent: number | null;
+}
+
+const WINDOW_MS = 600_000;
+const MOST = 300;
+
+export class Samples {
+  get all(): readonly ISample[] {
+    return this._samples;
+  }
+
+  /** Takes a sample; one that comes right behind the last takes its place. */
+  add(sample: ISample): void {
+    const before = this._samples[this._samples.length - 2];
+    const kept = before !== undefined && sample.at - before.at < WINDOW_MS / MOST ? -1 : undefined;
+    this._samples = this._samples
+      .slice(0, kept)
+      .filter(old => sample.at - old.at <= WINDOW_MS)
+      .concat(sample);
+  }
+
+  clear(): void {
+    this._samples = [];
+  }
+
+  private _samples: readonly ISample[] = [];
+}
+
+/**
+ * Returns the points of an SVG polyline, newest at the right edge of `width`; `max` is the top.
+ * A gap (the page was hidden) is a straight line.
+ */
+export function points(
+  samples: readonly ISample[],
+  value: (sample: ISample) => number,
+  max: number,
+  width: number,
+  height: number
+): string {
+  const newest = samples[samples.length - 1];
+  if (newest === undefined || max <= 0) {
+    return '';
+  }
+  return samples
+    .map(sample => {
+      const x = width * (1 - (newest.at - sample.at) / WINDOW_MS);
+      const y = height * (1 - Math.min(1, value(sample) / max));
+      return `${x.toFixed(1)},${y.toFixed(1)}`;
+    })
+    .join(' ');
+}

@@ -1,0 +1,106 @@
+import { describe, expect, it } from 'vitest';
+
+import { FIRST_VIEW, IView, JobsModel, progressOf, viewOf } from '../src/jobs';
+import { GpuModel } from '../src/model';
+import { IJob, StatusAnswer } from '../src/wire';
+import { ANSWERS, JOBS, SILENT } from './answers';
+
+function job(change: Partial<IJob>): IJob {
+  return { ...JOBS[0]!, ...change };
+}
+
+const MANY: IJob[] = [
+  job({ id: 'a', name: 'night', state: 'running', ran_s: 10, waited_s: 1, submitted_at: '1', done: 1, total: 4 }),
+  job({ id: 'b', name: 'Day', state: 'queued', ran_s: 0, waited_s: 9, submitted_at: '2', done: null }),
+  job({ id: 'c', name: 'dusk', state: 'failed', ran_s: 5, waited_s: 2, submitted_at: '3', command: ['python', 'x.py'] }),
+  job({ id: 'd', name: 'dawn', state: 'succeeded', ran_s: 5, waited_s: 3, submitted_at: '4' })
+];
+
+function ids(view: Partial<IView>): string {
+  return viewOf(MANY, { ...FIRST_VIEW, ...view })
+    .map(each => each.id)
+    .join('');
+}
+
+describe('viewOf', () => {
+  it('has the living ones first', () => {
+    expect(ids({})).toBe('abcd');
+  });
+
+  it('filters by state and by every word, in name, command and state', () => {
+    expect(ids({ show: 'living' })).toBe('ab');
+    expect(ids({ show: 'ended' })).toBe('cd');
+    expect(ids({ show: 'failed' })).toBe('c');
+    expect(ids({ text: 'D' })).toContain('b');
+    expect(ids({ text: 'x.py fail' })).toBe('c');
+    expect(ids({ text: 'nothing' })).toBe('');
+  });
+
+  it('sorts by what was asked for, equals by time', () => {
+    expect(ids({ column: 'name' })).toBe('dbca');
+    expect(ids({ column: 'ran' })).toBe('bdca');
+    expect(ids({ column: 'ran', descending: true })).toBe('adcb');
+    expect(ids({ column: 'waited', descending: true })).toBe('bdca');
+  });
+
+  it('leaves the list itself alone', () => {
+    ids({ column: 'ran' });
+    expect(MANY.map(each => each.id).join('')).toBe('abcd');
+  });
+});
+
+describe('progressOf', () => {
+  it('is a part, or nothing', () => {
+    expect(progressOf(job({ done: 1, total: 4 }))).toBe(0.25);
+    expect(progressOf(job({ done: 9, total: 4 }))).toBe(1);
+    expect(progressOf(job({ done: 1, total: null }))).toBeNull();
+    expect(progressOf(job({ done: 0, total: 0 }))).toBeNull();
+  });
+});
+
+describe('JobsModel', () => {
+  it('fetches all, then follows the status; after a silence it fetches again', async () => {
+    let answer: StatusAnswer = ANSWERS.active;
+    let fetched = 0;
+    const gpu = new GpuModel({
+      fetchStatus: async () => answer,
+      changeLease: async () => undefined,
+      intervalMs: 1e9,
+      standby: 'never'
+    });
+    const old = job({ id: 'old', state: 'succeeded' });
+    const jobs = new JobsModel(gpu, async () => {
+      fetched += 1;
+      return [...ANSWERS.active.jobs, old];
+    });
+    expect(jobs.state).toEqual({ kind: 'loading' });
+    await jobs.refresh();
+    const before = ANSWERS.active.jobs[0]!;
+    answer = { ...ANSWERS.active, jobs: [{ ...before, state: 'succeeded' }] };
+    await gpu.refresh();
+    expect(jobs.job(before.id)?.state).toBe('succeeded');
+    expect(jobs.job('old')).toEqual(old);
+    expect(fetched).toBe(1);
+    answer = SILENT;
+    await gpu.refresh();
+    answer = ANSWERS.active;
+    await gpu.refresh();
+    expect(fetched).toBe(2);
+    jobs.dispose();
+    gpu.dispose();
+  });
+
+  it('says why there is no list', async () => {
+    const gpu = new GpuModel({
+      fetchStatus: async () => ANSWERS.active,
+      changeLease: async () => undefined,
+      intervalMs: 1e9,
+      standby: 'never'
+    });
+    const jobs = new JobsModel(gpu, () => Promise.reject(new Error('not now')));
+    await jobs.refresh();
+    expect(jobs.state).toEqual({ kind: 'refused', message: 'not now' });
+    jobs.dispose();
+    gpu.dispose();
+  });
+});

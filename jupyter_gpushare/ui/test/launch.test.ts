@@ -1,0 +1,182 @@
+import { afterEach, describe, expect, it, vi } from 'vitest';
+
+import { BLANK, fieldsOf, IFields, isGpus, LaunchModel, pairsOf, problemsOf, requestOf } from '../src/launch';
+import { outlookText } from '../src/outlook';
+import { IJob, ILaunchForm, ILaunchRequest, IOffers } from '../src/wire';
+import { JOB, OFFERS } from './answers';
+import { trans } from './trans';
+
+function fields(change: Partial<IFields> = {}): IFields {
+  return { ...BLANK, path: 'train.py', ...change };
+}
+
+describe('what is typed', () => {
+  it.each(['1', '2', '1024', '0.5', '.25', '1/4', '1.0', '3/3'])('takes %s as GPUs', text => {
+    expect(isGpus(text)).toBe(true);
+  });
+
+  it.each(['', '0', '1025', '1.5', '3/2', '1/0', '0/4', '-1', 'x', '1e3', '0.0'])(
+    'refuses %s as GPUs',
+    text => {
+      expect(isGpus(text)).toBe(false);
+    }
+  );
+
+  it('reads parameters line by line', () => {
+    expect(pairsOf('lr = 0.1\n\n name= a = b ')).toEqual({ lr: '0.1', name: 'a = b' });
+    expect(pairsOf('lr 0.1')).toBeNull();
+    expect(pairsOf('1a = 2')).toBeNull();
+  });
+
+  it('has no problems as the dialog begins', () => {
+    expect(problemsOf(trans, fields())).toEqual({});
+  });
+
+  it.each([
+    [{ path: '', command: ' ' }, 'command'],
+    [{ parameters: 'x' }, 'parameters'],
+    [{ variables: 'A=1\nB C' }, 'variables'],
+    [{ cwd: 'here' }, 'cwd'],
+    [{ gpus: '1.5' }, 'gpus'],
+    [{ size: 'memory', memory: '20 apples' }, 'memory'],
+    [{ name: 'x'.repeat(101) }, 'name'],
+    [{ retries: '11' }, 'retries']
+  ] as [Partial<IFields>, string][])('says what is wrong with %j', (change, field) => {
+    expect(Object.keys(problemsOf(trans, fields(change)))).toEqual([field]);
+  });
+
+  it('is sent as what it means', () => {
+    expect(requestOf(fields({ path: 'a.ipynb', parameters: 'lr = 1', arguments: 'old' }))).toMatchObject({
+      path: 'a.ipynb',
+      parameters: { lr: '1' },
+      arguments: '',
+      command: '',
+      gpus: '1',
+      memory: null,
+      cwd: null,
+      name: null
+    });
+    expect(requestOf(fields({ size: 'memory', memory: '20 GiB', variables: 'A=1\n\nB' }))).toMatchObject({
+      memory: '20GiB',
+      variables: ['A=1', 'B']
+    });
+    expect(requestOf(fields({ path: '', command: 'ls', kernel: 'python3' }))).toMatchObject({
+      command: 'ls',
+      kernel: ''
+    });
+  });
+});
+
+describe('a duplicate', () => {
+  it('has everything of the first one', () => {
+    expect(requestOf({ ...BLANK, ...fieldsOf(JOB) })).toMatchObject({
+      path: JOB.source!.path,
+      parameters: { lr: '0.1' },
+      gpus: JOB.gpus,
+      project: JOB.project,
+      variables: ['WANDB_MODE'],
+      checkpoint: JOB.checkpoint
+    });
+  });
+
+  it('of a command is the command again, quoted where it has to be', () => {
+    const job = { ...JOB, source: null, command: ['python', '-c', "print('a b')", 'x/y.z'] };
+    expect(fieldsOf(job).command).toBe(`python -c 'print('"'"'a b'"'"')' x/y.z`);
+  });
+});
+
+describe('LaunchModel', () => {
+  const form: ILaunchForm = {
+    path: 'a.ipynb',
+    kind: 'notebook',
+    cwd: '/home/ada',
+    kernel: 'python3',
+    environments: [],
+    parameters: { lr: '0.1' }
+  };
+  let model: LaunchModel;
+  const asked: unknown[] = [];
+  const sent: [ILaunchRequest, string][] = [];
+
+  function open(
+    first: Partial<IFields>,
+    options: { offers?: () => Promise<IOffers>; launch?: () => Promise<IJob> } = {}
+  ): void {
+    vi.useFakeTimers();
+    asked.length = sent.length = 0;
+    model = new LaunchModel({
+      trans,
+      fields: first,
+      launchForm: async () => form,
+      offers: async query => {
+        asked.push(query);
+        return options.offers === undefined ? OFFERS : options.offers();
+      },
+      launch: async (request, key) => {
+        sent.push([request, key]);
+        return options.launch === undefined ? JOB : options.launch();
+      }
+    });
+  }
+
+  afterEach(() => {
+    model.dispose();
+    vi.useRealTimers();
+  });
+
+  it('begins with what the file and the broker say, and keeps what was typed', async () => {
+    open({ path: 'a.ipynb', kernel: 'torch' });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(model.fields).toMatchObject({
+      cwd: '/home/ada',
+      kernel: 'torch',
+      parameters: 'lr = 0.1',
+      project: OFFERS.project
+    });
+    expect(outlookText(trans, model.outlook)).toMatch(/^Number 3\. Needs 2 GPUs/);
+  });
+
+  it('asks for the newest size only, when the typing pauses', async () => {
+    open({ path: 'a.ipynb' });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ gpus: '0.' });
+    model.set({ gpus: '0.5' });
+    await vi.advanceTimersByTimeAsync(299);
+    expect(asked.length).toBe(1);
+    await vi.advanceTimersByTimeAsync(1);
+    expect(asked.slice(1)).toEqual([{ project: OFFERS.project, gpus: '0.5', memory: '' }]);
+    model.set({ gpus: 'x' });
+    await vi.advanceTimersByTimeAsync(300);
+    expect(asked.length).toBe(2);
+    expect(model.outlook).toEqual({ kind: 'none' });
+  });
+
+  it('shows the refusal of a size that can never run', async () => {
+    open({}, { offers: () => Promise.reject(new Error('Asks for 8 GPUs together; the largest machine has 4.')) });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(outlookText(trans, model.outlook)).toMatch(/^Asks for 8 GPUs/);
+  });
+
+  it('submits once, with one key for the dialog', async () => {
+    open({ path: 'a.ipynb' });
+    await vi.advanceTimersByTimeAsync(0);
+    const [first, second] = await Promise.all([model.submit(), model.submit()]);
+    expect([first, second]).toEqual([JOB, null]);
+    await model.submit();
+    expect(sent.length).toBe(2);
+    expect(sent[0]![1]).toMatch(/^[0-9a-f]{32}$/);
+    expect(sent[1]![1]).toBe(sent[0]![1]);
+  });
+
+  it('says why it was refused, and can be tried again', async () => {
+    open({ path: 'a.ipynb' }, { launch: () => Promise.reject(new Error('the queue is full')) });
+    expect(await model.submit()).toBeNull();
+    expect([model.refusal, model.busy]).toEqual(['the queue is full', false]);
+  });
+
+  it('sends nothing while something is wrong', async () => {
+    open({ path: 'a.ipynb', gpus: 'x' });
+    expect(await model.submit()).toBeNull();
+    expect(sent).toEqual([]);
+  });
+});

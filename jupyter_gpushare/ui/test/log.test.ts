@@ -1,0 +1,112 @@
+import { describe, expect, it } from 'vitest';
+
+import { FIRST_BYTES, Log, plain } from '../src/log';
+import { points, Samples } from '../src/samples';
+
+/** A log of one attempt that grows. */
+class File {
+  text = '';
+  attempts = 1;
+  asked: [number, number][] = [];
+  most = 1000;
+
+  readonly read = async (attempt: number, offset: number) => {
+    this.asked.push([attempt, offset]);
+    const from = offset < 0 ? Math.max(0, this.text.length + offset) : offset;
+    const text = this.text.slice(from, from + this.most);
+    return { text, offset: from, next: from + text.length, attempts: this.attempts };
+  };
+}
+
+describe('plain', () => {
+  it('is what a terminal would leave', () => {
+    expect(plain('\x1b[31mred\x1b[0m')).toBe('red');
+    expect(plain(' 1%|#\r 50%|##\r100%|###')).toBe('100%|###');
+    expect(plain('a\r\nb')).toBe('a\nb');
+  });
+});
+
+describe('Log', () => {
+  it('reads on where it was, and completes a line', async () => {
+    const file = new File();
+    const log = new Log(file.read, 0);
+    expect(await log.readOn()).toBe(false);
+    file.text = 'one\ntw';
+    expect(await log.readOn()).toBe(true);
+    expect(log.lines).toEqual(['one', 'tw']);
+    file.text += 'o\nthree\n';
+    await log.readOn();
+    expect(log.lines).toEqual(['one', 'two', 'three', '']);
+    expect(file.asked).toEqual([
+      [0, -FIRST_BYTES],
+      [0, 0],
+      [0, 6]
+    ]);
+    expect(log.isCut).toBe(false);
+  });
+
+  it('shows a bar once, however often it was drawn', async () => {
+    const file = new File();
+    const log = new Log(file.read, 0);
+    for (const text of ['\r 10%|#', '\r 20%|##', '\r 30%|###']) {
+      file.text += text;
+      await log.readOn();
+    }
+    expect(log.lines).toEqual([' 30%|###']);
+  });
+
+  it('begins near the end of a long one, and says so', async () => {
+    const file = new File();
+    file.text = 'x\n'.repeat(FIRST_BYTES);
+    file.most = 10 * FIRST_BYTES;
+    const log = new Log(file.read, 0);
+    await log.readOn();
+    expect(log.isCut).toBe(true);
+    expect(log.lines.length).toBeLessThanOrEqual(10_000);
+  });
+
+  it('begins anew with a new attempt, unless an old one is looked at', async () => {
+    const file = new File();
+    file.text = 'first';
+    const [newest, fixed] = [new Log(file.read, 0), new Log(file.read, 1)];
+    await newest.readOn();
+    await fixed.readOn();
+    file.text = 'second';
+    file.attempts = 2;
+    await newest.readOn();
+    await newest.readOn();
+    expect(newest.lines).toEqual(['second']);
+    await fixed.readOn();
+    expect(fixed.attempts).toBe(2);
+    expect(fixed.lines[0]).toMatch(/^first/);
+  });
+
+  it('finds lines, whatever their case', async () => {
+    const file = new File();
+    file.text = 'Loss 1\nacc 2\nloss 3';
+    const log = new Log(file.read, 0);
+    await log.readOn();
+    expect(log.find('LOSS')).toEqual([0, 2]);
+    expect(log.find('')).toEqual([]);
+  });
+});
+
+describe('Samples', () => {
+  const sample = (at: number, memoryBytes: number) => ({ at, memoryBytes, utilizationPercent: null });
+
+  it('are bounded in time and in number', () => {
+    const samples = new Samples();
+    for (let at = 0; at < 1_000_000; at += 100) {
+      samples.add(sample(at, 1));
+    }
+    expect(samples.all.length).toBeLessThanOrEqual(330);
+    expect(samples.all.length).toBeGreaterThan(250);
+    expect(samples.all[0]!.at).toBeGreaterThanOrEqual(400_000 - 100);
+  });
+
+  it('are drawn from the right edge to the left', () => {
+    const samples = [sample(0, 0), sample(300_000, 5), sample(600_000, 20)];
+    expect(points(samples, each => each.memoryBytes, 10, 240, 36)).toBe('0.0,36.0 120.0,18.0 240.0,0.0');
+    expect(points([], each => each.memoryBytes, 10, 240, 36)).toBe('');
+  });
+});
