@@ -115,7 +115,8 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
         except BrokerUnavailable:
             return [broker], None, None
     token_known = _ok("token", f"The broker knows you as {status.user}.")
-    return [broker, token_known, check_devices(status, devices)], status, devices
+    found = [broker, token_known, check_devices(status, devices), *check_ladders(devices)]
+    return found, status, devices
 
 
 def check_health(health: wire.Health) -> Check:
@@ -145,6 +146,23 @@ def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
         return _warn(name, f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
     return _ok(name, said)
+
+
+def check_ladders(devices: wire.Devices) -> list[Check]:
+    """What can enforce a limit on each device, strongest first, and why not what cannot."""
+    return [check_ladder(device) for device in devices.devices if device.ladder]
+
+
+def check_ladder(device: wire.DeviceStatus) -> Check:
+    """The levels of one device, each seen to hold by its self-test, or why not."""
+    name = "enforcement"
+    said = f"{device.name} ({device.uuid}): " + "; ".join(
+        f"{rung.level}: {'yes' if rung.offered else 'no, ' + rung.reason}" for rung in device.ladder
+    )
+    if device.level == "hints":
+        advice = "a part of this device is a request only; see docs/isolation.md for what each level needs"
+        return _warn(name, f"{said}.", advice)
+    return _ok(name, f"{said}.")
 
 
 def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wire.LeaseStatus | None:

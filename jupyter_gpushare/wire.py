@@ -385,6 +385,14 @@ class Status(Answer, frozen=True):
     keep_left_minutes: float | None = None  # of today's budget for "Keep it"
 
 
+class Rung(Answer, frozen=True):
+    """One level of enforcement on one device."""
+
+    level: str
+    offered: bool  # its self-test passed there
+    reason: str  # why not
+
+
 class DeviceStatus(Answer, frozen=True):
     uuid: str
     name: str
@@ -398,6 +406,7 @@ class DeviceStatus(Answer, frozen=True):
     suspend_reason: str
     held_milli: int
     claimed_milli: int
+    ladder: list[Rung] = []  # all levels, strongest first; empty before the self-test
 
 
 class Devices(Answer, frozen=True):

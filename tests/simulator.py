@@ -52,6 +52,8 @@ class Fault(IntEnum):
     HANG_NVML = 8
     HANG_CHECKPOINT = 9
     XID = 10
+    ECC = 11
+    DRIVER_RESTART = 12
 
 
 class Phase(IntEnum):
@@ -162,6 +164,14 @@ class Simulator:
         if self._attached().gpushare_sim_uuid(device, text):
             raise ValueError(f"no device {device}")
         return text.value.decode()
+
+    def group(self, device: int, path: Path) -> tuple[int, int] | None:
+        """What the processes of a cgroup may have of a device: (soft, hard) bytes; None: no limit."""
+        soft, hard = ctypes.c_uint64(), ctypes.c_uint64()
+        unlimited = self._attached().gpushare_sim_group(
+            device, os.fsencode(path), ctypes.byref(soft), ctypes.byref(hard)
+        )
+        return None if unlimited else (soft.value, hard.value)
 
     def process_state(self, pid: int) -> int:
         """A process's checkpoint state (CUprocessState), -1 when it does not use CUDA."""

@@ -112,7 +112,7 @@ class Views:
             memory_used_bytes=facts.memory_used_bytes,
             memory_saved_bytes=facts.memory_saved_bytes,
             utilization_percent=self._utilization(lease),
-            level=level.get(lease.devices[0], "") if lease.devices else "",
+            level=str(sample.level) if sample else level.get(lease.devices[0], "") if lease.devices else "",
             suspendable=facts.suspendable,
             borrowed=facts.borrowed,
             wanted=facts.wanted,
@@ -368,6 +368,10 @@ class Views:
                         if device.uuid in x.devices and x.state in HOLDS_ROOM
                     ),
                     claimed_milli=claims.get(device.uuid, 0),
+                    ladder=[
+                        wire.Rung(level=str(rung.level), offered=rung.offered, reason=rung.reason)
+                        for rung in device.ladder
+                    ],
                 )
             )
         return wire.Devices(

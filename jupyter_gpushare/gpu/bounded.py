@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..errors import DeviceError
 
@@ -30,8 +30,8 @@ class Lane:
         self._name = name
         self._turn = threading.Lock()
         self._wake = threading.Condition()
-        self._job: _Job | None = None
-        self._stuck: _Job | None = None
+        self._job: Job[Any] | None = None
+        self._stuck: Job[Any] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -40,8 +40,34 @@ class Lane:
         stuck = self._stuck
         return stuck.name if stuck is not None and not stuck.done.is_set() else ""
 
-    def call(self, name: str, call: Callable[[], _Value], timeout_s: float) -> _Value:
-        """What ``call`` returns.
+    def begin(self, name: str, call: Callable[[], _Value], wait_s: float = 0.0) -> Job[_Value]:
+        """Start a call and return at once, or after ``wait_s`` when another is still running.
+
+        Raises:
+            DeviceError: with code ``TIMED_OUT``: an earlier call hangs or still runs.
+        """
+        if self.stuck_in:
+            raise DeviceError(name, TIMED_OUT, f"{self.stuck_in} has not returned")
+        if not self._turn.acquire(timeout=wait_s):
+            raise DeviceError(name, TIMED_OUT, f"{self._name} is busy")
+        job = Job(name, call)
+        with self._wake:
+            self._job = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"lane-{self._name}", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+        return job
+
+    def give_up(self, job: Job[_Value], after_s: float) -> DeviceError:
+        """Leave a call behind: until it returns, every other one is refused at once."""
+        self._stuck = job
+        return DeviceError(job.name, TIMED_OUT, f"no answer within {after_s:g} s")
+
+    def call(
+        self, name: str, call: Callable[[], _Value], timeout_s: float, turn_s: float | None = None
+    ) -> _Value:
+        """What ``call`` returns; another one that still runs is waited for (at most ``turn_s``).
 
         Raises:
             DeviceError: with code ``TIMED_OUT`` when it took too long, or when an
@@ -49,26 +75,10 @@ class Lane:
             Exception: whatever ``call`` raised.
         """
         deadline = time.monotonic() + timeout_s
-        if not self._turn.acquire(timeout=timeout_s):
-            raise DeviceError(name, TIMED_OUT, f"{self._name} is busy")
-        try:
-            if self.stuck_in:
-                raise DeviceError(name, TIMED_OUT, f"{self.stuck_in} has not returned")
-            job = _Job(name, call)
-            with self._wake:
-                self._job = job
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=f"lane-{self._name}", daemon=True)
-                    self._thread.start()
-                self._wake.notify()
-            if not job.done.wait(max(0.0, deadline - time.monotonic())):
-                self._stuck = job
-                raise DeviceError(name, TIMED_OUT, f"no answer within {timeout_s:g} s")
-        finally:
-            self._turn.release()
-        if job.error is not None:
-            raise job.error
-        return job.value  # type: ignore[return-value]
+        job = self.begin(name, call, timeout_s if turn_s is None else turn_s)
+        if not job.done.wait(max(0.0, deadline - time.monotonic())):
+            raise self.give_up(job, timeout_s)
+        return job.result()
 
     def _run(self) -> None:
         while True:
@@ -77,22 +87,34 @@ class Lane:
                     self._wake.wait()
                 job, self._job = self._job, None
             job.run()
+            # The turn first: whoever sees the call done may begin the next.
+            self._turn.release()
+            job.done.set()
             del job
 
 
-class _Job:
-    __slots__ = ("call", "done", "error", "name", "value")
+class Job(Generic[_Value]):
+    """One call of a lane: ``done`` is set when it has returned."""
 
-    def __init__(self, name: str, call: Callable[[], object]) -> None:
+    __slots__ = ("_call", "_error", "_value", "began_at", "done", "name")
+
+    def __init__(self, name: str, call: Callable[[], _Value]) -> None:
         self.name = name
-        self.call = call
-        self.value: object = None
-        self.error: BaseException | None = None
+        self.began_at = time.monotonic()
         self.done = threading.Event()
+        self._call = call
+        self._value: _Value | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
+        """Make the call; what it raises is kept for `result`."""
         try:
-            self.value = self.call()
+            self._value = self._call()
         except BaseException as error:  # handed to the caller, whatever it is
-            self.error = error
-        self.done.set()
+            self._error = error
+
+    def result(self) -> _Value:
+        """What a call that is done returned, or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]

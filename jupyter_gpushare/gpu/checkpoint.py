@@ -199,8 +199,10 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def hold(first_bytes: int, second_bytes: int) -> int:
+def hold(first_bytes: int, second_bytes: int, cgroup: str = "") -> int:
     """The self-test's child: holds a pattern in device memory and reads it back on demand.
+
+    It enters ``cgroup`` first, where one is given.
 
     Prints ``ready`` with the pattern's digest and the codes of both allocations; the
     second one is expected to be denied.  For each line on stdin it reads the memory
@@ -208,6 +210,9 @@ def hold(first_bytes: int, second_bytes: int) -> int:
     """
     # It must not outlive a helper that is killed while it is locked: nobody would unlock it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if cgroup:
+        with open(f"{cgroup}/cgroup.procs", "a", encoding="ascii") as procs:
+            procs.write(f"{os.getpid()}\n")
     cuda = ctypes.CDLL("libcuda.so.1")
     context, first, second = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
     device = ctypes.c_int()
@@ -236,4 +241,4 @@ def hold(first_bytes: int, second_bytes: int) -> int:
 
 if __name__ == "__main__":
     # Without the driver's own end-of-process code, which may wait for the driver.
-    os._exit(hold(int(sys.argv[1]), int(sys.argv[2])))
+    os._exit(hold(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

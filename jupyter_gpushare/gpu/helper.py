@@ -28,12 +28,17 @@ from typing import Any
 
 from .. import __version__
 from ..errors import GpuShareError, HelperError, InvalidRequest
-from . import canary, verbs
+from . import verbs
+from .canary import Canary
+from .cgroups import Cgroups
 from .checkpoint import Checkpoint
 from .events import Events
+from .examiner import Examiner
+from .health import Health
 from .host import HostMemory
 from .isolation import check_lease
 from .journal import StateDirectory
+from .ladder import reserve_bytes
 from .lease import Lease
 from .leases import LeaseBook
 from .nvml import Gpu, Nvml
@@ -41,17 +46,14 @@ from .processes import Processes, boot_id, leader
 from .sampler import Sampler
 from .server import Server
 from .suspend import Mover
-from .verbs import Device, ErrorKind, EventKind
+from .verbs import Device, ErrorKind, Level
 from .wake import Waker
 from .watchdog import Action, Watchdog
 
 log = logging.getLogger(__name__)
 
-RESERVE_PERCENT = 3
-RESERVE_FLOOR_BYTES = 256 << 20
 # How long `inventory` waits for the self-tests that run at start; a `DEVICE` event follows a later end.
 CANARY_WAIT_S = 4.0
-CANARY_RETRY_S = 30.0
 # How long a stop waits for a move that is under way.
 STOP_WAIT_S = 5.0
 STOP_LIMIT_S = 2.0
@@ -69,6 +71,7 @@ class Options:
     allow_uids: frozenset[int] = frozenset()
     watchdog: Action = Action.WARN
     host_budget_percent: int = 50
+    cgroup_root: Path | None = None
     sample_s: float = 1.0
 
 
@@ -90,10 +93,28 @@ class Helper:
         self._host = HostMemory(options.host_budget_percent, self._checkpoint.simulated_host_memory)
         self._processes = Processes()
         self._events = Events()
-        self._book = LeaseBook(self._state, self._nvml, self._processes, self._boot_id)
-        self._verdicts: dict[str, canary.Verdict] = {}
-        self._examined = threading.Event()
-        self._stopping = threading.Event()
+        self._cgroups = Cgroups(options.cgroup_root, self._nvml)
+        self._book = LeaseBook(
+            self._state,
+            self._nvml,
+            self._processes,
+            self._boot_id,
+            self._cgroups,
+            lambda uuid: self._examiner.offers(uuid, Level.CGROUP),
+        )
+        self._health = Health(self._nvml, self._events, self._book.all)
+        self._watchdog = Watchdog(options.watchdog, self._processes, self._events)
+        self._examiner = Examiner(
+            canary=Canary(
+                self._nvml, self._checkpoint, self._cgroups, self._state.leases, self._watchdog.own.add
+            ),
+            nvml=self._nvml,
+            health=self._health,
+            events=self._events,
+            state=self._state,
+            key=f"{self._boot_id} {self._nvml.driver} {self._simulated}",
+            enforce=self._enforce,
+        )
         self._waker = Waker(self._book.all, self._events)
         self._mover = Mover(
             nvml=self._nvml,
@@ -103,18 +124,23 @@ class Helper:
             host=self._host,
             events=self._events,
             boot_id=self._boot_id,
-            hindrance=self._hindrance,
+            hindrance=self._examiner.hindrance,
+            out_of_service=self._health.reason,
+            on_driver_error=self._examiner.doubt,
+            margin_bytes=self._examiner.margin_bytes,
             leases=self._book.all,
             on_suspended=self._waker.kick,
             step=step,
         )
-        self._watchdog = Watchdog(options.watchdog, self._processes, self._events)
         self._sampler = Sampler(
             nvml=self._nvml,
             processes=self._processes,
             mover=self._mover,
             host=self._host,
             watchdog=self._watchdog,
+            health=self._health,
+            place=self._cgroups.place,
+            level=self._examiner.level_of,
             events=self._events,
             leases=self._book.all,
             period_s=options.sample_s,
@@ -129,9 +155,11 @@ class Helper:
         for run in (
             self._sampler.run,
             self._sampler.run_exits,
+            self._sampler.run_settle,
+            self._health.run,
             self._waker.run,
             self._server.run,
-            self._examine,
+            self._examiner.run,
         ):
             threading.Thread(target=run, name=run.__qualname__, daemon=True).start()
         self._waker.kick()
@@ -143,7 +171,8 @@ class Helper:
 
     def stop(self) -> None:
         """Stop serving; suspended leases stay suspended, lease files stay in place."""
-        self._stopping.set()
+        self._examiner.stop()
+        self._health.stop()
         self._server.stop()
         self._events.close()
         self._waker.stop()
@@ -200,7 +229,7 @@ class Helper:
         )
 
     def _inventory(self) -> verbs.Inventory:
-        self._examined.wait(CANARY_WAIT_S)
+        self._examiner.wait_first(CANARY_WAIT_S)
         return verbs.Inventory(
             host=socket.gethostname(),
             driver=self._nvml.driver,
@@ -212,28 +241,31 @@ class Helper:
         )
 
     def _device(self, gpu: Gpu) -> Device:
-        healthy, reason = self._sampler.health(gpu.uuid)
-        verdict = self._verdicts.get(gpu.uuid)
+        reason = self._health.reason(gpu.uuid)
+        verdict = self._examiner.verdict(gpu.uuid)
         return Device(
             uuid=gpu.uuid,
             index=gpu.index,
             name=gpu.name,
             memory_bytes=gpu.memory_bytes,
-            reserve_bytes=max(gpu.memory_bytes * RESERVE_PERCENT // 100, RESERVE_FLOOR_BYTES),
-            healthy=healthy,
+            reserve_bytes=reserve_bytes(gpu),
+            healthy=not reason,
             reason=reason,
-            level=verdict.level if verdict else verbs.Level.HINTS,
+            level=verdict.level if verdict else Level.HINTS,
+            ladder=verdict.ladder if verdict else (),
+            profile=gpu.profile,
             suspendable=verdict.suspendable if verdict else False,
-            suspend_reason=self._hindrance(gpu.uuid),
+            suspend_reason=self._examiner.hindrance(gpu.uuid),
             suspend_bytes_per_s=verdict.suspend_bytes_per_s if verdict else 0,
             resume_bytes_per_s=verdict.resume_bytes_per_s if verdict else 0,
             island=gpu.island,
         )
 
-    def _hindrance(self, uuid: str) -> str:
-        """Why nothing on this device can be suspended; "" if it can."""
-        verdict = self._verdicts.get(uuid)
-        return verdict.reason if verdict else "the self-test has not finished"
+    def _enforce(self, uuid: str) -> None:
+        """Leases that were made before it was known that the driver can limit them."""
+        for lease in self._book.all():
+            if uuid in lease.limits and not lease.in_cgroup:
+                self._book.enforce(lease)
 
     def _suspend(self, request: verbs.Suspend, epoch: int) -> verbs.Moved:
         if not 0 < request.timeout_s <= 600:
@@ -288,47 +320,6 @@ class Helper:
         log.info("lease=%s signal=%s to=%s processes=%d", request.lease, number.name, request.to, len(sent))
         return verbs.Signalled(count=len(sent))
 
-    def _examine(self) -> None:
-        """Run the self-test of every device; again later where there was no room for it."""
-        key = f"{self._boot_id} {self._nvml.driver} {self._simulated}"
-        kept = self._state.canary()
-        for gpu in self._nvml.gpus:
-            if verdict := canary.kept(kept, key, gpu.uuid):
-                self._verdicts[gpu.uuid] = verdict
-        while not self._stopping.is_set():
-            for gpu in self._nvml.gpus:
-                known = self._verdicts.get(gpu.uuid)
-                if known is not None and known.final:
-                    continue
-                verdict = canary.examine(
-                    gpu,
-                    nvml=self._nvml,
-                    checkpoint=self._checkpoint,
-                    leases=self._state.leases,
-                    ours=self._watchdog.own.add,
-                )
-                self._verdicts[gpu.uuid] = verdict
-                if verdict != known:
-                    self._tell_verdict(gpu, verdict)
-            self._state.save_canary(canary.keep(key, self._verdicts))
-            self._examined.set()
-            if all(verdict.final for verdict in self._verdicts.values()):
-                return
-            self._stopping.wait(CANARY_RETRY_S)
-
-    def _tell_verdict(self, gpu: Gpu, verdict: canary.Verdict) -> None:
-        log.info(
-            "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s",
-            gpu.uuid, verdict.suspendable, verdict.level,
-            verdict.suspend_bytes_per_s, verdict.resume_bytes_per_s, verdict.reason or "-",
-        )  # fmt: skip
-        self._events.publish(
-            EventKind.DEVICE,
-            device=gpu.uuid,
-            reason=verdict.reason,
-            fields={"suspendable": "true" if verdict.suspendable else "false", "level": str(verdict.level)},
-        )
-
 
 EXAMPLES = """\
 examples:
@@ -365,6 +356,10 @@ def parse(argv: Sequence[str]) -> Options:
         help="how much of the host's memory suspended leases may take together (default 50)",
     )  # fmt: skip
     parser.add_argument(
+        "--cgroup-root", type=Path, metavar="PATH",
+        help="a cgroup (v2) below which the helper makes one per lease: for drivers that limit them (r615)",
+    )  # fmt: skip
+    parser.add_argument(
         "--sample-s", type=float, default=1.0, metavar="SECONDS", help="time between samples (default 1)"
     )
     given = parser.parse_args(argv)
@@ -381,6 +376,7 @@ def parse(argv: Sequence[str]) -> Options:
         allow_uids=frozenset(given.allow_uid),
         watchdog=given.watchdog,
         host_budget_percent=given.host_budget_percent,
+        cgroup_root=given.cgroup_root.absolute() if given.cgroup_root else None,
         sample_s=given.sample_s,
     )
 

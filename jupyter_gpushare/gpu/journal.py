@@ -39,6 +39,7 @@ class Parked:
     pid: int
     start_ticks: int
     saved_bytes: dict[str, int]
+    core_filter: int = -1  # /proc/PID/coredump_filter before it was suspended; -1: not changed
 
     @property
     def key(self) -> tuple[int, int]:
@@ -56,6 +57,7 @@ class Record:
     phase: Phase
     parked: tuple[Parked, ...] = ()
     lost: tuple[Parked, ...] = ()
+    guaranteed: dict[str, int] = field(default_factory=dict)
     # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES"; None: not known.
     counted: dict[str, str] = field(default_factory=dict)
 

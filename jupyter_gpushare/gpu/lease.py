@@ -14,11 +14,15 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from .isolation import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
 from .journal import Parked, Record
 from .processes import Process
 from .verbs import Phase
+
+if TYPE_CHECKING:
+    from .hindrance import Failure
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class Lease:
         self.name = record.lease
         self.uid = record.uid
         self.limits = record.limits
+        self.guaranteed = record.guaranteed
         self.files = files
         self.phase = record.phase
         self.moving = threading.Lock()
@@ -79,8 +84,10 @@ class Lease:
         self.active_at = time.monotonic()
         self.was_alive = False
         self.contexts: dict[str, int] = {}  # as charged in the limit page
-        # Processes that the driver failed to move: why, and until when that is believed.
-        self.hindered: dict[Key, tuple[str, float]] = {}
+        self.in_cgroup = False  # whether the driver itself limits it
+        self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
+        # Processes that the driver failed to move (`hindrance`).
+        self.hindered: dict[Key, Failure] = {}
 
     @property
     def saved_bytes(self) -> dict[str, int]:
@@ -122,6 +129,7 @@ class Lease:
             lease=self.name,
             uid=self.uid,
             limits=self.limits,
+            guaranteed=self.guaranteed,
             phase=self.phase,
             parked=tuple(self.parked.values()),
             lost=tuple(self.lost.values()),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import HelperError, InvalidRequest
+from .cgroups import Cgroups
 from .isolation import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, uuid_bytes
 from .journal import Record, StateDirectory
 from .lease import PAGE, Lease
@@ -34,8 +35,19 @@ TURN_WAIT_S = 5.0
 class LeaseBook:
     """All leases by name."""
 
-    def __init__(self, state: StateDirectory, nvml: Nvml, processes: Processes, boot_id: str) -> None:
+    def __init__(
+        self,
+        state: StateDirectory,
+        nvml: Nvml,
+        processes: Processes,
+        boot_id: str,
+        cgroups: Cgroups,
+        cgroups_offered: Callable[[str], bool],
+    ) -> None:
+        """``cgroups_offered`` says whether the driver's own limits passed their test on a device."""
         self._state = state
+        self._cgroups = cgroups
+        self._cgroups_offered = cgroups_offered
         self._nvml = nvml
         self._processes = processes
         self._boot_id = boot_id
@@ -101,16 +113,23 @@ class LeaseBook:
         try:
             with self._guard:
                 lease = self._leases.get(request.lease)
-                if lease is None:
-                    lease = self._create(request)
-                    log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
-                    self.on_suspended()
-                    return LeaseFiles(directory=str(lease.files.path))
+                created = lease is None
+                lease = lease or self._create(request)
+            if created:
+                log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
+                self.enforce(lease)
+                self.on_suspended()
+                return LeaseFiles(directory=str(lease.files.path))
             with self.turn(lease, epoch):
                 self._change(lease, request)
         except OSError as error:
             raise HelperError(ErrorKind.STATE, f"the lease cannot be written down: {error}") from None
         return LeaseFiles(directory=str(lease.files.path))
+
+    def enforce(self, lease: Lease) -> None:
+        """Have the driver limit a lease where it was found able to."""
+        if all(self._cgroups_offered(uuid) for uuid in lease.limits):
+            self._cgroups.limit(lease)
 
     def drop(self, request: Drop, epoch: int) -> Dropped:
         """Revoke a lease and forget it; unknown ones are fine.
@@ -126,6 +145,7 @@ class LeaseBook:
             killed = [key for key in lease.parked if self._processes.signal(key, signal.SIGKILL)]
             lease.dropped = True
             lease.files.revoke()
+            self._cgroups.remove(lease.name, lease.limits)
             self._state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
@@ -148,6 +168,7 @@ class LeaseBook:
                 self._state.forget(name)
                 continue
             self._leases[name] = Lease(record, files)
+        self._cgroups.sweep(self._leases)
         living = self._processes.scan({lease.name: lease.uid for lease in self.all()})
         for lease in self.all():
             lease.processes = living[lease.name]
@@ -173,6 +194,9 @@ class LeaseBook:
             uuid_bytes(uuid)
             if not 0 < limit_bytes <= memory[uuid]:
                 raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
+        for uuid, soft_bytes in request.guaranteed.items():
+            if not 0 <= soft_bytes <= request.limits.get(uuid, -1):
+                raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
 
     def _record(self, request: SetLimit) -> Record:
         return Record(
@@ -180,6 +204,7 @@ class LeaseBook:
             lease=request.lease,
             uid=request.uid,
             limits=dict(request.limits),
+            guaranteed=dict(request.guaranteed),
             phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
         )
 
@@ -210,12 +235,14 @@ class LeaseBook:
             raise HelperError(
                 ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
             )
-        before, lease.limits = lease.limits, dict(request.limits)
+        before = lease.limits, lease.guaranteed
+        lease.limits, lease.guaranteed = dict(request.limits), dict(request.guaranteed)
         try:
             self._state.save(lease.record(self._boot_id))
         except OSError:
-            lease.limits = before
+            lease.limits, lease.guaranteed = before
             raise
+        self.enforce(lease)
         for index, limit_bytes in enumerate(lease.limits.values()):
             lease.files.set_limit(index, limit_bytes)
 
@@ -223,6 +250,7 @@ class LeaseBook:
         """No process carries the lease: other limits, other devices, another phase."""
         record = self._record(request)
         same = list(lease.limits.items()) == list(record.limits.items())
+        same = same and lease.guaranteed == record.guaranteed
         if same and lease.phase is record.phase and not lease.parked:
             return
         again = Lease(record, lease.files)
@@ -233,6 +261,8 @@ class LeaseBook:
         self._state.save(again.record(self._boot_id))
         again.files.create(again.uid, again.limits, PAGE[again.phase])
         again.files.reopen()
+        self._cgroups.remove(lease.name, lease.limits)
+        self.enforce(again)
         with self._guard:
             self._leases[lease.name] = again
         lease.dropped = True

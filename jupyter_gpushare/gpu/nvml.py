@@ -11,7 +11,14 @@ Facts used here (NVML API reference, driver r570 and later):
 * ``nvmlDeviceGetProcessUtilization`` answers NOT_FOUND when no process used the
   device since the time stamp, and takes microseconds of the wall clock;
 * a MIG instance has memory and processes of its own, no utilization, and cannot
-  be checkpointed.
+  be checkpointed; its name ends in ``MIG <profile>``; events come from its parent;
+* ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT when nothing
+  happened; devices without ECC or events answer NOT_SUPPORTED;
+* ``nvmlDeviceSetMemoryLimits_v1`` (r615, "MPS v3 Memory Partitioning" on
+  docs.nvidia.com) limits what the processes of a cgroup (v2) may allocate on a
+  device: above ``hardLimit`` an allocation fails, ``softLimit`` is what stays
+  guaranteed under pressure; root only, not on MIG; soft 0 and hard MAX clear it,
+  which has to be done before the cgroup is removed.
 """
 
 from __future__ import annotations
@@ -19,18 +26,33 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pynvml
 
 from ..errors import DeviceError
-from .bounded import TIMED_OUT, Lane
+from .bounded import TIMED_OUT, Job, Lane
 
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 3.0
 # nvmlInit attaches to every device of the machine: seconds each without persistence mode.
 INIT_TIMEOUT_S = 60.0
+
+# What `usages` waits for all devices together.
+PASS_TIMEOUT_S = 0.5
+NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
+
+# The driver, or nvidia-ml-py, has no such call.
+NOT_OFFERED = int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+_ALL_INSTANCES = 0xFFFFFFFF
+_RESTARTED = (
+    pynvml.NVML_ERROR_UNINITIALIZED,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+)
 
 _Value = TypeVar("_Value")
 
@@ -45,6 +67,9 @@ class Gpu:
     memory_bytes: int
     mig: bool
     island: str
+    profile: str = ""  # of a MIG instance, such as 1g.10gb
+    parent: str = ""  # UUID of the GPU that reports this device's events
+    instance: int = _ALL_INSTANCES  # of a MIG instance: its GPU instance there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,7 @@ class Usage:
     processes: dict[int, int]
     # Pids that had a kernel running since the last call; None where NVML does not say.
     computing: frozenset[int] | None
+    uncorrected: int | None = None  # memory errors since the driver was loaded; None: not counted
 
 
 class Nvml:
@@ -70,12 +96,42 @@ class Nvml:
             DeviceError: there is no NVIDIA driver, or it does not answer.
         """
         self._timeout_s = timeout_s
-        system = Lane("nvml")
-        self.driver, found = system.call("nvmlInit", _find, INIT_TIMEOUT_S)
+        self._system = Lane("nvml")
+        self.driver, found = self._system.call("nvmlInit", _find, INIT_TIMEOUT_S)
         self._handles = {gpu.uuid: handle for gpu, handle in found}
         self._lanes = {gpu.uuid: Lane(gpu.uuid) for gpu, _ in found}
         self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
-        self.gpus = _with_islands(found, system)
+        self.gpus = _with_islands(found, self._system)
+        self._pending: dict[str, Job[Usage]] = {}
+
+    def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, Usage | DeviceError | None]:
+        """What each device shows; all are asked at once, and none is waited for longer than ``within_s``.
+
+        None: it has not answered yet, its answer comes with a later call.  After
+        `CALL_TIMEOUT_S` without one it is an error, and every other call to that
+        device is refused at once until it has answered.
+        """
+        found: dict[str, Usage | DeviceError | None] = {}
+        for uuid in self._handles:
+            if uuid not in self._pending:
+                try:
+                    self._pending[uuid] = self._begin_usage(uuid)
+                except DeviceError as error:
+                    # Another caller's question is under way: not yet an error.
+                    found[uuid] = error if self._lanes[uuid].stuck_in else None
+        deadline = time.monotonic() + within_s
+        for uuid, job in list(self._pending.items()):
+            if job.done.wait(max(0.0, deadline - time.monotonic())):
+                del self._pending[uuid]
+                try:
+                    found[uuid] = job.result()
+                except pynvml.NVMLError as error:
+                    found[uuid] = _device_error(job.name, error)
+            elif time.monotonic() - job.began_at >= self._timeout_s:
+                found[uuid] = self._lanes[uuid].give_up(job, self._timeout_s)
+            else:
+                found[uuid] = None
+        return found
 
     def usage(self, uuid: str) -> Usage:
         """Memory, utilization and processes of one device.
@@ -83,10 +139,68 @@ class Nvml:
         Raises:
             DeviceError: the call failed or hangs (code ``bounded.TIMED_OUT``).
         """
-        handle = self._handles[uuid]
-        since_us = self._seen_us[uuid]
-        self._seen_us[uuid] = int(time.time() * 1e6)
+        handle, since_us = self._handles[uuid], int(time.time() * 1e6)
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: _usage(handle, since_us))
+
+    def _begin_usage(self, uuid: str) -> Job[Usage]:
+        handle, since_us = self._handles[uuid], self._seen_us[uuid]
+        job = self._lanes[uuid].begin("nvmlDeviceGetMemoryInfo", lambda: _usage(handle, since_us))
+        self._seen_us[uuid] = int(time.time() * 1e6)
+        return job
+
+    def reopen(self) -> None:
+        """Take new handles after the driver was restarted; devices that are gone keep their old ones.
+
+        Raises:
+            DeviceError: the driver is not back.
+        """
+
+        def again() -> tuple[str, list[tuple[Gpu, Any]]]:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+            return _find()
+
+        self.driver, found = self._system.call("nvmlInit", again, INIT_TIMEOUT_S)
+        self._handles |= {gpu.uuid: handle for gpu, handle in found if gpu.uuid in self._handles}
+
+    @contextmanager
+    def listen(self) -> Iterator[Listener]:
+        """Hear the devices' events; blocks in the driver, so in a thread of one's own.
+
+        Raises:
+            DeviceError: the driver was restarted, or has no events at all.
+        """
+        try:
+            listener = Listener(self.gpus)
+        except pynvml.NVMLError as error:
+            raise _device_error("nvmlEventSetCreate", error) from None
+        try:
+            yield listener
+        finally:
+            listener.close()
+
+    def set_memory_limits(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int) -> None:
+        """Limit what the processes of a cgroup may allocate on a device; `NO_LIMIT` and 0 clear it.
+
+        Raises:
+            DeviceError: this driver, device or user cannot; or the call hangs.
+        """
+        handle = self._handles[uuid]
+        limits = getattr(pynvml, "c_nvmlSetMemoryLimits_v1_t", None)
+        name = "nvmlDeviceSetMemoryLimits_v1"
+        if limits is None:
+            raise DeviceError(name, NOT_OFFERED, "nvidia-ml-py is older than the driver's call")
+        filled = limits(cgroup.encode(), soft_bytes, hard_bytes)
+        self._call(uuid, name, lambda: pynvml.nvmlDeviceSetMemoryLimits_v1(handle, filled))
+
+    def under_mps(self, uuid: str) -> frozenset[int]:
+        """Pids that use a device through MPS, which cannot be checkpointed.
+
+        Raises:
+            DeviceError: as `usage`.
+        """
+        handle = self._handles[uuid]
+        return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", lambda: _under_mps(handle))
 
     def free_bytes(self, uuid: str) -> int:
         """Free memory of one device, now.
@@ -97,20 +211,67 @@ class Nvml:
         handle = self._handles[uuid]
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: int(_memory(handle).free))
 
-    def processes(self, uuid: str) -> dict[int, int]:
-        """Bytes by pid on one device, now.
+    def processes(self, uuid: str, turn_s: float | None = None) -> dict[int, int]:
+        """Bytes by pid on one device, now; another question to it is waited for at most ``turn_s``.
 
         Raises:
             DeviceError: as `usage`.
         """
         handle = self._handles[uuid]
-        return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", lambda: _processes(handle))
+        return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", lambda: _processes(handle), turn_s)
 
-    def _call(self, uuid: str, name: str, call: Callable[[], _Value]) -> _Value:
+    def _call(self, uuid: str, name: str, call: Callable[[], _Value], turn_s: float | None = None) -> _Value:
         try:
-            return self._lanes[uuid].call(name, call, self._timeout_s)
+            return self._lanes[uuid].call(name, call, self._timeout_s, turn_s)
         except pynvml.NVMLError as error:
             raise _device_error(name, error) from None
+
+
+class Listener:
+    """An event set of all devices that have events."""
+
+    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+        self._gpus = gpus
+        self._set = pynvml.nvmlEventSetCreate()
+        self.devices: set[str] = set()
+        for parent in dict.fromkeys(gpu.parent for gpu in gpus):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(parent)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
+                self.devices.add(parent)
+            except pynvml.NVMLError:
+                continue  # a virtual GPU, or one that is lost: noticed by measuring
+
+    def wait(self, timeout_ms: int) -> list[tuple[str, int]]:
+        """The devices (MIG instances by themselves) that reported an XID, and which.
+
+        Raises:
+            DeviceError: the driver was restarted, or cannot be waited for.
+        """
+        try:
+            event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)
+            parent = _text(pynvml.nvmlDeviceGetUUID(event.device))
+        except pynvml.NVMLError_Timeout:
+            return []
+        except pynvml.NVMLError_GpuIsLost:
+            return []  # measuring says which
+        except pynvml.NVMLError as error:
+            raise _device_error("nvmlEventSetWait", error) from None
+        return [
+            (gpu.uuid, int(event.eventData))
+            for gpu in self._gpus
+            if gpu.parent == parent and event.gpuInstanceId in (_ALL_INSTANCES, gpu.instance)
+        ]
+
+    def close(self) -> None:
+        """Let go of the set."""
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlEventSetFree(self._set)
+
+
+def is_restart(error: DeviceError) -> bool:
+    """Whether the driver was restarted under us: every handle is void."""
+    return error.code in _RESTARTED
 
 
 def is_gone(error: DeviceError) -> bool:
@@ -134,6 +295,7 @@ def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
         found: list[tuple[Gpu, Any]] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            parent = _text(pynvml.nvmlDeviceGetUUID(handle))
             instances = _instances(handle)
             for each in instances or [handle]:
                 gpu = Gpu(
@@ -143,7 +305,14 @@ def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
                     memory_bytes=int(_memory(each).total),
                     mig=bool(instances),
                     island="",
+                    parent=parent,
                 )
+                if instances:
+                    gpu = replace(
+                        gpu,
+                        profile=gpu.name.rpartition(" MIG ")[2],
+                        instance=int(pynvml.nvmlDeviceGetGpuInstanceId(each)),
+                    )
                 found.append((gpu, each))
     except pynvml.NVMLError as error:
         raise _device_error("nvmlInit", error) from None
@@ -180,10 +349,7 @@ def _with_islands(found: list[tuple[Gpu, Any]], lane: Lane) -> tuple[Gpu, ...]:
             word = {uuid: new if name == old else name for uuid, name in word.items()}
     sizes = list(word.values())
     return tuple(
-        Gpu(gpu.uuid, gpu.index, gpu.name, gpu.memory_bytes, gpu.mig, word[gpu.uuid])
-        if sizes.count(word[gpu.uuid]) > 1
-        else gpu
-        for gpu, _ in found
+        replace(gpu, island=word[gpu.uuid]) if sizes.count(word[gpu.uuid]) > 1 else gpu for gpu, _ in found
     )
 
 
@@ -214,6 +380,7 @@ def _usage(handle: Any, since_us: int) -> Usage:
         utilization_percent=percent,
         processes=_processes(handle),
         computing=_computing(handle, since_us),
+        uncorrected=_uncorrected(handle),
     )
 
 
@@ -232,6 +399,26 @@ def _computing(handle: Any, since_us: int) -> frozenset[int] | None:
     except pynvml.NVMLError:
         return None
     return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
+
+
+def _uncorrected(handle: Any) -> int | None:
+    try:
+        return int(
+            pynvml.nvmlDeviceGetTotalEccErrors(
+                handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+            )
+        )
+    except pynvml.NVMLError as error:
+        if is_gone(_device_error("nvmlDeviceGetTotalEccErrors", error)):
+            raise
+        return None
+
+
+def _under_mps(handle: Any) -> frozenset[int]:
+    try:
+        return frozenset(int(each.pid) for each in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+    except pynvml.NVMLError:
+        return frozenset()  # a driver that does not tell has other ways to refuse
 
 
 def _text(value: str | bytes) -> str:

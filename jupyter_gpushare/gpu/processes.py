@@ -25,6 +25,7 @@ and get its environment later.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import select
@@ -33,6 +34,8 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+log = logging.getLogger(__name__)
 
 MARK = "GPUSHARE_LEASE"
 SETTLES_S = 5.0
@@ -122,6 +125,25 @@ class Processes:
         finally:
             os.close(pidfd)
         return True
+
+    def core_filter(self, key: tuple[int, int]) -> int:
+        """Which mappings a process writes into a core file (core(5)); -1 when that is not known."""
+        try:
+            with open(f"/proc/{key[0]}/coredump_filter", encoding="ascii") as file:
+                value = int(file.read(), 16)
+        except (OSError, ValueError):
+            return -1
+        return value if self.alive(key) else -1
+
+    def set_core_filter(self, key: tuple[int, int], value: int) -> None:
+        """Choose what it writes; 0 is nothing but its own description.  Best effort."""
+        try:
+            with open(f"/proc/{key[0]}/coredump_filter", "w", encoding="ascii") as file:
+                # Opened first: while this very process lives, the file is its own.
+                if self.alive(key):
+                    file.write(f"{value:#x}")
+        except OSError as error:
+            log.warning("process %d: what it dumps cannot be set: %s", key[0], error)
 
     def _scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
         now = time.monotonic()

@@ -2,25 +2,37 @@
 
 A restore that runs out of device memory loses its process for ever, so it is tried
 only where the driver shows its bytes and a margin free, less what was promised to
-other restores that have not ended.  While another copies, its bytes count twice
+other restores that have not ended, and less what those need that asked before and
+still wait: first come, first served.  While another copies, its bytes count twice
 (promised, and no longer free): that errs on the safe side, and waits for its end.
+
+Free memory could be taken between the look and the restore, where the limits of
+the leases that are awake on the device do not all fit together.  Their allocations
+then wait in the library until the restore is over (`hold_back`).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
+from .isolation import PagePhase
+from .lease import PAGE, Lease
 from .nvml import Nvml
-from .verbs import Refusal
+from .verbs import Phase, Refusal
 
-# Kept free beside a restore: the driver's own bookkeeping grows a little with it.
+log = logging.getLogger(__name__)
+
+# Kept free beside a restore at least: the driver's own bookkeeping grows a little with it.
 MARGIN_BYTES = 64 << 20
 # A device's bookkeeping may lag behind an exit or a checkpoint.
 ROOM_WAIT_S = 2.0
 POLL_S = 0.02
+# An allocation that had passed the library when it was told to wait has reached the driver by then.
+SETTLE_S = 0.02
 
 
 class Undo(Exception):
@@ -35,10 +47,16 @@ class Undo(Exception):
 class DeviceRoom:
     """Hands out free device memory of this machine to restores."""
 
-    def __init__(self, nvml: Nvml) -> None:
+    def __init__(
+        self, nvml: Nvml, margin_bytes: Callable[[str], int], leases: Callable[[], Iterable[Lease]]
+    ) -> None:
+        """``margin_bytes`` is what a restore may take on a device beyond its bytes."""
         self._nvml = nvml
+        self._margin_bytes = margin_bytes
+        self._leases = leases
         self._changed = threading.Condition()
         self._promised: dict[str, int] = {}
+        self._waiting: list[Mapping[str, int]] = []
 
     @contextmanager
     def promise(self, saved: Mapping[str, int], timeout_s: float) -> Iterator[None]:
@@ -50,9 +68,22 @@ class DeviceRoom:
             Undo: the driver does not show enough free (``no_room``).
             DeviceError: the driver does not answer.
         """
-        began = time.monotonic()
         with self._changed:
-            while reason := self._no_room(saved):
+            self._take(saved, timeout_s)
+        try:
+            with self._held_back(saved):
+                yield
+        finally:
+            with self._changed:
+                for uuid, count in saved.items():
+                    self._promised[uuid] -= count
+                self._changed.notify_all()
+
+    def _take(self, saved: Mapping[str, int], timeout_s: float) -> None:
+        began = time.monotonic()
+        self._waiting.append(saved)
+        try:
+            while reason := self._no_room(saved, self._before(saved)):
                 others = any(self._promised.get(uuid) for uuid in saved)
                 wait_s = timeout_s if others else min(timeout_s, ROOM_WAIT_S)
                 if time.monotonic() - began >= wait_s:
@@ -60,17 +91,72 @@ class DeviceRoom:
                 self._changed.wait(POLL_S)
             for uuid, count in saved.items():
                 self._promised[uuid] = self._promised.get(uuid, 0) + count
-        try:
-            yield
         finally:
-            with self._changed:
-                for uuid, count in saved.items():
-                    self._promised[uuid] -= count
-                self._changed.notify_all()
+            self._waiting = [each for each in self._waiting if each is not saved]
+            self._changed.notify_all()
 
-    def _no_room(self, saved: Mapping[str, int]) -> str:
+    def _before(self, saved: Mapping[str, int]) -> dict[str, int]:
+        """What those need that wait since before this one."""
+        taken = dict(self._promised)
+        for each in self._waiting:
+            if each is saved:
+                break
+            for uuid, count in each.items():
+                taken[uuid] = taken.get(uuid, 0) + count
+        return taken
+
+    def _no_room(self, saved: Mapping[str, int], taken: Mapping[str, int]) -> str:
         for uuid, count in saved.items():
-            free = self._nvml.free_bytes(uuid) - self._promised.get(uuid, 0)
-            if count and free < count + MARGIN_BYTES:
-                return f"{count} bytes (and a margin of {MARGIN_BYTES}) are needed on {uuid}, {free} are free"
+            if not count:
+                continue
+            free, margin = self._nvml.free_bytes(uuid) - taken.get(uuid, 0), self._margin_bytes(uuid)
+            if free < count + margin:
+                return f"{count} bytes (and a margin of {margin}) are needed on {uuid}, {free} are free"
         return ""
+
+    @contextmanager
+    def _held_back(self, saved: Mapping[str, int]) -> Iterator[None]:
+        """Let allocations of leases wait that could take the room, and look once more."""
+        growing = [
+            lease for lease in self._leases() if lease.phase is Phase.RUNNING and self._grows(lease, saved)
+        ]
+        with ExitStack() as stack:
+            for lease in growing:
+                stack.enter_context(_waiting_page(lease))
+            if growing:
+                time.sleep(SETTLE_S)
+                with self._changed:
+                    mine = {uuid: self._promised.get(uuid, 0) - count for uuid, count in saved.items()}
+                    if reason := self._no_room(saved, mine):
+                        raise Undo(Refusal.NO_ROOM, reason)
+            yield
+
+    def _grows(self, lease: Lease, saved: Mapping[str, int]) -> bool:
+        """Whether a lease that is awake could still allocate what is meant for the restore."""
+        if not lease.processes:
+            return False
+        for uuid, count in saved.items():
+            left = lease.limits.get(uuid, 0) - lease.used_bytes.get(uuid, 0)
+            if count and left > 0 and self._overcommitted(uuid, count):
+                return True
+        return False
+
+    def _overcommitted(self, uuid: str, count: int) -> bool:
+        awake = sum(
+            max(lease.limits.get(uuid, 0), lease.used_bytes.get(uuid, 0))
+            for lease in self._leases()
+            if lease.phase is Phase.RUNNING and lease.processes
+        )
+        total = next((gpu.memory_bytes for gpu in self._nvml.gpus if gpu.uuid == uuid), 0)
+        return awake + count + self._margin_bytes(uuid) > total
+
+
+@contextmanager
+def _waiting_page(lease: Lease) -> Iterator[None]:
+    """The processes of a lease wait before they allocate; what they hold and run goes on."""
+    lease.files.set_phase(PagePhase.RESUMING)
+    log.info("lease=%s allocations wait for a restore beside it", lease.name)
+    try:
+        yield
+    finally:
+        lease.files.set_phase(PAGE[lease.phase])

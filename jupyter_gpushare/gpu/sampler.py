@@ -1,9 +1,10 @@
 """Measure every second, in one thread, and answer `sample` from memory.
 
-A pass reads each device (bounded: a device that hangs is unhealthy and costs its
-own values only), finds the processes of each lease, and reads each account.  The
-pass also runs at once when a process of a lease ended and after each move, so
-that what is reported follows quickly.
+A pass asks all devices at once and waits for them only briefly (one that is late
+keeps its last values, one that hangs or fails is out of service: `health`), finds
+the processes of each lease, and reads each account.  The pass also runs at once
+when a process of a lease ended and after each move, so that what is reported
+follows quickly.
 
 Whether a process computed is asked from the driver per process; where it cannot
 say (MIG, some vGPUs), a busy device counts for every lease with memory on it:
@@ -17,16 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from ..errors import DeviceError
 from .events import Events
+from .health import Health
 from .host import HostMemory
 from .isolation import NO_COUNTERS, Account
 from .lease import Lease
 from .nvml import Gpu, Nvml, Usage
 from .processes import Process, Processes
 from .suspend import Mover
-from .verbs import DeviceSample, EventKind, LeaseSample, Phase, ProcessSample, Sample
+from .verbs import DeviceSample, EventKind, LeaseSample, Level, Phase, ProcessSample, Sample
 from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,9 @@ class Sampler:
         mover: Mover,
         host: HostMemory,
         watchdog: Watchdog,
+        health: Health,
+        place: Callable[[Lease], None],
+        level: Callable[[Lease], Level],
         events: Events,
         leases: Callable[[], Iterable[Lease]],
         period_s: float,
@@ -59,6 +65,9 @@ class Sampler:
         self._mover = mover
         self._host = host
         self._watchdog = watchdog
+        self._health = health
+        self._place = place
+        self._level = level
         self._events = events
         self._leases = leases
         self._period_s = period_s
@@ -68,9 +77,10 @@ class Sampler:
         self._asked = False
         self._stopped = False
         self._devices: dict[str, DeviceSample] = {}
+        self._last: dict[str, Usage] = {}
         self._at = 0.0
         self._host_available_bytes = 0
-        self._settled_at = 0.0
+        self._end = threading.Event()
 
     # For other threads
 
@@ -79,18 +89,13 @@ class Sampler:
         leases = list(self._leases())
         return Sample(
             at=self._at,
-            devices=tuple(self._devices.values()),
+            devices=tuple(self._with_health(device) for device in list(self._devices.values())),
             leases=tuple(self._lease_sample(lease) for lease in leases),
             host_available_bytes=self._host_available_bytes,
             host_saved_bytes=sum(
                 sum(lease.saved_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
             ),
         )
-
-    def health(self, uuid: str) -> tuple[bool, str]:
-        """Whether a device answered last time, and if not, why."""
-        device = self._devices.get(uuid)
-        return (device.healthy, device.reason) if device else (True, "")
 
     def refresh(self, timeout_s: float) -> None:
         """Ask for a pass that begins now, and wait for its end, bounded."""
@@ -102,7 +107,8 @@ class Sampler:
             self._turn.wait_for(lambda: self._ended >= wanted or self._stopped, timeout_s)
 
     def stop(self) -> None:
-        """End both threads."""
+        """End the threads."""
+        self._end.set()
         with self._turn:
             self._stopped = True
             self._turn.notify_all()
@@ -131,52 +137,54 @@ class Sampler:
             if self._processes.wait_exit(30.0):
                 self.refresh(self._period_s)
 
+    def run_settle(self) -> None:
+        """Try again what is left half done, until stopped; apart, for it calls the driver and may hang."""
+        while not self._end.wait(SETTLE_EVERY_S):
+            try:
+                self._settle()
+            except Exception:  # the outermost loop
+                log.exception("leases could not be settled")
+
     def measure(self) -> None:
         """One pass."""
-        usages = {gpu.uuid: usage for gpu in self._nvml.gpus if (usage := self._device(gpu)) is not None}
+        answers = self._nvml.usages()
+        for gpu in self._nvml.gpus:
+            self._device(gpu, answers[gpu.uuid])
+        usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, Usage)}
+        # One that is late shows what it showed before; one that failed shows nothing.
+        shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
+        self._last = shown
         leases = list(self._leases())
         living = self._processes.scan({lease.name: lease.uid for lease in leases})
         for lease in leases:
-            self._lease(lease, usages, living.get(lease.name, ()))
+            self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._host.available_bytes()
         self._at = time.monotonic()
         self._watchdog.look(usages, leases)
-        self._settle(leases)
 
     # One pass
 
-    def _device(self, gpu: Gpu) -> Usage | None:
+    def _device(self, gpu: Gpu, answer: Usage | DeviceError | None) -> None:
         before = self._devices.get(gpu.uuid)
-        usage: Usage | None = None
-        try:
-            usage = self._nvml.usage(gpu.uuid)
-            now = DeviceSample(
-                uuid=gpu.uuid,
-                used_bytes=usage.used_bytes,
-                utilization_percent=usage.utilization_percent,
-                healthy=True,
-            )
-        except DeviceError as error:
-            now = DeviceSample(
-                uuid=gpu.uuid,
-                used_bytes=before.used_bytes if before else 0,
-                utilization_percent=0,
-                healthy=False,
-                reason=str(error),
-            )
-        self._devices[gpu.uuid] = now
-        if now.healthy != (before.healthy if before else True):
-            log.warning("device=%s healthy=%s reason=%s", gpu.uuid, now.healthy, now.reason)
-            self._events.publish(
-                EventKind.DEVICE,
-                device=gpu.uuid,
-                reason=now.reason,
-                fields={"healthy": "true" if now.healthy else "false"},
-            )
-        return usage
+        used, percent = (before.used_bytes, before.utilization_percent) if before else (0, 0)
+        if isinstance(answer, Usage):
+            used, percent = answer.used_bytes, answer.utilization_percent
+            self._health.errors(gpu.uuid, answer.uncorrected)
+        elif answer is not None:
+            percent = 0
+            self._health.lost(gpu.uuid, answer)
+        self._devices[gpu.uuid] = DeviceSample(
+            uuid=gpu.uuid, used_bytes=used, utilization_percent=percent, healthy=True
+        )
+
+    def _with_health(self, device: DeviceSample) -> DeviceSample:
+        """What was measured, with what is known about its health by now."""
+        reason = self._health.reason(device.uuid)
+        return replace(device, healthy=False, reason=reason) if reason else device
 
     def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
         lease.processes = living
+        self._place(lease)
         pids = {process.pid for process in lease.processes}
         used: dict[str, int] = {}
         by_process: dict[int, int] = {}
@@ -204,13 +212,9 @@ class Sampler:
             self._events.publish(EventKind.ENDED, lease=lease.name, reason="its last process is gone")
         lease.was_alive = bool(living)
 
-    def _settle(self, leases: list[Lease]) -> None:
+    def _settle(self) -> None:
         """Try again what a hung driver call left half done; let leases go on after a loss."""
-        now = time.monotonic()
-        if now - self._settled_at < SETTLE_EVERY_S:
-            return
-        self._settled_at = now
-        for lease in leases:
+        for lease in list(self._leases()):
             needs = lease.unsettled or lease.unsaved or lease.lost
             if not needs or not lease.moving.acquire(blocking=False):
                 continue
@@ -238,7 +242,7 @@ class Sampler:
         ]
         by_process = lease.by_process
         keys = [process.key for process in shown if process.pid in by_process]
-        reason = self._mover.hindrance(lease, account, keys, forced=False)
+        reason = self._mover.hindrances.reason(lease, account, keys, forced=False)
         return LeaseSample(
             lease=lease.name,
             phase=phase,
@@ -262,6 +266,7 @@ class Sampler:
             ),
             wanted=lease.wanted,
             queries_only=lease.queries_only,
+            level=self._level(lease),
         )
 
 

@@ -32,8 +32,9 @@ from ..errors import DeviceError
 from .bounded import TIMED_OUT
 from .checkpoint import Checkpoint, State
 from .events import Events
+from .hindrance import Hindrances
 from .host import HostMemory
-from .isolation import NO_COUNTERS, Account, Counters, words_of
+from .isolation import NO_COUNTERS, Account, Counters
 from .journal import Parked, StateDirectory
 from .lease import Key, Lease, parked_of
 from .nvml import Nvml
@@ -44,6 +45,8 @@ from .verbs import EventKind, Moved, Phase, Refusal
 log = logging.getLogger(__name__)
 
 GONE_WAIT_S = 10.0
+# How long a device is waited for that the lease has no business with.
+OTHERS_TURN_S = 0.2
 # Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
 COPY_FLOOR_S = 30.0
 COPY_BYTES_PER_S = 500_000_000
@@ -54,8 +57,6 @@ ASLEEP = (Phase.SUSPENDED, Phase.RESUMING)
 # What GetState answers for a process that does not use CUDA (any more, after an exec):
 # CUDA_ERROR_INVALID_VALUE, NOT_INITIALIZED, INVALID_HANDLE, NOT_FOUND.
 _NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
-# How long a process that the driver failed to checkpoint is left alone.
-HINDERED_S = 600.0
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY: the lock timed out
 
@@ -74,11 +75,19 @@ class Mover:
         events: Events,
         boot_id: str,
         hindrance: Callable[[str], str],
+        out_of_service: Callable[[str], str],
+        on_driver_error: Callable[[str], None],
+        margin_bytes: Callable[[str], int],
         leases: Callable[[], Iterable[Lease]],
         on_suspended: Callable[[], None],
         step: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """``hindrance`` says why a device cannot be suspended (or ""), ``step`` is told each step."""
+        """Wire it up.
+
+        ``hindrance`` says why nothing on a device can be suspended (or ""), ``out_of_service``
+        why nothing can be restored there, ``margin_bytes`` what a restore may take beyond its
+        bytes; ``on_driver_error`` is told of devices on which the driver failed, ``step`` each step.
+        """
         self._on_suspended = on_suspended
         self._nvml = nvml
         self._checkpoint = checkpoint
@@ -87,10 +96,12 @@ class Mover:
         self._host = host
         self._events = events
         self._boot_id = boot_id
-        self._hindrance = hindrance
+        self.hindrances = Hindrances(checkpoint, hindrance)
+        self._out_of_service = out_of_service
+        self._on_driver_error = on_driver_error
         self._leases = leases
         self._step = step
-        self._room = DeviceRoom(nvml)
+        self._room = DeviceRoom(nvml, margin_bytes, leases)
 
     # Verbs
 
@@ -105,6 +116,8 @@ class Mover:
             return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
         if lease.phase is not Phase.RUNNING:
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        if reason := self._broken(lease):
+            return _refused(Refusal.BUSY, reason)
         try:
             self._suspend(lease, calls, timeout_s)
         except Undo as undo:
@@ -128,6 +141,8 @@ class Mover:
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
         lease.parked = {key: each for key, each in lease.parked.items() if self._processes.alive(key)}
         saved = lease.saved_bytes
+        if reason := self._broken(lease):
+            return _refused(Refusal.BUSY, reason)
         try:
             with self._room.promise(saved, timeout_s):
                 self._resume(lease)
@@ -136,6 +151,12 @@ class Mover:
         except DeviceError as error:
             return _refused(Refusal.BUSY, str(error))
         return Moved(done=True, bytes=sum(saved.values()), took_s=round(time.monotonic() - began, 4))
+
+    def _broken(self, lease: Lease) -> str:
+        for uuid in lease.limits:
+            if reason := self._out_of_service(uuid):
+                return f"the device is out of service: {reason}"
+        return ""
 
     def settle(self, lease: Lease) -> None:
         """Bring a lease whose move was cut short to an end, whatever the driver says it reached.
@@ -176,29 +197,6 @@ class Mover:
         if not lease.lost:
             self._enter(lease, Phase.RUNNING, "the lost processes have ended")
 
-    def hindrance(self, lease: Lease, account: Account | None, keys: Iterable[Key], forced: bool) -> str:
-        """Why the lease cannot be suspended while these processes use the GPU; "" if it can."""
-        keys = set(keys)
-        if not keys:
-            return ""
-        if self._checkpoint.unavailable:
-            return self._checkpoint.unavailable
-        for uuid in lease.limits:
-            if reason := self._hindrance(uuid):
-                return reason
-        now = time.monotonic()
-        for key, (reason, until) in list(lease.hindered.items()):
-            if key in keys and until > now:
-                return reason
-        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
-        if words := words_of(slot.taints for key, slot in slots.items() if key in keys):
-            return f"it uses {words}"
-        if not forced and account is None:
-            return "its account file is broken"
-        if not forced and not keys <= slots.keys():
-            return "preload library not loaded"
-        return ""
-
     # Suspend
 
     def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
@@ -208,8 +206,10 @@ class Mover:
         if not forced:
             _check_calls(account, calls)
         found = self._on_devices(lease)
-        if reason := self.hindrance(lease, account, found, forced):
+        if reason := self.hindrances.reason(lease, account, found, forced=forced):
             raise Undo(Refusal.NOT_SUSPENDABLE, reason)
+        if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
+            raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
         by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
         held = sum(sum(other.saved_bytes.values()) for other in self._leases() if other.phase in ASLEEP)
         with self._host.promise(by_pid, held) as no_room:
@@ -276,19 +276,25 @@ class Mover:
                 return
             if error.code in (_NOT_READY, TIMED_OUT):
                 raise Undo(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
-            self._hinder(lease, key, f"the driver cannot lock it ({error})")
+            self._failed(lease, key, f"the driver cannot lock it ({error})")
             raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
 
     def _park_one(self, lease: Lease, key: Key) -> None:
         if key not in lease.parked:
             return
+        # Its device memory is host memory of the process from here on: too much for a core file.
+        before = self._processes.core_filter(key)
+        lease.parked[key] = replace(lease.parked[key], core_filter=before)
+        if before > 0:
+            self._save(lease)
+            self._processes.set_core_filter(key, 0)
         try:
             self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
         except DeviceError as error:
             if not self._processes.alive(key):
                 lease.parked.pop(key, None)
                 return
-            self._hinder(lease, key, f"the driver failed to checkpoint it ({error})")
+            self._failed(lease, key, f"the driver failed to checkpoint it ({error})")
             raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
         self._step("suspend:one")
 
@@ -355,6 +361,9 @@ class Mover:
 
     def _finish_running(self, lease: Lease, reason: str) -> None:
         """LOCKED -> RUNNING for every process, and the phase with them."""
+        for key, parked in lease.parked.items():
+            if parked.core_filter > 0:
+                self._processes.set_core_filter(key, parked.core_filter)
         for key, state in self._states(lease).items():
             if state is State.LOCKED:
                 self._unlock(lease, key)
@@ -436,10 +445,11 @@ class Mover:
         }
         found: dict[Key, dict[str, int]] = {}
         for gpu in self._nvml.gpus:
+            mine = gpu.uuid in lease.limits
             try:
-                shown = self._nvml.processes(gpu.uuid)
+                shown = self._nvml.processes(gpu.uuid, None if mine else OTHERS_TURN_S)
             except DeviceError:
-                if gpu.uuid in lease.limits:
+                if mine:
                     raise
                 continue  # another device's trouble
             for pid, count in shown.items():
@@ -447,9 +457,10 @@ class Mover:
                     found.setdefault(owned[pid], {})[gpu.uuid] = count
         return found
 
-    def _hinder(self, lease: Lease, key: Key, reason: str) -> None:
-        lease.hindered = {k: v for k, v in lease.hindered.items() if v[1] > time.monotonic()}
-        lease.hindered[key] = (reason, time.monotonic() + HINDERED_S)
+    def _failed(self, lease: Lease, key: Key, reason: str) -> None:
+        self.hindrances.failed(lease, key, reason)
+        for uuid in lease.parked[key].saved_bytes if key in lease.parked else lease.limits:
+            self._on_driver_error(uuid)
 
     def _save(self, lease: Lease, phase: Phase | None = None) -> None:
         """Write the lease down, as it will be in ``phase``.

@@ -107,6 +107,15 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One level of one device: offered where its self-test passed, else ``reason`` says why not."""
+
+    level: Level
+    offered: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     uuid: str
     index: int
@@ -120,6 +129,8 @@ class Device:
     suspend_reason: str = ""  # why not
     suspend_bytes_per_s: int = 0  # measured by the canary, device to host
     resume_bytes_per_s: int = 0  # same, host to device
+    ladder: tuple[Rung, ...] = ()  # all levels, strongest first
+    profile: str = ""  # of a MIG instance, such as 1g.10gb
     island: str = ""  # devices with the same non-empty word share an NVLink island
 
 
@@ -158,6 +169,7 @@ class LeaseSample:
     processes: tuple[ProcessSample, ...] = ()  # those that use the GPU, 64 at most
     wanted: bool = False  # suspended, and a process entered a CUDA call since
     queries_only: bool = False  # wanted, but by stream and event queries alone
+    level: Level = Level.HINTS  # what enforces its limit now; of several devices the weakest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +204,8 @@ class SetLimit:
     # Start asleep: processes wait in the library until `resume`.  Takes effect while
     # no process carries the lease.
     suspended: bool = False
+    # What stays the lease's under pressure, bytes per device UUID; without a word all of its limit.
+    guaranteed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +286,8 @@ class Event:
     reason: str = ""
     # WANTED: queries_only ("true" or "false").  OVER_LIMIT, STRANGER: used_bytes,
     # action, pid, name.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
-    # and level (what changed): ask for the inventory again.
+    # and level (what changed): ask for the inventory again.  It is told once for the
+    # device, and where its health changed once for each lease on it.
     fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -331,7 +346,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         inner = typing.get_args(kind)[1]
         return {key: _convert(inner, item, f"{where}[{key[:40]!r}]") for key, item in value.items()}
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list | tuple):
         inner = typing.get_args(kind)[0]
         return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum) and isinstance(value, str):

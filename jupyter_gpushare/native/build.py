@@ -44,13 +44,14 @@ LIBRARIES = (
             "fake_checkpoint.c",
             "fake_control.c",
             "fake_exports.c",
+            "fake_group.c",
         ),
         # Its own calls stay its own, also where a preloaded library has the same names.
         ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
     ),
     Library(
         "sim/libnvidia-ml.so.1",
-        ("fake_gpu.c", "fake_nvml.c"),
+        ("fake_gpu.c", "fake_nvml.c", "fake_group.c"),
         ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic"),
     ),
     Library(

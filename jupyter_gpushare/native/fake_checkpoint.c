@@ -10,7 +10,7 @@
  *   - Checkpoint needs host memory for everything on the device, contexts included.
  *   - Restore may move to other devices, if every device in use is named in the pairs.
  *   - A Restore that runs out of device memory leaves the process FAILED for ever.
- *   - Managed memory, IPC and peer access cannot be checkpointed.
+ *   - Managed memory, IPC, peer access and MIG instances cannot be checkpointed.
  * Beyond the reference: a caller that dies half-way leaves the process where it was before.
  */
 #define _GNU_SOURCE
@@ -190,7 +190,7 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *
     for (uint32_t d = 0; d < SIM_DEVICES; d++)
         all += bytes[d] = sim_process_device_used(process, d);
     uint64_t host = sim_host_used();
-    if (process->hindrances)
+    if (process->hindrances || sim->mig)
         result = CUDA_ERROR_NOT_SUPPORTED;
     else if (host > sim->host_total_bytes || all > sim->host_total_bytes - host)
         result = CUDA_ERROR_OUT_OF_MEMORY;

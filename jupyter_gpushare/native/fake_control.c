@@ -22,12 +22,19 @@ API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned va
         device < -1 || device >= (int)sim->device_count)
         return -1;
     sim_lock();
+    bool at_once = kind == SIM_FAULT_XID || kind == SIM_FAULT_ECC || kind == SIM_FAULT_DRIVER_RESTART;
     if (kind == SIM_FAULT_XID && device >= 0) {
         sim->device[device].xid = value;
         sim->device[device].xids++;
         result = 0;
+    } else if (kind == SIM_FAULT_ECC && device >= 0) {
+        sim->device[device].uncorrected += value;
+        result = 0;
+    } else if (kind == SIM_FAULT_DRIVER_RESTART) {
+        atomic_fetch_add(&sim->driver_starts, 1);
+        result = 0;
     }
-    for (int i = 0; kind != SIM_FAULT_XID && result && i < SIM_FAULTS; i++)
+    for (int i = 0; !at_once && result && i < SIM_FAULTS; i++)
         if (sim->fault[i].kind == SIM_FAULT_NONE) {
             sim->fault[i] = (struct sim_fault){(uint32_t)kind, pid, device, count, value};
             atomic_fetch_add(&sim->fault_count, 1);
@@ -102,6 +109,23 @@ API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
         return -1;
     sim_uuid_text(sim->device[device].uuid, text);
     return 0;
+}
+
+/* What a cgroup may have of a device: 0 and its limits, or -1 when none is set. */
+API int gpushare_sim_group(int device, const char *path, uint64_t *soft, uint64_t *hard)
+{
+    int result = -1;
+    if (sim_open())
+        return -1;
+    sim_lock();
+    for (int g = 0; g < SIM_GROUPS && result; g++)
+        if ((int)sim->group[g].device == device && !strcmp(sim->group[g].path, path)) {
+            *soft = sim->group[g].soft_bytes;
+            *hard = sim->group[g].hard_bytes;
+            result = 0;
+        }
+    sim_unlock();
+    return result;
 }
 
 /* A process's checkpoint state (as CUprocessState), or -1 when it does not use CUDA. */

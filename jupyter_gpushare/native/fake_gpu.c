@@ -120,9 +120,10 @@ static bool parse_devices(struct sim_state *state, const char **at)
         *at = dash + 1;
         if (!parse_size(at, &bytes) || bytes < SIM_PAGE_BYTES || *at != end + length)
             return false;
+        const char *mig = memmem(name, length, " MIG ", 5); /* a profile has its size in its name */
         for (; count; count--) {
             struct sim_device *device = &state->device[state->device_count];
-            snprintf(device->name, sizeof device->name, "Simulated %.*s", (int)(*at - name), name);
+            snprintf(device->name, sizeof device->name, "Simulated %.*s", (int)((mig ? dash : *at) - name), name);
             make_uuid(device->uuid, device->name, state->device_count++);
             device->total_bytes = bytes;
         }
@@ -138,7 +139,16 @@ static bool parse_spec(struct sim_state *state, const char *spec)
         return false;
     while (*spec == ',') {
         uint64_t *into = NULL;
+        bool *flag = NULL;
         spec++;
+        if (!strncmp(spec, "cgroup", 6))
+            flag = &state->limits_cgroups, spec += 6;
+        else if (!strncmp(spec, "mig", 3))
+            flag = &state->mig, spec += 3;
+        if (flag) {
+            *flag = true;
+            continue;
+        }
         if (!strncmp(spec, "host=", 5))
             into = &state->host_total_bytes, spec += 5;
         else if (!strncmp(spec, "context=", 8))
@@ -464,7 +474,7 @@ void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device)
 
 void sim_uuid_text(const uint8_t uuid[16], char text[SIM_UUID_TEXT])
 {
-    int at = snprintf(text, SIM_UUID_TEXT, "GPU-");
+    int at = snprintf(text, SIM_UUID_TEXT, sim->mig ? "MIG-" : "GPU-");
     for (int i = 0; i < 16; i++)
         at += snprintf(text + at, (size_t)(SIM_UUID_TEXT - at), i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
                        uuid[i]);

@@ -4,6 +4,8 @@
  *   $GPUSHARE_SIM_STATE.ledger   what happened, one JSON object a line, append only
  *   $GPUSHARE_SIMULATE           what the machine has; read only by whoever makes the state:
  *                                COUNTxNAME-SIZE[+COUNTxNAME-SIZE...][,host=SIZE][,context=SIZE][,copy=SIZE/s]
+ *                                [,cgroup]  the driver limits cgroups (r615)
+ *                                [,mig]     the devices are MIG instances of one GPU, named "... MIG PROFILE"
  *                                for example 2xH100-80GB,host=512GiB
  *
  * Rules.  A process is its pid and its start time.  The mutex is robust and is never
@@ -24,6 +26,8 @@ enum {
     SIM_DEVICES = 16,
     SIM_PROCESSES = 256,
     SIM_FAULTS = 32,
+    SIM_GROUPS = 64,
+    SIM_GROUP_PATH = 256,
     SIM_BUCKETS = 64,           /* of utilization history ... */
     SIM_BUCKET_NS = 20000000,   /* ... 20 ms each ... */
     SIM_WINDOW_BUCKETS = 50,    /* ... of which the last second is reported */
@@ -57,6 +61,8 @@ enum sim_fault_kind {
     SIM_FAULT_HANG_NVML = 8,        /* the next NVML query takes `value` ms */
     SIM_FAULT_HANG_CHECKPOINT = 9,  /* the next checkpoint call takes `value` ms */
     SIM_FAULT_XID = 10,             /* the device reports XID `value` once */
+    SIM_FAULT_ECC = 11,             /* the device counts `value` more uncorrectable memory errors */
+    SIM_FAULT_DRIVER_RESTART = 12,  /* NVML has to be initialized again */
     SIM_FAULT_KINDS
 };
 
@@ -75,6 +81,14 @@ struct sim_device {
     uint64_t peak_bytes;
     uint64_t xids; /* how many so far */
     uint64_t xid;  /* the last one */
+    uint64_t uncorrected;
+};
+
+/* A limit of a cgroup on a device; without a path: free. */
+struct sim_group {
+    char path[SIM_GROUP_PATH];
+    uint64_t soft_bytes, hard_bytes;
+    uint32_t device;
 };
 
 /* When a process was computing on a device: the current stretch, and what came before. */
@@ -111,10 +125,13 @@ struct sim_state {
     uint64_t context_bytes;  /* one context costs this much on its device */
     uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
     uint64_t ledger_bytes;
+    bool limits_cgroups, mig;
+    _Atomic uint32_t driver_starts;
     _Atomic uint32_t fault_count;
     struct sim_fault fault[SIM_FAULTS];
     struct sim_device device[SIM_DEVICES];
     struct sim_process process[SIM_PROCESSES];
+    struct sim_group group[SIM_GROUPS];
 };
 
 extern struct sim_state *sim;
@@ -141,6 +158,8 @@ void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns);
 uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t now_ns);
 uint64_t sim_busy_until(const struct sim_process *process);
 bool sim_device_lost(uint32_t device);
+bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
+bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
 
 /* Whether a fault strikes now (and is used up by one); takes the mutex itself. */
 bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value);

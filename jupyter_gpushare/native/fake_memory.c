@@ -71,7 +71,8 @@ CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *e
         sim_sweep(); /* before a peak is believed and before anybody is refused */
         used = sim_device_used(device);
     }
-    CUresult result = bytes > total - used ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    bool denied = bytes > total - used || sim_group_denies(sim_me->pid, device, bytes);
+    CUresult result = denied ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
     if (!result) {
         (context ? sim_me->context_bytes : sim_me->used_bytes)[device] += bytes;
         if (used + bytes > sim->device[device].peak_bytes)

@@ -3,8 +3,9 @@
  * Facts it follows (NVML API reference r580): NVML sees every device, whatever
  * CUDA_VISIBLE_DEVICES says; a list that does not fit its buffer is answered with
  * INSUFFICIENT_SIZE and the number needed; a device that fell off the bus answers
- * GPU_IS_LOST.  What is not here (MIG, NVLink, cgroup limits) answers NOT_SUPPORTED, or is
- * not exported, which callers see as FUNCTION_NOT_FOUND.
+ * GPU_IS_LOST.  MIG instances have handles of their own below their GPU's; events are the GPU's.
+ * What is not here (NVLink, and cgroup limits unless the machine has them) answers NOT_SUPPORTED
+ * or FUNCTION_NOT_FOUND.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -34,7 +35,9 @@ enum {
     NVML_ERROR_MEMORY = 20,
     NVML_ERROR_UNKNOWN = 999,
 };
-enum { NVML_TOPOLOGY_SYSTEM = 50, NVML_EVENT_TYPE_XID = 8 };
+enum { NVML_TOPOLOGY_SYSTEM = 50, NVML_EVENT_TYPE_XID = 8, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1 };
+
+static const char whole_uuid[] = "GPU-00000000-0000-4000-8000-0000000000f0";
 
 struct nvmlDevice_st {
     uint32_t index;
@@ -68,6 +71,11 @@ typedef struct {
     unsigned gpuInstanceId, computeInstanceId;
 } nvmlEventData_t;
 
+typedef struct {
+    const char *nameSpace;
+    unsigned long long softLimit, hardLimit;
+} nvmlSetMemoryLimits_v1_t;
+
 struct nvmlEventSet_st {
     uint32_t devices; /* bit: registered */
     uint64_t seen[SIM_DEVICES];
@@ -75,20 +83,29 @@ struct nvmlEventSet_st {
 typedef struct nvmlEventSet_st *nvmlEventSet_t;
 
 static struct nvmlDevice_st handles[SIM_DEVICES];
+static struct nvmlDevice_st whole; /* the GPU that is cut into MIG instances */
 static _Atomic int users;
+static _Atomic uint32_t started; /* the driver's start that this process's handles are from */
+
+static bool is_open(void)
+{
+    return users && atomic_load(&started) == atomic_load(&sim->driver_starts);
+}
 
 static nvmlReturn_t enter(void)
 {
-    if (!users)
+    if (!is_open())
         return NVML_ERROR_UNINITIALIZED;
-    sim_hang(SIM_FAULT_HANG_NVML, 0, -1);
+    sim_hang(SIM_FAULT_HANG_NVML, 0, SIM_DEVICES); /* no device's: a fault of one passes it by */
     return NVML_SUCCESS;
 }
 
 static nvmlReturn_t enter_device(nvmlDevice_t device)
 {
-    if (!users)
+    if (!is_open())
         return NVML_ERROR_UNINITIALIZED;
+    if (sim->mig && device == &whole)
+        return NVML_SUCCESS;
     if (device < handles || device >= handles + sim->device_count)
         return NVML_ERROR_INVALID_ARGUMENT;
     sim_hang(SIM_FAULT_HANG_NVML, 0, (int32_t)device->index);
@@ -121,6 +138,7 @@ API nvmlReturn_t nvmlInitWithFlags(unsigned flags)
         return NVML_ERROR_DRIVER_NOT_LOADED;
     for (uint32_t d = 0; d < SIM_DEVICES; d++)
         handles[d].index = d;
+    atomic_store(&started, atomic_load(&sim->driver_starts));
     users++;
     return NVML_SUCCESS;
 }
@@ -188,7 +206,7 @@ API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count)
 {
     nvmlReturn_t error = enter();
     if (!error)
-        *count = sim->device_count;
+        *count = sim->mig ? 1 : sim->device_count;
     return error;
 }
 
@@ -197,8 +215,12 @@ API nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *dev
     nvmlReturn_t error = enter();
     if (error)
         return error;
-    if (index >= sim->device_count)
+    if (index >= (sim->mig ? 1 : sim->device_count))
         return NVML_ERROR_INVALID_ARGUMENT;
+    if (sim->mig) {
+        *device = &whole;
+        return NVML_SUCCESS;
+    }
     *device = &handles[index];
     return sim_device_lost(index) ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
 }
@@ -209,6 +231,10 @@ API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *devic
     nvmlReturn_t error = enter();
     if (error)
         return error;
+    if (sim->mig && !strcmp(uuid, whole_uuid)) {
+        *device = &whole;
+        return NVML_SUCCESS;
+    }
     for (uint32_t d = 0; d < sim->device_count; d++) {
         sim_uuid_text(sim->device[d].uuid, text);
         if (!strcmp(text, uuid)) {
@@ -243,6 +269,8 @@ API nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *text, unsigned roo
 {
     char uuid[SIM_UUID_TEXT];
     ENTER(device);
+    if (device == &whole)
+        return put_text(text, room, whole_uuid);
     sim_uuid_text(sim->device[device->index].uuid, uuid);
     return put_text(text, room, uuid);
 }
@@ -282,15 +310,57 @@ API nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, unsigned *mode)
 API nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned *current, unsigned *pending)
 {
     ENTER(device);
-    (void)current, (void)pending;
-    return NVML_ERROR_NOT_SUPPORTED;
+    if (!sim->mig)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *current = *pending = 1;
+    return NVML_SUCCESS;
 }
 
 API nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned *count)
 {
     ENTER(device);
-    *count = 0;
+    *count = sim->mig && device == &whole ? sim->device_count : 0;
     return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned index, nvmlDevice_t *instance)
+{
+    ENTER(device);
+    if (device != &whole || index >= sim->device_count)
+        return NVML_ERROR_NOT_FOUND;
+    *instance = &handles[index];
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t device, unsigned *id)
+{
+    ENTER(device);
+    *id = device->index + 1;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int kind, int counter, unsigned long long *count)
+{
+    ENTER(device);
+    (void)counter;
+    *count = kind == NVML_MEMORY_ERROR_TYPE_UNCORRECTED ? sim->device[device->index].uncorrected : 0;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t device, const nvmlSetMemoryLimits_v1_t *limits)
+{
+    ENTER(device);
+    if (!sim->limits_cgroups)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!limits || !limits->nameSpace || strlen(limits->nameSpace) >= SIM_GROUP_PATH ||
+        limits->softLimit > limits->hardLimit)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (sim->mig)
+        return NVML_ERROR_NOT_SUPPORTED;
+    sim_lock();
+    bool set = sim_group_set(limits->nameSpace, device->index, limits->softLimit, limits->hardLimit);
+    sim_unlock();
+    return set ? NVML_SUCCESS : NVML_ERROR_MEMORY;
 }
 
 API nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t device, nvmlDevice_t other, int *level)
@@ -450,8 +520,11 @@ API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long lon
     if (types & ~(unsigned long long)NVML_EVENT_TYPE_XID)
         return NVML_ERROR_NOT_SUPPORTED;
     sim_lock();
-    set->devices |= 1u << device->index;
-    set->seen[device->index] = sim->device[device->index].xids;
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if (device == &handles[d] || device == &whole) {
+            set->devices |= 1u << d;
+            set->seen[d] = sim->device[d].xids;
+        }
     sim_unlock();
     return NVML_SUCCESS;
 }
@@ -464,7 +537,8 @@ static bool next_event(nvmlEventSet_t set, nvmlEventData_t *data)
         found = (set->devices >> d & 1u) && sim->device[d].xids > set->seen[d];
         if (found) {
             set->seen[d] = sim->device[d].xids;
-            *data = (nvmlEventData_t){&handles[d], NVML_EVENT_TYPE_XID, sim->device[d].xid, ~0u, ~0u};
+            *data = (nvmlEventData_t){sim->mig ? &whole : &handles[d], NVML_EVENT_TYPE_XID, sim->device[d].xid,
+                                      sim->mig ? d + 1 : ~0u, ~0u};
         }
     }
     sim_unlock();
@@ -478,6 +552,8 @@ API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, 
         return error ? error : NVML_ERROR_INVALID_ARGUMENT;
     uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
     while (!next_event(set, data)) {
+        if (!is_open())
+            return NVML_ERROR_UNINITIALIZED;
         if (sim_now_ns() >= until)
             return NVML_ERROR_TIMEOUT;
         sim_sleep_ns(2000000u);

@@ -36,6 +36,12 @@ DEVICE = wire.DeviceStatus(
 DEVICES = wire.Devices(
     devices=[DEVICE], driver="580.65", simulated=False, host_budget_bytes=1 << 38, host_saved_bytes=0
 )
+RUNGS = [
+    wire.Rung(level="whole_gpu", offered=True, reason=""),
+    wire.Rung(level="mig", offered=False, reason="the GPU is not in MIG mode"),
+    wire.Rung(level="preload", offered=True, reason=""),
+    wire.Rung(level="hints", offered=True, reason=""),
+]
 HEALTH = wire.Health(status="ok", version="0.1", epoch=3, reasons=[])
 
 
@@ -222,3 +228,14 @@ def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypat
         "jupyter_gpushare.client.SyncBrokerClient.__init__.__kwdefaults__", {"timeout_s": 1, "retry_s": 0}
     )
     assert gpushare("doctor", "--url", "http://127.0.0.1:9", "--token", "x").code == 3
+
+
+def test_the_ladder_of_each_device_is_told_with_reasons():
+    second = changed(DEVICE, uuid="GPU-2", ladder=RUNGS[:2] + RUNGS[3:], level="hints")
+    devices = changed(DEVICES, devices=[changed(DEVICE, ladder=RUNGS), second, changed(DEVICE, ladder=[])])
+    good, weak = doctor.check_ladders(devices)
+    assert good.result is Result.OK
+    assert UUID in good.message
+    assert "whole_gpu: yes; mig: no, the GPU is not in MIG mode; preload: yes; hints: yes." in good.message
+    assert (weak.result, "GPU-2" in weak.message) == (Result.WARN, True)
+    assert "isolation.md" in weak.advice

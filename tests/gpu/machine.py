@@ -20,7 +20,7 @@ from jupyter_gpushare import native
 from jupyter_gpushare.gpu import canary
 from jupyter_gpushare.gpu.canary import Verdict
 from jupyter_gpushare.gpu.processes import boot_id
-from jupyter_gpushare.gpu.verbs import Level
+from jupyter_gpushare.gpu.verbs import Level, Rung
 from tests.simulator import Simulator
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -164,17 +164,21 @@ class Machine:
         self.workers: list[Worker] = []
         self._workers: list[Worker] = []
         self._directories: dict[str, str] = {}
+        # What the devices offer without a self-test.
+        self.offered: tuple[Level, ...] = (Level.WHOLE_GPU, Level.PRELOAD, Level.HINTS)
 
-    def start(self, *arguments: str, step: str = "", wait: bool = True, examine: bool = False) -> None:
+    def start(
+        self, *arguments: str, step: str = "", wait: bool = True, examine: bool = False, before: str = ""
+    ) -> None:
         """Start a helper; with ``step`` it kills itself (-9) at that step.
 
         It finds the verdicts of an earlier self-test, which takes a second, unless
-        it is to ``examine`` the devices itself.
+        it is to ``examine`` the devices itself.  ``before`` is run in it first.
         """
         if not examine:
             self._keep_verdicts()
         command = [
-            sys.executable, "-c", _HELPER, step,
+            sys.executable, "-c", before + "\n" + _HELPER, step,
             "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
         ]  # fmt: skip
         with self.log.open("ab") as log:
@@ -186,7 +190,8 @@ class Machine:
     def _keep_verdicts(self) -> None:
         private = self.state_dir / "private"
         private.mkdir(parents=True, exist_ok=True)
-        passed = Verdict(suspendable=True, level=Level.PRELOAD)
+        ladder = tuple(Rung(level=level, offered=True) for level in self.offered)
+        passed = Verdict(suspendable=True, ladder=ladder)
         kept = canary.keep(f"{boot_id()} {DRIVER} True", dict.fromkeys(self.uuids(), passed))
         (private / "canary").write_text(json.dumps(kept))
 
@@ -303,7 +308,10 @@ _HELPER = """
 import os, signal, sys
 from jupyter_gpushare.gpu import helper
 step = sys.argv.pop(1)
-helper.CANARY_RETRY_S = 0.5
+from jupyter_gpushare.gpu import examiner, health
+examiner.RETRY_S = health.RETRY_S = 0.5
+examiner.MOST_RETRY_S = health.MOST_RETRY_S = 1.0
+examiner.ILL_S = 0.1
 class Dying(helper.Helper):
     def __init__(self, options):
         super().__init__(options, step=lambda name: name == step and os.kill(os.getpid(), signal.SIGKILL))

@@ -8,7 +8,7 @@ import pytest
 
 from jupyter_gpushare.gpu import canary
 from jupyter_gpushare.gpu.canary import Verdict
-from jupyter_gpushare.gpu.verbs import Level
+from jupyter_gpushare.gpu.verbs import Level, Rung
 from tests.gpu.machine import Machine, until
 from tests.simulator import Fault
 
@@ -70,7 +70,7 @@ def test_the_child_does_not_outlive_a_helper_that_is_killed(bare: Machine) -> No
 
 
 def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
-    verdict = Verdict(suspendable=True, level=Level.PRELOAD)
+    verdict = Verdict(suspendable=True, ladder=(Rung(level=Level.PRELOAD, offered=True),))
     later = Verdict(suspendable=False, reason="no room", final=False)
     plain = canary.keep("boot driver", {"GPU-1": verdict, "GPU-2": later})
     assert canary.kept(plain, "boot driver", "GPU-1") == verdict
