@@ -54,6 +54,7 @@ class Fault(IntEnum):
     XID = 10
     ECC = 11
     DRIVER_RESTART = 12
+    MPS = 13
 
 
 class Phase(IntEnum):

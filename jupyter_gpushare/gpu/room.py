@@ -132,14 +132,14 @@ class DeviceRoom:
             yield
 
     def _grows(self, lease: Lease, saved: Mapping[str, int]) -> bool:
-        """Whether a lease that is awake could still allocate what is meant for the restore."""
-        if not lease.processes:
-            return False
-        for uuid, count in saved.items():
-            left = lease.limits.get(uuid, 0) - lease.used_bytes.get(uuid, 0)
-            if count and left > 0 and self._overcommitted(uuid, count):
-                return True
-        return False
+        """Whether a lease that is awake could allocate what is meant for the restore.
+
+        What it holds at the moment says nothing: it may free it and take it again.
+        """
+        return bool(lease.processes) and any(
+            count and lease.limits.get(uuid) and self._overcommitted(uuid, count)
+            for uuid, count in saved.items()
+        )
 
     def _overcommitted(self, uuid: str, count: int) -> bool:
         awake = sum(

@@ -63,6 +63,7 @@ enum sim_fault_kind {
     SIM_FAULT_XID = 10,             /* the device reports XID `value` once */
     SIM_FAULT_ECC = 11,             /* the device counts `value` more uncorrectable memory errors */
     SIM_FAULT_DRIVER_RESTART = 12,  /* NVML has to be initialized again */
+    SIM_FAULT_MPS = 13,             /* the process is shown as a client of MPS */
     SIM_FAULT_KINDS
 };
 

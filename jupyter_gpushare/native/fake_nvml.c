@@ -461,7 +461,19 @@ API nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, u
 
 API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
 {
-    return nvmlDeviceGetGraphicsRunningProcesses_v3(device, count, list);
+    unsigned room = *count, found = 0;
+    uint32_t unused;
+    ENTER(device);
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        int32_t pid = sim->process[i].pid;
+        if (!pid || !sim_strikes(SIM_FAULT_MPS, pid, (int32_t)device->index, &unused))
+            continue;
+        if (found < room && list)
+            list[found] = (nvmlProcessInfo_t){(unsigned)pid, 0, ~0u, ~0u};
+        found++;
+    }
+    *count = found;
+    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
 /* One sample for each process that was busy in the last second; times are µs since boot. */

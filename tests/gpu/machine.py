@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +261,16 @@ class Machine:
         return calls
 
     def worker(
-        self, lease: str = "", *, device: int = 0, preload: bool = True, wait: bool = True, mib: int = 0
+        self,
+        lease: str = "",
+        *,
+        device: int = 0,
+        preload: bool = True,
+        wait: bool = True,
+        mib: int = 0,
+        command: Sequence[str] = (),
     ) -> Worker:
-        """Start a process of a lease (or of none), and let it allocate."""
+        """Start a process of a lease (or of none), and let it allocate; worker.py, or another ``command``."""
         environment = self.environment | {"CUDA_VISIBLE_DEVICES": self.uuids()[device]}
         if lease:
             environment |= {"GPUSHARE_LEASE": lease, "GPUSHARE_LEASE_DIR": self._directories[lease]}
@@ -271,7 +278,7 @@ class Machine:
             environment["LD_PRELOAD"] = str(native.preload_path())
         worker = Worker(
             subprocess.Popen(
-                [sys.executable, str(WORKER)],
+                [*(command or (sys.executable, str(WORKER)))],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from tests.gpu.machine import GIB, MIB, Machine, Refused, until
+from jupyter_gpushare.gpu.hindrance import Hindrances
+from tests.gpu.machine import GIB, MIB, Machine, Refused, machine_in, until
+from tests.simulator import Fault
 
 
 def test_memory_comes_back_as_it_was(machine: Machine) -> None:
@@ -212,3 +218,70 @@ def test_what_is_left_asleep_of_a_dropped_lease_is_ended(machine: Machine) -> No
     assert machine.ask("suspend", lease="ada")["done"]
     assert machine.ask("drop", lease="ada")["known"]
     assert worker.process.wait(10) == -9
+
+
+def core_filter(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16)
+
+
+def test_a_suspended_process_would_dump_no_memory_and_later_again(machine: Machine) -> None:
+    machine.lease("ada")
+    worker, other = machine.worker("ada", mib=64), machine.worker("ada", mib=64)
+    usual = core_filter(worker.pid)
+    assert usual > 0
+    Path(f"/proc/{other.pid}/coredump_filter").write_text("0x7f")
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert (core_filter(worker.pid), core_filter(other.pid)) == (0, 0)
+    # Another helper, which was not there, knows what it was.
+    machine.stop(signal.SIGKILL)
+    machine.start()
+    assert machine.ask("resume", lease="ada")["done"]
+    assert (core_filter(worker.pid), core_filter(other.pid)) == (usual, 0x7F)
+    # Where the suspension fails nothing has changed in the end.
+    machine.sim.fault(Fault.CHECKPOINT_FAILS, pid=worker.pid)
+    assert not machine.ask("suspend", lease="ada")["done"]
+    assert (core_filter(worker.pid), core_filter(other.pid)) == (usual, 0x7F)
+
+
+def test_a_client_of_mps_is_not_suspended(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    machine.sim.fault(Fault.MPS, pid=worker.pid, count=-1)
+    moved = machine.ask("suspend", lease="ada")
+    assert (moved["refused"], moved["reason"]) == ("not_suspendable", "it runs under MPS")
+    assert worker.do("check") == "ok"
+
+
+def test_nobody_takes_the_room_while_a_restore_is_on_its_way(tmp_path: Path) -> None:
+    """The limits do not fit together: what the neighbour asks for waits, and is then his."""
+    for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,copy=20GB/s"):
+        machine.start()
+        wait_for_a_neighbour(machine)
+
+
+def wait_for_a_neighbour(machine: Machine) -> None:
+    for name in ("ada", "bo"):
+        machine.lease(name, 70 * GIB)
+    ada = machine.worker("ada", mib=30 * 1024)
+    assert machine.ask("suspend", lease="ada")["done"]
+    bo = machine.worker("bo", mib=64)
+    asks = machine.client()
+    asks.send(b'{"verb":"resume","epoch":1,"lease":"ada"}\n')
+    until(lambda: machine.of("ada")["phase"] == "resuming", "it is on its way")
+    bo.tell(f"alloc {60 * 1024}")
+    assert bo.answer(0.5) == ""
+    assert b'"done":true' in asks.line().replace(b" ", b"")
+    assert bo.answer() == "alloc 2"
+    assert bo.do(f"alloc {40 * 1024}") == "0"
+    assert [ada.do("check"), bo.do("check")] == ["ok", "ok"]
+
+
+def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
+    lease = SimpleNamespace(hindered={})
+    waits = []
+    for _ in range(8):
+        Hindrances.failed(lease, (1, 2), "the driver failed")  # type: ignore[arg-type]
+        waits.append(lease.hindered[1, 2].wait_s)
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    Hindrances.failed(lease, (3, 4), "another process")  # type: ignore[arg-type]
+    assert lease.hindered[3, 4].wait_s == 60

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.gpu.machine import GIB, MIB, Machine, until
+from jupyter_gpushare.gpu import isolation
+from jupyter_gpushare.gpu.processes import start_of
+from jupyter_gpushare.native import build
+from tests.gpu.machine import GIB, MIB, WORKER, Client, Machine, until
+
+SHELL_WORKER = shlex.join([sys.executable, str(WORKER)])
 
 
 def test_a_process_without_a_lease_is_told_and_left_alone(machine: Machine) -> None:
@@ -79,6 +93,125 @@ def test_a_process_on_a_lent_device_is_stopped(bare: Machine) -> None:
     assert stranger.process.wait(10) == -15
     assert bare.ask("resume", lease="ada")["done"]
     assert leader.do("check") == "ok"
+
+
+STATIC = """
+#include <stdint.h>
+#include <stdio.h>
+#include <unistd.h>
+int cuInit(unsigned), cuDevicePrimaryCtxRetain(void **, int), cuCtxSetCurrent(void *);
+int cuMemAlloc_v2(uint64_t *, size_t);
+int main(void)
+{
+    void *context;
+    uint64_t at;
+    int code = cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context);
+    printf("ready %d\\n", code ? code : cuMemAlloc_v2(&at, (size_t)4 << 30));
+    fflush(stdout);
+    sleep(600);
+    return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def static_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program into which everything is linked, the driver library too: nothing can be put before it."""
+    folder = tmp_path_factory.mktemp("static")
+    (folder / "evader.c").write_text(STATIC)
+    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
+    sources = [str(build.NATIVE / source) for source in driver.sources]
+    command = [*build.compiler(), "-std=gnu11", "-O1", "-static", "-pthread", f"-I{build.NATIVE}"]
+    made = subprocess.run(
+        [*command, *sources, "evader.c", "-o", "evader"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"no static C library here: {made.stderr[-200:]}")
+    return folder / "evader"
+
+
+def noticed(watch: Client, kind: str, pid: int) -> dict[str, Any]:
+    """What is told about a process, within two samples (0.2 s apart) and some patience."""
+    deadline = time.monotonic() + 3.0
+    while event := watch.event(kind, timeout_s=max(0.0, deadline - time.monotonic())):
+        if event["fields"].get("pid") == str(pid):
+            return event
+    raise AssertionError(f"nothing was told about {pid}")
+
+
+@pytest.fixture
+def guarded(bare: Machine) -> Machine:
+    """A machine that stops who goes round the limit; eve may have 1 GiB, her neighbour is at work."""
+    bare.start("--watchdog", "stop")
+    bare.lease("eve", GIB)
+    bare.lease("ada", 20 * GIB)
+    return bare
+
+
+def test_a_static_program_is_noticed_and_stopped(guarded: Machine, static_program: Path) -> None:
+    leader, ada = guarded.worker("eve", mib=64), guarded.worker("ada", mib=64)
+    watch = guarded.watch()
+    evader = guarded.worker("eve", command=[str(static_program)], wait=False)
+    assert evader.answer() == "ready 0"
+    assert noticed(watch, "over_limit", evader.pid)["fields"]["action"] == "stop"
+    assert evader.process.wait(10) == -signal.SIGTERM
+    assert [leader.do("check"), ada.do("check")] == ["ok", "ok"]
+
+
+def test_a_child_without_environment_is_noticed_and_stopped(guarded: Machine) -> None:
+    leader, ada = guarded.worker("eve", mib=64), guarded.worker("ada", mib=64)
+    watch = guarded.watch()
+    child, code = (int(word) for word in leader.do("bare 4096").split())
+    assert code == 0
+    assert noticed(watch, "over_limit", child)["lease"] == "eve"
+    until(lambda: not alive(child), "it is stopped")
+    assert [leader.do("check"), ada.do("check")] == ["ok", "ok"]
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_who_ignores_being_asked_is_killed(guarded: Machine) -> None:
+    guarded.worker("eve", mib=64)
+    evader = guarded.worker("eve", preload=False, command=["sh", "-c", f"trap '' TERM; exec {SHELL_WORKER}"])
+    evader.tell("alloc 4096")
+    assert evader.process.wait(15) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("written", [1 << 62, 4 * GIB, 900 * MIB], ids=["absurd", "all of it", "plausible"])
+def test_a_forged_account_hides_nobody(guarded: Machine, written: int) -> None:
+    """The evader has a slot, for it once was loaded, and writes there that all is counted."""
+    directory = guarded.state_dir / "leases" / "eve"
+    leader, ada = guarded.worker("eve", mib=64), guarded.worker("ada", mib=64)
+    watch = guarded.watch()
+    evader = guarded.worker("eve", preload=False)
+    with (directory / "account").open("r+b") as account:
+        slot = isolation.SLOT.pack(evader.pid, 0, start_of(evader.pid), 1, 0)
+        used = isolation.SLOT_USED.pack(written, *[0] * 15)
+        account.seek(isolation.ACCOUNT_HEAD.size + 200 * isolation.SLOT.size)
+        account.write(slot[: isolation.USED_IN_SLOT] + used)
+    assert evader.do("alloc 4096") == "0"
+    assert noticed(watch, "over_limit", evader.pid)["fields"]["action"] == "stop"
+    assert evader.process.wait(10) == -signal.SIGTERM
+    assert [leader.do("check"), ada.do("check")] == ["ok", "ok"]
+
+
+def test_who_stops_everything_that_reports_is_noticed(guarded: Machine) -> None:
+    """All processes of the lease that count are stopped: the driver is asked, not they."""
+    leader, ada = guarded.worker("eve", mib=64), guarded.worker("ada", mib=64)
+    watch = guarded.watch()
+    os.kill(leader.pid, signal.SIGSTOP)
+    evader = guarded.worker("eve", preload=False, mib=4096, wait=True)
+    assert noticed(watch, "over_limit", evader.pid)["fields"]["action"] == "stop"
+    assert evader.process.wait(10) == -signal.SIGTERM
+    os.kill(leader.pid, signal.SIGCONT)
+    assert [leader.do("check"), ada.do("check")] == ["ok", "ok"]
 
 
 def test_contexts_are_charged_to_the_limit(machine: Machine) -> None:

@@ -8,6 +8,7 @@ free              free every block                              -> "free CODE"
 sleep S           sleep, without the GPU                        -> "sleep 0"
 thread            as check, from a second thread                -> "thread ok" / "thread bad"
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
+bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
 exit              end
 """
@@ -111,6 +112,9 @@ def main():
             answer = in_thread(context)
         elif verb == "spawn":
             answer = spawn(int(words[0]), dict(os.environ))
+        elif verb == "bare":
+            driver = ("GPUSHARE_SIM", "LD_LIBRARY", "CUDA_VISIBLE", "PATH")
+            answer = spawn(int(words[0]), {k: v for k, v in os.environ.items() if k.startswith(driver)})
         elif verb == "detach":
             answer = detach(int(words[0]))
         elif verb == "exit":

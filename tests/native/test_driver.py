@@ -115,7 +115,7 @@ print(json.dumps({
     "cuda": n.nvmlSystemGetCudaDriverVersion(), "used": [memory.used, second.used],
     "processes": [[p.pid, p.usedGpuMemory] for p in n.nvmlDeviceGetComputeRunningProcesses(h)],
     "mig": code(n.nvmlDeviceGetMigMode, h), "idle": code(n.nvmlDeviceGetProcessUtilization, h, 0),
-    "limits": code(n._nvmlGetFunctionPointer, "nvmlDeviceSetMemoryLimits_v1"),
+    "limits": code(n.nvmlDeviceSetMemoryLimits_v1, h, n.c_nvmlSetMemoryLimits_v1_t(b"/x", 0, 1)),
     "topology": n.nvmlDeviceGetTopologyCommonAncestor(h, other),
     "persistence": n.nvmlDeviceGetPersistenceMode(h),
     "pci": n.nvmlDeviceGetPciInfo(other).busId, "rates": n.nvmlDeviceGetUtilizationRates(h).gpu}))

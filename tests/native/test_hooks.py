@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -225,6 +227,26 @@ def test_cu_get_proc_address_answers_the_hook_of_the_right_variant(addresses: Wo
         assert wrong == []
         assert kernel.ask("asked('cuGraphLaunch 13000 0')") == 500
         assert kernel.ask("asked('cuMemAlloc 2000 0')") == 500
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump: apt-get install binutils")
+def test_dlsym_ends_in_a_jump() -> None:
+    """A call to glibc's dlsym would name this library as the one that asks, for ever."""
+    shown = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", str(native.preload_path())],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    body = [
+        line.split(":", 1)[1].split("#")[0].strip()
+        for line in shown.splitlines()
+        if re.match(r" +[0-9a-f]+:", line)
+    ]
+    assert body, shown
+    jump = r"jmp +\*0x[0-9a-f]+\(%rip\)" if platform.machine() == "x86_64" else r"br\tx\d+|br +x\d+"
+    assert re.fullmatch(jump, body[-1]), body
+    # What it calls is only our own look into the table.
+    calls = [line for line in body if re.match(r"(call|bl)\b", line)]
+    assert len(calls) == 1, body
 
 
 def test_dlsym_still_knows_who_calls(machine: Simulator, half: Lease) -> None:
