@@ -249,15 +249,18 @@ const notifications: JupyterFrontEndPlugin<void> = {
     });
     // What became of the jobs that the last page saw alive.
     void state?.fetch(LIVING_KEY).then(living => {
+      gpu.model.catchUp((living ?? {}) as Living);
       let kept = JSON.stringify(living ?? {});
-      gpu.model.changed.connect((_, now) => {
-        const text = JSON.stringify(now.kind === 'ready' ? livingJobs(now.status.jobs) : null);
-        if (now.kind === 'ready' && text !== kept) {
+      const keep = (): void => {
+        const now = gpu.model.state;
+        const text = now.kind === 'ready' ? JSON.stringify(livingJobs(now.status.jobs)) : kept;
+        if (text !== kept) {
           kept = text;
           void state.save(LIVING_KEY, JSON.parse(text) as Living);
         }
-      });
-      gpu.model.catchUp((living ?? {}) as Living);
+      };
+      gpu.model.changed.connect(keep);
+      keep();
     });
   }
 };

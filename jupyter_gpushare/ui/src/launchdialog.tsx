@@ -8,7 +8,7 @@ import React from 'react';
 import { IFields, isNotebook, LaunchModel } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
-import { checkpointText } from './words';
+import { checkpointLabel, checkpointText } from './words';
 
 /** Shows the dialog; returns the job, or null when it was closed. */
 export async function showLaunchDialog(
@@ -111,9 +111,10 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         label={trans.__('When its GPU is needed')}
         options={(['suspend', 'sigterm', 'none'] as Checkpoint[]).map(choice => [
           choice,
-          checkpointText(trans, choice)
+          checkpointLabel(trans, choice)
         ])}
       />
+      <p className="gps-muted gps-hint">{checkpointText(trans, fields.checkpoint)}</p>
       <details open={['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}>
         <summary>{trans.__('Name, environment, retries')}</summary>
         {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}

@@ -207,15 +207,27 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
   );
 }
 
-/** How a job survives the loss of its room. */
+/** How a job survives the loss of its room, as a choice. */
+export function checkpointLabel(trans: TranslationBundle, checkpoint: Checkpoint): string {
+  switch (checkpoint) {
+    case 'suspend':
+      return trans.__('Suspend, and go on where it was');
+    case 'sigterm':
+      return trans.__('SIGTERM, and start again from its own checkpoint');
+    case 'none':
+      return trans.__('Start again from the beginning');
+  }
+}
+
+/** What a choice means. */
 export function checkpointText(trans: TranslationBundle, checkpoint: Checkpoint): string {
   switch (checkpoint) {
     case 'suspend':
-      return trans.__('Suspend: its GPU memory moves to RAM, and it goes on where it was. Nothing to do.');
+      return trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.');
     case 'sigterm':
-      return trans.__('SIGTERM: it saves a checkpoint and starts again from it. Your program does both.');
+      return trans.__('Your program saves a checkpoint at SIGTERM, and loads the newest when it starts.');
     case 'none':
-      return trans.__('Start again: from the beginning.');
+      return trans.__('Whatever it had done is done once more.');
   }
 }
 

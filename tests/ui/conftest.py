@@ -1,0 +1,162 @@
+"""A JupyterLab with our bundle, a broker that the test drives, and a page in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Page, async_playwright, expect
+
+ROOT = Path(__file__).parents[2]
+BUNDLE = ROOT / "jupyter_gpushare" / "labextension"
+TOKEN = "token-of-the-page"
+
+_spec = importlib.util.spec_from_file_location(
+    "gpushare_fake_broker", ROOT / "tests" / "server" / "fake_broker.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+fake_broker = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = fake_broker
+_spec.loader.exec_module(fake_broker)
+
+PYTHON = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+NOTEBOOK = {"cells": [], "metadata": PYTHON, "nbformat": 4, "nbformat_minor": 5}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running JupyterLab."""
+
+    url: str
+    folder: Path  # the user's home
+    broker: Any
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    def say(self, status: dict[str, Any]) -> None:
+        """Let the broker say something newer than what it said before."""
+        self.broker.say_status(status | {"seq": self.broker.status["seq"] + 1})
+
+
+@pytest.fixture(scope="session")
+def start_lab() -> Callable[[Path], AbstractContextManager[Lab]]:
+    return _start_lab
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]:
+    """Opens a notebook of a JupyterLab; fails the test when the page complained on its console."""
+
+    @asynccontextmanager
+    async def opened(lab: Lab, *, reset: bool = True, **options: Any) -> AsyncIterator[Page]:
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(
+                executable_path=chromium.executable_path, args=[*chromium.args, *options.pop("args", ())]
+            )
+            options = {"viewport": {"width": 1280, "height": 800}, "locale": "en-GB"} | options
+            page = await browser.new_page(**options)
+            page.set_default_timeout(60_000)
+            complaints: list[str] = []
+            page.on(
+                "console",
+                lambda said: complaints.append(said.text) if "gpushare" in said.text.lower() else None,
+            )
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}{'&reset' if reset else ''}")
+            await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+            yield page
+            await browser.close()
+        assert not complaints
+
+    return opened
+
+
+@contextmanager
+def _start_lab(folder: Path) -> Iterator[Lab]:
+    broker = fake_broker.FakeBroker()
+    broker.start()
+    with _jupyterlab(folder, broker) as url:
+        yield Lab(url, folder, broker)
+    broker.stop()
+
+
+@contextmanager
+def _jupyterlab(tmp_path: Path, broker: Any) -> Iterator[str]:
+    """The address of a JupyterLab with our bundle and our server extension."""
+    for name in ("config", "data", "runtime", "work", "labextensions"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "labextensions" / "jupyter-gpushare").symlink_to(BUNDLE)
+    (tmp_path / "work" / "train.ipynb").write_text(json.dumps(NOTEBOOK))
+    no_news = tmp_path / "config" / "@jupyterlab" / "apputils-extension"
+    no_news.mkdir(parents=True)
+    (no_news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUSHARE_API", "JUPYTER"))}
+    mine = {
+        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
+        "JUPYTER_DATA_DIR": str(tmp_path / "data"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "data"),
+        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "config"),
+        "JUPYTER_PLATFORM_DIRS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "GPUSHARE_API_URL": broker.url,
+        "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN,
+    }
+    with (tmp_path / "lab.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "jupyterlab", f"--port={port}", "--no-browser", "--allow-root"],
+                "--ServerApp.jpserver_extensions={'jupyter_gpushare.server': True}",
+                "--LabApp.expose_app_in_browser=True",
+                f"--LabApp.extra_labextensions_path={tmp_path / 'labextensions'}",
+                f"--IdentityProvider.token={TOKEN}",
+                f"--ServerApp.root_dir={tmp_path / 'work'}",
+            ],
+            env=kept | mine,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, (tmp_path / "lab.log").read_text()
+        try:
+            return httpx.get(f"{url}/api", trust_env=False, timeout=10).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        fake_broker.eventually(answers, 60)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture
+def golden() -> Callable[[str], dict[str, Any]]:
+    return fake_broker.golden

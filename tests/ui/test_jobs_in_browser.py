@@ -1,0 +1,333 @@
+"""Training jobs in a real JupyterLab: the dialog, the list, the log, waiting cells, and no harm done."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from jupyter_gpushare.jobfiles import log_path
+
+UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
+BUNDLE = UI.parent / "labextension"
+AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
+]
+
+
+@pytest.fixture(scope="module")
+def lab(start_lab, tmp_path_factory) -> Iterator[Any]:
+    """One JupyterLab for all tests here."""
+    with start_lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def broker(lab, golden) -> Any:
+    lab.broker.answers.clear()
+    for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
+        lab.broker.answer(f"GET {path}", golden(name))
+    lab.say(golden("status_active"))
+    lab.broker.seen.clear()
+    return lab.broker
+
+
+@pytest.fixture
+async def page(lab, broker, open_page) -> AsyncIterator[Page]:
+    async with open_page(lab) as page:
+        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        yield page
+
+
+async def picture(page: Page, name: str) -> None:
+    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
+    if folder := os.environ.get("GPUSHARE_PICTURES"):
+        await page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+async def accessible(page: Page, selector: str) -> None:
+    """Fail on what axe-core calls serious or critical."""
+    await page.evaluate(AXE.read_text() + "; undefined")
+    found = await page.evaluate("selector => axe.run(selector)", selector)
+    grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
+    assert not told, json.dumps(told, indent=1)
+
+
+async def run_command(page: Page, command: str, args: dict[str, Any] | None = None) -> None:
+    """What a menu or the palette does."""
+    await page.evaluate("([c, a]) => void window.jupyterapp.commands.execute(c, a)", [command, args or {}])
+
+
+THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
+
+
+async def use_theme(page: Page, theme: str) -> None:
+    await run_command(page, "apputils:change-theme", {"theme": theme})
+    await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+
+
+async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, golden):
+    broker.answer("POST jobs", golden("job"), 201)
+    await page.locator(
+        '[data-jp-item-name="gpushare-launch"] button, jp-button[data-command="gpushare:launch"]'
+    ).first.click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_label("Notebook or script")).to_have_value("train.ipynb")
+    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3. Needs 2 GPUs")
+    await picture(page, "dialog")
+    gpus = dialog.get_by_label("Number or part")
+    await gpus.fill("1.5")
+    await expect(dialog).to_contain_text("A part of one GPU like 0.5 or 1/4")
+    await dialog.get_by_role("button", name="Submit").click()
+    await gpus.fill("2")
+    await dialog.get_by_label("Parameters").fill("lr = 0.1")
+    await accessible(page, ".gps-launch-dialog")
+    refused = golden("error")
+    broker.answer("POST jobs", refused, 409)
+    await dialog.get_by_role("button", name="Submit").click()
+    await expect(dialog.get_by_role("alert")).to_have_text(refused["message"])
+    broker.answer("POST jobs", golden("job"), 201)
+    await page.keyboard.press("Tab")
+    await dialog.get_by_role("button", name="Submit").focus()
+    await page.keyboard.press("Enter")
+    await expect(dialog).to_have_count(0)
+    await expect(page.locator(".Toastify")).to_contain_text("Submitted night.")
+    sent = broker.asked("POST jobs")
+    assert len(sent) == 2
+    assert sent[0].headers["Idempotency-Key"] == sent[1].headers["Idempotency-Key"]
+    asked = sent[1].json
+    assert asked["command"][:3] == [sys.executable, "-m", "jupyter_gpushare.job.notebook"]
+    assert asked["command"][3] == str(lab.work / "train.ipynb")
+    assert asked["command"][5:] == ["--kernel", "python3", "-p", "lr", "0.1"]
+    assert (asked["gpus"], asked["source"]["parameters"]) == ("2", {"lr": "0.1"})
+    await page.get_by_role("button", name="Show job").click()
+    await expect(page.get_by_role("grid", name="My training jobs")).to_be_visible()
+
+
+async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, lab, broker):
+    (lab.work / "run.sh").write_text("echo hello")
+    (lab.work / "data.csv").write_text("1")
+    await run_command(page, "filebrowser:refresh")
+    dialog = page.get_by_role("dialog")
+    await page.locator(".jp-DirListing-item", has_text="run.sh").click(button="right")
+    await page.get_by_role("menuitem", name="Run as training job").click()
+    await expect(dialog.get_by_label("Notebook or script")).to_have_value("run.sh")
+    await expect(dialog.get_by_label("Arguments")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(dialog).to_have_count(0)
+    await page.locator(".jp-DirListing-item", has_text="data.csv").click(button="right")
+    await expect(page.get_by_role("menuitem", name="Download", exact=True)).to_be_visible()
+    await expect(page.get_by_role("menuitem", name="Run as training job")).to_have_count(0)
+    await page.keyboard.press("Escape")
+    await page.get_by_role("menuitem", name="Run", exact=True).click()
+    await page.get_by_role("menuitem", name="Run as training job").click()
+    await expect(dialog.get_by_label("Notebook or script")).to_have_value("train.ipynb")
+    await page.keyboard.press("Escape")
+    await run_command(page, "launcher:create")
+    await page.locator(".jp-LauncherCard", has_text="Training job").click()
+    await expect(dialog.get_by_label("Command")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await run_command(page, "apputils:activate-command-palette")
+    await page.keyboard.type("Run as training")
+    await expect(page.locator(".lm-CommandPalette-item", has_text="Run as training job")).to_be_visible()
+    await page.keyboard.press("Escape")
+
+
+def many(golden: Any, count: int) -> dict[str, Any]:
+    """A list of ``count`` jobs, newest first."""
+    job = golden("job")
+    states = ["running", "queued", "suspended", "succeeded", "failed", "cancelled"]
+    return {
+        "jobs": [
+            job
+            | {
+                "id": f"job{n:07}",
+                "name": f"train {n}",
+                "state": states[n % 6],
+                "submitted_at": f"2031-05-{1 + n % 28:02}T10:00:00Z",
+                "ran_s": 10.0 * n,
+                "done": float(n % 10),
+                "total": 10.0,
+                "position": None,
+            }
+            for n in range(count)
+        ]
+    }
+
+
+async def test_a_thousand_jobs_are_one_list(page, broker, golden):
+    broker.answer("GET jobs", many(golden, 1000))
+    await run_command(page, "gpushare:jobs")
+    grid = page.get_by_role("grid", name="My training jobs")
+    rows = grid.locator(".gps-job-row")
+    await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("1003 jobs")
+    assert await grid.get_attribute("aria-rowcount") == "1004"
+    assert await rows.count() < 60
+    await grid.get_by_role("button", name="Ran").click()
+    await grid.get_by_role("button", name="Ran").click()
+    await expect(rows.first).to_contain_text("train 999")
+    await page.get_by_label("Jobs; arrow keys choose one").focus()
+    await page.keyboard.press("End")
+    await expect(grid.locator('[aria-selected="true"]')).to_be_visible()
+    await page.keyboard.press("Home")
+    await expect(grid.locator('[aria-selected="true"]')).to_contain_text("train 999")
+    await page.keyboard.press("ArrowDown")
+    await expect(grid.locator('[aria-selected="true"]')).to_contain_text("train 998")
+    await page.get_by_label("Filter jobs").fill("train 99 failed")
+    await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("of 1003 jobs")
+    await page.get_by_label("Filter jobs").fill("no such job")
+    await expect(grid).to_contain_text("No job is like that.")
+
+
+async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
+    running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z"}
+    broker.answer("GET jobs", {"jobs": [running]})
+    lab.say(golden("status_active") | {"jobs": [running]})
+    broker.answer(f"GET jobs/{running['id']}/timeline", golden("timeline"))
+    log = log_path(lab.folder, running["id"], 1)
+    log.parent.mkdir(parents=True)
+    log.write_text("epoch 1 loss 0.9\n 10%|#\r 20%|##\n\x1b[31mred\x1b[0m\n")
+    await run_command(page, "gpushare:jobs", {"job": running["id"]})
+    detail = page.get_by_role("region", name="Job night")
+    box = detail.locator(".gps-log")
+    await expect(box).to_contain_text("epoch 1 loss 0.9\n 20%|##\nred")
+    with log.open("a") as file:
+        file.write("".join(f"epoch {n}\n" for n in range(2, 200)))
+    await expect(box).to_contain_text("epoch 199", timeout=10_000)
+    bottom = "box => box.scrollTop + box.clientHeight >= box.scrollHeight - 2"
+    assert await box.evaluate(bottom)
+    await detail.get_by_label("Search the log").fill("EPOCH 19")
+    await expect(detail.locator("mark")).to_have_count(11)
+    await detail.get_by_label("Search the log").fill("")
+    async with page.expect_download() as download:
+        await detail.get_by_role("link", name="Download").click()
+    assert "epoch 199" in Path(await (await download.value).path()).read_text()
+    await picture(page, "jobs-log")
+    await detail.get_by_role("tab", name="Timeline").click()
+    await expect(detail.locator(".gps-timeline li")).to_have_count(5)
+    await expect(detail).to_contain_text("another project took back its guaranteed GPU")
+    await picture(page, "jobs-timeline")
+    for theme in THEMES:
+        await use_theme(page, theme)
+        await accessible(page, ".gps-jobs")
+        await picture(page, f"jobs-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    await detail.get_by_role("tab", name="About").click()
+    await expect(detail).to_contain_text("lr = 0.1")
+    await expect(detail).to_contain_text("WANDB_MODE")
+    ended = running | {"state": "failed", "reason": "Ended with exit code 1.", "exit_code": 1}
+    broker.answer(f"DELETE jobs/{running['id']}", ended)
+    await detail.get_by_role("button", name="Stop").click()
+    lab.say(golden("status_active") | {"jobs": [ended]})
+    await expect(page.locator(".Toastify")).to_contain_text("night: Failed")
+    broker.answer(f"POST jobs/{running['id']}/retry", golden("job"), 201)
+    await detail.get_by_role("button", name="Retry").click()
+    await expect(page.locator(".Toastify")).to_contain_text("Submitted night")
+    await detail.get_by_role("button", name="Duplicate").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_label("Notebook or script")).to_have_value("vision/train.ipynb")
+    await expect(dialog.get_by_label("Parameters")).to_have_value("lr = 0.1")
+    await page.keyboard.press("Escape")
+
+
+async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):
+    broker.answer("GET jobs", {"jobs": []})
+    lab.say(golden("status_empty"))
+    await run_command(page, "gpushare:jobs")
+    jobs = page.locator(".gps-jobs")
+    await expect(jobs).to_contain_text("No training jobs yet.")
+    await picture(page, "jobs-empty")
+    await accessible(page, ".gps-jobs")
+    broker.answer("GET status", golden("error"), 409)
+    await expect(jobs).to_contain_text("No news from the GPU broker since", timeout=20_000)
+    broker.answers.pop("GET status")
+    await jobs.get_by_role("button", name="Ask again").click()
+    await expect(jobs).to_contain_text("No training jobs yet.")
+
+
+async def test_the_sidebar_is_accessible_in_every_theme_and_narrow(page, broker):
+    await page.locator(".gps-status button").click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("You used 14 GPU-hours.")
+    for theme in THEMES:
+        await use_theme(page, theme)
+        await accessible(page, ".gps-panel")
+        await accessible(page, ".gps-status")
+    await use_theme(page, THEMES[0])
+    wide = await panel.bounding_box()
+    await page.mouse.move(wide["x"] - 2, 400)
+    await page.mouse.down()
+    await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
+    await page.mouse.up()
+    narrow = await panel.bounding_box()
+    assert narrow["width"] <= 250
+    assert await panel.evaluate("node => node.scrollWidth <= node.clientWidth")
+    await picture(page, "panel-narrow")
+    await panel.get_by_role("button", name="Release the GPU memory of train.ipynb").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text("all of its variables are lost")
+    await dialog.get_by_role("button", name="Restart the kernel").click()
+    await expect(page.locator(".Toastify")).to_contain_text("no such kernel")
+
+
+async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page, lab, broker, golden):
+    await page.locator(".jp-Notebook .jp-Cell").first.click()
+    await page.locator(".jp-Notebook .cm-content").first.click()
+    await page.keyboard.type("import time; time.sleep(8)")
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    await page.keyboard.press("Shift+Enter")
+    lab.say(golden("status_waking"))
+    line = page.locator(".jp-Cell .gps-cell-line")
+    await expect(page.locator(".gps-banner")).to_contain_text("s so far")
+    assert await line.count() == 0
+    await expect(line).to_contain_text("Waking up: step", timeout=5_000)
+    await accessible(page, ".gps-banner")
+    await picture(page, "cell-waits")
+    await run_command(page, "docmanager:save")
+    await expect(line).to_have_count(0, timeout=15_000)
+    assert "Waking up" not in (lab.work / "train.ipynb").read_text()
+    lab.say(golden("status_active"))
+    await expect(page.locator(".gps-banner")).to_be_hidden()
+
+
+async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, broker, golden, open_page):
+    living = golden("job") | {"state": "running"}
+    lab.say(golden("status_active") | {"jobs": [living]})
+    async with open_page(lab) as page:
+        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        await page.wait_for_timeout(4_000)  # the state database of JupyterLab saves with a delay
+    lab.say(golden("status_active") | {"jobs": [living | {"state": "succeeded", "reason": "Done."}]})
+    async with open_page(lab, reset=False) as page:
+        await expect(page.locator(".Toastify")).to_contain_text("night: Done.")
+
+
+async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/gpushare/" in request.url else None)
+    hide = """hidden => {
+        const set = (name, value) =>
+            Object.defineProperty(document, name, { value, configurable: true });
+        set('visibilityState', hidden ? 'hidden' : 'visible');
+        set('hidden', hidden);
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    await page.evaluate(hide, True)
+    await page.wait_for_timeout(6_000)
+    asked.clear()
+    await page.wait_for_timeout(12_000)
+    assert asked == []
+    await page.evaluate(hide, False)
+    await page.wait_for_timeout(11_000)
+    assert 1 <= len(asked) <= 4
+    assert {url.split("/gpushare/")[1].split("?")[0] for url in asked} == {"status"}
