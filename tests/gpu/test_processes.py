@@ -53,8 +53,8 @@ def pids(processes: Processes, owners: dict[str, int] = OWNERS) -> set[int]:
 
 
 CLEARED = (
-    "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'input()'],"
-    " env={'GPUSHARE_TEST_RUN': sys.argv[-1]}, stdin=subprocess.PIPE); print(c.pid, flush=True); input()"
+    "import os, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    " env={'GPUSHARE_TEST_RUN': os.environ['GPUSHARE_TEST_RUN']}); print(c.pid, flush=True); input()"
 )
 
 
