@@ -53,8 +53,8 @@ def pids(processes: Processes, owners: dict[str, int] = OWNERS) -> set[int]:
 
 
 CLEARED = (
-    "import os, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
-    " env={'GPUSHARE_TEST_RUN': os.environ['GPUSHARE_TEST_RUN']}); print(c.pid, flush=True); input()"
+    "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    " env={}); print(c.pid, flush=True); input()"
 )
 
 
