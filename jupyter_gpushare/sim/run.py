@@ -108,6 +108,13 @@ def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_cluster(jobs)
     _add_policy(jobs)
     jobs.add_argument(
+        "--grace",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds from telling a job to stop until its GPUs are free (default 0)",
+    )
+    jobs.add_argument(
         "--weights",
         type=_numbers(1, 1_000),
         metavar="W,W,...",
@@ -343,6 +350,7 @@ def _jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
             _settings(args),
             projects=_projects(args),
             preempt_cost_s=args.preempt_cost,
+            grace_s=args.grace,
             progress=bar,
         )
     return report.job_numbers(result), result

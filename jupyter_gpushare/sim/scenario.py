@@ -95,16 +95,20 @@ def replay_jobs(
     *,
     projects: Sequence[Project] = (),
     preempt_cost_s: float = 0.0,
+    grace_s: float = 0.0,
     progress: Progress | None = None,
 ) -> Result:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
-    A preempted job is stopped and starts again anywhere, ``preempt_cost_s`` later.
+    A preempted job is stopped, which takes ``grace_s``, and starts again
+    anywhere; there it makes no progress for ``preempt_cost_s``.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
     meter = Meter(devices, projects, settings)
-    replay = Replay(devices, projects, settings, Costs(restart_s=preempt_cost_s), watcher=meter)
+    replay = Replay(
+        devices, projects, settings, Costs(restart_s=preempt_cost_s, grace_s=grace_s), watcher=meter
+    )
     for number, job in enumerate(jobs):
         lease = _job_lease(number, job, projects[number % len(projects)].name, fleet)
         replay.add_job(lease, job.duration_s)
