@@ -444,7 +444,7 @@ def test_whole_nodes_are_not_cleared_without_a_place_to_go_to():
     single = [stops(f"s{n}", f"{n}") for n in range(8, 24) if n % 4 < 3]
     assert actions(cluster(*pairs, *single, stops("wide", device_count=8), gpus=nodes, **LAS)) == []
     done = actions(cluster(*pairs, *single[:-1], stops("wide", device_count=8), gpus=nodes, **LAS))
-    assert [a.lease for a in done][0] == "a"
+    assert done[0].lease == "a"
 
 
 # -- a planner that is kept
