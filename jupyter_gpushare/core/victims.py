@@ -93,6 +93,7 @@ class Asker:
         self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
         self._lines = lines
         self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
+        self._places: dict[Rights, set[Room]] = {}
         self._lenders: set[Room] | None = None  # where an idle session may be asked
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
@@ -106,8 +107,10 @@ class Asker:
 
     def places(self, rights: Rights) -> set[Room]:
         """The devices on which there may be somebody to ask: few, as a rule, of many."""
+        if rights in self._places:
+            return self._places[rights]
         board = self.board
-        found: set[Room] = set()
+        found = self._places[rights] = set()
         if rights.lend:
             if self._lenders is None:
                 idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
