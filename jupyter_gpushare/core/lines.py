@@ -108,6 +108,8 @@ class Lines:
                 shape = _shape(lease, rank[0], settings)
                 insort(line.waiting.setdefault(shape, []), (rank, lease), key=itemgetter(0))
                 self._waits[lease.id] = shape, rank
+                if order.is_just_demoted(lease, now, settings):
+                    self._demoted.append(lease)
                 if (at := order.next_wait_at(lease, now, settings)) is not None:
                     self._at(at, lease)
         elif lease.state in HOLDS_ROOM and lease.state not in LEAVING:

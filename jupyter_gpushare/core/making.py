@@ -135,7 +135,9 @@ class Maker:
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
         if not self._lasts(job, need * len(rooms), victims):
             return None
-        if not rights.owed and not self._shares.are_kept(v.lease for v in victims if v.why is Why.OVER_QUOTA):
+        if not rights.owed and not self._shares.are_respected(
+            v.lease for v in victims if v.why is Why.OVER_QUOTA
+        ):
             return None
         if not self._is_worth_it(job, victims):
             self.obstacle = Why.NOT_WORTH_IT
@@ -195,13 +197,17 @@ class Maker:
         return None if enough is None else self._decide(job, rooms, enough, rights)
 
     def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
-        """Whether a preempted junior would not be owed the very room again before ``job`` gets it."""
-        juniors = [v.lease for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
+        """Whether no preempted junior would be served again before ``job`` gets the room.
+
+        It would, where the project may have it within quota or fair share, but not ``job``.
+        """
+        sizes = [size_of(v.lease) for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
         account = self.board.account(job)
-        left = sum(size_of(x) for x in juniors)
-        return account.is_below_quota(size - left) or not any(
-            account.is_below_quota(size_of(x) - left) for x in juniors
-        )
+        left = account.use - sum(sizes)
+        for most in (account.project.quota_milli, self._shares.of(job.project)):
+            if left + size > most and any(left + own <= most for own in sizes):
+                return False
+        return True
 
     def _afford(self, victims: Sequence[Victim], reserve: int) -> tuple[Victim, ...] | None:
         """``victims`` such that host memory holds who is parked, and ``reserve``; None: it cannot.

@@ -113,11 +113,12 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
-    """Whether a running job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS or lease.state is not State.RUNNING:
+    """Whether a job has just come to the end of a later queue, behind whoever waits there."""
+    if settings.order is not Order.LAS:
         return False
-    queue = queue_of(attained_gpu_s(lease, now), settings)
-    return queue > 0 and now - _entered_at(lease, now, settings) < _DEMOTED_S
+    if now - _entered_at(lease, now, settings) >= _DEMOTED_S:
+        return False
+    return queue_of(attained_gpu_s(lease, now), settings) > 0
 
 
 def has_guard(settings: Settings) -> bool:
@@ -139,9 +140,10 @@ def rank(lease: Lease, now: float, settings: Settings) -> Rank:
     if settings.order is Order.LAS:
         attained, thresholds = lease.attained_gpu_s, settings.las_thresholds_gpu_s
         queue = bisect_right(thresholds, attained + _NOTHING_GPU_S)
-        ran_here = attained - (thresholds[queue - 1] if queue else 0.0) > _NOTHING_GPU_S
+        here = attained - (thresholds[queue - 1] if queue else 0.0)
+        ran_here = here > _DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it was stopped when it was demoted
         moment = -lease.waits_since_at if ran_here else moment
-        group = queue
+        group = queue + 0.5 * is_just_demoted(lease, now, settings)
     elif settings.order is Order.SRTF:
         group = level(lease, now, settings)[1]
     if is_starved(lease, now, settings):

@@ -17,7 +17,7 @@ Who may be asked depends on who needs the room:
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
 * a project *below its fair share* may take from jobs over quota (2-3) that have
-  run for their minimum time, of projects that keep their own fair share;
+  run for their minimum time, of projects above theirs;
 * a job may take from jobs of the same project that it outranks (2-3; `order`)
   and that have run for their minimum time, if it gains more than that costs,
   and unless these were owed the same room again before it (a job beyond quota
