@@ -54,6 +54,8 @@ class Maker:
         self._shares = shares
         self._cheapest: dict[Price, Cheapest] = {}
         self._memory = board.host_free  # as it was when victims were looked for
+        self._free = 0  # whole devices that are free, as the log of the board was so long
+        self._counted = -1
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
@@ -168,11 +170,13 @@ class Maker:
         preempts = self.board.settings.order in (Order.LAS, Order.SRTF)
         if job.devices or job.device_count == 1 or not job.consolidate or not preempts:
             return None
-        free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
-        if not free:
+        if self._counted != len(self.board.log):
+            self._free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
+            self._counted = len(self.board.log)
+        if not self._free:
             return None  # nobody can be moved anywhere
         juniors = {v.lease.id: v for v in self.asker.juniors(job)}
-        if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
+        if self._free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
             return None
         movable = partial(self.asker.to_move, job.project)
         return Mover(self._layout, job, juniors, movable).make()
