@@ -196,6 +196,8 @@ _BECAUSE: Mapping[str, str] = {
     Why.LENDER_RETURNED: "the owner of the GPU came back",
     Why.OVER_QUOTA: "another project took back its guaranteed GPU",
     Why.PRIORITY: "work of higher priority in its project came first",
+    Why.ORDER: "a job of its project that has had less GPU time came first",
+    Why.MOVED: "a larger job needs GPUs that lie together; it goes on elsewhere",
     Why.IDLE: "it was idle and others wait",
     Why.LEND_NOW: "its owner lent the GPU",
 }
@@ -241,6 +243,12 @@ def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> s
             return f"{number}Needs {needs}; room is being made."
         case Why.HOST_MEMORY:
             return f"{number}Needs {needs}; there is not enough RAM to put more idle sessions to sleep."
+        case Why.RESERVED:
+            return f"{number}Needs {needs}; it has waited for long, so no job behind it gets that room."
+        case Why.IN_LINE:
+            return f"{number}Needs {needs}; the job before it starts first."
+        case Why.NOT_WORTH_IT:
+            return f"{number}Needs {needs}; pausing others for it would cost more than it gains."
         case Why.BACKING_OFF:
             return f"{number}Its last start failed; it is tried again in a moment."
         case Why.DEVICE_BROKEN:

@@ -96,7 +96,9 @@ class Lines:
             self._at(at, lease)
 
     def _file_job(self, lease: Lease, now: float) -> None:
-        line = self.of.setdefault(lease.project, Line())
+        line = self.of.get(lease.project)
+        if line is None:
+            line = self.of[lease.project] = Line()
         settings = self.settings
         if order.is_waiting(lease) and (lease.devices or lease.state is State.PENDING):
             if lease.retry_at > now:
@@ -106,10 +108,10 @@ class Lines:
                 shape = _shape(lease, rank[0], settings)
                 insort(line.waiting.setdefault(shape, []), (rank, lease), key=itemgetter(0))
                 self._waits[lease.id] = shape, rank
-                if (at := order.changes_at(lease, now, settings)) is not None:
+                if order.is_just_demoted(lease, now, settings):
+                    self._demoted.append(lease)
+                if (at := order.next_wait_at(lease, now, settings)) is not None:
                     self._at(at, lease)
-                if settings.skip_wait_s is not None and lease.waits_since_at + settings.skip_wait_s > now:
-                    self._at(lease.waits_since_at + settings.skip_wait_s, lease)
         elif lease.state in HOLDS_ROOM and lease.state not in LEAVING:
             level = order.level(lease, now, settings)
             if settings.order is Order.SRTF:
@@ -119,7 +121,7 @@ class Lines:
             place = _place(lease, now, settings)
             insort(line.running.setdefault(level, []), (place, lease), key=itemgetter(0))
             self._runs[lease.id] = level, place
-            if (at := order.changes_at(lease, now, settings)) is not None:
+            if (at := order.demoted_at(lease, now, settings)) is not None:
                 heapq.heappush(line.changes, (at, next(self._count), lease))
 
     def drop(self, id: str) -> None:

@@ -54,6 +54,8 @@ class Maker:
         self._shares = shares
         self._cheapest: dict[Price, Cheapest] = {}
         self._memory = board.host_free  # as it was when victims were looked for
+        self._free = 0  # whole devices that are free, as the log of the board was so long
+        self._counted = -1
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
@@ -135,7 +137,9 @@ class Maker:
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
         if not self._lasts(job, need * len(rooms), victims):
             return None
-        if not rights.owed and not self._shares.are_kept(v.lease for v in victims if v.why is Why.OVER_QUOTA):
+        if not rights.owed and not self._shares.are_respected(
+            v.lease for v in victims if v.why is Why.OVER_QUOTA
+        ):
             return None
         if not self._is_worth_it(job, victims):
             self.obstacle = Why.NOT_WORTH_IT
@@ -166,11 +170,13 @@ class Maker:
         preempts = self.board.settings.order in (Order.LAS, Order.SRTF)
         if job.devices or job.device_count == 1 or not job.consolidate or not preempts:
             return None
-        free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
-        if not free:
+        if self._counted != len(self.board.log):
+            self._free = sum(room.soon >= WHOLE_GPU for room in self.board.usable)
+            self._counted = len(self.board.log)
+        if not self._free:
             return None  # nobody can be moved anywhere
         juniors = {v.lease.id: v for v in self.asker.juniors(job)}
-        if free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
+        if self._free + sum(v.lease.device_count for v in juniors.values()) < job.device_count:
             return None
         movable = partial(self.asker.to_move, job.project)
         return Mover(self._layout, job, juniors, movable).make()
@@ -195,13 +201,17 @@ class Maker:
         return None if enough is None else self._decide(job, rooms, enough, rights)
 
     def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
-        """Whether a preempted junior would not be owed the very room again before ``job`` gets it."""
-        juniors = [v.lease for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
+        """Whether no preempted junior would be served again before ``job`` gets the room.
+
+        It would, where the project may have it within quota or fair share, but not ``job``.
+        """
+        sizes = [size_of(v.lease) for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
         account = self.board.account(job)
-        left = sum(size_of(x) for x in juniors)
-        return account.is_below_quota(size - left) or not any(
-            account.is_below_quota(size_of(x) - left) for x in juniors
-        )
+        left = account.use - sum(sizes)
+        for most in (account.project.quota_milli, self._shares.of(job.project)):
+            if left + size > most and any(left + own <= most for own in sizes):
+                return False
+        return True
 
     def _afford(self, victims: Sequence[Victim], reserve: int) -> tuple[Victim, ...] | None:
         """``victims`` such that host memory holds who is parked, and ``reserve``; None: it cannot.

@@ -113,11 +113,12 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
-    """Whether a running job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS or lease.state is not State.RUNNING:
+    """Whether a job has just come to the end of a later queue, behind whoever waits there."""
+    if settings.order is not Order.LAS:
         return False
-    queue = queue_of(attained_gpu_s(lease, now), settings)
-    return queue > 0 and now - _entered_at(lease, now, settings) < _DEMOTED_S
+    if now - _entered_at(lease, now, settings) >= _DEMOTED_S:
+        return False
+    return queue_of(attained_gpu_s(lease, now), settings) > 0
 
 
 def has_guard(settings: Settings) -> bool:
@@ -135,16 +136,19 @@ def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
 
 def rank(lease: Lease, now: float, settings: Settings) -> Rank:
     """Sorts the waiting jobs of a project."""
-    moment, ran_here = _entered_at(lease, now, settings), False
+    group, ran_here, moment = 0.0, False, lease.queued_at
     if settings.order is Order.LAS:
-        thresholds = (0.0, *settings.las_thresholds_gpu_s)
-        attained = attained_gpu_s(lease, now)
-        ran_here = attained - thresholds[queue_of(attained, settings)] > _NOTHING_GPU_S
+        attained, thresholds = lease.attained_gpu_s, settings.las_thresholds_gpu_s
+        queue = bisect_right(thresholds, attained + _NOTHING_GPU_S)
+        here = attained - (thresholds[queue - 1] if queue else 0.0)
+        ran_here = here > _DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it was stopped when it was demoted
+        moment = -lease.waits_since_at if ran_here else moment
+        group = queue + 0.5 * is_just_demoted(lease, now, settings)
+    elif settings.order is Order.SRTF:
+        group = level(lease, now, settings)[1]
     if is_starved(lease, now, settings):
-        moment, ran_here = lease.waits_since_at, False
-    elif ran_here:
-        moment = -lease.waits_since_at
-    return level(lease, now, settings), lease.state is State.PENDING, not ran_here, moment, lease.id
+        group, ran_here, moment = STARVED, False, lease.waits_since_at
+    return (-lease.priority, group), lease.state is State.PENDING, not ran_here, moment, lease.id
 
 
 def seniority(lease: Lease, now: float, settings: Settings) -> float:
@@ -152,11 +156,18 @@ def seniority(lease: Lease, now: float, settings: Settings) -> float:
     return max(lease.granted_at, _entered_at(lease, now, settings))
 
 
-def changes_at(lease: Lease, now: float, settings: Settings) -> float | None:
-    """The next moment at which the level of a job changes though nothing happens."""
-    if is_waiting(lease):
-        at = lease.waits_since_at + (settings.guard_s or 0.0)
-        return at if has_guard(settings) and at > now else None
+def next_wait_at(lease: Lease, now: float, settings: Settings) -> float | None:
+    """The next moment at which a waiting job has waited for long enough to be served in another way."""
+    found = None
+    if settings.skip_wait_s is not None and (at := lease.waits_since_at + settings.skip_wait_s) > now:
+        found = at
+    if has_guard(settings) and (at := lease.waits_since_at + (settings.guard_s or 0.0)) > now:
+        found = at if found is None else min(at, found)
+    return found
+
+
+def demoted_at(lease: Lease, now: float, settings: Settings) -> float | None:
+    """The next moment at which a running job falls into a later queue."""
     if settings.order is Order.LAS and lease.state is State.RUNNING and lease.attained_at is not None:
         queue = queue_of(attained_gpu_s(lease, now), settings)
         if queue < len(settings.las_thresholds_gpu_s):

@@ -16,9 +16,11 @@ The rules, in the order in which they bind:
    `order`; free room first, then room on its way, then room that others must
    give (`making`).
 4. *Guests*: sleeping sessions beyond quota wake when unclaimed room is free.
-5. *All other jobs* in the same way, projects by weight.  What does not fit
-   blocks nobody, unless the order is strict, or it has been overtaken for
-   ``skip_wait_s``: then the room that it will need is kept for it.
+5. *All other jobs* in the same way, those within their project's fair share
+   first, projects by weight.
+
+What does not fit blocks nobody, unless the order is strict, or it has been
+overtaken for ``skip_wait_s``: then the room that it will need is kept for it.
 
 What is decided for one is gone for the next: all rules work on one `Board`.
 
@@ -29,7 +31,7 @@ what changed and not what there is; `plan` makes one for a single round.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jupyter_gpushare.core import order
@@ -174,10 +176,12 @@ class Round:
         self.run_sessions()
         for lease in sorted(self.lines.backing_off.values(), key=lambda x: (x.queued_at, x.id)):
             self._backs_off(lease)
-        self._serve_lines(owed=True)
+        self._serve_lines(self._is_owed)
         for lease in sorted(self._sleepers(claim=False), key=order.session_rank):
             self._wake_guest(lease)
-        self._serve_lines(owed=False)
+        if len(self.lines.of) > 1:
+            self._serve_lines(self._is_below_share)
+        self._serve_lines(None)
         self._spare()
         if self.waiting:
             self._at(self.lines.next_at())
@@ -296,15 +300,16 @@ class Round:
         spot = self._spot(job, _now)
         return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
 
-    def _serve_lines(self, *, owed: bool) -> None:
-        """Serve the projects in turn."""
+    def _serve_lines(self, whom: Callable[[Lease], bool] | None) -> None:
+        """Serve those jobs, or all that are left, the projects in turn."""
         cursors = {name: Cursor(line) for name, line in self.lines.of.items() if line.waiting}
+        owed = whom == self._is_owed
         heap = [(self._turn(name, cursor, owed), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
             asked = len(self.actions)
-            if self._serve_next(cursors[name], owed=owed):
+            if self._serve_next(cursors[name], whom):
                 heapq.heappush(heap, (self._turn(name, cursors[name], owed), name))
             if any(not isinstance(a, Grant | Resume) for a in self.actions[asked:]):
                 # Whoever gave room away has its turn earlier now.
@@ -314,16 +319,24 @@ class Round:
     def _turn(self, project: str, cursor: Cursor, owed: bool) -> tuple[object, ...]:
         return (*self.board.standing.account(project).turn(owed=owed), cursor.first)
 
-    def _serve_next(self, cursor: Cursor, *, owed: bool) -> bool:
+    def _is_owed(self, job: Lease) -> bool:
+        """Whether the project of ``job`` stays within its quota with it."""
+        return self.board.account(job).is_below_quota(self._size(job))
+
+    def _is_below_share(self, job: Lease) -> bool:
+        """Whether the project of ``job`` stays within its fair share with it."""
+        return self.board.account(job).use + self._size(job) <= self.shares.of(job.project)
+
+    def _serve_next(self, cursor: Cursor, whom: Callable[[Lease], bool] | None) -> bool:
         """Serve one job of a project; False: no other has a chance in this turn."""
         while cursor:
             job, shape = cursor.next()
             if job.id in self._served:
                 cursor.go_on()
-            elif owed and not self.board.account(job).is_below_quota(self._size(job)):
+            elif whom is not None and not whom(job):
                 if self.settings.order is Order.FIFO or self._has_waited_for_long(job):
                     return False  # nor are those behind it served before it
-                cursor.close()  # its turn comes with those that are not owed anything
+                cursor.close()  # its turn comes later
             elif self._serve_one(job, shape):
                 self._served.add(job.id)
                 cursor.go_on()
@@ -413,11 +426,9 @@ class Round:
         if not job.devices and not self.planner.fits_ever(job):
             return self._unplaced(job)
         size = self._size(job)
-        over, owed = account.over_limit_soon(size), account.is_below_quota(size)
-        below_share = len(self.lines.of) > 1 and account.use + size <= self.shares.of(job.project)
-        made = self.maker.for_job(
-            job, owed=owed, below_share=below_share and not owed, over_limit=over, coming=coming
-        )
+        over, owed = account.over_limit_soon(size), self._is_owed(job)
+        below_share = not owed and len(self.lines.of) > 1 and self._is_below_share(job)
+        made = self.maker.for_job(job, owed=owed, below_share=below_share, over_limit=over, coming=coming)
         if made is None:
             why = Why.PROJECT_LIMIT if over else self.maker.obstacle
             return why if over or not self._keep_room(job) else Why.RESERVED

@@ -303,15 +303,23 @@ class Shares:
         """What a project may hold now, thousandths of a GPU."""
         if self._shares is None:
             accounts = self._standing.accounts
+            if len(accounts) == 1:
+                return self._capacity
             waiting = self._waiting_milli()
             demand = {name: account.use + waiting.get(name, 0) for name, account in accounts.items()}
             projects = [account.project for account in accounts.values()]
             self._shares = fair_shares(projects, demand, self._capacity)
         return self._shares.get(project, 0)
 
-    def are_kept(self, leaving: Iterable[Lease]) -> bool:
-        """Whether every project keeps its share when these leases leave."""
-        sizes: dict[str, int] = {}
+    def are_respected(self, leaving: Iterable[Lease]) -> bool:
+        """Whether each of these leases may leave: its project is above its share without the others.
+
+        It may fall below by part of a lease then, and cannot take that back: the
+        same lease would bring it above again.
+        """
+        sizes: dict[str, list[int]] = {}
         for lease in leaving:
-            sizes[lease.project] = sizes.get(lease.project, 0) + size_of(lease)
-        return all(self._standing.account(n).use - size >= self.of(n) for n, size in sizes.items())
+            sizes.setdefault(lease.project, []).append(size_of(lease))
+        return all(
+            self._standing.account(n).use - sum(own) + min(own) > self.of(n) for n, own in sizes.items()
+        )

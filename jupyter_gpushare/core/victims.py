@@ -17,7 +17,7 @@ Who may be asked depends on who needs the room:
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
 * a project *below its fair share* may take from jobs over quota (2-3) that have
-  run for their minimum time, of projects that keep their own fair share;
+  run for their minimum time, of projects above theirs;
 * a job may take from jobs of the same project that it outranks (2-3; `order`)
   and that have run for their minimum time, if it gains more than that costs,
   and unless these were owed the same room again before it (a job beyond quota
@@ -93,6 +93,7 @@ class Asker:
         self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
         self._lines = lines
         self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
+        self._places: dict[Rights, set[Room]] = {}
         self._lenders: set[Room] | None = None  # where an idle session may be asked
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
@@ -106,8 +107,10 @@ class Asker:
 
     def places(self, rights: Rights) -> set[Room]:
         """The devices on which there may be somebody to ask: few, as a rule, of many."""
+        if rights in self._places:
+            return self._places[rights]
         board = self.board
-        found: set[Room] = set()
+        found = self._places[rights] = set()
         if rights.lend:
             if self._lenders is None:
                 idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))

@@ -62,7 +62,7 @@ class Fleet:
                 uuid=f"n{node:04d}g{number:04d}",
                 memory_bytes=self.memory_bytes,
                 node=f"n{node:04d}",
-                island=f"i{number * self.islands // size:02d}",
+                island=f"i{number * self.islands // size:02d}" if self.islands > 1 else "",
             )
             for node, size in enumerate(_parts(self.gpus, self.nodes))
             for number in range(size)

@@ -152,8 +152,21 @@ def test_a_project_at_its_share_takes_nothing():
     assert plan(cluster(*held, *waits, gpus=4, projects=projects), NOW).actions == ()
 
 
-def test_a_job_too_large_for_the_difference_of_shares_is_left_alone():
-    """p would fall below its share, and take the room back."""
-    held, waits = [train("p0", 1000, "0 1 2 3")], [train("q0", 1000, project="q"), train("p1", 1000)]
+def test_a_project_above_its_share_may_fall_below_by_a_part_of_one_job_only():
     projects = [project("p", 0), project("q", 0)]
-    assert plan(cluster(*held, *waits, gpus=4, projects=projects), NOW).actions == ()
+    waits = [train("q0", 1000, project="q"), train("p1", 1000)]
+    c = cluster(train("p0", 1000, "0 1 2 3"), *waits, gpus=4, projects=projects)
+    assert plan(c, NOW).actions == (Suspend("p0", Why.OVER_QUOTA, "q0"),)
+    asleep = train("p0", 1000, "0 1 2 3", state=ASLEEP)
+    assert [a.lease for a in plan(cluster(asleep, *waits, gpus=4, projects=projects), NOW).actions] == [
+        "p1",
+        "q0",
+    ]
+    at_share = [train("p0", 1000, "0 1"), train("r0", 1000, "2 3", project="r")]
+    c = cluster(
+        *at_share,
+        train("q0", 1000, project="q", device_count=2),
+        gpus=4,
+        projects=[*projects, project("r", 0)],
+    )
+    assert plan(c, NOW).actions == ()

@@ -201,6 +201,17 @@ def test_a_session_that_finds_all_claimed_waits_for_others(story):
     ]
 
 
+def test_a_busy_session_on_borrowed_room_is_suspended_in_its_cell_and_goes_on(story):
+    r = world(story, projects=[project("p", 0), project("q", 1)], costs=Costs(copy_bytes_per_s=8 * GIB))
+    r.add_session(session(), [Cell(0, 100)])
+    r.add_job(job("j", at=30, project="q"), 20)
+    r.run()
+    assert story.at("nb", State.SUSPENDING) == [30]
+    assert story.ended("j") == 51
+    assert story.at("nb", State.RUNNING)[-1] == 52
+    assert story.ended("nb") == 52 + 70
+
+
 # -- bounds, and what is there already
 
 

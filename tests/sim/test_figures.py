@@ -6,8 +6,6 @@ averages of the time to completion, in seconds.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from jupyter_gpushare.core.model import Order, Settings
@@ -27,12 +25,10 @@ def test_average_completion_is_within_one_per_cent_of_the_published_simulator(
     trace, name, gpus, order, published
 ):
     jobs = read_jobs(trace(name))
-    began = time.process_time()
     result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings(order=Order(order)))
     numbers = report.job_numbers(result)
     assert numbers["unfinished"] == 0
     assert numbers["avg_completion_s"] == pytest.approx(published, rel=0.01)
-    assert time.process_time() - began < 15  # the benchmark measures it; this finds what is out of hand
 
 
 def real(order: str) -> Settings:

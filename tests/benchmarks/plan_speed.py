@@ -1,0 +1,141 @@
+"""How long one plan takes: ``python -m tests.benchmarks.plan_speed``.
+
+Three clusters of busy and idle sessions, jobs that run and jobs that wait, all
+sizes and three projects.  *Steady*: nothing can be done any more, as in most
+rounds.  *Full*: everything waits to be decided at once, as after a restart.
+*Kept*: a planner that is told of one lease that changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from jupyter_gpushare.core.model import (
+    Cluster,
+    Device,
+    Grant,
+    Kind,
+    Lease,
+    Order,
+    Project,
+    Requeue,
+    Resume,
+    Settings,
+    State,
+    Survival,
+    Suspend,
+)
+from jupyter_gpushare.core.plan import Planner, plan
+
+NOW = 100_000.0
+GIB = 1 << 30
+
+
+def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
+    """A cluster with ``leases`` that have room, as far as it goes, and ``pending`` that wait."""
+    random = Random(gpus)
+    devices = tuple(
+        Device(uuid=f"gpu{n:04}", memory_bytes=80 * GIB, node=f"n{n // 8:03}", island=f"i{n // 4}")
+        for n in range(gpus)
+    )
+    projects = tuple(
+        Project(name=p, quota_milli=gpus * 250, weight=w) for p, w in (("a", 1), ("b", 2), ("c", 4))
+    )
+    found = [_lease(n, random, idle=True) for n in range(leases)]
+    settings = Settings(order=order, min_run_s=300, preempt_cost_s=30, guard_s=864_000, skip_wait_s=86_400)
+    first = Cluster(devices=devices, projects=projects, leases=tuple(found), settings=settings)
+    placed = tuple(x for x in carried_out(first) if x.devices)
+    waiting = tuple(_lease(leases + n, random, idle=False) for n in range(pending))
+    return replace(first, leases=placed + waiting)
+
+
+def _lease(number: int, random: Random, *, idle: bool) -> Lease:
+    build = idle and random.random() < 0.6
+    count = random.choice([1, 1, 1, 1, 2, 4, 8]) if not build else 1
+    return Lease(
+        id=f"x{number:05}",
+        project=random.choice("abc"),
+        kind=Kind.BUILD if build else Kind.TRAIN,
+        fraction_milli=1000 if count > 1 else random.choice([250, 500, 1000]),
+        device_count=count,
+        survival=random.choice(list(Survival)),
+        queued_at=NOW - random.randrange(80_000),
+        waits_since_at=NOW - random.randrange(80_000),
+        idle_since_at=NOW - random.randrange(2_000) if build and random.random() < 0.5 else None,
+        used_bytes=4 * GIB,
+        attained_gpu_s=random.choice([0.0, 2_000.0, 5_000.0, 50_000.0]),
+    )
+
+
+def carried_out(before: Cluster) -> list[Lease]:
+    """The leases after everything that is planned was done."""
+    leases = {x.id: x for x in before.leases}
+    for action in plan(before, NOW).actions:
+        lease = leases[action.lease]
+        match action:
+            case Grant():
+                state = State.SUSPENDED if action.asleep else State.RUNNING
+                more = {"devices": action.devices, "held_milli": action.held_milli, "granted_at": NOW - 3_600}
+            case Suspend():
+                state, more = State.SUSPENDED, {"saved_bytes": lease.used_bytes}
+            case Resume():
+                state, more = State.RUNNING, {}
+            case Requeue():
+                state, more = State.PENDING, {"devices": (), "held_milli": 0}
+        leases[lease.id] = replace(lease, state=state, **more)
+    return list(leases.values())
+
+
+def timed(what: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Milliseconds at the median and at the 99th percentile."""
+    taken = []
+    gc.collect()
+    for _ in range(rounds):
+        start = time.process_time()
+        what()
+        taken.append(1000 * (time.process_time() - start))
+    taken.sort()
+    return taken[len(taken) // 2], taken[min(len(taken) - 1, int(len(taken) * 0.99))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--order", choices=list(Order), default=Order.LAS)
+    rounds, order = parser.parse_args().rounds, Order(parser.parse_args().order)
+    print(f"{'GPUs':>5} {'leases':>6} {'pending':>7} {'round':>7} {'actions':>7} {'p50 ms':>8} {'p99 ms':>8}")
+    for gpus, leases, pending in ((16, 100, 1_000), (128, 800, 3_000), (1_024, 6_000, 10_000)):
+        full = cluster(gpus, leases, pending, order)
+        steady = full
+        for _ in range(20):
+            if not plan(steady, NOW).actions:
+                break
+            steady = replace(steady, leases=tuple(carried_out(steady)))
+        planner = Planner.of(steady)
+        planner.plan(NOW)
+        changing = next(x for x in steady.leases if x.state is State.PENDING)
+
+        def kept(planner: Planner = planner, lease: Lease = changing) -> object:
+            planner.put(lease)
+            return planner.plan(NOW)
+
+        for name, what in (
+            ("full", lambda c=full: plan(c, NOW)),
+            ("steady", lambda c=steady: plan(c, NOW)),
+            ("kept", kept),
+        ):
+            done = what()
+            p50, p99 = timed(what, rounds)
+            print(
+                f"{gpus:>5} {len(full.leases) - pending:>6} {pending:>7} {name:>7} {len(done.actions):>7} "
+                f"{p50:>8.2f} {p99:>8.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How long a replay takes: the 5,000-job Philly replay, and how it grows with load.
+
+python -m tests.benchmarks.simulator_speed [--plot FILE.svg]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from jupyter_gpushare.core.model import Settings
+from jupyter_gpushare.sim.report import write_whole
+from jupyter_gpushare.sim.scenario import Fleet, Result, replay_jobs
+from jupyter_gpushare.sim.synthetic import make_jobs
+from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
+from tests.benchmarks.report import print_table, spread
+from tests.benchmarks.traces import trace
+
+RUNS = 3
+JOBS, GPUS = 5_000, 64
+LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+
+
+def curve(points: list[tuple[float, float]]) -> str:
+    """An SVG of microseconds of CPU per round over load."""
+    most = max(y for _, y in points) * 1.1
+    at = [(60 + 400 * (x - LOADS[0]) / (LOADS[-1] - LOADS[0]), 220 - 180 * y / most, x, y) for x, y in points]
+    marks = "".join(
+        f'<circle cx="{px:.0f}" cy="{py:.0f}" r="3" fill="#4c78a8"/>'
+        f'<text x="{px:.0f}" y="{py - 8:.0f}" text-anchor="middle">{y:.0f}</text>'
+        f'<text x="{px:.0f}" y="238" text-anchor="middle">{x:.1f}</text>'
+        for px, py, x, y in at
+    )
+    line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in at)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 500 270" '
+        'font-family="sans-serif" font-size="12">'
+        '<rect width="500" height="270" fill="#fff"/>'
+        f'<polyline points="{line}" fill="none" stroke="#4c78a8" stroke-width="1.5"/>{marks}'
+        '<text x="60" y="18">microseconds of CPU per round</text>'
+        '<text x="260" y="262" text-anchor="middle">load: GPU time asked for, of all there is</text></svg>\n'
+    )
+
+
+def timed(jobs: list[TrainingJob], gpus: int) -> tuple[Result, float]:
+    """A replay, and the seconds of processor time that it took."""
+    began = time.process_time()
+    result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings())
+    return result, time.process_time() - began
+
+
+def main() -> None:
+    jobs = read_jobs(trace("training_philly_first5000"))
+    philly = [timed(jobs, 256) for _ in range(RUNS)]
+    rounds = philly[0][0].replay.rounds
+    cpu = [seconds for _, seconds in philly]
+    rows = [
+        [
+            "Philly, 5,000 jobs, 256 GPUs",
+            spread([result.wall_s for result, _ in philly]),
+            spread(cpu),
+            f"{rounds:,}",
+            spread([1e6 * seconds / rounds for seconds in cpu]),
+        ]
+    ]
+    points = []
+    for load in LOADS:
+        result, seconds = timed(make_jobs(JOBS, gpus=GPUS, load=load, seed=1), GPUS)
+        rounds = result.replay.rounds
+        points.append((load, 1e6 * seconds / rounds))
+        name = f"made up, {JOBS:,} jobs, {GPUS} GPUs, load {load}"
+        rows.append([name, f"{result.wall_s:.1f}", f"{seconds:.1f}", f"{rounds:,}", f"{points[-1][1]:.0f}"])
+    print_table(
+        "tests.benchmarks.simulator_speed", ["load", "wall s", "CPU s", "rounds", "us per round"], rows
+    )
+    if "--plot" in sys.argv:
+        write_whole(Path(sys.argv[sys.argv.index("--plot") + 1]), curve(points).encode())
+
+
+if __name__ == "__main__":
+    main()
