@@ -36,7 +36,7 @@ from .hindrance import Hindrances
 from .host import HostMemory
 from .isolation import NO_COUNTERS, Account, Counters
 from .journal import Parked, StateDirectory
-from .lease import Key, Lease, parked_of
+from .lease import ASLEEP, Key, Lease, parked_of
 from .nvml import Nvml
 from .processes import Processes
 from .room import ROOM_WAIT_S, DeviceRoom, Undo
@@ -53,7 +53,7 @@ COPY_BYTES_PER_S = 500_000_000
 # A process that appears between the list and the page is caught by the next round.
 ROUNDS = 3
 RETRIES = 3
-ASLEEP = (Phase.SUSPENDED, Phase.RESUMING)
+IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 # What GetState answers for a process that does not use CUDA (any more, after an exec):
 # CUDA_ERROR_INVALID_VALUE, NOT_INITIALIZED, INVALID_HANDLE, NOT_FOUND.
 _NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
@@ -105,21 +105,24 @@ class Mover:
 
     # Verbs
 
-    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> Moved:
-        """Park the lease's device memory; ``lease.moving`` is held by the caller."""
+    def suspend(self, lease: Lease, calls: str, timeout_s: float, *, keep_memory: bool = False) -> Moved:
+        """Park the lease's device memory, or only lock it; ``lease.moving`` is held by the caller."""
         began = time.monotonic()
         if lease.unsettled:
             self.settle(lease)
-        if lease.phase is Phase.SUSPENDED:
+        if lease.phase is Phase.SUSPENDED or (keep_memory and lease.phase is Phase.LOCKED):
             return Moved(done=True, bytes=sum(lease.saved_bytes.values()))
         if lease.phase is Phase.LOST:
             return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
-        if lease.phase is not Phase.RUNNING:
+        if lease.phase not in (Phase.RUNNING, Phase.LOCKED):
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
         if reason := self._broken(lease):
             return _refused(Refusal.BUSY, reason)
         try:
-            self._suspend(lease, calls, timeout_s)
+            if keep_memory:
+                self._lock_only(lease, calls, timeout_s)
+            else:
+                self._suspend(lease, calls, timeout_s)
         except Undo as undo:
             return _refused(undo.refused, undo.reason)
         except DeviceError as error:
@@ -137,8 +140,10 @@ class Mover:
             return Moved(done=True)
         if lease.phase is Phase.LOST:
             return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
-        if lease.phase is not Phase.SUSPENDED:
+        if lease.phase not in ASLEEP:
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        if lease.phase is Phase.LOCKED:
+            return self._unlock_all(lease, began)
         lease.parked = {key: each for key, each in lease.parked.items() if self._processes.alive(key)}
         saved = lease.saved_bytes
         if reason := self._broken(lease):
@@ -169,6 +174,9 @@ class Mover:
             states = self._states(lease)
             if lease.phase is Phase.SUSPENDED and not states:
                 lease.unsettled = False  # it held no device memory, or its processes have ended
+                return
+            if lease.phase is Phase.LOCKED and set(states.values()) == {State.LOCKED}:
+                lease.unsettled = False
                 return
             if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
                 lease.unsettled = True
@@ -202,16 +210,11 @@ class Mover:
     def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
         forced = not calls
         deadline = time.monotonic() + timeout_s
-        account = lease.files.account()
-        if not forced:
-            _check_calls(account, calls)
-        found = self._on_devices(lease)
-        if reason := self.hindrances.reason(lease, account, found, forced=forced):
-            raise Undo(Refusal.NOT_SUSPENDABLE, reason)
-        if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
-            raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        found = self._movable(lease, calls)
         by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
-        held = sum(sum(other.saved_bytes.values()) for other in self._leases() if other.phase in ASLEEP)
+        held = sum(
+            sum(other.saved_bytes.values()) for other in self._leases() if other.phase in IN_HOST_MEMORY
+        )
         with self._host.promise(by_pid, held) as no_room:
             if no_room:
                 raise Undo(Refusal.HOST_MEMORY, no_room)
@@ -229,6 +232,45 @@ class Mover:
         self._enter(lease, Phase.SUSPENDED, "forced" if forced else "idle")
         self._step("suspend:done")
 
+    def _movable(self, lease: Lease, calls: str) -> dict[Key, dict[str, int]]:
+        """The processes to move with their bytes by device, where nothing is in the way."""
+        account = lease.files.account()
+        if calls:
+            _check_calls(account, calls)
+        found = self._on_devices(lease)
+        if reason := self.hindrances.reason(lease, account, found, forced=not calls):
+            raise Undo(Refusal.NOT_SUSPENDABLE, reason)
+        if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
+            raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        return found
+
+    def _lock_only(self, lease: Lease, calls: str, timeout_s: float) -> None:
+        """RUNNING -> LOCKED for every process: they stop where they are."""
+        deadline = time.monotonic() + timeout_s
+        found = self._movable(lease, calls)
+        try:
+            self._enter(lease, Phase.SUSPENDING, "lock only")
+            lease.parked = parked_of(found)
+            lease.baseline = _counters(lease.files.account())
+            self._save(lease)
+            for key in found:
+                self._lock(lease, key, deadline)
+            if calls:
+                _check_calls(lease.files.account(), calls)
+        except (Undo, DeviceError):
+            if lease.phase is Phase.SUSPENDING:
+                self._put_back(lease)
+            raise
+        self._enter(lease, Phase.LOCKED, "lock only")
+
+    def _unlock_all(self, lease: Lease, began: float) -> Moved:
+        try:
+            self._finish_running(lease, "")
+        except DeviceError as error:
+            self.settle(lease)
+            return _refused(Refusal.BUSY, str(error))
+        return Moved(done=True, took_s=round(time.monotonic() - began, 4))
+
     def _park(self, lease: Lease, calls: str, deadline: float) -> None:
         """Lock and checkpoint every process of the lease that is on a device."""
         done: set[Key] = set()
@@ -245,7 +287,8 @@ class Mover:
                 lease.baseline = _counters(lease.files.account())
             self._save(lease)
             self._step("suspend:intent")
-            for key in found:
+            locked = self._locked(lease) if not attempt else set()
+            for key in found.keys() - locked:
                 self._lock(lease, key, deadline)
             self._step("suspend:locked")
             # Locked processes allocate no more: these are the bytes that will be missing.
@@ -263,6 +306,12 @@ class Mover:
                 _check_calls(lease.files.account(), calls)
             self._step("suspend:parked")
         self._wait_gone(lease)
+
+    def _locked(self, lease: Lease) -> set[Key]:
+        """Which processes are locked already, because the lease was."""
+        if lease.before is not Phase.LOCKED:
+            return set()
+        return {key for key, state in self._states(lease).items() if state is State.LOCKED}
 
     def _lock(self, lease: Lease, key: Key, deadline: float) -> None:
         left_s = deadline - time.monotonic()
@@ -495,7 +544,7 @@ class Mover:
                 log.error("lease=%s phase=%s is not written down: %s", lease.name, phase, error)
         if before is phase:
             return
-        if phase is Phase.SUSPENDED:
+        if phase in ASLEEP:
             self._on_suspended()
         log.info(
             "lease=%s %s->%s bytes=%d processes=%d reason=%s",
