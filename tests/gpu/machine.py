@@ -52,9 +52,10 @@ class Refused(Exception):
 class Client:
     """Speaks the helper's protocol: one line of JSON each way."""
 
-    def __init__(self, path: Path, epoch: int | None = None) -> None:
+    def __init__(self, path: Path, epoch: int | None = None, patience_s: float = PATIENCE_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(patience_s)
+        self._patience_s = patience_s
         patient_until = time.monotonic() + 10.0
         try:
             # The backlog may be full for a moment, when a crowd knocks.
@@ -92,7 +93,7 @@ class Client:
         epoch = self.epoch if self.epoch is not None else None if reads else 1
         sent = {"verb": verb, **fields} | ({} if epoch is None else {"epoch": epoch})
         self.send(json.dumps(sent).encode() + b"\n")
-        line = self.line()
+        line = self.line(self._patience_s)
         assert line, f"no answer to {verb}"
         answer = json.loads(line)
         if not answer["ok"]:

@@ -31,7 +31,7 @@ from jupyter_gpushare.gpu.room import DeviceRoom, Undo
 from jupyter_gpushare.gpu.suspend import Mover
 from jupyter_gpushare.gpu.verbs import Phase, Refusal
 
-HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "300"))
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 GIB = 1 << 30
 MIB = 1 << 20
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
@@ -223,7 +223,7 @@ def test_each_part_of_the_gate_is_needed(
 
 
 def test_the_margin_is_needed(tmp_path: Path, impatient: None) -> None:
-    lost = [history(s, tmp_path / str(s), margin_bytes=lambda uuid: 0).poisoned for s in range(200)]
+    lost = [history(s, tmp_path / str(s), margin_bytes=lambda uuid: 0).poisoned for s in range(60)]
     assert any(lost)
 
 
