@@ -177,7 +177,7 @@ class Machine:
         it is to ``examine`` the devices itself.  ``before`` is run in it first.
         """
         if not examine:
-            self._keep_verdicts()
+            self.keep_verdicts()
         command = [
             sys.executable, "-c", before + "\n" + _HELPER, step,
             "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
@@ -188,7 +188,11 @@ class Machine:
             until(self._answers, f"the helper answers: {self.log.read_text()}")
             self.ask("inventory")
 
-    def _keep_verdicts(self) -> None:
+    def knows(self, lease: str, directory: str) -> None:
+        """Remember a lease that was made by `ask`."""
+        self._directories[lease] = directory
+
+    def keep_verdicts(self) -> None:
         private = self.state_dir / "private"
         private.mkdir(parents=True, exist_ok=True)
         ladder = tuple(Rung(level=level, offered=True) for level in self.offered)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu import room, suspend
+from jupyter_gpushare.gpu import room, steps, suspend
 from jupyter_gpushare.gpu.checkpoint import State
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.isolation import LeaseDirectory, PagePhase
@@ -171,7 +171,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (room, "POLL_S"),
     ):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(suspend, "GONE_WAIT_S", 0.05)
+    monkeypatch.setattr(steps, "GONE_WAIT_S", 0.05)
 
 
 def history(seed: int, folder: Path, **other: Any) -> Paper:
