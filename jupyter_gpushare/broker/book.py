@@ -315,6 +315,28 @@ class Book:
         self.usage[key] = stretch
         return stretch
 
+    async def tell(self, record: LeaseRecord, action: str, text: str) -> None:
+        """Say something about a lease to its owner and the administrator, in the log of decisions.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        self._decision_seq += 1
+        told = DecisionRecord(
+            seq=self._decision_seq,
+            at=self.iso_now(),
+            lease=record.id,
+            user=record.lease.user,
+            project=record.lease.project,
+            action=action,
+            why="",
+            for_lease=None,
+            sentence=f"{self.name_of(record)} {text}.",
+        )
+        self.decisions.append(told)
+        await self.commit(told)
+        await self.bump()
+
     def _decide(self, record: LeaseRecord, event: Event, why: str, for_lease: str) -> DecisionRecord:
         self._decision_seq += 1
         action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))

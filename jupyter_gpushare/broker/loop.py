@@ -144,9 +144,20 @@ class Loop:
             case EventKind.DEVICE:
                 self._inventory_due = True
                 log.warning("device=%s changed: %s", event.device, event.reason)
+                if record is not None and event.fields.get("healthy") == "false":
+                    await self.book.tell(record, "device", f"lost its GPU for now: {event.reason}")
+                elif record is not None:
+                    await self.book.tell(record, "device", "has its GPU back in service")
                 await self.book.bump()
             case EventKind.OVER_LIMIT | EventKind.STRANGER:
                 log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
+                if record is not None:
+                    what = "was stopped" if event.fields.get("action") == "stop" else "should be stopped"
+                    name = event.fields.get("name", "")
+                    process = (
+                        f"; process {event.fields['pid']} ({name}) {what}" if "pid" in event.fields else ""
+                    )
+                    await self.book.tell(record, "watchdog", f"{event.reason}{process}")
             case _:
                 pass
 

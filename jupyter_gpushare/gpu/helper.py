@@ -271,7 +271,11 @@ class Helper:
         if not 0 < request.timeout_s <= 600:
             raise InvalidRequest("timeout_s is more than 0 and at most 600 seconds")
         return self._move(
-            request.lease, epoch, lambda lease: self._mover.suspend(lease, request.calls, request.timeout_s)
+            request.lease,
+            epoch,
+            lambda lease: self._mover.suspend(
+                lease, request.calls, request.timeout_s, keep_memory=request.keep_memory
+            ),
         )
 
     def _resume(self, request: verbs.Resume, epoch: int) -> verbs.Moved:

@@ -2,6 +2,9 @@
 
     RUNNING -> SUSPENDING -> SUSPENDED -> RESUMING -> RUNNING
 
+A lease may also only be LOCKED, out of SUSPENDING: stopped where it is, its memory on
+the device.  From there it is resumed, or suspended for good.
+
 A move that fails goes back to where it came from; a process that the driver
 gave up makes the lease LOST until that process has ended.  Only `Lease.enter`
 changes the phase, and only along `TRANSITIONS`.
@@ -29,7 +32,8 @@ log = logging.getLogger(__name__)
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
         Phase.RUNNING: frozenset({Phase.SUSPENDING, Phase.SUSPENDED}),
-        Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.RUNNING, Phase.LOST}),
+        Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.LOCKED, Phase.RUNNING, Phase.LOST}),
+        Phase.LOCKED: frozenset({Phase.SUSPENDING, Phase.RUNNING, Phase.LOST}),
         Phase.SUSPENDED: frozenset({Phase.RESUMING, Phase.RUNNING, Phase.LOST}),
         Phase.RESUMING: frozenset({Phase.RUNNING, Phase.SUSPENDED, Phase.LOST}),
         Phase.LOST: frozenset({Phase.RUNNING}),
@@ -42,10 +46,14 @@ PAGE = MappingProxyType(
         Phase.RUNNING: PagePhase.RUNNING,
         Phase.SUSPENDING: PagePhase.SUSPENDING,
         Phase.SUSPENDED: PagePhase.SUSPENDED,
+        Phase.LOCKED: PagePhase.SUSPENDED,
         Phase.RESUMING: PagePhase.RESUMING,
         Phase.LOST: PagePhase.RUNNING,
     }
 )
+
+# Not running, and nothing is being done about it: its calls wait until it is resumed.
+ASLEEP = frozenset({Phase.SUSPENDED, Phase.LOCKED})
 
 Key = tuple[int, int]  # pid, start ticks
 
@@ -60,6 +68,7 @@ class Lease:
         self.guaranteed = record.guaranteed
         self.files = files
         self.phase = record.phase
+        self.before = record.phase  # the phase it was in last
         self.moving = threading.Lock()
         self.dropped = False
         # A driver call hung or failed on the way: to be settled later.
@@ -109,7 +118,7 @@ class Lease:
             return before
         if phase not in TRANSITIONS[before]:
             raise ValueError(f"lease {self.name}: no way from {before} to {phase}")
-        self.phase = phase
+        self.before, self.phase = before, phase
         try:
             self.files.set_phase(PAGE[phase])
         except OSError as error:  # somebody with the helper's rights removed it

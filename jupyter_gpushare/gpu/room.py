@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from .isolation import PagePhase
+from .ladder import reserve_bytes
 from .lease import PAGE, Lease
 from .nvml import Nvml
 from .verbs import Phase, Refusal
@@ -117,9 +118,7 @@ class DeviceRoom:
     @contextmanager
     def _held_back(self, saved: Mapping[str, int]) -> Iterator[None]:
         """Let allocations of leases wait that could take the room, and look once more."""
-        growing = [
-            lease for lease in self._leases() if lease.phase is Phase.RUNNING and self._grows(lease, saved)
-        ]
+        growing = self._growing(saved)
         with ExitStack() as stack:
             for lease in growing:
                 stack.enter_context(_waiting_page(lease))
@@ -131,24 +130,27 @@ class DeviceRoom:
                         raise Undo(Refusal.NO_ROOM, reason)
             yield
 
-    def _grows(self, lease: Lease, saved: Mapping[str, int]) -> bool:
-        """Whether a lease that is awake could allocate what is meant for the restore.
+    def _growing(self, saved: Mapping[str, int]) -> list[Lease]:
+        """Leases that are awake and could allocate what is meant for the restore.
 
-        What it holds at the moment says nothing: it may free it and take it again.
+        What they hold at the moment says nothing: they may free it and take it again.
         """
-        return bool(lease.processes) and any(
-            count and lease.limits.get(uuid) and self._overcommitted(uuid, count)
-            for uuid, count in saved.items()
-        )
+        awake = [lease for lease in self._leases() if lease.phase is Phase.RUNNING and lease.processes]
+        return [
+            lease
+            for lease in awake
+            if any(lease.limits.get(uuid) and self._overcommitted(uuid, saved[uuid], awake) for uuid in saved)
+        ]
 
-    def _overcommitted(self, uuid: str, count: int) -> bool:
-        awake = sum(
-            max(lease.limits.get(uuid, 0), lease.used_bytes.get(uuid, 0))
-            for lease in self._leases()
-            if lease.phase is Phase.RUNNING and lease.processes
-        )
-        total = next((gpu.memory_bytes for gpu in self._nvml.gpus if gpu.uuid == uuid), 0)
-        return awake + count + self._margin_bytes(uuid) > total
+    def _overcommitted(self, uuid: str, count: int, awake: list[Lease]) -> bool:
+        gpu = next((each for each in self._nvml.gpus if each.uuid == uuid), None)
+        if gpu is None or not count:
+            return False
+        pids = {process.pid for lease in awake for process in lease.processes}
+        others = sum(held for pid, held in self._nvml.processes(uuid).items() if pid not in pids)
+        limits = sum(lease.limits.get(uuid, 0) for lease in awake)
+        spare = max(self._margin_bytes(uuid), reserve_bytes(gpu))
+        return others + limits + count + spare > gpu.memory_bytes
 
 
 @contextmanager

@@ -29,36 +29,24 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import DeviceError
-from .bounded import TIMED_OUT
 from .checkpoint import Checkpoint, State
 from .events import Events
 from .hindrance import Hindrances
 from .host import HostMemory
 from .isolation import NO_COUNTERS, Account, Counters
-from .journal import Parked, StateDirectory
-from .lease import Key, Lease, parked_of
+from .journal import StateDirectory
+from .lease import ASLEEP, Key, Lease, parked_of
 from .nvml import Nvml
 from .processes import Processes
 from .room import ROOM_WAIT_S, DeviceRoom, Undo
+from .steps import Steps, copy_s
 from .verbs import EventKind, Moved, Phase, Refusal
 
 log = logging.getLogger(__name__)
 
-GONE_WAIT_S = 10.0
-# How long a device is waited for that the lease has no business with.
-OTHERS_TURN_S = 0.2
-# Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
-COPY_FLOOR_S = 30.0
-COPY_BYTES_PER_S = 500_000_000
 # A process that appears between the list and the page is caught by the next round.
 ROUNDS = 3
-RETRIES = 3
-ASLEEP = (Phase.SUSPENDED, Phase.RESUMING)
-# What GetState answers for a process that does not use CUDA (any more, after an exec):
-# CUDA_ERROR_INVALID_VALUE, NOT_INITIALIZED, INVALID_HANDLE, NOT_FOUND.
-_NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
-
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY: the lock timed out
+IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 
 
 class Mover:
@@ -97,29 +85,41 @@ class Mover:
         self._events = events
         self._boot_id = boot_id
         self.hindrances = Hindrances(checkpoint, hindrance)
+        self._steps = Steps(
+            nvml=nvml,
+            checkpoint=checkpoint,
+            processes=processes,
+            leases=leases,
+            hindrances=self.hindrances,
+            on_driver_error=on_driver_error,
+            save=self._save,
+            step=step,
+        )
         self._out_of_service = out_of_service
-        self._on_driver_error = on_driver_error
         self._leases = leases
         self._step = step
         self._room = DeviceRoom(nvml, margin_bytes, leases)
 
     # Verbs
 
-    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> Moved:
-        """Park the lease's device memory; ``lease.moving`` is held by the caller."""
+    def suspend(self, lease: Lease, calls: str, timeout_s: float, *, keep_memory: bool = False) -> Moved:
+        """Park the lease's device memory, or only lock it; ``lease.moving`` is held by the caller."""
         began = time.monotonic()
         if lease.unsettled:
             self.settle(lease)
-        if lease.phase is Phase.SUSPENDED:
+        if lease.phase is Phase.SUSPENDED or (keep_memory and lease.phase is Phase.LOCKED):
             return Moved(done=True, bytes=sum(lease.saved_bytes.values()))
         if lease.phase is Phase.LOST:
             return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
-        if lease.phase is not Phase.RUNNING:
+        if lease.phase not in (Phase.RUNNING, Phase.LOCKED):
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
         if reason := self._broken(lease):
             return _refused(Refusal.BUSY, reason)
         try:
-            self._suspend(lease, calls, timeout_s)
+            if keep_memory:
+                self._lock_only(lease, calls, timeout_s)
+            else:
+                self._suspend(lease, calls, timeout_s)
         except Undo as undo:
             return _refused(undo.refused, undo.reason)
         except DeviceError as error:
@@ -137,8 +137,10 @@ class Mover:
             return Moved(done=True)
         if lease.phase is Phase.LOST:
             return _refused(Refusal.LOST, "the driver lost a process of this lease; it has to be restarted")
-        if lease.phase is not Phase.SUSPENDED:
+        if lease.phase not in ASLEEP:
             return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        if lease.phase is Phase.LOCKED:
+            return self._unlock_all(lease, began)
         lease.parked = {key: each for key, each in lease.parked.items() if self._processes.alive(key)}
         saved = lease.saved_bytes
         if reason := self._broken(lease):
@@ -166,9 +168,12 @@ class Mover:
         to be called again.
         """
         try:
-            states = self._states(lease)
+            states = self._steps.states(lease)
             if lease.phase is Phase.SUSPENDED and not states:
                 lease.unsettled = False  # it held no device memory, or its processes have ended
+                return
+            if lease.phase is Phase.LOCKED and set(states.values()) == {State.LOCKED}:
+                lease.unsettled = False
                 return
             if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
                 lease.unsettled = True
@@ -202,16 +207,11 @@ class Mover:
     def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
         forced = not calls
         deadline = time.monotonic() + timeout_s
-        account = lease.files.account()
-        if not forced:
-            _check_calls(account, calls)
-        found = self._on_devices(lease)
-        if reason := self.hindrances.reason(lease, account, found, forced=forced):
-            raise Undo(Refusal.NOT_SUSPENDABLE, reason)
-        if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
-            raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        found = self._movable(lease, calls)
         by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
-        held = sum(sum(other.saved_bytes.values()) for other in self._leases() if other.phase in ASLEEP)
+        held = sum(
+            sum(other.saved_bytes.values()) for other in self._leases() if other.phase in IN_HOST_MEMORY
+        )
         with self._host.promise(by_pid, held) as no_room:
             if no_room:
                 raise Undo(Refusal.HOST_MEMORY, no_room)
@@ -229,11 +229,50 @@ class Mover:
         self._enter(lease, Phase.SUSPENDED, "forced" if forced else "idle")
         self._step("suspend:done")
 
+    def _movable(self, lease: Lease, calls: str) -> dict[Key, dict[str, int]]:
+        """The processes to move with their bytes by device, where nothing is in the way."""
+        account = lease.files.account()
+        if calls:
+            _check_calls(account, calls)
+        found = self._steps.on_devices(lease)
+        if reason := self.hindrances.reason(lease, account, found, forced=not calls):
+            raise Undo(Refusal.NOT_SUSPENDABLE, reason)
+        if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
+            raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        return found
+
+    def _lock_only(self, lease: Lease, calls: str, timeout_s: float) -> None:
+        """RUNNING -> LOCKED for every process: they stop where they are."""
+        deadline = time.monotonic() + timeout_s
+        found = self._movable(lease, calls)
+        try:
+            self._enter(lease, Phase.SUSPENDING, "lock only")
+            lease.parked = parked_of(found)
+            lease.baseline = _counters(lease.files.account())
+            self._save(lease)
+            for key in found:
+                self._steps.lock(lease, key, deadline)
+            if calls:
+                _check_calls(lease.files.account(), calls)
+        except (Undo, DeviceError):
+            if lease.phase is Phase.SUSPENDING:
+                self._put_back(lease)
+            raise
+        self._enter(lease, Phase.LOCKED, "lock only")
+
+    def _unlock_all(self, lease: Lease, began: float) -> Moved:
+        try:
+            self._finish_running(lease, "")
+        except DeviceError as error:
+            self.settle(lease)
+            return _refused(Refusal.BUSY, str(error))
+        return Moved(done=True, took_s=round(time.monotonic() - began, 4))
+
     def _park(self, lease: Lease, calls: str, deadline: float) -> None:
         """Lock and checkpoint every process of the lease that is on a device."""
         done: set[Key] = set()
         for attempt in range(ROUNDS):
-            found = {key: held for key, held in self._on_devices(lease).items() if key not in done}
+            found = {key: held for key, held in self._steps.on_devices(lease).items() if key not in done}
             if attempt and not found:
                 break
             if attempt == ROUNDS - 1 and found:
@@ -245,11 +284,12 @@ class Mover:
                 lease.baseline = _counters(lease.files.account())
             self._save(lease)
             self._step("suspend:intent")
-            for key in found:
-                self._lock(lease, key, deadline)
+            locked = self._steps.locked(lease) if not attempt else set()
+            for key in found.keys() - locked:
+                self._steps.lock(lease, key, deadline)
             self._step("suspend:locked")
             # Locked processes allocate no more: these are the bytes that will be missing.
-            held = self._on_devices(lease)
+            held = self._steps.on_devices(lease)
             lease.parked.update(parked_of({key: held[key] for key in found if key in held}))
             account = lease.files.account()
             if calls:
@@ -257,65 +297,24 @@ class Mover:
                 lease.baseline = _counters(account)
             self._save(lease)
             for key in found:
-                self._park_one(lease, key)
+                self._steps.park(lease, key)
             done |= found.keys()
             if calls:
                 _check_calls(lease.files.account(), calls)
             self._step("suspend:parked")
-        self._wait_gone(lease)
-
-    def _lock(self, lease: Lease, key: Key, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise Undo(Refusal.BUSY, "locking the processes of the lease took too long")
-        try:
-            self._checkpoint.lock(key[0], left_s)
-        except DeviceError as error:
-            if not self._processes.alive(key):
-                lease.parked.pop(key, None)
-                return
-            if error.code in (_NOT_READY, TIMED_OUT):
-                raise Undo(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
-            self._failed(lease, key, f"the driver cannot lock it ({error})")
-            raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
-
-    def _park_one(self, lease: Lease, key: Key) -> None:
-        if key not in lease.parked:
-            return
-        # Its device memory is host memory of the process from here on: too much for a core file.
-        before = self._processes.core_filter(key)
-        lease.parked[key] = replace(lease.parked[key], core_filter=before)
-        if before > 0:
-            self._save(lease)
-            self._processes.set_core_filter(key, 0)
-        try:
-            self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
-        except DeviceError as error:
-            if not self._processes.alive(key):
-                lease.parked.pop(key, None)
-                return
-            self._failed(lease, key, f"the driver failed to checkpoint it ({error})")
-            raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
-        self._step("suspend:one")
-
-    def _wait_gone(self, lease: Lease) -> None:
-        deadline = time.monotonic() + GONE_WAIT_S
-        while self._on_devices(lease).keys() & lease.parked.keys():
-            if time.monotonic() > deadline:
-                raise Undo(Refusal.BUSY, "the driver still shows the memory of the lease")
-            time.sleep(0.01)
+        self._steps.wait_gone(lease)
 
     def _put_back(self, lease: Lease) -> None:
         """After a suspension failed: running again, or as near as the driver lets us."""
         try:
             saved = {
                 uuid: count
-                for key, state in self._states(lease).items()
+                for key, state in self._steps.states(lease).items()
                 if state is State.CHECKPOINTED
                 for uuid, count in lease.parked[key].saved_bytes.items()
             }
             with self._room.promise(saved, ROOM_WAIT_S):
-                self._restore_all(lease)
+                self._steps.restore_all(lease)
                 self._finish_running(lease, "suspension undone")
         except (Undo, DeviceError):
             self.settle(lease)
@@ -327,7 +326,7 @@ class Mover:
         self._enter(lease, Phase.RESUMING, "")
         self._step("resume:intent")
         try:
-            self._restore_all(lease)
+            self._steps.restore_all(lease)
             self._step("resume:restored")
             self._finish_running(lease, "")
         except (Undo, DeviceError) as error:
@@ -337,57 +336,24 @@ class Mover:
             raise Undo(Refusal.LOST, "the driver could not bring the memory of a process back")
         self._step("resume:done")
 
-    def _restore_all(self, lease: Lease) -> None:
-        """CHECKPOINTED -> LOCKED for every process; what the driver loses goes to ``lease.lost``.
-
-        Raises:
-            DeviceError: a process is still checkpointed, or the driver does not say.
-        """
-        for key, state in self._states(lease).items():
-            if state is not State.CHECKPOINTED or key not in lease.parked:
-                continue
-            for attempt in range(RETRIES):
-                try:
-                    self._checkpoint.restore(key[0], _copy_s(lease.parked[key]))
-                    break
-                except DeviceError:
-                    # Gone and lost ones are sorted out by their states; tried again
-                    # only where the driver says that nothing has changed.
-                    if self._states(lease).get(key) is not State.CHECKPOINTED:
-                        break
-                    if attempt == RETRIES - 1:
-                        raise
-            self._step("resume:one")
-
     def _finish_running(self, lease: Lease, reason: str) -> None:
         """LOCKED -> RUNNING for every process, and the phase with them."""
         for key, parked in lease.parked.items():
             if parked.core_filter > 0:
                 self._processes.set_core_filter(key, parked.core_filter)
-        for key, state in self._states(lease).items():
+        for key, state in self._steps.states(lease).items():
             if state is State.LOCKED:
-                self._unlock(lease, key)
+                self._steps.unlock(lease, key)
         phase = Phase.LOST if lease.lost else Phase.RUNNING
         self._step("resume:unlocked")
         self._enter(lease, phase, "the driver lost a process" if lease.lost else reason)
 
-    def _unlock(self, lease: Lease, key: Key) -> None:
-        for attempt in range(RETRIES):
-            try:
-                self._checkpoint.unlock(key[0])
-                return
-            except DeviceError:
-                if self._states(lease).get(key) is not State.LOCKED:
-                    return
-                if attempt == RETRIES - 1:
-                    raise
-
     def _park_again(self, lease: Lease) -> None:
         """After a resume failed: suspended again, or as near as the driver lets us."""
         try:
-            for key, state in self._states(lease).items():
+            for key, state in self._steps.states(lease).items():
                 if state is State.LOCKED:
-                    self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
+                    self._checkpoint.checkpoint(key[0], copy_s(lease.parked[key]))
         except DeviceError as error:
             log.warning("lease=%s could not be parked again: %s", lease.name, error)
         self.settle(lease)
@@ -400,67 +366,17 @@ class Mover:
                 saved[uuid] = saved.get(uuid, 0) + count
         try:
             with self._room.promise(saved, ROOM_WAIT_S):
-                self._restore_all(lease)
+                self._steps.restore_all(lease)
                 self._finish_running(lease, "found half-way")
         except (Undo, DeviceError):
-            for key, state in self._states(lease).items():
+            for key, state in self._steps.states(lease).items():
                 if state is State.RUNNING:
                     self._checkpoint.lock(key[0], ROOM_WAIT_S)
                 if state in (State.RUNNING, State.LOCKED):
-                    self._checkpoint.checkpoint(key[0], _copy_s(lease.parked[key]))
+                    self._checkpoint.checkpoint(key[0], copy_s(lease.parked[key]))
             self._enter(lease, Phase.SUSPENDED, "found half-way, no room to go back")
 
-    # What the driver says
-
-    def _states(self, lease: Lease) -> dict[Key, State]:
-        """Where each process of the move is; those that ended or were lost leave the move.
-
-        Raises:
-            DeviceError: the driver does not answer.
-        """
-        states: dict[Key, State] = {}
-        for key in list(lease.parked):
-            try:
-                state = self._checkpoint.state(key[0])
-            except DeviceError as error:
-                if self._processes.alive(key) and error.code not in _NO_CUDA_PROCESS:
-                    raise
-                del lease.parked[key]
-                continue
-            if not self._processes.alive(key):
-                del lease.parked[key]
-            elif state is State.FAILED:
-                lease.lost[key] = lease.parked.pop(key)
-            else:
-                states[key] = state
-        return states
-
-    def _on_devices(self, lease: Lease) -> dict[Key, dict[str, int]]:
-        """The lease's processes that the driver shows on a device, with their bytes, now."""
-        owned = {
-            process.pid: process.key
-            for process in self._processes.scan({each.name: each.uid for each in self._leases()}).get(
-                lease.name, ()
-            )
-        }
-        found: dict[Key, dict[str, int]] = {}
-        for gpu in self._nvml.gpus:
-            mine = gpu.uuid in lease.limits
-            try:
-                shown = self._nvml.processes(gpu.uuid, None if mine else OTHERS_TURN_S)
-            except DeviceError:
-                if mine:
-                    raise
-                continue  # another device's trouble
-            for pid, count in shown.items():
-                if pid in owned:
-                    found.setdefault(owned[pid], {})[gpu.uuid] = count
-        return found
-
-    def _failed(self, lease: Lease, key: Key, reason: str) -> None:
-        self.hindrances.failed(lease, key, reason)
-        for uuid in lease.parked[key].saved_bytes if key in lease.parked else lease.limits:
-            self._on_driver_error(uuid)
+    # What is kept
 
     def _save(self, lease: Lease, phase: Phase | None = None) -> None:
         """Write the lease down, as it will be in ``phase``.
@@ -495,7 +411,7 @@ class Mover:
                 log.error("lease=%s phase=%s is not written down: %s", lease.name, phase, error)
         if before is phase:
             return
-        if phase is Phase.SUSPENDED:
+        if phase in ASLEEP:
             self._on_suspended()
         log.info(
             "lease=%s %s->%s bytes=%d processes=%d reason=%s",
@@ -518,10 +434,6 @@ def _check_calls(account: Account | None, calls: str) -> None:
 
 def _counters(account: Account | None) -> Counters:
     return account.counters() if account else NO_COUNTERS
-
-
-def _copy_s(parked: Parked) -> float:
-    return COPY_FLOOR_S + sum(parked.saved_bytes.values()) / COPY_BYTES_PER_S
 
 
 def _refused(refused: Refusal, reason: str) -> Moved:

@@ -43,6 +43,8 @@ class Phase(enum.StrEnum):
     RUNNING = "running"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
+    # Stopped where it is: its memory stays on the device, only compute was given back.
+    LOCKED = "locked"
     RESUMING = "resuming"
     # A restore went wrong: the driver will refuse every further call of the process.
     LOST = "lost"
@@ -224,6 +226,8 @@ class Suspend:
     lease: str
     calls: str = ""
     timeout_s: float = 10.0
+    # Only lock: compute is given back within milliseconds, the memory stays (phase LOCKED).
+    keep_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

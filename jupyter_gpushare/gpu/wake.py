@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable
 
 from .events import Events
 from .isolation import parse_account
-from .lease import Lease
-from .verbs import EventKind, Phase
+from .lease import ASLEEP, Lease
+from .verbs import EventKind
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Waker:
     def run(self) -> None:
         """Watch until stopped."""
         while not self._stopped:
-            asleep = [lease for lease in self._leases() if lease.phase is Phase.SUSPENDED]
+            asleep = [lease for lease in self._leases() if lease.phase in ASLEEP]
             if not asleep:
                 self._kicked.wait()
                 self._kicked.clear()
@@ -84,7 +84,7 @@ class Waker:
         lease.looked_at = raw
         if not news and now - lease.told_at < REPEAT_S:
             return
-        if lease.phase is not Phase.SUSPENDED:
+        if lease.phase not in ASLEEP:
             return  # resumed meanwhile
         lease.wanted, lease.queries_only, lease.told_at = True, not called, now
         self._events.publish(

@@ -13,7 +13,7 @@
 
 #include "process_identity.h"
 
-enum { POLL_NS = 2000000, RECOUNT_POLLS = 25, PATH_ROOM = 4096 };
+enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25, PATH_ROOM = 4096 };
 
 _Atomic uint64_t *_Atomic gpushare_counter;
 
@@ -155,6 +155,19 @@ static bool sweep(struct gpushare_account *at)
         }
     }
     return any;
+}
+
+/* For who only asks: looking after every process costs a read each, with the account locked. */
+static void sweep_now_and_then(struct gpushare_account *at)
+{
+    static int64_t swept_ns; /* guarded by the account's mutex */
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    int64_t now_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    if (swept_ns && now_ns - swept_ns < SWEEP_NS)
+        return;
+    swept_ns = now_ns;
+    sweep(at);
 }
 
 static void clear(struct gpushare_slot *slot)
@@ -388,7 +401,7 @@ bool lease_room(int device, struct lease_room *room)
     struct gpushare_account *at = get_account();
     if (!limits || !at || device < 0 || device >= GPUSHARE_DEVICES || !lock_account(at))
         return false;
-    sweep(at);
+    sweep_now_and_then(at);
     room->used_bytes = used_by_all(at, device) + limits->device[device].context_bytes;
     room->limit_bytes = limits->device[device].limit_bytes;
     unlock_account(at);

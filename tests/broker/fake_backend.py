@@ -302,8 +302,10 @@ class Site:
             if total > DEVICE_BYTES - RESERVE_BYTES:
                 self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
 
-    def tell(self, kind: verbs.EventKind, lease: str = "", **fields: str) -> None:
-        event = verbs.Event(seq=next(self._seq), at=self.now, kind=kind, lease=lease, fields=fields)
+    def tell(self, kind: verbs.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
+        event = verbs.Event(
+            seq=next(self._seq), at=self.now, kind=kind, lease=lease, reason=reason, fields=fields
+        )
         for inbox in self.inboxes:
             inbox.put_nowait(event)
 

@@ -562,6 +562,31 @@ async def test_a_broken_device_takes_nothing_new(tmp_path):
 
 
 @in_virtual_time
+async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, bo = await site.session("ada", "1/2"), await site.session("bo", "1/2")
+        fields = {"action": "stop", "pid": "77", "name": "python3"}
+        site.tell(EventKind.OVER_LIMIT, ada.handle, "uses 9 bytes, 8 are granted", **fields)
+        site.tell(EventKind.DEVICE, ada.handle, "XID 79: GPU has fallen off the bus", healthy="false")
+        site.tell(EventKind.DEVICE, ada.handle, healthy="true")
+
+        def told(user):
+            return [
+                d.sentence for d in broker.views.decisions(user, 10) if d.action in ("watchdog", "device")
+            ]
+
+        await until(lambda: len(told("ada")) == 3, 30)
+        assert sorted(told("ada")) == [
+            "ada's session (1/2 GPU) has its GPU back in service.",
+            "ada's session (1/2 GPU) lost its GPU for now: XID 79: GPU has fallen off the bus.",
+            "ada's session (1/2 GPU) uses 9 bytes, 8 are granted; process 77 (python3) was stopped.",
+        ]
+        assert told("bo") == []
+        assert bo
+
+
+@in_virtual_time
 async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

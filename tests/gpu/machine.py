@@ -52,9 +52,10 @@ class Refused(Exception):
 class Client:
     """Speaks the helper's protocol: one line of JSON each way."""
 
-    def __init__(self, path: Path, epoch: int | None = None) -> None:
+    def __init__(self, path: Path, epoch: int | None = None, patience_s: float = PATIENCE_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(patience_s)
+        self._patience_s = patience_s
         patient_until = time.monotonic() + 10.0
         try:
             # The backlog may be full for a moment, when a crowd knocks.
@@ -92,7 +93,7 @@ class Client:
         epoch = self.epoch if self.epoch is not None else None if reads else 1
         sent = {"verb": verb, **fields} | ({} if epoch is None else {"epoch": epoch})
         self.send(json.dumps(sent).encode() + b"\n")
-        line = self.line()
+        line = self.line(self._patience_s)
         assert line, f"no answer to {verb}"
         answer = json.loads(line)
         if not answer["ok"]:
@@ -176,7 +177,7 @@ class Machine:
         it is to ``examine`` the devices itself.  ``before`` is run in it first.
         """
         if not examine:
-            self._keep_verdicts()
+            self.keep_verdicts()
         command = [
             sys.executable, "-c", before + "\n" + _HELPER, step,
             "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
@@ -187,7 +188,11 @@ class Machine:
             until(self._answers, f"the helper answers: {self.log.read_text()}")
             self.ask("inventory")
 
-    def _keep_verdicts(self) -> None:
+    def knows(self, lease: str, directory: str) -> None:
+        """Remember a lease that was made by `ask`."""
+        self._directories[lease] = directory
+
+    def keep_verdicts(self) -> None:
         private = self.state_dir / "private"
         private.mkdir(parents=True, exist_ok=True)
         ladder = tuple(Rung(level=level, offered=True) for level in self.offered)

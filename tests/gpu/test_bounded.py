@@ -50,3 +50,20 @@ def test_callers_of_one_lane_wait_their_turn() -> None:
     for thread in threads:
         thread.join(20)
     assert together == [True] * 20
+
+
+def test_a_call_that_was_begun_is_waited_for_apart() -> None:
+    lane, release = Lane("x"), threading.Event()
+    job = lane.begin("slow", lambda: release.wait(30) and 42)
+    assert not job.done.wait(0.02)
+    # Not yet given up: another caller waits its turn, bounded, and nothing is called stuck.
+    with pytest.raises(DeviceError, match="x is busy"):
+        lane.call("next", lambda: 1, 5, turn_s=0.02)
+    assert lane.stuck_in == ""
+    assert lane.give_up(job, 3).code == TIMED_OUT
+    with pytest.raises(DeviceError, match="slow has not returned"):
+        lane.begin("next", lambda: 1)
+    release.set()
+    assert job.done.wait(5)
+    assert job.result() == 42
+    assert lane.begin("after", lambda: 7).done.wait(5)

@@ -78,3 +78,13 @@ def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
     assert canary.kept(plain, "boot other", "GPU-1") is None
     assert canary.kept({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver", "GPU-1") is None
     assert canary.kept({}, "boot driver", "GPU-1") is None
+
+
+def test_a_failure_of_the_driver_has_the_device_tested_again(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    assert "suspendable=" not in machine.log.read_text()  # the verdict was kept
+    machine.sim.fault(Fault.CHECKPOINT_FAILS, pid=worker.pid)
+    assert machine.ask("suspend", lease="ada")["refused"] == "not_suspendable"
+    until(lambda: "suspendable=True" in machine.log.read_text(), "it is tested again")
+    assert machine.ask("inventory")["devices"][0]["suspendable"]

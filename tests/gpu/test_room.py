@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu import room, suspend
+from jupyter_gpushare.gpu import room, steps, suspend
 from jupyter_gpushare.gpu.checkpoint import State
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.isolation import LeaseDirectory, PagePhase
@@ -31,7 +31,7 @@ from jupyter_gpushare.gpu.room import DeviceRoom, Undo
 from jupyter_gpushare.gpu.suspend import Mover
 from jupyter_gpushare.gpu.verbs import Phase, Refusal
 
-HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "300"))
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 GIB = 1 << 30
 MIB = 1 << 20
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
@@ -171,7 +171,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (room, "POLL_S"),
     ):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(suspend, "GONE_WAIT_S", 0.05)
+    monkeypatch.setattr(steps, "GONE_WAIT_S", 0.05)
 
 
 def history(seed: int, folder: Path, **other: Any) -> Paper:
@@ -223,7 +223,7 @@ def test_each_part_of_the_gate_is_needed(
 
 
 def test_the_margin_is_needed(tmp_path: Path, impatient: None) -> None:
-    lost = [history(s, tmp_path / str(s), margin_bytes=lambda uuid: 0).poisoned for s in range(200)]
+    lost = [history(s, tmp_path / str(s), margin_bytes=lambda uuid: 0).poisoned for s in range(60)]
     assert any(lost)
 
 

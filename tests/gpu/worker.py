@@ -1,6 +1,8 @@
 """A process of a lease: does on the GPU what it is told, one command a line.
 
 alloc MIB         allocate and fill with a pattern of its own -> "alloc CODE"
+fill MIB          allocate and fill every byte              -> "fill CODE"
+verify            read every byte of what was filled back   -> "verify ok" / "verify bad"
 check             read every block back                        -> "check ok" / "check bad"
 query             ask for the state of a stream                 -> "query CODE"
 taint             allocate managed memory                       -> "taint CODE"
@@ -22,6 +24,8 @@ import time
 
 cuda = ctypes.CDLL("libcuda.so.1")
 blocks = []
+filled = []
+CHUNK = 16 << 20
 
 
 def init():
@@ -42,6 +46,28 @@ def alloc(mib):
         code = cuda.cuMemcpyHtoD_v2(address, pattern, ctypes.c_size_t(len(pattern)))
         blocks.append((address, pattern))
     return code
+
+
+def fill(mib):
+    """A value of its own for every 16 MiB, so that nothing can come back in another's place."""
+    address, size = ctypes.c_uint64(), mib << 20
+    code = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+    for offset in range(0, size if not code else 0, CHUNK):
+        value, count = int.from_bytes(os.urandom(4), "little"), min(CHUNK, size - offset)
+        at = ctypes.c_uint64(address.value + offset)
+        code = code or cuda.cuMemsetD32_v2(at, ctypes.c_uint(value), ctypes.c_size_t(count // 4))
+        filled.append((at, value, count))
+    return code or cuda.cuCtxSynchronize()
+
+
+def verify():
+    for at, value, count in filled:
+        found = ctypes.create_string_buffer(count)
+        if cuda.cuMemcpyDtoH_v2(found, at, ctypes.c_size_t(count)):
+            return "bad"
+        if found.raw != value.to_bytes(4, "little") * (count // 4):
+            return "bad"
+    return "ok"
 
 
 def check(context):
@@ -93,6 +119,10 @@ def main():
         verb, *words = line.split()
         if verb == "alloc":
             answer = alloc(int(words[0]))
+        elif verb == "fill":
+            answer = fill(int(words[0]))
+        elif verb == "verify":
+            answer = verify()
         elif verb == "check":
             answer = check(context)
         elif verb == "query":

@@ -2,16 +2,23 @@
 
 alloc MIB    make a tensor of random numbers         -> "alloc CODE", 2 when out of memory
 check        compare every tensor with its checksum  -> "check ok" / "check bad"
-step N       train a small network for N steps       -> "step LOSS"
+curve N      train from a fixed start, N steps       -> "curve DIGEST" of all losses
+time N       the same loop, timed                    -> "time SECONDS"
 info         what torch says about the memory        -> "info FREE TOTAL"
 sleep S      sleep, without the GPU                  -> "sleep 0"
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import struct
 import sys
 import time
 from typing import Any
+
+# cuBLAS is only deterministic with it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
@@ -33,16 +40,38 @@ def check() -> str:
     return "ok" if right else "bad"
 
 
-def train(steps: int) -> float:
+def train(steps: int) -> list[float]:
+    """The losses of a small network trained from a fixed start, the same every time."""
+    torch.manual_seed(7)
+    torch.use_deterministic_algorithms(True)
     network = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)).cuda()
     optimizer = torch.optim.Adam(network.parameters())
-    loss = torch.zeros(())
-    for _ in range(steps):
+    inputs = torch.randn(4096, 256, device="cuda")
+    losses = []
+    for step in range(steps):
         optimizer.zero_grad()
-        loss = network(torch.randn(64, 256, device="cuda")).square().mean()
+        batch = inputs[64 * (step % 64) : 64 * (step % 64) + 64]
+        loss = (network(batch).squeeze(1) - batch.sum(1)).square().mean()
         loss.backward()
         optimizer.step()
-    return float(loss)
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def curve(steps: int) -> str:
+    losses = train(steps)
+    # Slow enough to be stopped in between: each part reads its losses back.
+    for _ in range(20):
+        losses += train(steps)
+    return hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()
+
+
+def timed(steps: int) -> float:
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    train(steps)
+    torch.cuda.synchronize()
+    return round(time.monotonic() - began, 4)
 
 
 def main() -> None:
@@ -55,8 +84,10 @@ def main() -> None:
             answer: object = alloc(int(words[0]))
         elif verb == "check":
             answer = check()
-        elif verb == "step":
-            answer = train(int(words[0]))
+        elif verb == "curve":
+            answer = curve(int(words[0]))
+        elif verb == "time":
+            answer = timed(int(words[0]))
         elif verb == "info":
             answer = "{} {}".format(*torch.cuda.mem_get_info())
         elif verb == "sleep":

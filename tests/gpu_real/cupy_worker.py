@@ -1,0 +1,40 @@
+"""A process of a lease that uses CuPy; the commands `alloc`, `check` and `sleep` of torch_worker.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import cupy
+
+arrays: list[tuple[Any, int]] = []
+
+
+def alloc(mib: int) -> int:
+    try:
+        array = cupy.random.randint(0, 1 << 20, mib << 18, dtype=cupy.int32)
+        arrays.append((array, int(array.sum(dtype=cupy.int64))))
+    except cupy.cuda.memory.OutOfMemoryError:
+        cupy.get_default_memory_pool().free_all_blocks()
+        return 2
+    return 0
+
+
+def main() -> None:
+    cupy.zeros(1)
+    print("ready 0", flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        if verb == "alloc":
+            answer: object = alloc(int(words[0]))
+        elif verb == "check":
+            answer = "ok" if all(int(a.sum(dtype=cupy.int64)) == total for a, total in arrays) else "bad"
+        else:
+            time.sleep(float(words[0]))
+            answer = 0
+        print(verb, answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A process of a lease that uses JAX; the commands `alloc`, `check` and `sleep` of torch_worker.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as every holder of a lease has it
+
+import jax
+import jax.numpy as jnp
+
+arrays: list[tuple[Any, int]] = []
+
+
+def total_of(array: Any) -> int:
+    return int(array.sum())  # wraps around, the same way every time
+
+
+def alloc(mib: int) -> int:
+    try:
+        array = jax.random.randint(jax.random.PRNGKey(len(arrays)), (mib << 18,), 0, 1 << 20, dtype=jnp.int32)
+        arrays.append((array.block_until_ready(), total_of(array)))
+    except (RuntimeError, ValueError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return 2
+    return 0
+
+
+def main() -> None:
+    if jax.default_backend() != "gpu":
+        raise SystemExit("JAX found no GPU")
+    jnp.zeros(1).block_until_ready()
+    print("ready 0", flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        if verb == "alloc":
+            answer: object = alloc(int(words[0]))
+        elif verb == "check":
+            answer = "ok" if all(total_of(array) == total for array, total in arrays) else "bad"
+        else:
+            time.sleep(float(words[0]))
+            answer = 0
+        print(verb, answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

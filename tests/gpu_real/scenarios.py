@@ -1,0 +1,286 @@
+"""What has to work on every driver: each scenario runs on a real GPU and on the simulated one.
+
+A scenario takes a `Site`, asserts, and adds the figures it saw to the site's report.
+Where memory is really filled its sizes follow the site's scale.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.nvml import Nvml, Usage
+from tests.gpu.machine import GIB, MIB, Client, until
+from tests.gpu_real.site import PATIENCE_S, ROOT, SAMPLE_S, WORKERS, Site, do
+
+Scenario = Callable[[Site], None]
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(function: Scenario) -> Scenario:
+    """Add it to what both test modules run."""
+    SCENARIOS.append(function)
+    return function
+
+
+def needs_suspending(site: Site) -> None:
+    if not site.device["suspendable"]:
+        pytest.skip(f"this machine cannot suspend: {site.device['suspend_reason']}")
+
+
+@scenario
+def the_self_test_gives_a_verdict(site: Site) -> None:
+    device = site.device
+    ladder = ", ".join(f"{r['level']}: {'yes' if r['offered'] else r['reason']}" for r in device["ladder"])
+    site.report.add("device", f"{device['name']}, {device['memory_bytes'] / GIB:.1f} GiB")
+    site.report.add("ladder", ladder)
+    site.report.add("suspendable", f"{device['suspendable']} {device['suspend_reason']}".strip())
+    if device["suspendable"]:
+        rates = device["suspend_bytes_per_s"] / 1e9, device["resume_bytes_per_s"] / 1e9
+        site.report.add("self-test, 64 MiB and a context", "{:.2f} GB/s out, {:.2f} GB/s back".format(*rates))
+    assert device["level"] in ("preload", "cgroup", "mig")
+
+
+@scenario
+def a_context_has_its_price(site: Site) -> None:
+    worker = site.worker("driver", site.lease("context", 4 * GIB))
+    until(lambda: site.sees("context", worker.pid), "its context", PATIENCE_S)
+    used = site.of("context")["used_bytes"][site.uuid]
+    assert 0 < used < 2 * GIB
+    site.report.add("one context", f"{used / MIB:.0f} MiB")
+    site.end(worker)
+
+
+@scenario
+def memory_comes_back_as_it_was(site: Site) -> None:
+    needs_suspending(site)
+    for gib in (1, 8, 32):
+        size = gib * site.scale_bytes
+        if site.free_bytes() < size + 2 * GIB or site.device["memory_bytes"] // 2 < size:
+            site.report.add(f"suspend {gib} GiB", "skipped: not so much free")
+            continue
+        name = f"back-{gib}"
+        worker = site.worker("driver", site.lease(name, size + 2 * GIB))
+        assert do(worker, f"fill {size // MIB}") == "0"
+        moved = site.ask("suspend", lease=name, calls=site.rests(name))
+        if moved["refused"] == "host_memory":
+            site.report.add(f"suspend {gib} GiB", f"skipped: {moved['reason']}")
+            site.end(worker)
+            continue
+        assert moved["done"], moved
+        assert moved["bytes"] >= size
+        back = site.ask("resume", lease=name)
+        assert back["done"], back
+        assert do(worker, "verify") == "ok"
+        site.report.add(
+            f"suspend and resume {size / GIB:.3g} GiB, every byte compared",
+            f"{moved['bytes'] / 1e9:.2f} GB out in {moved['took_s']:.2f} s "
+            f"({moved['bytes'] / 1e9 / max(moved['took_s'], 1e-6):.1f} GB/s), "
+            f"back in {back['took_s']:.2f} s ({moved['bytes'] / 1e9 / max(back['took_s'], 1e-6):.1f} GB/s)",
+        )
+        site.end(worker)
+
+
+@scenario
+def a_lock_stops_and_loses_nothing(site: Site) -> None:
+    needs_suspending(site)
+    worker = site.worker("driver", site.lease("locked", 4 * GIB), 256)
+    until(lambda: site.sees("locked", worker.pid), "its memory", PATIENCE_S)
+    moved = site.ask("suspend", lease="locked", keep_memory=True)
+    assert moved["done"], moved
+    worker.tell("check")
+    assert worker.answer(0.5) == ""
+    back = site.ask("resume", lease="locked")
+    assert back["done"], back
+    assert worker.answer(PATIENCE_S) == "check ok"
+    site.report.add("lock, unlock", f"{1e3 * moved['took_s']:.1f} ms, {1e3 * back['took_s']:.1f} ms")
+    site.end(worker)
+
+
+@scenario
+def the_cpu_works_on_while_the_gpu_is_lent_and_a_call_wakes(site: Site) -> None:
+    needs_suspending(site)
+    worker = site.worker("driver", site.lease("wake", 4 * GIB), 256)
+    watch = Client(site.socket)
+    watch.ask("watch")
+    assert site.ask("suspend", lease="wake", calls=site.rests("wake"))["done"]
+    assert do(worker, "sleep 1") == "0"
+    assert watch.event("wanted", "wake", timeout_s=1.0) is None
+    asked = time.monotonic()
+    worker.tell("check")
+    event = watch.event("wanted", "wake")
+    assert event
+    assert event["fields"]["queries_only"] == "false"
+    assert worker.answer(0.2) == ""
+    assert site.ask("resume", lease="wake")["done"]
+    assert worker.answer(PATIENCE_S) == "check ok"
+    site.report.add(
+        "CUDA call of a sleeper to its return", f"{time.monotonic() - asked:.2f} s (0.2 s of it waited)"
+    )
+    watch.close()
+    site.end(worker)
+
+
+@scenario
+def a_lender_gets_its_room_back_from_a_borrower(site: Site) -> None:
+    needs_suspending(site)
+    owner = site.worker("driver", site.lease("lender", 12 * GIB), 8 * 1024)
+    until(lambda: site.sees("lender", owner.pid), "its memory", PATIENCE_S)
+    lent = site.ask("suspend", lease="lender")
+    if lent["refused"] == "host_memory":
+        site.end(owner)
+        pytest.skip(lent["reason"])
+    assert lent["done"], lent
+    # The borrower needs more than what was free beside the owner.
+    borrower = site.worker("driver", site.lease("borrower", site.grantable_bytes))
+    time.sleep(2 * SAMPLE_S)
+    most = min(site.free_bytes(), site.grantable_bytes) - 2 * GIB
+    assert do(borrower, f"alloc {most // MIB}") == "0"
+    refused = site.ask("resume", lease="lender", timeout_s=0.5)
+    assert (refused["done"], refused["refused"]) == (False, "no_room"), refused
+    assert do(borrower, "check") == "ok"
+    site.end(borrower)
+    back = site.ask("resume", lease="lender")
+    assert back["done"], back
+    assert do(owner, "check") == "ok"
+    site.report.add("lent, restore refused while a borrower is there, returned", "as it was")
+    site.end(owner)
+
+
+@scenario
+def a_limit_holds_for_all_processes_of_a_lease_together(site: Site) -> None:
+    if site.device["level"] not in ("preload", "cgroup"):
+        pytest.skip(f"the limit is {site.device['level']}'s here")
+    environment = site.lease("limit", 6 * GIB)
+    first = site.worker("driver", environment, 2048)
+    assert do(first, "alloc 8192") == "2"
+    second = site.worker("driver", environment)
+    assert do(second, "alloc 5120") == "2"
+    assert do(second, "alloc 1024") == "0"
+    assert [do(first, "check"), do(second, "check")] == ["ok", "ok"]
+    until(lambda: site.sees("limit", second.pid), "both are seen", PATIENCE_S)
+    time.sleep(2 * SAMPLE_S)
+    used = site.of("limit")["used_bytes"][site.uuid]
+    assert used <= 6 * GIB
+    site.report.add("two processes, limit 6 GiB", f"{used / GIB:.2f} GiB in use, more is denied (code 2)")
+    site.end(first, second)
+
+
+@scenario
+def who_goes_round_the_library_is_noticed(site: Site) -> None:
+    worker = site.worker("driver", site.lease("evader", 2 * GIB, preload=False))
+    watch = Client(site.socket)
+    watch.ask("watch")
+    asked = time.monotonic()
+    assert do(worker, "alloc 4096") == "0"
+    event = watch.event("over_limit", "evader")
+    assert event
+    took_s = time.monotonic() - asked
+    assert took_s < 2 * SAMPLE_S + 2.0
+    site.report.add(f"evader noticed (samples every {SAMPLE_S} s)", f"after {took_s:.2f} s")
+    watch.close()
+    site.end(worker)
+
+
+@scenario
+def what_the_library_adds_to_calls(site: Site) -> None:
+    program = site.folder / "calls"
+    source = ROOT / "tests/benchmarks/calls.c"
+    subprocess.run(["cc", "-O2", "-w", "-o", str(program), str(source), "-ldl"], check=True, timeout=60)
+    leased = site.lease("calls", 4 * GIB)
+    plain = {name: value for name, value in leased.items() if name not in ("LD_PRELOAD", "GPUSHARE_LEASE")}
+    launches = str(1_000_000 * site.scale_bytes // GIB)
+
+    def run(environment: dict[str, str]) -> list[float]:
+        done = subprocess.run(
+            [str(program), launches], env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        return [float(word) for word in done.stdout.split()]
+
+    without, within = run(plain), run(leased)
+    for index, name in enumerate((f"a kernel launch ({launches})", "cuMemGetInfo", "dlsym")):
+        site.report.add(name, f"{without[index]:.0f} ns, with the library {within[index]:.0f} ns")
+    assert all(each > 0 for each in within)
+
+
+@scenario
+def a_kernel_of_jupyter_sleeps_and_is_woken_by_its_cell(site: Site) -> None:
+    needs_suspending(site)
+    for module in ("jupyter_client", "ipykernel"):
+        pytest.importorskip(module, exc_type=ImportError)
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager()
+    manager.start_kernel(env=site.lease("kernel", 4 * GIB))
+    client = manager.blocking_client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        worker = json.dumps(str(WORKERS["driver"]))
+        setup = f"import runpy; w = runpy.run_path({worker}); code, context = w['init'](); w['alloc'](256)"
+        assert run_cell(client, setup) == "ok"
+        until(lambda: site.of("kernel")["used_bytes"], "its memory", PATIENCE_S)
+        moved = site.ask("suspend", lease="kernel", calls=site.rests("kernel"))
+        assert moved["done"], moved
+        assert run_cell(client, "1 + 1") == "ok"
+        watch = Client(site.socket)
+        watch.ask("watch")
+        asked = client.execute("assert w['check'](context) == 'ok'")
+        assert watch.event("wanted", "kernel")
+        assert site.ask("resume", lease="kernel")["done"]
+        assert reply_to(client, asked) == "ok"
+        watch.close()
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+    site.report.add("kernel of jupyter_client", "suspended, a CPU cell ran meanwhile, a GPU cell woke it")
+
+
+def run_cell(client: Any, source: str) -> str:
+    return reply_to(client, client.execute(source))
+
+
+def reply_to(client: Any, asked: str) -> str:
+    while True:
+        reply = client.get_shell_msg(timeout=60)
+        if reply["parent_header"].get("msg_id") == asked:
+            status: str = reply["content"]["status"]
+            return status
+
+
+def probe(report_to: Site) -> None:
+    """The driver as the helper's own modules see it, without a helper."""
+    nvml, checkpoint = Nvml(), Checkpoint()
+    report_to.report.add("driver", nvml.driver)
+    report_to.report.add("checkpoint calls", checkpoint.unavailable or "available")
+    for gpu in nvml.gpus:
+        usage = nvml.usages()[gpu.uuid]
+        assert isinstance(usage, Usage)
+        assert 0 <= usage.used_bytes <= gpu.memory_bytes
+        ecc = "not counted" if usage.uncorrected is None else usage.uncorrected
+        report_to.report.add(
+            f"{gpu.name} ({gpu.profile or 'whole'})",
+            f"{usage.used_bytes / GIB:.2f} of {gpu.memory_bytes / GIB:.1f} GiB, "
+            f"uncorrectable errors: {ecc}, island {gpu.island or '-'}",
+        )
+    with nvml.listen() as listener:
+        report_to.report.add("devices that report XIDs", str(len(listener.devices)))
+    if not checkpoint.unavailable:
+        with pytest.raises(DeviceError) as refused:
+            checkpoint.state(4_194_303)
+        report_to.report.add("GetState of a process that is not there", str(refused.value))
+
+
+def save(report: str, folder: Path) -> None:
+    """Print it and leave it beside the logs."""
+    print(report)
+    (folder / "report.md").write_text(report)
