@@ -86,14 +86,18 @@ def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
 def fairness(meter: Meter) -> list[Numbers]:
     """Per project: GPU-hours, and its share of what is over quota against its weight.
 
-    ``worst_day_percent``: over every 24 hours (by the hour) in which every
-    project had a job waiting all the time, how far its share was from its
-    weight's at most, in per cent of that; None: there was no such day.
+    ``share_percent``: of what was over quota on contested days, against
+    ``entitled_percent``, its weight's part.  ``worst_day_percent``: over every
+    24 hours (by the hour) in which every project had a job waiting all the
+    time, how far its share was from its weight's at most, in per cent of that.
+    None: there was no such day.
     ``longest_owed_s``: how long jobs that its quota covers waited at most
     without the project getting anything.
     """
     projects = list(meter.projects.values())
     days = _contested_days(projects)
+    contested = sorted({hour for day in days for hour in range(day, day + DAY_HOURS)})
+    over_all = sum(_over(p, hour, 1) for p in projects for hour in contested)
     weights = sum(p.project.weight for p in projects)
     found: list[Numbers] = []
     for p in projects:
@@ -107,6 +111,10 @@ def fairness(meter: Meter) -> list[Numbers]:
                 "quota_gpus": p.project.quota_milli / WHOLE_GPU,
                 "weight": p.project.weight,
                 "gpu_hours": _short(p.held.total / HOUR_S),
+                "entitled_percent": _short(100 * entitled),
+                "share_percent": _percent(sum(_over(p, hour, 1) for hour in contested), over_all)
+                if contested
+                else None,
                 "contested_days": len(days),
                 "worst_day_percent": None if worst is None else _short(100 * worst),
                 "longest_owed_s": _short(p.longest_owed_s),
@@ -125,10 +133,10 @@ def _contested_days(projects: Sequence[ProjectMeter]) -> list[int]:
     return [h for h in days if _all_over(projects, h) > 0]
 
 
-def _over(p: ProjectMeter, hour: int) -> float:
-    """GPU-seconds beyond quota in the day that begins with ``hour``."""
+def _over(p: ProjectMeter, hour: int, hours: int = DAY_HOURS) -> float:
+    """GPU-seconds beyond quota in the day, or so many hours, that begin with ``hour``."""
     quota = p.project.quota_milli / WHOLE_GPU * HOUR_S
-    return sum(max(0.0, held - quota) for held in p.held.hours[hour : hour + DAY_HOURS])
+    return sum(max(0.0, held - quota) for held in p.held.hours[hour : hour + hours])
 
 
 def _all_over(projects: Sequence[ProjectMeter], hour: int) -> float:

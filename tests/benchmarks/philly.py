@@ -72,7 +72,8 @@ def shares() -> None:
         result = replay_jobs(jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S, grace_s=GRACE_S)
         for row in report.fairness(result.meter):
             rows.append([str(row[key]) for key in row])
-    head = ["project", "quota", "weight", "GPU-hours", "contested days", "worst day %", "longest owed s"]
+    head = ["project", "quota", "weight", "GPU-hours", "entitled %", "share %", "contested days"]
+    head += ["worst day %", "longest owed s"]
     print_table("tests.benchmarks.philly", head, rows)
 
 

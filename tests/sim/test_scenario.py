@@ -83,6 +83,8 @@ def test_shares_are_compared_with_weights_on_days_on_which_all_wait():
     result = replay_jobs(load, Fleet(gpus=4, nodes=None), Settings(order=Order.FIFO), projects=projects)
     light, heavy = report.fairness(result.meter)
     assert light["contested_days"] > 24
+    assert (light["share_percent"], heavy["share_percent"]) == (25, 75)
+    assert (light["entitled_percent"], heavy["entitled_percent"]) == (25, 75)
     assert light["worst_day_percent"] == heavy["worst_day_percent"] == 0
 
 
