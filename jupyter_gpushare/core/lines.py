@@ -56,6 +56,41 @@ class Line:
                 yield from (lease for _, lease in self.running[worse])
 
 
+class Cursor:
+    """Goes through the waiting jobs of a project in their order, shape by shape."""
+
+    def __init__(self, line: Line) -> None:
+        self._waiting = line.waiting
+        self._heads = [(jobs[0][0], 0, shape) for shape, jobs in line.waiting.items()]
+        heapq.heapify(self._heads)
+
+    def __bool__(self) -> bool:
+        return bool(self._heads)
+
+    @property
+    def first(self) -> tuple[object, ...]:
+        """The rank of who comes next."""
+        return self._heads[0][0] if self._heads else ()
+
+    def next(self) -> tuple[Lease, Shape]:
+        """Who comes next, and its shape."""
+        _, number, shape = self._heads[0]
+        return self._waiting[shape][number][1], shape
+
+    def go_on(self) -> None:
+        """Go on to the next one."""
+        _, number, shape = self._heads[0]
+        jobs = self._waiting[shape]
+        if number + 1 < len(jobs):
+            heapq.heapreplace(self._heads, (jobs[number + 1][0], number + 1, shape))
+        else:
+            heapq.heappop(self._heads)
+
+    def close(self) -> None:
+        """Go on to the next one of another shape."""
+        heapq.heappop(self._heads)
+
+
 class Lines:
     """Everybody who waits, or whose standing changes with time."""
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room
 from jupyter_gpushare.core.fragmentation import Task, Workload
-from jupyter_gpushare.core.lines import Line, Lines, Shape
+from jupyter_gpushare.core.lines import Cursor, Lines, Shape
 from jupyter_gpushare.core.making import Maker
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
@@ -529,41 +529,6 @@ class Round:
 
 # Why a job may not start that does not keep those behind it from starting, where the order is strict.
 _NEVER_MIND = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
-
-
-class Cursor:
-    """Goes through the waiting jobs of a project in their order, shape by shape."""
-
-    def __init__(self, line: Line) -> None:
-        self._waiting = line.waiting
-        self._heads = [(jobs[0][0], 0, shape) for shape, jobs in line.waiting.items()]
-        heapq.heapify(self._heads)
-
-    def __bool__(self) -> bool:
-        return bool(self._heads)
-
-    @property
-    def first(self) -> tuple[object, ...]:
-        """The rank of who comes next."""
-        return self._heads[0][0] if self._heads else ()
-
-    def next(self) -> tuple[Lease, Shape]:
-        """Who comes next, and its shape."""
-        _, number, shape = self._heads[0]
-        return self._waiting[shape][number][1], shape
-
-    def go_on(self) -> None:
-        """Go on to the next one."""
-        _, number, shape = self._heads[0]
-        jobs = self._waiting[shape]
-        if number + 1 < len(jobs):
-            heapq.heapreplace(self._heads, (jobs[number + 1][0], number + 1, shape))
-        else:
-            heapq.heappop(self._heads)
-
-    def close(self) -> None:
-        """Go on to the next one of another shape."""
-        heapq.heappop(self._heads)
 
 
 def _now(room: Room) -> int:
