@@ -274,6 +274,14 @@ JobState = Literal[
 ]
 
 
+class StartEstimate(Answer, frozen=True):
+    """In how many seconds a job gets room, from a replay of the work that is there."""
+
+    low_s: float
+    likely_s: float
+    high_s: float
+
+
 class Job(Answer, frozen=True):
     id: str
     name: str
@@ -303,6 +311,7 @@ class Job(Answer, frozen=True):
     memory: str | None = None
     retries: int = 0
     source: JobSource | None = None
+    estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
 
 
 class JobMoment(Answer, frozen=True):

@@ -34,6 +34,7 @@ from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.access import Access
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
+from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.pages import AdminPage
@@ -310,16 +311,18 @@ class GPUShareBroker(Application):
             HubClient(os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"]),
         )
         loop = Loop(book, backend)
-        server = self._listen(book, backend, loop, host, port)
+        forecast = Forecast(book)
+        server = self._listen(book, backend, loop, forecast, host, port)
         log.info("broker %s epoch=%d answers at %s:%d", __version__, store.epoch, host, port)
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         try:
             async with asyncio.TaskGroup() as group:
-                running = group.create_task(loop.run())
+                running = [group.create_task(part.run()) for part in (loop, forecast)]
                 await _until(stopped)
-                running.cancel()
+                for task in running:
+                    task.cancel()
         except* StoreError as failed:
             raise StoreError(str(failed.exceptions[0])) from None
         finally:
@@ -327,14 +330,14 @@ class GPUShareBroker(Application):
             await backend.close()
 
     def _listen(
-        self, book: Book, backend: LocalBackend, loop: Loop, host: str, port: int
+        self, book: Book, backend: LocalBackend, loop: Loop, forecast: Forecast, host: str, port: int
     ) -> httpserver.HTTPServer:
         prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
         service = Service(
             book=book,
             desk=Desk(book, backend, loop.effects),
-            views=Views(book),
+            views=Views(book, forecast),
             access=Access(hub_auth, self._spawner_token(), backend),
             registry=metrics.registry(book),
             prefix=prefix,

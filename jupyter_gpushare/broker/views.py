@@ -13,6 +13,7 @@ from typing import Literal
 
 from jupyter_gpushare import __version__, wire, words
 from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.loop import STALE_S
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.core import explain
@@ -57,8 +58,9 @@ class _Worked:
 class Views:
     """Answers built from the book; holds nothing of its own but one moment's workings."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, forecast: Forecast) -> None:
         self.book = book
+        self.forecast = forecast
         self._worked: _Worked | None = None
 
     def _now(self) -> _Worked:
@@ -194,11 +196,21 @@ class Views:
 
     def _why_waiting(self, record: LeaseRecord) -> str:
         worked, lease = self._now(), record.lease
-        return words.waiting(
+        why = words.waiting(
             worked.why.get(record.id, Why.NO_ROOM),
             needs=words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes),
             free_milli=worked.free_milli,
             position=worked.position.get(record.id),
+        )
+        found = self.forecast.of(record.id)
+        return why if found is None else f"{why} {words.starts_in(found.low_s, found.likely_s, found.high_s)}"
+
+    def _estimate(self, record: LeaseRecord) -> wire.StartEstimate | None:
+        found = self.forecast.of(record.id)
+        if found is None or record.state not in (State.PENDING, State.SUSPENDED):
+            return None
+        return wire.StartEstimate(
+            low_s=round(found.low_s), likely_s=round(found.likely_s), high_s=round(found.high_s)
         )
 
     # ---- jobs ----------------------------------------------------------------
@@ -257,6 +269,7 @@ class Views:
             memory=request.memory,
             retries=request.retries,
             source=request.source,
+            estimate=None if record is None else self._estimate(record),
         )
 
     # ---- projects, devices, the rest ------------------------------------------

@@ -32,6 +32,7 @@ from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
+from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
@@ -148,6 +149,11 @@ def _empty_database() -> bytes:
         path = Path(folder) / "empty.sqlite"
         Store(f"sqlite:///{path}", "boot-1").close()
         return path.read_bytes()
+
+
+async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In virtual time there are no threads."""
+    return function(*arguments)
 
 
 class Site:
@@ -410,7 +416,7 @@ class Broker:
         self.backend = SiteBackend(site, self)
         self.loop = Loop(self.book, self.backend)
         self.desk = Desk(self.book, self.backend, self.loop.effects)
-        self.views = Views(self.book)
+        self.views = Views(self.book, Forecast(self.book, _at_once))
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:

@@ -733,3 +733,25 @@ async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
             live.habit.saw(now + 60, now + 60)
             now += 86_400
         assert broker.book.measured(record, now).idle_timeout_s < usual
+
+
+@in_virtual_time
+async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        forecast = broker.views.forecast
+        for _ in range(10):
+            ended = await site.submit("bo", "2", program=Program(work_s=60))
+            await forecast.look()
+            assert broker.seen(ended).estimate is None
+            await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
+        await site.submit("bo", "2", program=Program(work_s=60))
+        job = await site.submit("bo", "2", program=Program(work_s=60))
+        await asyncio.sleep(10)
+        await forecast.look()
+        seen = broker.seen(job)
+        assert seen.estimate.low_s <= seen.estimate.likely_s <= seen.estimate.high_s
+        assert 30 < seen.estimate.likely_s < 70
+        assert "Starts in about 1 min (1-1)." in seen.reason
+        await asyncio.sleep(20)
+        assert broker.seen(job).estimate.likely_s == seen.estimate.likely_s - 20

@@ -152,3 +152,16 @@ def test_sizes_are_written_as_asked_for():
     assert words.fraction_or_memory("1", None) == "1 GPU"
     assert words.fraction_or_memory("1/2", None) == "1/2 GPU"
     assert words.fraction_or_memory("1", "20GiB") == "20GiB of a GPU"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ((600, 1500, 3000), "Starts in about 25 min (10-50)."),
+        ((0, 10, 20), "Starts in about 1 min (1-1)."),
+        ((3600, 7200, 90_000), "Starts in about 2 h (1-25)."),
+        ((86_400, 400_000, 900_000), "Starts in about 5 days (1-10)."),
+    ],
+)
+def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
+    assert words.starts_in(*seconds) == says
