@@ -66,6 +66,7 @@ class Lease:
         self.uid = record.uid
         self.limits = record.limits
         self.guaranteed = record.guaranteed
+        self.most = dict(record.limits)  # the highest limits so far: what was taken under them stays
         self.files = files
         self.phase = record.phase
         self.before = record.phase  # the phase it was in last

@@ -164,8 +164,8 @@ def _victim(lease: Lease, uuid: str, usage: Usage) -> Process | None:
 def _counted(lease: Lease, uuid: str) -> dict[Key, int]:
     """What the library counts for each process on a device.
 
-    The owner can write anything there.  All together more than the limit is what the
-    library never counts: then nothing of it is believed.
+    The owner can write anything there.  All together more than the highest limit is
+    what the library never counts: then nothing of it is believed.
     """
     if lease.account is None or uuid not in lease.limits:
         return {}
@@ -176,4 +176,4 @@ def _counted(lease: Lease, uuid: str) -> dict[Key, int]:
         for slot in lease.account.slots
         if (slot.pid, slot.start_ticks) in living
     }
-    return counted if sum(counted.values()) <= lease.limits[uuid] else {}
+    return counted if sum(counted.values()) <= lease.most[uuid] else {}

@@ -232,3 +232,14 @@ def test_contexts_are_charged_to_the_limit(machine: Machine) -> None:
     until(charged, "contexts are charged")
     assert first.do(f"alloc {2048 - 512 - contexts // MIB + 1}") == "2"
     assert first.do(f"alloc {2048 - 512 - contexts // MIB - 1}") == "0"
+
+
+def test_who_took_memory_before_the_limit_was_lowered_is_told_and_not_stopped(guarded: Machine) -> None:
+    guarded.lease("bo", 8 * GIB)
+    leader, second = guarded.worker("bo", mib=64), guarded.worker("bo", mib=4096)
+    watch = guarded.watch()
+    guarded.lease("bo", GIB)
+    event = watch.event("over_limit", "bo")
+    assert event
+    assert event["fields"]["action"] == "warn"
+    assert [leader.do("check"), second.do("check")] == ["ok", "ok"]
