@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -66,10 +67,13 @@ class Lease:
         self.uid = record.uid
         self.limits = record.limits
         self.guaranteed = record.guaranteed
+        self.most = dict(record.limits)  # the highest limits so far: what was taken under them stays
         self.files = files
         self.phase = record.phase
         self.before = record.phase  # the phase it was in last
         self.moving = threading.Lock()
+        self._page_guard = threading.Lock()
+        self._holders = 0  # restores beside it, for which its allocations wait
         self.dropped = False
         # A driver call hung or failed on the way: to be settled later.
         self.unsettled = False
@@ -118,11 +122,9 @@ class Lease:
             return before
         if phase not in TRANSITIONS[before]:
             raise ValueError(f"lease {self.name}: no way from {before} to {phase}")
-        self.before, self.phase = before, phase
-        try:
-            self.files.set_phase(PAGE[phase])
-        except OSError as error:  # somebody with the helper's rights removed it
-            log.error("lease=%s its limit page cannot be written: %s", self.name, error)
+        with self._page_guard:
+            self.before, self.phase = before, phase
+            self._write_page()
         if phase in (Phase.RUNNING, Phase.LOST):
             self.parked = {}
             self.baseline = NO_COUNTERS
@@ -130,6 +132,28 @@ class Lease:
         self.wanted = self.queries_only = False
         self.told_at, self.looked_at = 0.0, b""
         return before
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """While this runs its processes wait before they allocate; what they hold and run goes on."""
+        self._hold_back(1)
+        try:
+            yield
+        finally:
+            self._hold_back(-1)
+
+    def _hold_back(self, step: int) -> None:
+        with self._page_guard:
+            self._holders += step
+            if not self.dropped:
+                self._write_page()
+
+    def _write_page(self) -> None:
+        held = self._holders and self.phase is Phase.RUNNING
+        try:
+            self.files.set_phase(PagePhase.RESUMING if held else PAGE[self.phase])
+        except OSError as error:  # somebody with the helper's rights removed it
+            log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 
     def record(self, boot_id: str) -> Record:
         """The lease as it is to be written down."""

@@ -242,6 +242,7 @@ class LeaseBook:
         except OSError:
             lease.limits, lease.guaranteed = before
             raise
+        lease.most = {uuid: max(lease.most.get(uuid, 0), count) for uuid, count in lease.limits.items()}
         self.enforce(lease)
         for index, limit_bytes in enumerate(lease.limits.values()):
             lease.files.set_limit(index, limit_bytes)

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from .isolation import PagePhase
 from .ladder import reserve_bytes
-from .lease import PAGE, Lease
+from .lease import Lease
 from .nvml import Nvml
 from .verbs import Phase, Refusal
 
@@ -121,7 +120,8 @@ class DeviceRoom:
         growing = self._growing(saved)
         with ExitStack() as stack:
             for lease in growing:
-                stack.enter_context(_waiting_page(lease))
+                log.info("lease=%s allocations wait for a restore beside it", lease.name)
+                stack.enter_context(lease.held_back())
             if growing:
                 time.sleep(SETTLE_S)
                 with self._changed:
@@ -151,14 +151,3 @@ class DeviceRoom:
         limits = sum(lease.limits.get(uuid, 0) for lease in awake)
         spare = max(self._margin_bytes(uuid), reserve_bytes(gpu))
         return others + limits + count + spare > gpu.memory_bytes
-
-
-@contextmanager
-def _waiting_page(lease: Lease) -> Iterator[None]:
-    """The processes of a lease wait before they allocate; what they hold and run goes on."""
-    lease.files.set_phase(PagePhase.RESUMING)
-    log.info("lease=%s allocations wait for a restore beside it", lease.name)
-    try:
-        yield
-    finally:
-        lease.files.set_phase(PAGE[lease.phase])

@@ -9,7 +9,7 @@ Two things are reported, and by choice (``--watchdog stop``) ended:
 Stopping hits one process, through its pidfd: of a lease over its limit the one
 that holds most beyond what the library counts for it, and only if that is more
 than contexts explain.  What the account says is the owner's word: it can only
-move the blame inside its own lease, and not keep all of it away.
+move the blame inside its own lease.
 
 Never the leader of a lease (the server or the job itself), never a process of
 another lease.  First SIGTERM, SIGKILL when it is still there `GRACE_S` later.
@@ -151,41 +151,29 @@ def _allowed(lease: Lease, uuid: str) -> int:
 def _victim(lease: Lease, uuid: str, usage: Usage) -> Process | None:
     """The process with the most memory that nobody counted; None when contexts explain it."""
     first = leader(lease.processes)
-    counted = _counted(lease, uuid, usage)
+    counted = _counted(lease, uuid)
     shown = {process: usage.processes.get(process.pid, 0) for process in lease.processes}
     others = [process for process in lease.processes if process is not first and shown[process]]
     beyond = {process: shown[process] - counted.get(process.key, 0) for process in others}
     unexplained = [
         process for process in others if beyond[process] > (CONTEXT_BYTES if process.key in counted else 0)
     ]
-    if unexplained:
-        return max(unexplained, key=beyond.__getitem__)
-    # More than all contexts together could explain: whatever was written, somebody took it.
-    users = sum(1 for count in shown.values() if count)
-    if others and sum(shown.values()) > _allowed(lease, uuid) + users * CONTEXT_BYTES:
-        return max(others, key=shown.__getitem__)
-    return None
+    return max(unexplained, key=beyond.__getitem__, default=None)
 
 
-def _counted(lease: Lease, uuid: str, usage: Usage) -> dict[Key, int]:
+def _counted(lease: Lease, uuid: str) -> dict[Key, int]:
     """What the library counts for each process on a device.
 
-    The owner can write anything there.  What the library itself never writes is not
-    believed: more than the driver shows, or all together more than the limit.
+    The owner can write anything there.  All together more than the highest limit is
+    what the library never counts: then nothing of it is believed.
     """
     if lease.account is None or uuid not in lease.limits:
         return {}
     index = list(lease.limits).index(uuid)
-    living = {process.key: process for process in lease.processes}
+    living = {process.key for process in lease.processes}
     counted = {
         (slot.pid, slot.start_ticks): slot.used_bytes[index]
         for slot in lease.account.slots
         if (slot.pid, slot.start_ticks) in living
     }
-    if sum(counted.values()) > lease.limits[uuid]:
-        return {}
-    return {
-        key: count
-        for key, count in counted.items()
-        if count <= usage.processes.get(key[0], 0) + TOLERANCE_BYTES
-    }
+    return counted if sum(counted.values()) <= lease.most[uuid] else {}

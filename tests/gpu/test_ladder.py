@@ -90,6 +90,21 @@ def test_the_drivers_own_limit_holds_without_the_library(limiting: tuple[Machine
     assert machine.sim.group(0, root / "gpushare-ada") is None
 
 
+def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path: Path) -> None:
+    """The self-test's child is put into another cgroup than the limited one."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = (
+        "from pathlib import Path; from jupyter_gpushare.gpu.cgroups import Cgroups; make = Cgroups.make\n"
+        f"Cgroups.make = lambda *given: make(*given) and Path({str(elsewhere)!r})"
+    )
+    for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,cgroup"):
+        machine.start("--cgroup-root", str(fake_root(tmp_path)), examine=True, before=code)
+        assert offered(machine)["cgroup"] == "the driver granted a cgroup more than its limit"
+        machine.lease("ada", 8 * GIB)
+        assert machine.of("ada")["level"] == "preload"
+
+
 def test_a_limit_of_the_driver_outlives_the_helper_and_what_was_dropped_is_cleared(
     limiting: tuple[Machine, Path],
 ) -> None:

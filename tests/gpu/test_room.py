@@ -244,3 +244,21 @@ def test_who_waits_first_is_served_first(impatient: None, monkeypatch: pytest.Mo
     free[0] = 30 * GIB
     with rooms.promise(small, 0.0), rooms.promise({UUID: 20 * GIB}, 0.0):
         pass
+
+
+def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:
+    paper = Paper(random.Random(1), tmp_path)
+    bo = paper.leases[1]
+    with bo.held_back():
+        with bo.held_back():
+            assert bo.files.phase() is PagePhase.RESUMING
+        assert bo.files.phase() is PagePhase.RESUMING
+        bo.enter(Phase.SUSPENDING)  # its own move says more
+        assert bo.files.phase() is PagePhase.SUSPENDING
+    assert bo.files.phase() is PagePhase.SUSPENDING
+    with bo.held_back():
+        bo.enter(Phase.RUNNING)
+        assert bo.files.phase() is PagePhase.RESUMING
+        bo.dropped = True
+        bo.files.revoke()
+    assert bo.files.phase() is None

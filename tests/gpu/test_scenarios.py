@@ -20,7 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     run = os.environ.get("GPUSHARE_TEST_RUN", "")
     machine = Simulator(folder, "1xH100-80GB,host=512GiB")
-    site = Site(folder, machine.env(GPUSHARE_TEST_RUN=run), scale_bytes=4 * MIB)
+    site = Site(folder, machine.env(GPUSHARE_TEST_RUN=run), scale_bytes=4 * MIB, sample_s=0.2)
     yield site
     site.close()
 

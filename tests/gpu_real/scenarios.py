@@ -19,7 +19,7 @@ from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.nvml import Nvml, Usage
 from tests.gpu.machine import GIB, MIB, Client, until
-from tests.gpu_real.site import PATIENCE_S, ROOT, SAMPLE_S, WORKERS, Site, do
+from tests.gpu_real.site import PATIENCE_S, ROOT, WORKERS, Site, do
 
 Scenario = Callable[[Site], None]
 SCENARIOS: list[Scenario] = []
@@ -141,7 +141,7 @@ def a_lender_gets_its_room_back_from_a_borrower(site: Site) -> None:
     assert lent["done"], lent
     # The borrower needs more than what was free beside the owner.
     borrower = site.worker("driver", site.lease("borrower", site.grantable_bytes))
-    time.sleep(2 * SAMPLE_S)
+    time.sleep(2 * site.sample_s)
     most = min(site.free_bytes(), site.grantable_bytes) - 2 * GIB
     assert do(borrower, f"alloc {most // MIB}") == "0"
     refused = site.ask("resume", lease="lender", timeout_s=0.5)
@@ -167,7 +167,7 @@ def a_limit_holds_for_all_processes_of_a_lease_together(site: Site) -> None:
     assert do(second, "alloc 1024") == "0"
     assert [do(first, "check"), do(second, "check")] == ["ok", "ok"]
     until(lambda: site.sees("limit", second.pid), "both are seen", PATIENCE_S)
-    time.sleep(2 * SAMPLE_S)
+    time.sleep(2 * site.sample_s)
     used = site.of("limit")["used_bytes"][site.uuid]
     assert used <= 6 * GIB
     site.report.add("two processes, limit 6 GiB", f"{used / GIB:.2f} GiB in use, more is denied (code 2)")
@@ -184,8 +184,8 @@ def who_goes_round_the_library_is_noticed(site: Site) -> None:
     event = watch.event("over_limit", "evader")
     assert event
     took_s = time.monotonic() - asked
-    assert took_s < 2 * SAMPLE_S + 2.0
-    site.report.add(f"evader noticed (samples every {SAMPLE_S} s)", f"after {took_s:.2f} s")
+    assert took_s < 2 * site.sample_s + 2.0
+    site.report.add(f"evader noticed (samples every {site.sample_s} s)", f"after {took_s:.2f} s")
     watch.close()
     site.end(worker)
 

@@ -25,7 +25,6 @@ WORKERS = {
     "jax": Path(__file__).with_name("jax_worker.py"),
 }
 PATIENCE_S = 120.0
-SAMPLE_S = 0.5
 
 
 class Report:
@@ -45,18 +44,21 @@ class Report:
 class Site:
     """The helper, the largest device of the machine, and processes of leases."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], *, scale_bytes: int = GIB) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], *, scale_bytes: int = GIB, sample_s: float = 0.5
+    ) -> None:
         """``scale_bytes`` is what a scenario means by a GiB where memory is really filled."""
         self.folder = folder
         self.socket = folder / "h.sock"
         self.environment = dict(environment)
         self.scale_bytes = scale_bytes
+        self.sample_s = sample_s
         self.report = Report()
         self._log = (folder / "helper.log").open("wb")
         self._workers: list[Worker] = []
         command = [
             sys.executable, "-m", "jupyter_gpushare.gpu.helper",
-            "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(SAMPLE_S),
+            "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
         ]  # fmt: skip
         self.helper = subprocess.Popen(command, stderr=self._log, cwd=ROOT, env=self.environment)
         until(self.socket.exists, "the helper listens", PATIENCE_S)
@@ -136,7 +138,7 @@ class Site:
             if now == seen and self.of(name)["used_bytes"]:
                 return seen
             seen = now
-            time.sleep(SAMPLE_S + 0.1)
+            time.sleep(self.sample_s + 0.1)
         raise AssertionError("the counters do not come to rest")
 
     def free_bytes(self) -> int:
@@ -161,7 +163,7 @@ class Site:
             "they are gone",
             PATIENCE_S,
         )
-        time.sleep(2 * SAMPLE_S)
+        time.sleep(2 * self.sample_s)
 
     def close(self) -> None:
         self.client.close()
