@@ -9,7 +9,7 @@ import React from 'react';
 import { Action, Actions } from './actions';
 import { GpuModel, GpuState, Notice, phaseOf } from './model';
 import { ActionRow } from './panel';
-import { noticeText, wakingSteps } from './words';
+import { noticeText, wakingStep } from './words';
 
 const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking']);
 
@@ -148,7 +148,7 @@ function Seconds(props: { model: GpuModel; trans: TranslationBundle }): JSX.Elem
   }
   const seconds = (Date.now() - since) / 1000;
   // The screen reader hears the sentence, not every second.
-  return <span aria-hidden="true">{wakingSteps(props.trans, state.lease, seconds)}</span>;
+  return <span aria-hidden="true">{wakingStep(props.trans, state.lease, seconds)}</span>;
 }
 
 function shows(
