@@ -24,7 +24,7 @@ ALLOCATE = """from jupyter_gpushare import demo_gpu
 gpu = demo_gpu.open()
 weights = gpu.allocate("6GiB")
 weights.fill(seed=42)"""
-TOO_MUCH = 'gpu.allocate("40GiB")'
+TOO_MUCH = '%xmode Minimal\ngpu.allocate("40GiB")'
 UNTIL_LUNCH = """from pathlib import Path
 import time
 while not Path("lunch").exists():
@@ -129,25 +129,23 @@ class Visitor:
         self.page.keyboard.insert_text(code)
         self.page.keyboard.press("Shift+Enter")
 
+    def use_theme(self, theme: str) -> None:
+        self.page.get_by_role("menuitem", name="Settings", exact=True).click()
+        self.page.locator(".lm-Menu-item", has_text=re.compile("^Theme$")).hover()
+        self.page.locator(".lm-Menu-item", has_text=re.compile(f"^JupyterLab {theme}$")).click()
+        self.page.wait_for_function(
+            "theme => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}"
+        )
+        self.page.wait_for_timeout(800)
+
     def picture(self, name: str, *, themes: bool = True) -> None:
         """Keep a picture in both themes, where pictures are wanted."""
         if not PICTURES:
             return
-        for theme in ("Light", "Dark") if themes else ("Light",):
+        for theme in ("Dark", "Light") if themes else ("Light",):
             if themes:
-                self.page.get_by_role("menuitem", name="Settings").click()
-                self.page.get_by_role("menuitem", name="Theme", exact=True).hover()
-                self.page.get_by_role("menuitem", name=f"JupyterLab {theme}", exact=True).click()
-                self.page.wait_for_function(
-                    "theme => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}"
-                )
-                self.page.wait_for_timeout(800)
-            path = Path(PICTURES) / f"day-{name}-{theme.lower()}.png"
-            self.page.screenshot(path=path)
-        if themes:
-            self.page.get_by_role("menuitem", name="Settings").click()
-            self.page.get_by_role("menuitem", name="Theme", exact=True).hover()
-            self.page.get_by_role("menuitem", name="JupyterLab Light", exact=True).click()
+                self.use_theme(theme)
+            self.page.screenshot(path=Path(PICTURES) / f"day-{name}-{theme.lower()}.png")
 
 
 @pytest.mark.browser
