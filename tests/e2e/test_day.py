@@ -105,7 +105,6 @@ class Visitor:
         page.get_by_label("Password").fill("any")
         page.get_by_role("button", name="Sign in").click()
         page.get_by_role("radio", name=label, exact=True).first.check()
-        self.picture("spawn", themes=False)
         page.get_by_role("button", name="Start").click()
         page.wait_for_url(f"**/user/{self.name}/lab**", timeout=120_000)
         self.settle()
@@ -138,13 +137,12 @@ class Visitor:
         )
         self.page.wait_for_timeout(800)
 
-    def picture(self, name: str, *, themes: bool = True) -> None:
+    def picture(self, name: str) -> None:
         """Keep a picture in both themes, where pictures are wanted."""
         if not PICTURES:
             return
-        for theme in ("Dark", "Light") if themes else ("Light",):
-            if themes:
-                self.use_theme(theme)
+        for theme in ("Dark", "Light"):
+            self.use_theme(theme)
             self.page.screenshot(path=Path(PICTURES) / f"day-{name}-{theme.lower()}.png")
 
 

@@ -53,7 +53,8 @@ export function statusText(trans: TranslationBundle, state: GpuState): string {
 }
 
 function leaseText(trans: TranslationBundle, lease: ILease): string {
-  const used = gigabytes(lease.memory_used_bytes);
+  // While it sleeps, the last measurement may be from before.
+  const used = gigabytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
     '%1 %2/%3 GB %4',
     lease.size,

@@ -44,6 +44,8 @@ describe('status bar', () => {
   it('says size, memory and badge', () => {
     expect(statusText(trans, stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GB Active');
     expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GB Asleep, GPU lent');
+    const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
+    expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
     expect(statusText(trans, stateOf(SILENT))).toBe('GPU: no data');
     expect(statusText(trans, { kind: 'off' })).toBe('');
