@@ -395,6 +395,8 @@ class Desk:
                     exit_code=code,
                     stopped=report.stopped,
                     reason=report.reason[:500],
+                    done=job.done if report.done is None else report.done,
+                    total=job.total if report.total is None else report.total,
                     started_at=job.started_at or book.iso_now(),
                 )
                 if record.state is State.GRANTED:

@@ -26,7 +26,6 @@ from typing import Any
 
 import nbformat
 from jupyter_client.kernelspec import NoSuchKernel
-from jupyter_core.utils import ensure_async
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
@@ -99,7 +98,6 @@ class _Run(NotebookClient):
         self._saved_at = 0.0
         self.total = sum(1 for c in notebook.cells if c.cell_type == "code" and c.source.strip())
         self.done = 0
-        self.stopped = False
 
     def save(self) -> None:
         """Write the output notebook; a disk that does not take it does not end the run."""
@@ -118,9 +116,12 @@ class _Run(NotebookClient):
             self.save()
         return said
 
-    def _on_cell(self, cell: Any, cell_index: int) -> None:
-        # Again for every cell: nbclient puts a handler of its own there when the kernel starts.
+    async def async_start_new_kernel(self, **options: Any) -> None:
+        # nbclient has just put a handler of its own there, which waits for the kernel.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        await super().async_start_new_kernel(**options)
+
+    def _on_cell(self, cell: Any, cell_index: int) -> None:
         print(f"[gpushare] cell {self.done + 1} of {self.total}", flush=True)
 
     def _on_cell_done(self, cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
@@ -130,9 +131,10 @@ class _Run(NotebookClient):
         self.save()
 
     def _on_sigterm(self) -> None:
-        self.stopped = True
-        if self.km is not None:
-            self._ending = asyncio.ensure_future(ensure_async(self.km.shutdown_kernel(now=True)))
+        """End at once, with what was done on the disk; the kernel follows its parent."""
+        print("[gpushare] stopped", file=sys.stderr, flush=True)
+        self.save()
+        os._exit(STOPPED)
 
 
 def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) -> int:
@@ -167,8 +169,8 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) 
         print(f"[gpushare] cell {client.done + 1} failed\n{error}", file=sys.stderr, flush=True)
         return 1
     except DeadKernelError:
-        print("[gpushare] stopped" if client.stopped else "[gpushare] the kernel died", file=sys.stderr)
-        return STOPPED if client.stopped else 1
+        print("[gpushare] the kernel died", file=sys.stderr, flush=True)
+        return 1
     finally:
         client.save()
     return 0

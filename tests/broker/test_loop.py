@@ -665,6 +665,9 @@ async def test_progress_is_shown(tmp_path):
         await until(lambda: broker.state(job) == "running", 60)
         await broker.desk.report("bo", job.id, 1, wire.JobReport(state="progress", done=3.0, total=10.0))
         assert (broker.seen(job).done, broker.seen(job).total) == (3.0, 10.0)
+        last = wire.JobReport(state="ended", exit_code=0, done=10.0, total=10.0)
+        await broker.desk.report("bo", job.id, 1, last)
+        assert (broker.seen(job).done, broker.seen(job).total) == (10.0, 10.0)
 
 
 @in_virtual_time

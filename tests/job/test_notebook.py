@@ -138,6 +138,16 @@ def test_sigterm_ends_the_kernel_and_keeps_what_was_done(tmp_path: Path) -> None
     assert "kept\n" in ran.texts()
 
 
+def test_sigterm_while_the_kernel_starts_ends_at_once(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, notebook("import time\ntime.sleep(60)"))
+    until(ran.output.exists)
+    time.sleep(0.7)
+    ran.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert ran.end()[0] in (143, -signal.SIGTERM)
+    assert time.monotonic() - began < 5
+
+
 def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "no.ipynb"), str(tmp_path / "out.ipynb")]) == 2
     assert "no.ipynb cannot be read" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def start_lab() -> Callable[[Path], AbstractContextManager[Lab]]:
-    return _start_lab
+    return start_lab_in
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
 
 
 @contextmanager
-def _start_lab(folder: Path) -> Iterator[Lab]:
+def start_lab_in(folder: Path) -> Iterator[Lab]:
     broker = fake_broker.FakeBroker()
     broker.start()
     with _jupyterlab(folder, broker) as url:

@@ -175,14 +175,18 @@ const statusBar: JupyterFrontEndPlugin<void> = {
   id: 'jupyter-gpushare:status-bar',
   description: 'The shared GPU in the status bar.',
   autoStart: true,
-  requires: [IGpuModel, IStatusBar],
-  optional: [ITranslator],
+  requires: [IGpuModel],
+  // Notebook 7 has none.
+  optional: [IStatusBar, ITranslator],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    bar: IStatusBar,
+    bar: IStatusBar | null,
     translator: ITranslator | null
   ): void => {
+    if (bar === null) {
+      return;
+    }
     const open = (): void => {
       if (app.commands.hasCommand(CommandIDs.open)) {
         void app.commands.execute(CommandIDs.open);

@@ -168,7 +168,6 @@ function LogView(props: IDetailProps): JSX.Element {
         )}
         {log.attempts > 1 && (
           <select
-            className="jp-mod-styled"
             aria-label={trans.__('Attempt')}
             value={attempt}
             onChange={event => setAttempt(Number(event.target.value))}

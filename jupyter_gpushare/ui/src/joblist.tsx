@@ -157,7 +157,6 @@ function Tools(props: {
         onChange={event => change({ ...view, text: event.target.value })}
       />
       <select
-        className="jp-mod-styled"
         aria-label={trans.__('Which jobs')}
         value={view.show}
         onChange={event => change({ ...view, show: event.target.value as Show })}

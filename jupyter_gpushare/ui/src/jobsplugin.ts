@@ -142,6 +142,10 @@ class Jobs {
     }
     if (!widget.isAttached) {
       this._app.shell.add(widget, 'main');
+      if (!widget.isAttached) {
+        // Notebook 7 keeps its main area for one document.
+        this._app.shell.add(widget, 'down');
+      }
     }
     if (job !== null) {
       widget.content.select(job);

@@ -202,7 +202,6 @@ function Select(props: {
       <label htmlFor={id}>{label}</label>
       <select
         id={id}
-        className="jp-mod-styled"
         value={model.fields[field]}
         onChange={event => model.set({ [field]: event.target.value })}
       >

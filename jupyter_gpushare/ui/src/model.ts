@@ -277,7 +277,7 @@ export class GpuModel implements IDisposable {
     }
     this.samples.add({
       at: this._now(),
-      memoryBytes: lease.memory_used_bytes,
+      memoryBytes: lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes,
       utilizationPercent: lease.utilization_percent
     });
   }

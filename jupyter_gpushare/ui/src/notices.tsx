@@ -9,8 +9,10 @@ import React from 'react';
 import { Action, Actions } from './actions';
 import { GpuModel, GpuState, Notice, phaseOf } from './model';
 import { ActionRow } from './panel';
-import { noticeText, wakingSteps } from './words';
+import { noticeText, wakingStep } from './words';
 
+const LEAST_PX = 40;
+const PADDING_PX = 10;
 const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking']);
 
 /** Shows a notification for each notice, one of a lease at a time. */
@@ -105,6 +107,21 @@ export class Banner extends ReactWidget {
     notebook.contentHeader.addWidget(new Banner(model, actions, enabled, trans));
   }
 
+  override dispose(): void {
+    this._observer.disconnect();
+    super.dispose();
+  }
+
+  /** A content header gives no height of its own: as many lines as the text needs. */
+  private _fit(): void {
+    const text = this.node.firstElementChild;
+    const height = text === null ? '' : `${Math.max(LEAST_PX, text.clientHeight + PADDING_PX)}px`;
+    if (this.node.style.minHeight !== height) {
+      this.node.style.minHeight = height;
+      this.parent?.fit();
+    }
+  }
+
   protected override render(): JSX.Element {
     return (
       <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
@@ -120,14 +137,23 @@ export class Banner extends ReactWidget {
     const lease = state.lease;
     return (
       <>
-        <span role="status" data-phase={phaseOf(lease)}>
+        <div role="status" data-phase={phaseOf(lease)} ref={node => this._watch(node)}>
           <b>{lease.badge}.</b> {lease.sentence}{' '}
           {phaseOf(lease) === 'waking' && <Seconds model={this._model} trans={this._trans} />}
-        </span>
+        </div>
         <ActionRow actions={this._actions.of(lease)} />
       </>
     );
   }
+
+  private _watch(text: Element | null): void {
+    this._observer.disconnect();
+    if (text !== null) {
+      this._observer.observe(text);
+    }
+  }
+
+  private readonly _observer = new ResizeObserver(() => this._fit());
 
   private _follow(_: GpuModel, state: GpuState): void {
     this.setHidden(!(shows(state) && this._enabled()));
@@ -148,7 +174,7 @@ function Seconds(props: { model: GpuModel; trans: TranslationBundle }): JSX.Elem
   }
   const seconds = (Date.now() - since) / 1000;
   // The screen reader hears the sentence, not every second.
-  return <span aria-hidden="true">{wakingSteps(props.trans, state.lease, seconds)}</span>;
+  return <span aria-hidden="true">{wakingStep(props.trans, state.lease, seconds)}</span>;
 }
 
 function shows(

@@ -53,7 +53,8 @@ export function statusText(trans: TranslationBundle, state: GpuState): string {
 }
 
 function leaseText(trans: TranslationBundle, lease: ILease): string {
-  const used = gigabytes(lease.memory_used_bytes);
+  // While it sleeps, the last measurement may be from before.
+  const used = gigabytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
     '%1 %2/%3 GB %4',
     lease.size,
@@ -186,10 +187,16 @@ export function gpuHours(seconds: number): string {
   return hours > 0 && hours < 9.95 ? hours.toFixed(1) : hours.toFixed(0);
 }
 
-/** A week in one sentence. */
+/** Would be rounded to 0.0 hours. */
+const LITTLE_GPU_S = 180;
+
+/** A week in one or two sentences. */
 export function weekText(trans: TranslationBundle, week: IHistory): string {
-  const used = trans.__('You used %1 GPU-hours.', gpuHours(week.used_gpu_s));
-  if (week.lent_gpu_s < 36) {
+  const used =
+    week.used_gpu_s < LITTLE_GPU_S
+      ? trans.__('You used less than 0.1 GPU-hours.')
+      : trans.__('You used %1 GPU-hours.', gpuHours(week.used_gpu_s));
+  if (week.lent_gpu_s < LITTLE_GPU_S) {
     return used;
   }
   const lent = gpuHours(week.lent_gpu_s);
@@ -238,6 +245,11 @@ export function wakingSteps(trans: TranslationBundle, lease: ILease, seconds: nu
       ? trans.__('step 2 of 2, copying %1 GB back', gigabytes(lease.memory_saved_bytes))
       : trans.__('step 1 of 2, getting the GPU back');
   return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
+}
+
+/** The same in short, beside the sentence that says what is done. */
+export function wakingStep(trans: TranslationBundle, lease: ILease, seconds: number): string {
+  return trans.__('Step %1 of 2, %2 s so far.', lease.state === 'resuming' ? 2 : 1, Math.floor(seconds));
 }
 
 /** A word for a step in the life of a job. */

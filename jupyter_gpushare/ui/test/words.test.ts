@@ -44,6 +44,8 @@ describe('status bar', () => {
   it('says size, memory and badge', () => {
     expect(statusText(trans, stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GB Active');
     expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GB Asleep, GPU lent');
+    const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
+    expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
     expect(statusText(trans, stateOf(SILENT))).toBe('GPU: no data');
     expect(statusText(trans, { kind: 'off' })).toBe('');
@@ -104,7 +106,10 @@ describe('sentences', () => {
     );
     expect(weekText(trans, { ...HISTORY, helped_jobs: 1 })).toMatch(/to 1 job\.$/);
     expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/left 6\.4 GPU-hours to others\.$/);
-    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 0 })).toBe('You used 14 GPU-hours.');
+    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 179 })).toBe('You used 14 GPU-hours.');
+    expect(weekText(trans, { ...HISTORY, used_gpu_s: 100, lent_gpu_s: 0 })).toBe(
+      'You used less than 0.1 GPU-hours.'
+    );
   });
 
   it('count both steps of waking', () => {

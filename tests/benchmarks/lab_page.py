@@ -1,0 +1,169 @@
+"""What the JupyterLab extension costs a page: size, requests, memory, time to draw a thousand jobs.
+
+    .venv/bin/python -m tests.benchmarks.lab_page
+
+One JupyterLab with the built bundle, a broker in memory behind it, one Chromium.
+The page's own requests are counted, hidden and visible; the heap is read after a
+garbage collection, before and after 1,000 changes of state; a list of 1,000 jobs
+counts as drawn when its rows are in the page and it answers a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import Page, async_playwright, expect
+
+from tests.benchmarks.report import percentile, print_table
+from tests.conftest import Chromium, find_chromium
+from tests.ui.conftest import BUNDLE, TOKEN, fake_broker, start_lab_in
+
+UPDATES = 1_000
+COUNT_S = 60
+HIDE = """hidden => {
+    const set = (name, value) => Object.defineProperty(document, name, { value, configurable: true });
+    set('visibilityState', hidden ? 'hidden' : 'visible');
+    set('hidden', hidden);
+    document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
+def sizes() -> tuple[int, int]:
+    """Return (bytes loaded at start, bytes of everything), compressed as servers send them."""
+    all_files = {p.name: len(gzip.compress(p.read_bytes())) for p in (BUNDLE / "static").glob("*.js")}
+    lazy = {name for name in all_files if name in lazy_chunks()}
+    return sum(size for name, size in all_files.items() if name not in lazy), sum(all_files.values())
+
+
+def lazy_chunks() -> set[str]:
+    """Return the files that only a command loads: those that hold the dialog or the list."""
+    marks = ("gps-launch-dialog", "gps-job-row", "LaunchRequest", "viewOf", "problemsOf")
+    found = set()
+    for path in (BUNDLE / "static").glob("*.js"):
+        text = path.read_text()
+        if any(mark in text for mark in marks) and "jupyter-gpushare:status-bar" not in text:
+            found.add(path.name)
+    return found
+
+
+async def requests_per_minute(page: Page, hidden: bool) -> float:
+    asked: list[str] = []
+    listen = lambda request: asked.append(request.url) if "/gpushare/" in request.url else None
+    await page.evaluate(HIDE, hidden)
+    await page.wait_for_timeout(6_000)
+    page.on("request", listen)
+    await page.wait_for_timeout(COUNT_S * 1000)
+    page.remove_listener("request", listen)
+    await page.evaluate(HIDE, False)
+    return 60 * len(asked) / COUNT_S
+
+
+async def heap_mib(page: Page) -> float:
+    session = await page.context.new_cdp_session(page)
+    await session.send("HeapProfiler.collectGarbage")
+    await session.send("HeapProfiler.collectGarbage")
+    used: float = (await session.send("Runtime.getHeapUsage"))["usedSize"]
+    return used / 2**20
+
+
+async def heap_growth_mib(page: Page, lab: Any) -> float:
+    """Return how much more memory the page has after `UPDATES` changes that it all drew."""
+    states = [fake_broker.golden(name) for name in ("status_warned", "status_active")]
+    model = "window.jupyterapp.commands.execute('gpushare:open')"
+    await page.evaluate(f"() => void {model}")
+    await page.wait_for_timeout(2_000)
+
+    async def change(times: int) -> None:
+        for n in range(times):
+            lab.say(states[n % 2])
+            wanted = ("Lent in", "Active")[n % 2]
+            await expect(page.locator(".gps-status button")).to_contain_text(wanted, timeout=20_000)
+
+    await change(50)  # toasts, banners and fonts are there now
+    before = await heap_mib(page)
+    await change(UPDATES)
+    return await heap_mib(page) - before
+
+
+async def list_ms(page: Page, lab: Any) -> float:
+    """Return milliseconds from the command to a list of 1,000 jobs that answers a key."""
+    job = fake_broker.golden("job")
+    jobs = [job | {"id": f"j{n:09}", "name": f"train {n}"} for n in range(1_000)]
+    lab.broker.answer("GET jobs", {"jobs": jobs})
+    began = time.perf_counter()
+    await page.evaluate("() => void window.jupyterapp.commands.execute('gpushare:jobs')")
+    await page.locator(".gps-job-row").first.wait_for()
+    await page.locator(".gps-scroller").focus()
+    await page.keyboard.press("ArrowDown")
+    await page.locator('.gps-job-row[aria-selected="true"]').wait_for()
+    return (time.perf_counter() - began) * 1000
+
+
+async def frames_ms(page: Page) -> list[float]:
+    """Return the time between frames while the list is scrolled from end to end."""
+    times: list[float] = await page.evaluate(
+        """async () => {
+            const box = document.querySelector('.gps-scroller');
+            const times = [];
+            let last = performance.now();
+            for (let y = 0; y < box.scrollHeight; y += 200) {
+                box.scrollTop = y;
+                await new Promise(requestAnimationFrame);
+                const now = performance.now();
+                times.push(now - last);
+                last = now;
+            }
+            return times;
+        }"""
+    )
+    return times
+
+
+async def measure(lab: Any, path: str) -> None:
+    at_start, everything = sizes()
+    rows = [
+        ["bundle at start, gzip", f"**{at_start / 1024:.1f} KiB**", "40 KiB"],
+        ["bundle with everything that is loaded later, gzip", f"{everything / 1024:.1f} KiB", ""],
+    ]
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=list(Chromium(path).args))
+        page = await browser.new_page(viewport={"width": 1280, "height": 800}, locale="en-GB")
+        await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}&reset")
+        await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
+        drawn = await list_ms(page, lab)
+        frames = await frames_ms(page)
+        rows += [
+            ["1,000 jobs: command to a list that answers a key", f"**{drawn:.0f} ms**", "1 s"],
+            ["1,000 jobs: frame while scrolling, p95", f"{percentile(frames, 95):.0f} ms", "50 ms"],
+        ]
+        await page.evaluate("() => window.jupyterapp.shell.currentWidget.close()")
+        visible = await requests_per_minute(page, hidden=False)
+        hidden = await requests_per_minute(page, hidden=True)
+        rows += [
+            ["requests a minute, page visible", f"**{visible:.0f}**", ""],
+            ["requests a minute, page hidden", f"**{hidden:.0f}**", "0"],
+        ]
+        grown = await heap_growth_mib(page, lab)
+        rows.append([f"heap after {UPDATES:,} changes of state", f"**{grown:+.1f} MiB**", "+5 MiB"])
+        await browser.close()
+    print_table("tests.benchmarks.lab_page", ["", "", "budget"], rows)
+
+
+def main() -> int:
+    path = find_chromium()
+    if path is None or not (BUNDLE / "static").is_dir():
+        print("needs a chromium and `make setup`", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder, start_lab_in(Path(folder)) as lab:
+        asyncio.run(measure(lab, path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
