@@ -15,7 +15,7 @@
 #include "cuda_types.h"
 #include "fake_gpu.h"
 
-enum { SWEEP_NS = 2000000 };
+enum { SWEEP_NS = 2000000, EVENT_POLL_NS = 20000000 };
 
 #define API __attribute__((visibility("default")))
 
@@ -568,7 +568,7 @@ API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, 
             return NVML_ERROR_UNINITIALIZED;
         if (sim_now_ns() >= until)
             return NVML_ERROR_TIMEOUT;
-        sim_sleep_ns(2000000u);
+        sim_sleep_ns(EVENT_POLL_NS);
     }
     return NVML_SUCCESS;
 }
