@@ -136,17 +136,17 @@ async def measure(lab: Any, path: str) -> None:
         page = await browser.new_page(viewport={"width": 1280, "height": 800}, locale="en-GB")
         await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}&reset")
         await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
+        await page.locator(".gps-status button").click()
+        visible = await requests_per_minute(page, hidden=False)
+        hidden = await requests_per_minute(page, hidden=True)
         drawn = await list_ms(page, lab)
         frames = await frames_ms(page)
         rows += [
             ["1,000 jobs: command to a list that answers a key", f"**{drawn:.0f} ms**", "1 s"],
             ["1,000 jobs: frame while scrolling, p95", f"{percentile(frames, 95):.0f} ms", "50 ms"],
         ]
-        await page.evaluate("() => window.jupyterapp.shell.currentWidget.close()")
-        visible = await requests_per_minute(page, hidden=False)
-        hidden = await requests_per_minute(page, hidden=True)
         rows += [
-            ["requests a minute, page visible", f"**{visible:.0f}**", ""],
+            ["requests a minute, page visible, sidebar open", f"**{visible:.0f}**", ""],
             ["requests a minute, page hidden", f"**{hidden:.0f}**", "0"],
         ]
         grown = await heap_growth_mib(page, lab)

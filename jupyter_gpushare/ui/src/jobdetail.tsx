@@ -9,6 +9,7 @@ import { IJob, ILogPiece, IMoment } from './wire';
 import { clockTime, duration, jobBadge, momentText } from './words';
 
 const READ_EVERY_MS = 1000;
+const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
 export interface IDetailProps {
   readonly job: IJob;
@@ -100,14 +101,14 @@ function LogView(props: IDetailProps): JSX.Element {
   const [, setRead] = React.useState(0);
   const log = React.useMemo(() => new Log((n, from) => props.readLog(job.id, n, from), attempt), [job.id, attempt]);
   const box = React.useRef<HTMLPreElement>(null);
-  const living = React.useRef(true);
-  living.current = !ENDED.has(job.state);
   React.useEffect(() => {
     let over = false;
     let timer = 0;
     const read = async (): Promise<void> => {
       let more = false;
-      if (document.visibilityState === 'visible') {
+      // Nobody looks at a page, or at a tab, that is hidden.
+      const seen = document.visibilityState === 'visible' && box.current?.offsetParent !== null;
+      if (seen) {
         try {
           more = await log.readOn();
           setRefusal('');
@@ -117,8 +118,8 @@ function LogView(props: IDetailProps): JSX.Element {
       }
       if (!over) {
         setRead(n => (more ? n + 1 : n));
-        // Once it has ended, until the last line was read.
-        if (more || living.current) {
+        // A job that does not run prints nothing: until the last line was read.
+        if (more || !seen || PRINTS.has(job.state)) {
           timer = window.setTimeout(() => void read(), more ? 50 : READ_EVERY_MS);
         }
       }
@@ -128,7 +129,7 @@ function LogView(props: IDetailProps): JSX.Element {
       over = true;
       window.clearTimeout(timer);
     };
-  }, [log, ENDED.has(job.state)]);
+  }, [log, job.state]);
   const found = log.find(wanted);
   React.useEffect(() => {
     if (follow && wanted === '' && box.current !== null) {
