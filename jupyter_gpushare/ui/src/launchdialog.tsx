@@ -30,7 +30,6 @@ class LaunchDialog extends Dialog<void> {
     super({
       title: trans.__('Run as training job'),
       body: new LaunchBody(_model, trans),
-      focusNodeSelector: 'input',
       buttons: [
         Dialog.cancelButton({ label: trans.__('Cancel') }),
         Dialog.okButton({ label: trans.__('Submit') })
@@ -167,6 +166,8 @@ function Text(props: ITextProps): JSX.Element {
     placeholder: props.placeholder,
     spellCheck: false,
     autoComplete: 'off',
+    // Drawn after the dialog looked for what to focus.
+    autoFocus: field === 'path',
     'aria-invalid': problem !== undefined,
     'aria-describedby': problem === undefined ? undefined : `${id}-problem`,
     onBlur: props.onBlur,
