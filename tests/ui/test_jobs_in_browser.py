@@ -321,8 +321,11 @@ async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, b
         document.dispatchEvent(new Event('visibilitychange'));
     }"""
     await page.evaluate(hide, True)
-    await page.wait_for_timeout(1_500)
-    asked.clear()
+    for _ in range(10):  # what the page had begun with may still come
+        asked.clear()
+        await page.wait_for_timeout(2_000)
+        if not asked:
+            break
     await page.wait_for_timeout(8_000)
     assert asked == []
     await page.evaluate(hide, False)

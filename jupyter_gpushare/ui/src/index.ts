@@ -46,12 +46,13 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
       fetchStatus: () => requests.status(),
       changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
     });
+    // Nothing is asked while the page is hidden; whoever comes back sees how it is now.
     app.serviceManager.events.stream.connect((_, event) => {
-      if (event.schema_id.startsWith(EVENTS)) {
+      const seen = document.visibilityState === 'visible';
+      if (seen && event.schema_id.startsWith(EVENTS)) {
         void model.refresh();
       }
     });
-    // Polling rests while the page is hidden; whoever comes back sees how it is now.
     document.addEventListener('visibilitychange', () => {
       if (document.visibilityState === 'visible') {
         void model.refresh();

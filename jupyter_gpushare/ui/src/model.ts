@@ -150,6 +150,7 @@ export class GpuModel implements IDisposable {
         max: 300_000
       },
       standby: options.standby ?? 'when-hidden',
+      linger: 0,
       factory: () => {
         const asking = this._ask();
         this._asking = asking.catch(() => undefined);
