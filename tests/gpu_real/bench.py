@@ -149,6 +149,8 @@ class Bench:
             (folder / "helper.log").write_bytes(log.read_bytes())
 
     def close(self) -> None:
-        """End the helper and print the whole table."""
+        """End the helper, with what is left on it, and print the whole table."""
+        if self.helper is not None:
+            self.helper.clear(CLEAR_S)
         self._end_helper()
         print("\n" + self.table(), flush=True)
