@@ -49,6 +49,8 @@ class Bench:
         self.results: list[Result] = []
         self.helper: Helper | None = None
         self.title = ""
+        self._failures = 0
+        self._given_up = ""
 
     def run(self, scenario: Scenario) -> Result:
         """Run one scenario in a process of its own; never raises for what happens in it."""
@@ -68,12 +70,18 @@ class Bench:
         if self.simulated and not scenario.everywhere:
             result.reason = "frameworks do not run on the simulated driver"
             return result
+        if self._given_up:
+            result.reason = self._given_up
+            return result
         try:
             helper = self._ready()
             reason = helper.ill()
         except (AssertionError, OSError) as error:
             self._end_helper()
             result.outcome, result.reason = "failed", f"the device helper does not answer: {error}"
+            # Once it may be the scenario before; twice, it would cost all the time there is.
+            self._failures += 1
+            self._given_up = "the device helper does not start" if self._failures > 1 else ""
             return result
         if reason:
             result.reason = f"the device is out of service: {reason}"

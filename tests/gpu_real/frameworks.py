@@ -52,10 +52,9 @@ def every_allocator_of_torch_sees_and_keeps_the_limit(site: Site, allocator: str
         got += 256
         assert got <= 4096
     assert do(worker, "check") == "ok"
-    site.fresh()
-    used = site.of(name)["used_bytes"][site.uuid]
-    site.report.add(f"torch, {allocator}, limit 4 GiB", f"{got} MiB of tensors, {used / GIB:.2f} GiB in NVML")
+    site.report.add(f"torch, {allocator}, limit 4 GiB", f"{got} MiB of tensors")
     assert got >= 2048
+    site.report.add("what the driver shows of it", f"{site.used_bytes(name) / GIB:.2f} GiB")
     site.end(worker)
 
 

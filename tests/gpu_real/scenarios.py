@@ -61,7 +61,7 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
 def a_context_has_its_price(site: Site) -> None:
     worker = site.worker("driver", site.lease("context", 4 * GIB))
     until(lambda: site.sees("context", worker.pid), "its context", PATIENCE_S)
-    used = site.of("context")["used_bytes"][site.uuid]
+    used = site.used_bytes("context")
     assert 0 < used < 2 * GIB
     site.report.add("one context", f"{used / MIB:.0f} MiB")
     site.end(worker)
@@ -164,15 +164,16 @@ def a_limit_holds_for_all_processes_of_a_lease_together(site: Site) -> None:
     assert do(second, "alloc 1024") == "0"
     assert [do(first, "check"), do(second, "check")] == ["ok", "ok"]
     until(lambda: site.sees("limit", second.pid), "both are seen", PATIENCE_S)
-    site.fresh()
-    used = site.of("limit")["used_bytes"][site.uuid]
+    site.report.add("two processes, limit 6 GiB", "what goes beyond it together is denied (code 2)")
+    used = site.used_bytes("limit")
     assert used <= 6 * GIB
-    site.report.add("two processes, limit 6 GiB", f"{used / GIB:.2f} GiB in use, more is denied (code 2)")
+    site.report.add("what the driver shows of them", f"{used / GIB:.2f} GiB")
     site.end(first, second)
 
 
 def who_goes_round_the_library_is_noticed(site: Site) -> None:
     worker = site.worker("driver", site.lease("evader", 2 * GIB, preload=False))
+    site.used_bytes("evader")
     watch = Client(site.socket)
     watch.ask("watch")
     asked = time.monotonic()

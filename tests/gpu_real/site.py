@@ -215,6 +215,15 @@ class Site:
         found: dict[str, Any] = next(each for each in leases if each["lease"] == name)
         return found
 
+    def used_bytes(self, name: str) -> int:
+        """What the driver shows of a lease; skips where it does not show whose memory is whose."""
+        self.fresh()
+        shown = self.of(name)["used_bytes"]
+        if not shown:
+            raise Skip("the driver does not show processes by their pids here")
+        used: int = shown[self.uuid]
+        return used
+
     def sees(self, name: str, pid: int) -> bool:
         return pid in [process["pid"] for process in self.of(name)["processes"]]
 
