@@ -1,6 +1,5 @@
 """What every test may use.  Standard library and pytest only: `make test-gpu` has no more.
 
-* ``free_port``: a TCP port of the loopback interface that was free a moment ago.
 * ``chromium``: how to start Debian's chromium with Playwright.  A test marked
   ``browser`` is skipped by name where there is none, unless GPUSHARE_REQUIRE_BROWSER
   is set (`.ci/run`): then it fails.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ import pytest
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
 # How long a process may take to end after the last test, in seconds.
-LEFTOVER_PATIENCE_S = float(os.environ.get("GPUSHARE_TEST_PATIENCE_S", "10"))
+LEFTOVER_PATIENCE_S = float(os.environ.get("GPUSHARE_TEST_PATIENCE_S", "30"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +63,6 @@ def chromium() -> Chromium:
     if path is None:
         pytest.fail(f"no chromium; install it with: {INSTALL_CHROMIUM}")
     return Chromium(path)
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def marked_processes(mark: str) -> dict[int, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "0123456789abcdef-benchmark"
@@ -110,16 +111,6 @@ def until(
         if time.monotonic() > give_up_at:
             raise SystemExit(f"gave up waiting: {what}")
         time.sleep(pause_s)
-
-
-def free_ports(count: int) -> int:
-    """Return the first of ``count`` free ports in a row."""
-    for first in range(21_000, 29_000, count):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise SystemExit("no free ports")
 
 
 @contextlib.contextmanager

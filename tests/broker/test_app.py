@@ -17,6 +17,7 @@ import pytest
 from jupyter_gpushare.broker.app import secret_file
 from jupyter_gpushare.broker.store import Store
 from jupyter_gpushare.errors import StoreError
+from tests.ports import free_ports
 
 BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
 PATIENCE_S = 30.0
@@ -80,8 +81,8 @@ class Brokers:
 
 
 @pytest.fixture
-def brokers(tmp_path, free_port):
-    made = Brokers(tmp_path, free_port)
+def brokers(tmp_path):
+    made = Brokers(tmp_path, free_ports())
     yield made
     made.close()
 

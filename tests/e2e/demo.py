@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 import websocket
+
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,26 +43,13 @@ def until(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T
         time.sleep(0.1)
 
 
-def free_port_block(count: int) -> int:
-    """Return the first of ``count`` consecutive free ports."""
-    for start in range(20_000 + os.getpid() % 10_000, 60_000, count):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(start, start + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return start
-    raise AssertionError("no free ports")
-
-
 @dataclass
 class DemoHub:
     """A running demo hub in a folder of its own."""
 
     folder: Path
     idle_timeout_s: float = 8.0
-    port: int = field(default_factory=lambda: free_port_block(4))
+    port: int = field(default_factory=lambda: free_ports(4))
     _process: subprocess.Popen[bytes] | None = None
     _starts: int = 0
     _people: list[Person] = field(default_factory=list)

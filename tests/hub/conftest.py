@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -30,21 +28,14 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
+from tests.ports import free_ports
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 API_PREFIX = "/services/gpushare/api/v1/"
 SPAWNER_TOKEN = "spawner-secret"
 ADMIN_TOKEN = "admin-token-of-the-tests"
 PATIENCE_S = 30.0
-
-
-def lasting_port() -> int:
-    """A free port that stays free while its server restarts: outside the range of outgoing connections."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
@@ -408,19 +399,19 @@ class Hub:
 
 @contextlib.contextmanager
 def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra: str = "") -> Iterator[Hub]:
-    broker = FakeBroker(lasting_port())
+    broker = FakeBroker(free_ports())
     token = folder / "spawner-token"
     token.write_text(SPAWNER_TOKEN)
     token.chmod(0o600)
     stub = folder / "stub_server.py"
     shutil.copy(HERE / "stub_server.py", stub)
-    port = lasting_port()
+    port = free_ports()
     config = folder / "config.py"
     text = CONFIG.format(
         here=str(HERE),
         folder=folder,
         port=port,
-        public_port=lasting_port(),
+        public_port=free_ports(),
         broker_port=broker.port,
         admin_token=ADMIN_TOKEN,
         spawner=spawner,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -47,20 +46,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def lasting_port() -> int:
-    """A free port outside the range of outgoing connections."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 @dataclass
 class HubAndBroker:
     """Both on one port: tokens and activity below /hub/api, reports below the broker's prefix."""
 
-    port: int = field(default_factory=lasting_port)
+    port: int = field(default_factory=free_ports)
     reports: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     activity: list[dict[str, Any]] = field(default_factory=list)
@@ -189,7 +179,7 @@ def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
     def run(*command: str, probe: bool = True, runner_env: dict[str, str] | None = None, **spec: Any) -> Job:
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        port = lasting_port()
+        port = free_ports()
         address = f"http://127.0.0.1:{others.port}"
         job = {
             "id": "0123456789",

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -19,6 +18,8 @@ import httpx
 import pytest
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import WebSocketClientConnection, websocket_connect
+
+from tests.ports import free_ports
 
 _spec = importlib.util.spec_from_file_location(
     "gpushare_fake_broker", Path(__file__).with_name("fake_broker.py")
@@ -71,9 +72,7 @@ class JupyterServer:
 
 def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
     """Start a server below ``folder`` and wait until it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports()
     for name in ("config", "data", "runtime", "work"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     inherited = {

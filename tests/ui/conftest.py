@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +22,8 @@ from typing import Any
 import httpx
 import pytest
 from playwright.async_api import Page, async_playwright, expect
+
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "jupyter_gpushare" / "labextension"
@@ -110,9 +111,7 @@ def _jupyterlab(tmp_path: Path, broker: Any) -> Iterator[str]:
     no_news = tmp_path / "config" / "@jupyterlab" / "apputils-extension"
     no_news.mkdir(parents=True)
     (no_news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUSHARE_API", "JUPYTER"))}
     mine = {
         "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
