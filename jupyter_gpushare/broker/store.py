@@ -73,6 +73,7 @@ leases = sa.Table(
     sa.Column("fraction_milli", sa.Integer, nullable=False),
     sa.Column("device_count", sa.Integer, nullable=False),
     sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
     sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("held_milli", sa.Integer, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
