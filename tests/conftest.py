@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,6 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # Nothing is judged by the clock of a machine that may be busy.  With CI set (`.ci/run`)
+    # Hypothesis takes its own profile "ci" instead, which also draws the same examples each time.
+    if settings.get_current_profile_name() == "default":
+        settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("default")
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
 # How long a process may take to end after the last test, in seconds.
