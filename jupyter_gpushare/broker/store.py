@@ -162,6 +162,7 @@ usage = sa.Table(
     sa.Column("project", sa.String(255), primary_key=True),
     sa.Column("used_gpu_s", sa.Float, nullable=False),
     sa.Column("lent_gpu_s", sa.Float, nullable=False),
+    sa.Column("saved_gib_s", sa.Float, nullable=False),
 )
 
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}

@@ -297,6 +297,7 @@ class Views:
                     1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
                 ),
                 overridden=project.name in self.book.overrides,
+                saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),
             )
             for project in cluster.projects
             if everyone or project.name in names
@@ -403,6 +404,7 @@ class Views:
             simulated=inventory.simulated,
             host_budget_bytes=inventory.host_budget_bytes,
             host_saved_bytes=sample.host_saved_bytes if sample else 0,
+            watchdog=inventory.watchdog.value,
         )
 
     def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:

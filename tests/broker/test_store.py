@@ -103,7 +103,9 @@ DECISION = DecisionRecord(
     sentence="it sleeps",
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
-USAGE = UsageRecord(day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5)
+USAGE = UsageRecord(
+    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5
+)
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE)
 
 
