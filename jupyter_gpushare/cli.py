@@ -164,6 +164,7 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--gpus", default=None, metavar="G", help="0.5, 1/4 or 2; several are given together (default 1)"
     )
     size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
+    size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
     submit.add_argument(
         "--project", metavar="P", help="whose quota it uses (default: yours, if there is one)"
     )
@@ -176,6 +177,12 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="{suspend,sigterm,none}",
         help="when its GPU is needed: suspend (default) parks the GPU memory and goes on later; sigterm"
         " stops it with grace, it starts again from its own checkpoint; none: from the beginning",
+    )
+    submit.add_argument(
+        "--no-borrow",
+        dest="borrow",
+        action="store_false",
+        help="start only on what the project is guaranteed, never on GPUs that are lent or over its quota",
     )
     submit.add_argument("--cwd", metavar="D", help="where it runs (default: here)")
     submit.add_argument(
@@ -330,9 +337,11 @@ def _submit(args: argparse.Namespace) -> int:
         command=args.command,
         gpus=args.gpus if args.gpus is not None else "1",
         memory=args.memory,
+        profile=args.profile,
         project=args.project,
         name=args.name,
         checkpoint=args.checkpoint,
+        borrow=args.borrow,
         cwd=_working_directory(args),
         env=dict(args.env),
         priority=args.priority,

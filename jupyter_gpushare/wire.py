@@ -44,11 +44,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuRequest(Message, frozen=True):
-    """``user_options["gpushare"]`` and part of a job: exactly one of the three sizes."""
+    """``user_options["gpushare"]``: exactly one of the four sizes."""
 
     fraction: str | None = None  # "0.5", "1/2"
     memory: str | None = None  # "20GiB", of one device
     gpus: int | None = None  # whole GPUs together; 0: none
+    profile: str | None = None  # "1g.10gb": one MIG instance
     project: str | None = None
 
 
@@ -68,9 +69,11 @@ class JobRequest(Message, frozen=True):
     command: list[str]
     gpus: str = "1"  # "0.5", "1/2", "2"
     memory: str | None = None  # instead of a fraction: "20GiB"
+    profile: str | None = None  # instead of a fraction: one MIG instance, "1g.10gb"
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND  # how it outlives a pause
+    borrow: bool = True  # false: it starts only on what its project is guaranteed
     cwd: str | None = None  # absolute; default: the home directory
     env: dict[str, str] = {}
     priority: int = 0  # -100 to 100, within the project
@@ -95,9 +98,11 @@ class LaunchRequest(Message, frozen=True):
     variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
     gpus: str = "1"
     memory: str | None = None
+    profile: str | None = None
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND
+    borrow: bool = True
     retries: int = 0
     priority: int = 0
 
@@ -308,9 +313,11 @@ class Job(Answer, frozen=True):
     total: float | None = None
     cwd: str | None = None
     variables: list[str] = []  # names of the environment variables it was given
-    gpus: str = "1"  # as it was asked for, like the next two
+    gpus: str = "1"  # as it was asked for, like the next three
     memory: str | None = None
+    profile: str | None = None
     retries: int = 0
+    borrow: bool = True
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
 

@@ -430,7 +430,7 @@ class Book:
     def name_of(self, record: LeaseRecord) -> str:
         """Return how people call a lease: ``bo's job train.py (2 GPUs)``."""
         lease = record.lease
-        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        size = words.size_of(lease)
         job = self.job_of(record)
         what = f"job {job.name}" if job is not None else "session"
         return f"{lease.user}'s {what} ({size})"
@@ -462,6 +462,7 @@ class Book:
                 node=self.inventory.host,
                 island=device.island,
                 name=device.name,
+                profile=device.profile,
                 usable=healthy.get(device.uuid, device.healthy),
                 suspendable=device.suspendable,
             )

@@ -73,10 +73,12 @@ leases = sa.Table(
     sa.Column("fraction_milli", sa.Integer, nullable=False),
     sa.Column("device_count", sa.Integer, nullable=False),
     sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
     sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("held_milli", sa.Integer, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("survival", sa.String(16), nullable=False),
+    sa.Column("borrow", sa.Boolean, nullable=False, server_default=sa.true()),
     sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
     sa.Column("queued_at", sa.Float, nullable=False),
     sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),

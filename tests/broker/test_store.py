@@ -32,6 +32,7 @@ LEASE = LeaseRecord(
         fraction_milli=333,
         device_count=2,
         memory_bytes=3 << 33,
+        profile="1g.10gb",
         user="bö",
         server="s",
         state=State.SUSPENDED,
@@ -50,6 +51,7 @@ LEASE = LeaseRecord(
         attained_gpu_s=6.25,
         attained_at=2.25,
         cancelled=True,
+        borrow=False,
         borrowed=True,
     ),
     uid=4_000_000_000,
@@ -125,7 +127,6 @@ def test_the_examples_differ_from_every_default():
         "used_bytes",
         "duration_s",
         "consolidate",
-        "profile",
         "idle_timeout_s",
     }
     same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}
