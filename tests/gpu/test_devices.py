@@ -77,14 +77,17 @@ def test_a_rank_that_waits_for_another_in_a_kernel_lets_all_go_on(big: Machine) 
     assert big.of("big")["phase"] == "running"
 
 
-def test_a_checkpoint_that_fails_on_one_device_puts_back_what_left_the_other(big: Machine) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_checkpoint_that_fails_on_one_device_puts_back_what_left_the_other(
+    big: Machine, failing: int
+) -> None:
     ranks = [big.worker("big", device=device, mib=64) for device in (0, 1)]
     before = used(big)
-    for rank in ranks:
-        big.sim.fault(Fault.CHECKPOINT_FAILS, pid=rank.pid)
-        assert not big.ask("suspend", lease="big")["done"]
-        assert [each.do("check") for each in ranks] == ["ok", "ok"]
-        assert used(big) == before
+    big.sim.fault(Fault.CHECKPOINT_FAILS, pid=ranks[failing].pid)
+    assert not big.ask("suspend", lease="big")["done"]
+    assert [rank.do("check") for rank in ranks] == ["ok", "ok"]
+    # The device is tested again after such a failure, by a process that holds memory for a moment.
+    until(lambda: used(big) == before, "both are back, and nothing else")
 
 
 def test_a_device_without_room_keeps_the_whole_lease_asleep(big: Machine) -> None:
