@@ -110,6 +110,7 @@ class Live:
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
     wanted: bool = False
     retry_at: float = 0.0  # nothing is planned for it before
+    resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     lost: bool = False  # its device state was lost
@@ -139,6 +140,7 @@ class Book:
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")
+        self.no_job_before = float("-inf")  # the Hub starts nothing just now
         self.seq = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.woken = asyncio.Event()  # for the loop: something changed
@@ -453,7 +455,8 @@ class Book:
     def devices(self) -> Iterator[Device]:
         if self.inventory is None:
             return
-        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else {}
+        # A device that the helper inventoried and does not measure any more is out of service.
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
         for device in self.inventory.devices:
             yield Device(
                 uuid=device.uuid,
@@ -463,7 +466,7 @@ class Book:
                 island=device.island,
                 name=device.name,
                 profile=device.profile,
-                usable=healthy.get(device.uuid, device.healthy),
+                usable=device.healthy if healthy is None else healthy.get(device.uuid, False),
                 suspendable=device.suspendable,
             )
 
@@ -500,7 +503,7 @@ class Book:
             used_bytes=sum(sample.used_bytes.values()) if sample else 0,
             idle_since_at=self.idle_since(record, now),
             wanted=live.wanted,
-            retry_at=live.retry_at,
+            retry_at=max(live.retry_at, self.no_job_before) if record.is_job else live.retry_at,
             suspendable=not self.suspend_obstacle(record),
             idle_timeout_s=self._own_timeout_s(record),
         )
