@@ -322,8 +322,10 @@ class Book:
         self.usage[key] = stretch
         return stretch
 
-    async def tell(self, record: LeaseRecord, action: str, text: str) -> None:
+    async def tell(self, record: LeaseRecord | None, action: str, text: str) -> None:
         """Say something about a lease to its owner and the administrator, in the log of decisions.
+
+        Without a lease it is about the machine, and for the administrator only.
 
         Raises:
             StoreError: the database failed.
@@ -332,13 +334,13 @@ class Book:
         told = DecisionRecord(
             seq=self._decision_seq,
             at=self.iso_now(),
-            lease=record.id,
-            user=record.lease.user,
-            project=record.lease.project,
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
             action=action,
             why="",
             for_lease=None,
-            sentence=f"{self.name_of(record)} {text}.",
+            sentence=f"{self.name_of(record) if record else 'This machine:'} {text}.",
         )
         self.decisions.append(told)
         await self.commit(told)

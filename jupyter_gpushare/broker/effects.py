@@ -180,9 +180,12 @@ class Effects:
 
     async def _found_locked(self, record: LeaseRecord) -> None:
         """Somebody beside the broker only locked it: its memory is in its own room, so it goes on at once."""
+        live = self.book.live[record.id]
         moved = await self.backend.resume(record.handle)
-        if not moved.done:
-            self.book.live[record.id].effect_retry_at = self.book.clock() + LOOK_S
+        if moved.done:
+            live.wanted = False
+        else:
+            live.effect_retry_at = self.book.clock() + LOOK_S
 
     # start and stop
 

@@ -152,7 +152,7 @@ class Loop:
                 await self.book.bump()
             case EventKind.OVER_LIMIT | EventKind.STRANGER:
                 log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
-                if record is not None:
+                if record is not None or event.kind is EventKind.STRANGER:
                     what = "was stopped" if event.fields.get("action") == "stop" else "should be stopped"
                     name = event.fields.get("name", "")
                     process = (

@@ -667,6 +667,13 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         assert told("bo") == []
         assert bo
 
+        # Whose it is nobody knows: the administrator is told.
+        reason = "a process without a lease uses this device"
+        site.tell(EventKind.STRANGER, "", reason, action="warn", pid="78", name="miner")
+        await until(lambda: len(told(None)) == 4, 30)
+        assert told(None)[0] == f"This machine: {reason}; process 78 (miner) should be stopped."
+        assert (len(told("ada")), told("bo")) == (3, [])
+
 
 @in_virtual_time
 async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
