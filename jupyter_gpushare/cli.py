@@ -177,6 +177,12 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="when its GPU is needed: suspend (default) parks the GPU memory and goes on later; sigterm"
         " stops it with grace, it starts again from its own checkpoint; none: from the beginning",
     )
+    submit.add_argument(
+        "--no-borrow",
+        dest="borrow",
+        action="store_false",
+        help="start only on what the project is guaranteed, never on GPUs that are lent or over its quota",
+    )
     submit.add_argument("--cwd", metavar="D", help="where it runs (default: here)")
     submit.add_argument(
         "--env", metavar="K=V", action="append", default=[], type=_pair, help="may be repeated"
@@ -332,6 +338,7 @@ def _submit(args: argparse.Namespace) -> int:
         project=args.project,
         name=args.name,
         checkpoint=args.checkpoint,
+        borrow=args.borrow,
         cwd=_working_directory(args),
         env=dict(args.env),
         priority=args.priority,

@@ -71,6 +71,7 @@ class JobRequest(Message, frozen=True):
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND  # how it outlives a pause
+    borrow: bool = True  # false: it starts only on what its project is guaranteed
     cwd: str | None = None  # absolute; default: the home directory
     env: dict[str, str] = {}
     priority: int = 0  # -100 to 100, within the project
@@ -98,6 +99,7 @@ class LaunchRequest(Message, frozen=True):
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND
+    borrow: bool = True
     retries: int = 0
     priority: int = 0
 
@@ -310,6 +312,7 @@ class Job(Answer, frozen=True):
     gpus: str = "1"  # as it was asked for, like the next two
     memory: str | None = None
     retries: int = 0
+    borrow: bool = True
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
 

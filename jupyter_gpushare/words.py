@@ -246,6 +246,11 @@ def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> s
     match why:
         case Why.PROJECT_LIMIT:
             return f"{number}Its project is at its limit; it starts when other work of the project ends."
+        case Why.QUOTA:
+            return (
+                f"{number}Needs {needs} of what its project is guaranteed, and that is taken; "
+                "it was submitted not to borrow."
+            )
         case Why.TOO_LARGE:
             return f"Cannot start: asks for {needs}, more than this machine has."
         case Why.WAITS_FOR_ROOM:

@@ -179,7 +179,10 @@ class Status(Base):
 
 
 class Offers(Base):
-    """What could start now for me; with ``?gpus=`` or ``?memory=`` also what a job of that size would get."""
+    """What could start now for me; with ``?gpus=`` or ``?memory=`` also what a job of that size would get.
+
+    With ``&borrow=0`` of a job that does not borrow.
+    """
 
     async def get(self) -> None:
         identity = await self.identify()
@@ -188,7 +191,10 @@ class Offers(Base):
         offers = self.service.views.offers(groups, project)
         gpus, memory = (self.get_query_argument(name, "") or None for name in ("gpus", "memory"))
         if gpus or memory:
-            asked = wire.JobRequest(command=["-"], gpus=gpus or "1", memory=memory, project=project)
+            borrow = self.get_query_argument("borrow", "1") != "0"
+            asked = wire.JobRequest(
+                command=["-"], gpus=gpus or "1", memory=memory, project=project, borrow=borrow
+            )
             offers = msgspec.structs.replace(
                 offers, job=await self.service.desk.outlook(identity.user, asked)
             )

@@ -77,6 +77,7 @@ leases = sa.Table(
     sa.Column("held_milli", sa.Integer, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("survival", sa.String(16), nullable=False),
+    sa.Column("borrow", sa.Boolean, nullable=False, server_default=sa.true()),
     sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
     sa.Column("queued_at", sa.Float, nullable=False),
     sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),

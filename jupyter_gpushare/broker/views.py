@@ -268,6 +268,7 @@ class Views:
             gpus=request.gpus,
             memory=request.memory,
             retries=request.retries,
+            borrow=request.borrow,
             source=request.source,
             estimate=None if record is None else self._estimate(record),
         )

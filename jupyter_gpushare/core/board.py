@@ -347,6 +347,7 @@ class Board:
         if not claimant:
             account.capped += size
         account.use += size
+        account.unborrowing += 0 if lease.borrow else size
 
     def leave(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` was told to give its room away."""
@@ -379,6 +380,7 @@ class Board:
             if self.has_claim(lease):
                 room.asleep += held
         account.use -= size
+        account.unborrowing -= 0 if lease.borrow else size
         if not self.has_claim(lease):
             account.leaving += size
         if lease.id in self.standing.in_quota:

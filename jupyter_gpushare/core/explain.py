@@ -272,10 +272,16 @@ def check_request(cluster: Cluster, lease: Lease) -> None:
         raise InvalidRequest("several GPUs are only given whole: ask for a part of one, or for whole GPUs")
     _check_devices(cluster.devices, lease)
     project = next((p for p in cluster.projects if p.name == lease.project), None)
-    if project is None or project.limit_milli is None:
+    if project is None:
         return
     needs = _needs(cluster, lease)
-    if needs > project.limit_milli:
+    if not lease.borrow and needs > project.quota_milli:
+        raise InvalidRequest(
+            f"Asks for {_gpus(needs)} without borrowing; "
+            f"project {project.name} is guaranteed {_gpus(project.quota_milli)}.",
+            reason=Why.QUOTA,
+        )
+    if project.limit_milli is not None and needs > project.limit_milli:
         raise InvalidRequest(
             f"Asks for {_gpus(needs)}; project {project.name} may use at most {_gpus(project.limit_milli)}.",
             reason=Why.PROJECT_LIMIT,

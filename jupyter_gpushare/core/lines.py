@@ -210,6 +210,7 @@ def _shape(lease: Lease, level: order.Level, settings: Settings) -> Shape:
         lease.memory_bytes,
         lease.profile,
         lease.consolidate,
+        lease.borrow,
         lease.survival is Survival.SUSPEND and lease.suspendable,
         lease.devices,
     )

@@ -84,7 +84,7 @@ class Maker:
         ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        rights = self.asker.rights(job, owed=owed, below_share=below_share)
+        rights = self.asker.rights(job, owed=owed, below_share=below_share, lend=job.borrow)
         made = self._for_job(job, rights, over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
@@ -135,6 +135,9 @@ class Maker:
     ) -> Making | None:
         """Take these devices of these victims, if that is right, affordable and worth it."""
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
+        lends = self._lends(rooms, need, victims)
+        if not job.borrow and (lends or need * len(rooms) > self.board.account(job).unborrowed_left):
+            return None
         if not self._lasts(job, need * len(rooms), victims):
             return None
         if not rights.owed and not self._shares.are_respected(
@@ -146,7 +149,7 @@ class Maker:
             return None
         spot = Spot(job.devices or tuple(r.device.uuid for r in rooms), need)
         reserve = 0
-        if self._lends(rooms, need, victims):
+        if lends:
             reserve = self.board.reserve_needed(job, spot.devices, need)
         settled = self._afford(victims, reserve)
         return None if settled is None else Making(spot, settled)

@@ -185,6 +185,7 @@ class Lease:
     priority: int = 0
     survival: Survival = Survival.SUSPEND
     consolidate: bool = True  # several GPUs: within one island or node
+    borrow: bool = True  # False: a job that starts only on what its project is guaranteed
     submitted_at: float = 0.0  # first came
     queued_at: float = 0.0  # entered its present queue: came, or was demoted (`order.served`)
     waits_since_at: float = 0.0  # came, or last lost its room
@@ -259,6 +260,7 @@ class Why(enum.StrEnum):
     IN_LINE = "in_line"  # a job before it has to start first
     WAITS_FOR_ROOM = "waits_for_room"  # room was asked for and is on its way
     PROJECT_LIMIT = "project_limit"
+    QUOTA = "quota"  # it does not borrow, and what its project is guaranteed is taken
     TOO_LARGE = "too_large"  # can never run here
     HOST_MEMORY = "host_memory"
     BACKING_OFF = "backing_off"

@@ -298,7 +298,11 @@ class Round:
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
         spot = self._spot(job, _now)
-        return spot is not None and not self.board.account(job).over_limit(spot.size_milli)
+        return (
+            spot is not None
+            and not self._may_not_borrow(job)
+            and not self.board.account(job).over_limit(spot.size_milli)
+        )
 
     def _serve_lines(self, whom: Callable[[Lease], bool] | None) -> None:
         """Serve those jobs, or all that are left, the projects in turn."""
@@ -386,6 +390,8 @@ class Round:
         board = self.board
         if not board.is_whole(job):
             return Why.DEVICE_BROKEN
+        if self._may_not_borrow(job) and self.planner.fits_ever(job):
+            return Why.QUOTA
         if job.devices:
             held = held_by(job)
             hopeless = any(room.soon < held for room in board.rooms_of(job))
@@ -406,13 +412,20 @@ class Round:
                 return Why.WAITS_FOR_ROOM
         return self._make_room(job, coming)
 
+    def _may_not_borrow(self, job: Lease) -> bool:
+        """Whether ``job`` would have to borrow, and does not want to."""
+        return not job.borrow and self._size(job) > self.board.account(job).unborrowed_left
+
     def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
+        most_milli = None
+        if not job.borrow:
+            room_of, most_milli = _UNLENT[room_of], self.board.account(job).unborrowed_left
         if job.devices:
             held, rooms = held_by(job), self.board.rooms_of(job)
             spot = Spot(job.devices, held) if all(room_of(r) >= held for r in rooms) else None
         else:
-            spot = self.planner.find(job, room_of)
-        if spot is None or not self._lent(spot, room_of is _soon):
+            spot = self.planner.find(job, room_of, most_milli)
+        if spot is None or not job.borrow or not self._lent(spot, room_of is _soon):
             return spot
         needed = self.board.reserve_needed(job, spot.devices, spot.held_milli)
         return spot if needed <= self.board.host_free else None
@@ -438,6 +451,8 @@ class Round:
 
     def _has_waited_for_long(self, job: Lease) -> bool:
         """Whether nobody may overtake ``job`` any more."""
+        if self._may_not_borrow(job):
+            return False  # it waits for its own project only
         wait_s = self.settings.skip_wait_s
         overtaken = wait_s is not None and self.now >= job.waits_since_at + wait_s
         return overtaken or order.is_starved(job, self.now, self.settings)
@@ -485,7 +500,8 @@ class Round:
             board.take(job, spot.devices, spot.held_milli)
         else:
             beyond = not board.account(job).fits_quota(spot.size_milli)
-            grant = Grant(job.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=lent or beyond)
+            borrowed = job.borrow and (lent or beyond)
+            grant = Grant(job.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=borrowed)
             self.actions.append(grant)
             board.take(job, spot.devices, spot.held_milli)
 
@@ -543,6 +559,10 @@ def _unclaimed(room: Room) -> int:
     return room.unclaimed
 
 
+def _unclaimed_soon(room: Room) -> int:
+    return room.soon - room.asleep
+
+
 def _claimable(room: Room) -> int:
     return room.claimable
 
@@ -553,6 +573,10 @@ def _claimable_now(room: Room) -> int:
 
 def _unclaimed_returnable(room: Room) -> int:
     return room.unclaimed if room.device.suspendable else 0
+
+
+# Where a job that does not borrow looks for room.
+_UNLENT: dict[RoomOf, RoomOf] = {_now: _unclaimed, _unclaimed: _unclaimed, _soon: _unclaimed_soon}
 
 
 def _without_sessions(room: Room) -> int:

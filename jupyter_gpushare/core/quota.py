@@ -3,10 +3,14 @@
 * A build session within quota has a *claim*: room on its devices for as long
   as it lives, asleep or not.  Claims of one project never exceed its quota and
   claims on one device never exceed the device.
+* A job that does not *borrow* (`Lease.borrow`) starts only on what the quota
+  leaves beside claims and the other jobs of this kind, and is in quota before
+  jobs that do borrow, as long as there is quota.
 * *Use* is room held by a project's leases, without what is on its way out.  A
   sleeping lease is a claim, not use.
 * A lease is *in quota* if it has a claim, or if it is a training job that fits
-  in what the project's claims in use leave of its quota, oldest grant first.
+  in what the project's claims in use leave of its quota: who does not borrow
+  first, then the oldest grant.
   All other use is *over quota*: borrowed, and taken back first.
 * *Fair share*: quota first, then the rest by weight, never more than a project
   can use (water filling over real demand).
@@ -48,15 +52,23 @@ class Account:
     claimed: int = 0  # by its build sessions, asleep or not
     use: int = 0  # held, and not on its way out
     in_quota_use: int = 0
+    unborrowing: int = 0  # the part of the use by jobs that do not borrow
     capped: int = 0  # what counts against the limit: held in any way, or claimed
     leaving: int = 0  # the part of it that is on its way out
 
     def undoing(self) -> Callable[[], None]:
         """Return what brings the account back to how it is now, after decisions."""
-        before = self.claimed, self.use, self.in_quota_use, self.capped, self.leaving
+        before = self.claimed, self.use, self.in_quota_use, self.unborrowing, self.capped, self.leaving
 
         def undo() -> None:
-            self.claimed, self.use, self.in_quota_use, self.capped, self.leaving = before
+            (
+                self.claimed,
+                self.use,
+                self.in_quota_use,
+                self.unborrowing,
+                self.capped,
+                self.leaving,
+            ) = before
 
         return undo
 
@@ -67,6 +79,11 @@ class Account:
     def fits_quota(self, more: int) -> bool:
         """Whether ``more`` would be in quota, whatever the project borrows already."""
         return self.in_quota_use + more <= self.project.quota_milli
+
+    @property
+    def unborrowed_left(self) -> int:
+        """What jobs that do not borrow may still have."""
+        return self.project.quota_milli - self.claimed - self.unborrowing
 
     def over_limit(self, more: int) -> int:
         """By how much ``more`` would exceed the project's limit now; 0: it does not."""
@@ -149,6 +166,7 @@ class Standing:
             account.in_quota_use += size
             (self.in_quota.add if sign > 0 else self.in_quota.discard)(lease.id)
         elif lease.kind is Kind.TRAIN:
+            account.unborrowing += 0 if lease.borrow else size
             if sign > 0:
                 self.jobs.setdefault(lease.project, {})[lease.id] = lease
                 self._beyond.setdefault(lease.project, {})[lease.id] = lease
@@ -196,13 +214,13 @@ class Standing:
         self._unsettled.clear()
 
     def promote(self, account: Account, jobs: Iterable[Lease]) -> list[Lease]:
-        """Bring jobs that hold room into their project's quota as far as they fit, oldest first.
+        """Bring jobs that hold room into their project's quota as far as they fit.
 
-        Returns those that were not in quota before.
+        Those that do not borrow first, then the oldest.  Returns those that were not in quota before.
         """
         promoted = []
         beyond = [x for x in jobs if x.id not in self.in_quota] if account.fits_quota(1) else []
-        for lease in sorted(beyond, key=lambda x: (x.granted_at, x.id)):
+        for lease in sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id)):
             size = size_of(lease)
             if account.fits_quota(size):
                 account.in_quota_use += size

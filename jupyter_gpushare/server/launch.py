@@ -166,6 +166,7 @@ def job_of(
         project=asked.project,
         name=asked.name or (name[:100] if name else None),
         checkpoint=asked.checkpoint,
+        borrow=asked.borrow,
         cwd=cwd,
         env=env,
         priority=asked.priority,

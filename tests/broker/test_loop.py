@@ -11,7 +11,7 @@ from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.loop import STALE_S, is_job_server
 from jupyter_gpushare.core.model import Survival
-from jupyter_gpushare.errors import DeviceError, HelperError
+from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gpu.verbs import EventKind, Moved, Phase, Refusal
 from tests.broker.fake_backend import Program, Site, in_virtual_time, until
 
@@ -758,3 +758,28 @@ async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path)
         assert "Starts in about 1 min (1-1)." in seen.reason
         await asyncio.sleep(20)
         assert broker.seen(job).estimate.likely_s == seen.estimate.likely_s - 20
+
+
+@in_virtual_time
+async def test_a_job_that_does_not_borrow_waits_for_its_quota_though_a_gpu_is_free(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "1", borrow=False, program=Program(work_s=100))
+        second = await site.submit("bo", "1", borrow=False, program=Program(work_s=100))
+        await until(lambda: broker.state(first) == "running", 120)
+        assert broker.state(second) == "pending"
+        assert not broker.seen(second).borrow
+        assert "guaranteed" in broker.seen(second).reason
+        await until(lambda: broker.job(second).result, 400)
+        assert broker.job(first).result == broker.job(second).result == "succeeded"
+
+
+@in_virtual_time
+async def test_what_the_quota_can_never_cover_without_borrowing_is_refused(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        with pytest.raises(InvalidRequest, match="without borrowing; project nlp is guaranteed 1 GPU"):
+            await site.submit("bo", "2", borrow=False)
+        outlook = await broker.desk.outlook("bo", wire.JobRequest(command=["-"], project="nlp", borrow=False))
+        assert outlook.starts == "now"
+        assert not outlook.borrowed

@@ -50,6 +50,7 @@ LEASE = LeaseRecord(
         attained_gpu_s=6.25,
         attained_at=2.25,
         cancelled=True,
+        borrow=False,
         borrowed=True,
     ),
     uid=4_000_000_000,

@@ -91,6 +91,7 @@ def test_an_unknown_lease_is_not_found():
             cluster(build("a", 500, "0", idle_s=9000, used_bytes=9), train("x", 1000), host_budget_bytes=9),
         ),
         (Why.NO_ROOM, cluster(build("a", 600, "0"), build("x", 500))),
+        (Why.QUOTA, cluster(train("x", 500, borrow=False), projects=[project("p", 0)])),
         (Why.PROJECT_LIMIT, cluster(build("x", 500), projects=[project("p", 0, limit_milli=400)])),
         (Why.PROJECT_LIMIT, cluster(train("x", 500), projects=[project("p", 0, limit_milli=400)])),
         (

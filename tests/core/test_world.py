@@ -131,9 +131,10 @@ class World(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         survival=st.sampled_from(Survival),
         consolidate=st.booleans(),
+        borrow=st.booleans(),
         duration=st.sampled_from([None, 100.0, 5000.0]),
     )
-    def submit(self, shape, project, priority, survival, consolidate, duration):
+    def submit(self, shape, project, priority, survival, consolidate, borrow, duration):
         self.count += 1
         milli, count = shape
         lease = Lease(
@@ -144,6 +145,7 @@ class World(RuleBasedStateMachine):
             device_count=count,
             memory_bytes=0 if milli else 15 * GIB,
             consolidate=consolidate,
+            borrow=borrow,
             priority=priority,
             survival=survival,
             queued_at=self.now,
@@ -260,8 +262,31 @@ class World(RuleBasedStateMachine):
     def told(self, what: str) -> str:
         return "\n".join([what, *map(str, self.story), *map(str, self.leases.values())])
 
+    def who_does_not_borrow_starts_within_quota(self, action: Grant | Resume) -> None:
+        """Its project's claims, and its jobs that do not borrow, stay within quota with it."""
+        lease = self.leases[action.lease]
+        if lease.kind is Kind.BUILD or lease.borrow:
+            return
+        assert not (isinstance(action, Grant) and action.borrowed)
+        stand = standing(self.projects, self.leases.values())
+        account = stand.account(lease.project)
+        held = action.held_milli if isinstance(action, Grant) else held_by(lease)
+        devices = action.devices if isinstance(action, Grant) else lease.devices
+        assert held * len(devices) <= account.unborrowed_left, self.told("it borrows")
+        for uuid in devices:
+            asleep = [
+                x
+                for x in self.leases.values()
+                if uuid in x.devices and x.state is State.SUSPENDED and x.id in stand.claimants
+            ]
+            holders = [x for x in self.leases.values() if uuid in x.devices and x.state in HOLDS_ROOM]
+            there = sum(map(held_by, holders)) + sum(map(held_by, asleep))
+            assert there + held <= WHOLE_GPU, self.told("it is on lent room")
+
     def carry_out(self, action: object) -> None:
         self.story.append(action)
+        if isinstance(action, Grant | Resume):
+            self.who_does_not_borrow_starts_within_quota(action)
         match action:
             case Grant():
                 event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
