@@ -180,6 +180,7 @@ def job_of(
         )
         if asked.path
         else None,
+        notify=asked.notify,
     )
 
 
