@@ -194,7 +194,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     (ada.home / "lunch").touch()
 
     # Ada is at lunch: a warning, then sleep.  She keeps her page open; that keeps nothing awake.
-    expect(ada.toasts).to_contain_text("your GPU memory", timeout=90_000)
+    expect(ada.toasts).to_contain_text("Your GPU is lent in", timeout=90_000)
     expect(ada.toasts.get_by_role("button", name="Keep it 30 min")).to_be_visible()
     expect(ada.page.locator(".gps-banner:visible")).to_contain_text("Your variables stay.")
     ada.picture("warned")

@@ -82,7 +82,9 @@ function Buttons(props: IDetailProps): JSX.Element {
   const output = job.source?.output ?? '';
   return (
     <span className="gps-actions">
-      {output !== '' && button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
+      {output !== '' &&
+        job.started_at !== null &&
+        button(trans.__('Open output'), () => props.openOutput(output))}
       {ENDED.has(job.state)
         ? button(trans.__('Retry'), () => void run(props.retry))
         : button(trans.__('Stop'), () => void run(props.stop), job.state === 'stopping')}
