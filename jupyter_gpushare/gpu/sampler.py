@@ -249,6 +249,7 @@ class Sampler:
         return LeaseSample(
             lease=lease.name,
             phase=phase,
+            devices=tuple(lease.limits),
             used_bytes={} if asleep else lease.used_bytes,
             saved_bytes=lease.saved_bytes if asleep or phase is Phase.RESUMING else {},
             calls=(account.counters() if account else NO_COUNTERS).token(),

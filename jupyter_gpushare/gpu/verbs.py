@@ -181,6 +181,7 @@ class LeaseSample:
     wanted: bool = False  # suspended, and a process entered a CUDA call since
     queries_only: bool = False  # wanted, but by stream and event queries alone
     level: Level = Level.HINTS  # what enforces its limit now; of several devices the weakest
+    devices: tuple[str, ...] = ()  # UUIDs of those it may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
