@@ -164,6 +164,7 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--gpus", default=None, metavar="G", help="0.5, 1/4 or 2; several are given together (default 1)"
     )
     size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
+    size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
     submit.add_argument(
         "--project", metavar="P", help="whose quota it uses (default: yours, if there is one)"
     )
@@ -299,11 +300,12 @@ def _status(args: argparse.Namespace) -> int:
     if status.projects:
         print()
         _print_table(
-            ["PROJECT", "GUARANTEED", "IN USE", "BORROWED", "LENT", "WAITING"],
+            ["PROJECT", "GUARANTEED", "IN USE", "BORROWED", "LENT", "IN RAM", "WAITING"],
             [
                 [
                     p.name,
                     *map(_gpus, (p.quota_milli, p.in_use_milli, p.borrowed_milli, p.lent_milli)),
+                    gigabytes(p.saved_bytes) if p.saved_bytes else "-",
                     str(p.waiting),
                 ]
                 for p in status.projects
@@ -335,6 +337,7 @@ def _submit(args: argparse.Namespace) -> int:
         command=args.command,
         gpus=args.gpus if args.gpus is not None else "1",
         memory=args.memory,
+        profile=args.profile,
         project=args.project,
         name=args.name,
         checkpoint=args.checkpoint,

@@ -44,11 +44,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuRequest(Message, frozen=True):
-    """``user_options["gpushare"]`` and part of a job: exactly one of the three sizes."""
+    """``user_options["gpushare"]``: exactly one of the four sizes."""
 
     fraction: str | None = None  # "0.5", "1/2"
     memory: str | None = None  # "20GiB", of one device
     gpus: int | None = None  # whole GPUs together; 0: none
+    profile: str | None = None  # "1g.10gb": one MIG instance
     project: str | None = None
 
 
@@ -68,6 +69,7 @@ class JobRequest(Message, frozen=True):
     command: list[str]
     gpus: str = "1"  # "0.5", "1/2", "2"
     memory: str | None = None  # instead of a fraction: "20GiB"
+    profile: str | None = None  # instead of a fraction: one MIG instance, "1g.10gb"
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND  # how it outlives a pause
@@ -97,6 +99,7 @@ class LaunchRequest(Message, frozen=True):
     variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
     gpus: str = "1"
     memory: str | None = None
+    profile: str | None = None
     project: str | None = None
     name: str | None = None
     checkpoint: Survival = Survival.SUSPEND
@@ -202,7 +205,7 @@ class Offer(Answer, frozen=True):
 
 
 class ProjectUse(Answer, frozen=True):
-    """GPUs of a project, in thousandths of a GPU."""
+    """GPUs of a project, in thousandths of a GPU, and the host memory that its sleepers take."""
 
     name: str
     quota_milli: int
@@ -214,6 +217,7 @@ class ProjectUse(Answer, frozen=True):
     fair_share_milli: int
     waiting: int  # queued jobs
     overridden: bool = False  # quota set through the API, not by the configuration
+    saved_bytes: int = 0  # device memory of its sleeping sessions and jobs, parked in host memory
 
 
 class JobOutlook(Answer, frozen=True):
@@ -311,8 +315,9 @@ class Job(Answer, frozen=True):
     total: float | None = None
     cwd: str | None = None
     variables: list[str] = []  # names of the environment variables it was given
-    gpus: str = "1"  # as it was asked for, like the next two
+    gpus: str = "1"  # as it was asked for, like the next three
     memory: str | None = None
+    profile: str | None = None
     retries: int = 0
     borrow: bool = True
     source: JobSource | None = None
@@ -352,12 +357,13 @@ class LaunchForm(Answer, frozen=True):
 
 
 class DayUse(Answer, frozen=True):
-    """GPU-seconds of one user in one project on one day (UTC, of the end of each stretch)."""
+    """What one user took in one project on one day (UTC, of the end of each stretch)."""
 
     day: str  # "2031-05-06"
     project: str
     used_gpu_s: float  # held by sessions and jobs
     lent_gpu_s: float  # left to others by sleeping sessions
+    saved_gib_s: float = 0.0  # GiB-seconds of host memory that sleeping sessions and jobs took
 
 
 class History(Answer, frozen=True):
@@ -367,6 +373,7 @@ class History(Answer, frozen=True):
     used_gpu_s: float
     lent_gpu_s: float
     helped_jobs: int  # jobs that sessions of the user were put to sleep for
+    saved_gib_s: float = 0.0
 
 
 class JobList(Answer, frozen=True):
@@ -430,6 +437,8 @@ class Devices(Answer, frozen=True):
     simulated: bool
     host_budget_bytes: int
     host_saved_bytes: int
+    # About memory beyond a limit and processes without a lease: tell, also stop them, or do not look.
+    watchdog: Literal["warn", "stop", "off"] = "warn"
 
 
 class Leases(Answer, frozen=True):

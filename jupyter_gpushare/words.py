@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, State, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State, Why
 
 # As the vendors of GPUs count: an 80 GB H100 has 80 times 2**30 bytes.
 _GB = 1 << 30
@@ -28,8 +28,10 @@ def fraction(milli: int) -> str:
     return _NICE.get(milli) or f"{milli / WHOLE_GPU:g}"
 
 
-def size(fraction_milli: int, device_count: int, memory_bytes: int = 0) -> str:
-    """``1/2 GPU``, ``2 GPUs``, ``20 GB``: what was asked for."""
+def size(fraction_milli: int, device_count: int, memory_bytes: int = 0, profile: str = "") -> str:
+    """``1/2 GPU``, ``2 GPUs``, ``20 GB of a GPU``, ``MIG 1g.10gb``: what was asked for."""
+    if profile:
+        return f"MIG {profile}"
     if memory_bytes:
         return f"{gigabytes(memory_bytes)} of a GPU"
     if device_count > 1:
@@ -37,8 +39,15 @@ def size(fraction_milli: int, device_count: int, memory_bytes: int = 0) -> str:
     return f"{fraction(fraction_milli)} GPU"
 
 
-def fraction_or_memory(gpus: str, memory: str | None) -> str:
-    """``2 GPUs``, ``1/2 GPU``, ``20GiB of a GPU``: a size as its owner wrote it."""
+def size_of(lease: Lease) -> str:
+    """What a lease asks for (`size`)."""
+    return size(lease.fraction_milli, lease.device_count, lease.memory_bytes, lease.profile)
+
+
+def size_as_written(gpus: str, memory: str | None, profile: str | None) -> str:
+    """``2 GPUs``, ``1/2 GPU``, ``20GiB of a GPU``, ``MIG 1g.10gb``: a size as its owner wrote it."""
+    if profile:
+        return f"MIG {profile}"
     if memory:
         return f"{memory} of a GPU"
     return f"{gpus} GPUs" if gpus.isdigit() and gpus != "1" else f"{gpus} GPU"

@@ -53,20 +53,24 @@ _ACTIVE_S = 2.0
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
 _WAITING = (State.PENDING, State.SUSPENDED)
+# Its device memory lies in host memory, until a resumption is over.
+_ASLEEP = (State.SUSPENDED, State.RESUMING)
+_GIB = 1 << 30
 # Days of use that are shown.
 WEEK_DAYS = 7
 
 
 def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
-    """Return what ``seconds`` in a lease's state count for: used, lent, or nothing."""
-    lease = record.lease
-    gpu_s = max(0.0, seconds) * lease.held_milli * len(lease.devices) / WHOLE_GPU
+    """Return what ``seconds`` in a lease's state count for: used, lent, kept in host memory, or nothing."""
+    lease, seconds = record.lease, max(0.0, seconds)
+    gpu_s = seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU
     use = UsageRecord(day=day, user=lease.user, project=lease.project)
     if lease.state is State.RUNNING:
         return replace(use, used_gpu_s=gpu_s)
-    if lease.state is State.SUSPENDED and lease.kind is Kind.BUILD:
-        return replace(use, lent_gpu_s=gpu_s)
-    return None
+    if lease.state not in _ASLEEP:
+        return None
+    lent = lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
+    return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
 
 
 def iso_now() -> str:
@@ -308,6 +312,7 @@ class Book:
                 stretch,
                 used_gpu_s=before.used_gpu_s + stretch.used_gpu_s,
                 lent_gpu_s=before.lent_gpu_s + stretch.lent_gpu_s,
+                saved_gib_s=before.saved_gib_s + stretch.saved_gib_s,
             )
         else:
             newest = sorted({day for day, _, _ in self.usage}, reverse=True)[:WEEK_DAYS]
@@ -425,7 +430,7 @@ class Book:
     def name_of(self, record: LeaseRecord) -> str:
         """Return how people call a lease: ``bo's job train.py (2 GPUs)``."""
         lease = record.lease
-        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        size = words.size_of(lease)
         job = self.job_of(record)
         what = f"job {job.name}" if job is not None else "session"
         return f"{lease.user}'s {what} ({size})"
@@ -457,6 +462,7 @@ class Book:
                 node=self.inventory.host,
                 island=device.island,
                 name=device.name,
+                profile=device.profile,
                 usable=healthy.get(device.uuid, device.healthy),
                 suspendable=device.suspendable,
             )

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from jupyter_gpushare import wire, words
@@ -20,9 +20,9 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
 from jupyter_gpushare.broker.job_request import check_job, job_lease, job_spec
 from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
-from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory
+from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory, parse_profile
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
-from jupyter_gpushare.core.explain import check_request, explain
+from jupyter_gpushare.core.explain import Size, check_request, explain
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Event,
@@ -88,23 +88,25 @@ class Desk:
             raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
         return mine[0]
 
-    def size_of(self, request: wire.GpuRequest) -> tuple[int, int, int]:
-        """Return (fraction_milli, device_count, memory_bytes); all 0: no GPU.
+    def size_of(self, request: wire.GpuRequest) -> Size | None:
+        """Return what a session asks for; None: no GPU.
 
         Raises:
             InvalidRequest: no size, several, or one that cannot be.
         """
-        given = [x for x in (request.fraction, request.memory, request.gpus) if x is not None]
-        if len(given) > 1:
-            raise InvalidRequest("give one of fraction, memory and gpus, not several")
+        sizes = (request.fraction, request.memory, request.gpus, request.profile)
+        if sum(x is not None for x in sizes) > 1:
+            raise InvalidRequest("give one of fraction, memory, gpus and profile, not several")
         if request.fraction is not None:
-            return parse_fraction(request.fraction), 1, 0
+            return Size(fraction_milli=parse_fraction(request.fraction))
         if request.memory is not None:
-            return 0, 1, parse_memory(request.memory)
+            return Size(memory_bytes=parse_memory(request.memory))
+        if request.profile is not None:
+            return Size(fraction_milli=WHOLE_GPU, profile=parse_profile(request.profile))
         count = request.gpus or 0
         if not 0 <= count <= 1024:
             raise InvalidRequest(f"gpus is a whole number from 0 to 1024, not {count}")
-        return (WHOLE_GPU if count else 0), count, 0
+        return Size(fraction_milli=WHOLE_GPU, device_count=count) if count else None
 
     async def _known(self) -> None:
         """Return when the devices are known: a broker that has just started measures first."""
@@ -127,8 +129,8 @@ class Desk:
         if is_job_server(request.server):
             return await self._start_job_server(request)
         await self._let_go(request.user, request.server)
-        fraction_milli, device_count, memory_bytes = self.size_of(request.options or wire.GpuRequest())
-        if not device_count:
+        size = self.size_of(request.options or wire.GpuRequest())
+        if size is None:
             return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
         project = self.choose_project(request.groups, request.options.project if request.options else None)
         await self._known()
@@ -137,9 +139,7 @@ class Desk:
             id="b" + random_id(),
             project=project,
             kind=Kind.BUILD,
-            fraction_milli=fraction_milli,
-            device_count=device_count,
-            memory_bytes=memory_bytes,
+            **asdict(size),
             user=request.user,
             server=request.server,
             submitted_at=now,
@@ -168,7 +168,7 @@ class Desk:
         )
         if grant is None:
             told = explain(cluster, lease.id, now)
-            size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+            size = words.size_of(lease)
             text = words.waiting(told.why, needs=size, free_milli=told.free_milli, position=None)
             raise Conflict(f"{text} Choose a smaller size, or start without a GPU.", reason="no_room")
         record = LeaseRecord(lease=lease, uid=uid, since_at=book.iso_now(), entered_at=now)
@@ -190,7 +190,7 @@ class Desk:
                 reason="devices_unknown",
             ) from None
         lease = record.lease
-        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        size = words.size_of(lease)
         limit = sum(record.limits.values())
         name = self.book.device_name(lease.devices)
         return wire.SpawnGrant(
@@ -322,7 +322,7 @@ class Desk:
             what = "on borrowed room; it may be paused when its owner needs it" if grant.borrowed else ""
             sentence = f"Would start now{' ' if what else ''}{what}."
             return wire.JobOutlook(starts="now", position=None, borrowed=grant.borrowed, sentence=sentence)
-        size = words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes)
+        size = words.size_of(lease)
         sentence = words.waiting(told.why, needs=size, free_milli=told.free_milli, position=told.position)
         if told.smaller is not None:
             smaller = words.size(told.smaller.fraction_milli, told.smaller.device_count)

@@ -88,6 +88,8 @@ class Effects:
             return self._found_awake
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._found_asleep
+        if record.state is State.RUNNING and phase is Phase.LOCKED:
+            return self._found_locked
         return None
 
     async def _effect(
@@ -169,6 +171,12 @@ class Effects:
         saved = sum(sample.saved_bytes.values()) if sample else 0
         await self.book.advance(record, Event.SUSPEND, why=Why.IDLE)
         await self.book.advance(record, Event.SUSPEND_DONE, saved_bytes=saved)
+
+    async def _found_locked(self, record: LeaseRecord) -> None:
+        """Somebody beside the broker only locked it: its memory is in its own room, so it goes on at once."""
+        moved = await self.backend.resume(record.handle)
+        if not moved.done:
+            self.book.live[record.id].effect_retry_at = self.book.clock() + LOOK_S
 
     # start and stop
 

@@ -179,9 +179,9 @@ class Status(Base):
 
 
 class Offers(Base):
-    """What could start now for me; with ``?gpus=`` or ``?memory=`` also what a job of that size would get.
+    """What could start now for me, also a job: with ``?gpus=``, ``?memory=`` or ``?profile=``.
 
-    With ``&borrow=0`` of a job that does not borrow.
+    With ``&borrow=0`` one that does not borrow.
     """
 
     async def get(self) -> None:
@@ -189,11 +189,17 @@ class Offers(Base):
         groups = await self.service.access.groups(identity.user)
         project = self.service.desk.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
-        gpus, memory = (self.get_query_argument(name, "") or None for name in ("gpus", "memory"))
-        if gpus or memory:
+        sizes = ("gpus", "memory", "profile")
+        gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
+        if gpus or memory or profile:
             borrow = self.get_query_argument("borrow", "1") != "0"
             asked = wire.JobRequest(
-                command=["-"], gpus=gpus or "1", memory=memory, project=project, borrow=borrow
+                command=["-"],
+                gpus=gpus or "1",
+                memory=memory,
+                profile=profile,
+                project=project,
+                borrow=borrow,
             )
             offers = msgspec.structs.replace(
                 offers, job=await self.service.desk.outlook(identity.user, asked)

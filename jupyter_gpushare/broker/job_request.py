@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 
 from jupyter_gpushare import wire
-from jupyter_gpushare.broker.policy import parse_gpus, parse_memory
+from jupyter_gpushare.broker.policy import parse_gpus, parse_memory, parse_profile
 from jupyter_gpushare.broker.records import JobRecord
-from jupyter_gpushare.core.model import Kind, Lease, Survival
+from jupyter_gpushare.core.explain import Size
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Survival
 from jupyter_gpushare.errors import InvalidRequest
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -53,15 +55,21 @@ def check_job(request: wire.JobRequest) -> None:
         raise InvalidRequest("grace_s is a number of seconds from 0 to 3600")
 
 
-def job_size(request: wire.JobRequest) -> tuple[int, int, int]:
-    """Return thousandths of each GPU, number of GPUs, bytes; one of first and last is 0.
+def job_size(request: wire.JobRequest) -> Size:
+    """Return what a job asks for.
 
     Raises:
-        InvalidRequest: the size is none.
+        InvalidRequest: the size is none, or several.
     """
+    if request.profile is not None:
+        # CUDA sees one MIG instance per process, however many are named.
+        if request.memory is not None or request.gpus != "1":
+            raise InvalidRequest("a MIG profile asks for one instance: give neither gpus nor memory with it")
+        return Size(fraction_milli=WHOLE_GPU, profile=parse_profile(request.profile))
     if request.memory is not None:
-        return 0, 1, parse_memory(request.memory)
-    return (*parse_gpus(request.gpus), 0)
+        return Size(memory_bytes=parse_memory(request.memory))
+    fraction_milli, device_count = parse_gpus(request.gpus)
+    return Size(fraction_milli=fraction_milli, device_count=device_count)
 
 
 def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, now: float) -> Lease:
@@ -70,14 +78,12 @@ def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, 
     Raises:
         InvalidRequest: the size is none.
     """
-    fraction_milli, device_count, memory_bytes = job_size(request)
+    asked = job_size(request)
     return Lease(
         id=lease_id,
         project=project,
         kind=Kind.TRAIN,
-        fraction_milli=fraction_milli,
-        device_count=device_count,
-        memory_bytes=memory_bytes,
+        **asdict(asked),
         user=user,
         priority=request.priority,
         survival=Survival(request.checkpoint),

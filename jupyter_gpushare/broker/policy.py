@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,6 +145,20 @@ def parse_memory(text: str) -> int:
     if count < 1 << 20:
         raise InvalidRequest(f"{text[:40]!r} is too little GPU memory: at least 1MiB")
     return count
+
+
+_PROFILE = re.compile(r"(\d{1,2}c\.)?\d{1,2}g\.\d{1,4}gb(\+[a-z0-9.]{1,12})?")
+
+
+def parse_profile(text: str) -> str:
+    """Return the name of a MIG profile, which is as the driver writes it: ``1g.10gb``, ``1g.10gb+me``.
+
+    Raises:
+        InvalidRequest: not such a name.
+    """
+    if not _PROFILE.fullmatch(text):
+        raise InvalidRequest(f"{text[:40]!r} is not a MIG profile: write for example 1g.10gb")
+    return text
 
 
 def parse_gpus(text: str) -> tuple[int, int]:

@@ -73,6 +73,7 @@ leases = sa.Table(
     sa.Column("fraction_milli", sa.Integer, nullable=False),
     sa.Column("device_count", sa.Integer, nullable=False),
     sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
     sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("held_milli", sa.Integer, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
@@ -161,6 +162,7 @@ usage = sa.Table(
     sa.Column("project", sa.String(255), primary_key=True),
     sa.Column("used_gpu_s", sa.Float, nullable=False),
     sa.Column("lent_gpu_s", sa.Float, nullable=False),
+    sa.Column("saved_gib_s", sa.Float, nullable=False),
 )
 
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}

@@ -167,7 +167,7 @@ class Views:
         return words.LeaseFacts(
             kind=lease.kind,
             state=lease.state,
-            size=words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes),
+            size=words.size_of(lease),
             device_name=book.device_name(lease.devices),
             memory_limit_bytes=sum(record.limits.values()),
             memory_used_bytes=measured.used_bytes,
@@ -198,7 +198,7 @@ class Views:
         worked, lease = self._now(), record.lease
         why = words.waiting(
             worked.why.get(record.id, Why.NO_ROOM),
-            needs=words.size(lease.fraction_milli, lease.device_count, lease.memory_bytes),
+            needs=words.size_of(lease),
             free_milli=worked.free_milli,
             position=worked.position.get(record.id),
         )
@@ -247,7 +247,7 @@ class Views:
             reason=reason,
             user=job.user,
             project=job.project,
-            size=words.fraction_or_memory(request.gpus, request.memory),
+            size=words.size_as_written(request.gpus, request.memory, request.profile),
             command=list(job.command),
             checkpoint=request.checkpoint,
             position=position,
@@ -267,6 +267,7 @@ class Views:
             variables=sorted(job.env),
             gpus=request.gpus,
             memory=request.memory,
+            profile=request.profile,
             retries=request.retries,
             borrow=request.borrow,
             source=request.source,
@@ -297,6 +298,7 @@ class Views:
                     1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
                 ),
                 overridden=project.name in self.book.overrides,
+                saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),
             )
             for project in cluster.projects
             if everyone or project.name in names
@@ -310,7 +312,7 @@ class Views:
         offers = (
             [
                 self._offer(o, project)
-                for o in explain.offers(worked.cluster, project, book.policy.sizes, worked.at)
+                for o in explain.offers(worked.cluster, project, self._sizes(), worked.at)
             ]
             if known
             else []
@@ -327,24 +329,32 @@ class Views:
             idle_timeout_s=book.policy.idle_timeout_s,
         )
 
+    def _sizes(self) -> list[explain.Size]:
+        """What is offered: the site's sizes where a GPU is whole, and every profile of MIG instances."""
+        profiles = dict.fromkeys(sorted(d.profile for d in self.book.devices()))
+        sizes = [explain.Size(*size) for size in self.book.policy.sizes] if "" in profiles else []
+        return sizes + [explain.Size(WHOLE_GPU, profile=name) for name in profiles if name]
+
     def _offer(self, offer: explain.Offer, project: str) -> wire.Offer:
-        devices = list(self.book.devices())
+        devices = [d for d in self.book.devices() if d.profile == offer.profile]
         device = max(devices, key=lambda d: d.grantable_bytes)
-        whole = offer.device_count > 1
+        label = words.size(offer.fraction_milli, offer.device_count, profile=offer.profile)
+        options: dict[str, str | int] = {"fraction": f"{offer.fraction_milli / WHOLE_GPU:g}"}
+        if offer.profile:
+            options = {"profile": offer.profile}
+        elif offer.fraction_milli == WHOLE_GPU:
+            options = {"gpus": offer.device_count}
         starts: Literal["now", "soon", "no"] = "now" if offer.starts == "now" else "no"
         reason = ""
         if offer.starts == "asleep":
             starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
         elif starts == "no":
-            size = words.size(offer.fraction_milli, offer.device_count)
-            reason = words.waiting(offer.why, needs=size, free_milli=offer.free_milli, position=None)
+            reason = words.waiting(offer.why, needs=label, free_milli=offer.free_milli, position=None)
         elif offer.borrowed:
             reason = f"beyond the quota of project {project}: it may be taken back, and sleeps then"
         return wire.Offer(
-            label=words.size(offer.fraction_milli, offer.device_count),
-            options={"gpus": offer.device_count}
-            if whole or offer.fraction_milli == WHOLE_GPU
-            else {"fraction": f"{offer.fraction_milli / WHOLE_GPU:g}"},
+            label=label,
+            options=options,
             memory_bytes=device.grantable_bytes * offer.fraction_milli // WHOLE_GPU * offer.device_count,
             starts=starts,
             guaranteed=not offer.borrowed,
@@ -395,6 +405,7 @@ class Views:
             simulated=inventory.simulated,
             host_budget_bytes=inventory.host_budget_bytes,
             host_saved_bytes=sample.host_saved_bytes if sample else 0,
+            watchdog=inventory.watchdog.value,
         )
 
     def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:

@@ -58,10 +58,12 @@ _PROBE = "-"  # the name of a lease that is only asked about
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``device_count`` devices, ``fraction_milli`` of each."""
+    """What is asked for (`model.Lease`)."""
 
-    fraction_milli: int
-    device_count: int
+    fraction_milli: int = 0
+    device_count: int = 1
+    memory_bytes: int = 0
+    profile: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class Offer:
     device_count: int
     starts: Starts
     why: Why
+    profile: str = ""
     borrowed: bool = False  # may be taken back
     devices: tuple[str, ...] = ()
     free_milli: int = 0
@@ -136,7 +139,7 @@ def explain(cluster: Cluster, lease_id: str, now: float) -> Explanation:
         position=None if never or lease.kind is Kind.BUILD else _position(done, cluster, lease_id),
         needs_milli=needs,
         free_milli=free,
-        smaller=None if lease.devices else _smaller(done, lease),
+        smaller=None if lease.devices or lease.profile else _smaller(done, lease),
         blocked_by=_blocked_by(cluster, lease),
         never=never,
         behind=_behind(done, cluster, lease) if waiting.why is Why.IN_LINE else "",
@@ -207,25 +210,26 @@ def _smaller(done: Round, lease: Lease) -> Size | None:
 def offers(
     cluster: Cluster,
     project: str,
-    sizes: Iterable[tuple[int, int]],
+    sizes: Iterable[Size],
     now: float,
     *,
     kind: Kind = Kind.BUILD,
     survival: Survival = Survival.SUSPEND,
 ) -> tuple[Offer, ...]:
-    """Return what a new lease of ``project`` would get now, for each (fraction_milli, device_count)."""
+    """Return what a new lease of ``project`` would get now, for each size."""
     probes = [
         Lease(
             id=_PROBE,
             project=project,
             kind=kind,
-            fraction_milli=milli,
-            device_count=count,
+            fraction_milli=size.fraction_milli,
+            device_count=size.device_count,
+            profile=size.profile,
             survival=survival,
             submitted_at=now,
             queued_at=now,
         )
-        for milli, count in sizes
+        for size in sizes
     ]
     if kind is Kind.TRAIN:
         return tuple(_job_offer(cluster, probe, now) for probe in probes)
@@ -252,6 +256,7 @@ def _offer(done: Round, probe: Lease, starts: Starts, found: Grant | Why) -> Off
     return Offer(
         fraction_milli=probe.fraction_milli,
         device_count=probe.device_count,
+        profile=probe.profile,
         starts=starts,
         why=found.why if isinstance(found, Grant) else found,
         borrowed=isinstance(found, Grant) and found.borrowed,
@@ -295,7 +300,7 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
     fitting = [device for device in devices if device.profile == lease.profile or lease.memory_bytes]
     if not fitting:
         what = f"a MIG instance of profile {lease.profile}" if lease.profile else "a GPU that is not divided"
-        raise InvalidRequest(f"Asks for {what}; there is none.", reason=Why.TOO_LARGE)
+        raise InvalidRequest(f"Asks for {what}; {_instances(devices)}.", reason=Why.TOO_LARGE)
     if count > len(fitting) and not lease.consolidate:
         raise InvalidRequest(f"Asks for {count} GPUs; there are {len(fitting)}.", reason=Why.TOO_LARGE)
     if count > len(fitting):
@@ -314,6 +319,15 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
             f"the largest GPU has {most / (1 << 30):.1f} GiB to give.",
             reason=Why.TOO_LARGE,
         )
+
+
+def _instances(devices: Sequence[Device]) -> str:
+    """What MIG instances there are, the largest first."""
+    memory = {device.profile: device.memory_bytes for device in devices if device.profile}
+    if not memory:
+        return "no GPU here is divided"
+    largest_first = sorted(memory, key=lambda name: (-memory[name], name))
+    return f"there are MIG instances of profile {', '.join(largest_first)}"
 
 
 def _gpus(milli: int) -> str:

@@ -50,6 +50,14 @@ class Phase(enum.StrEnum):
     LOST = "lost"
 
 
+class WatchdogAction(enum.StrEnum):
+    """What the watchdog does about memory beyond a limit and processes without a lease."""
+
+    WARN = "warn"
+    STOP = "stop"
+    OFF = "off"
+
+
 class Level(enum.StrEnum):
     """What enforces a memory limit, strongest first (design: isolation ladder)."""
 
@@ -145,6 +153,7 @@ class Inventory:
     host_total_bytes: int
     host_budget_bytes: int  # how much suspended state this machine may hold in RAM
     at: float
+    watchdog: WatchdogAction = WatchdogAction.WARN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

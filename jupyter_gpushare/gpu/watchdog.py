@@ -18,7 +18,6 @@ another lease.  First SIGTERM, SIGKILL when it is still there `GRACE_S` later.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ from .events import Events
 from .lease import Key, Lease
 from .nvml import Usage
 from .processes import Process, Processes, leader
-from .verbs import EventKind, Phase
+from .verbs import EventKind, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +41,10 @@ REPEAT_S = 60.0
 MAX_REMEMBERED = 1024
 
 
-class Action(enum.StrEnum):
-    """What the watchdog does about what it sees."""
-
-    WARN = "warn"
-    STOP = "stop"
-    OFF = "off"
-
-
 class Watchdog:
     """Compares one sample after the other with what was granted."""
 
-    def __init__(self, action: Action, processes: Processes, events: Events) -> None:
+    def __init__(self, action: WatchdogAction, processes: Processes, events: Events) -> None:
         self._action = action
         self._processes = processes
         self._events = events
@@ -65,7 +56,7 @@ class Watchdog:
 
     def look(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
         """One sample: what each device shows, and the leases with their processes."""
-        if self._action is Action.OFF:
+        if self._action is WatchdogAction.OFF:
             return
         now = time.monotonic()
         leases = list(leases)
@@ -113,7 +104,7 @@ class Watchdog:
         self, kind: EventKind, lease: str, uuid: str, process: Process | None, used: int, reason: str
     ) -> None:
         action = "warn"
-        stops = self._action is Action.STOP and process is not None
+        stops = self._action is WatchdogAction.STOP and process is not None
         if stops and process and self._processes.signal(process.key, signal.SIGTERM):
             action = "stop"
             self._stopping[process.key] = time.monotonic()

@@ -46,16 +46,19 @@ def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
         for key, value in given.items()
     }
     request = decode(_json(plain), GpuRequest)
-    sizes = [name for name in ("fraction", "memory", "gpus") if getattr(request, name) is not None]
+    names = ("fraction", "memory", "gpus", "profile")
+    sizes = [name for name in names if getattr(request, name) is not None]
     if len(sizes) != 1:
-        raise InvalidRequest(f'ask for one of "fraction", "memory" and "gpus", not for {len(sizes)} of them')
+        raise InvalidRequest(
+            f'ask for one of "fraction", "memory", "gpus" and "profile", not for {len(sizes)} of them'
+        )
     if request.fraction is not None:
         parse_fraction(request.fraction)
     if request.gpus is not None and not 0 <= request.gpus <= MAX_GPUS:
         raise InvalidRequest(f"{request.gpus} is not a number of GPUs: ask for 0 (no GPU) or more")
-    for text in (request.memory, request.project):
+    for text in (request.memory, request.profile, request.project):
         if text is not None and not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
-            raise InvalidRequest(f"{text[:40]!r} is neither an amount of memory nor a project")
+            raise InvalidRequest(f"{text[:40]!r} is no amount of memory, profile or project")
     return None if request.gpus == 0 else request
 
 

@@ -437,6 +437,17 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value
     return CUDA_SUCCESS;
 }
 
+API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!pool || !access || !count)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < count; i++)
+        if (access[i].flags && access[i].location.id != pool->device)
+            hinder(SIM_HINDERED_PEER);
+    return CUDA_SUCCESS;
+}
+
 API CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
 {
     ENTER(SIM_NEED_INIT);
@@ -593,13 +604,23 @@ API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGen
 API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
 {
     ENTER(SIM_NEED_INIT);
-    bool any = false;
+    bool any = false, peer = false;
     pthread_mutex_lock(&sim_local);
-    for (size_t i = 0; access && count && i < block_count; i++)
-        if (blocks[i].kind == BLOCK_MAPPED && blocks[i].address >= address &&
-            blocks[i].address + blocks[i].bytes <= address + bytes)
-            any = true, blocks[i].accessible = access[count - 1].flags == 3;
+    for (size_t i = 0; access && count && i < block_count; i++) {
+        struct block *block = &blocks[i];
+        if (block->kind != BLOCK_MAPPED || block->address < address ||
+            block->address + block->bytes > address + bytes)
+            continue;
+        any = true;
+        for (size_t j = 0; j < count; j++)
+            if (access[j].location.id == block->device)
+                block->accessible = access[j].flags == 3;
+            else
+                peer = peer || access[j].flags;
+    }
     pthread_mutex_unlock(&sim_local);
+    if (peer)
+        hinder(SIM_HINDERED_PEER);
     return any ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

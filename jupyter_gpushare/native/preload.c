@@ -254,7 +254,12 @@ static const struct {
     {"cuMemImportFromShareableHandle", 10020, HOOK_cuMemImportFromShareableHandle, HOOK_cuMemImportFromShareableHandle},
     {"cuMemPoolExportToShareableHandle", 11020, HOOK_cuMemPoolExportToShareableHandle,
      HOOK_cuMemPoolExportToShareableHandle},
+    {"cuMemPoolImportFromShareableHandle", 11020, HOOK_cuMemPoolImportFromShareableHandle,
+     HOOK_cuMemPoolImportFromShareableHandle},
     {"cuCtxEnablePeerAccess", 4000, HOOK_cuCtxEnablePeerAccess, HOOK_cuCtxEnablePeerAccess},
+    {"cuMemSetAccess", 10020, HOOK_cuMemSetAccess, HOOK_cuMemSetAccess},
+    {"cuMemPoolSetAccess", 11020, HOOK_cuMemPoolSetAccess, HOOK_cuMemPoolSetAccess},
+    {"cuMulticastCreate", 12010, HOOK_cuMulticastCreate, HOOK_cuMulticastCreate},
 };
 
 static void *typed_for(const char *base, int version, bool per_thread, void *function)
@@ -856,7 +861,62 @@ TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemImportFromShareableHandle,
        (CUmemGenericAllocationHandle * out, void *shared, int type), (out, shared, type))
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolExportToShareableHandle,
        (void *out, CUmemoryPool pool, int type, unsigned long long flags), (out, pool, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolImportFromShareableHandle,
+       (CUmemoryPool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
 TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
+TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
+       (out, properties))
+
+typedef CUresult get_count(int *);
+
+static bool has_peers(void)
+{
+    static void *_Atomic kept;
+    int count = 0;
+    get_count *ask = (get_count *)plain_function(&kept, "cuDeviceGetCount");
+    return lease_is_set() && ask && !ask(&count) && count > 1;
+}
+
+/* Whether a device other than `home` (in the limit page) is given access. */
+static bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
+{
+    for (size_t i = 0; i < count; i++)
+        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
+            page_device(access[i].location.id) != home)
+            return true;
+    return false;
+}
+
+/* Where mapped memory lies (in the limit page); -1: in the host, or not known. */
+static int home_of(CUdeviceptr address, size_t bytes)
+{
+    int home = -1;
+    pthread_mutex_lock(&records_lock);
+    for (size_t i = 0; i < mapping_count && home < 0; i++)
+        if (mappings[i].address - address < bytes || address - mappings[i].address < mappings[i].bytes)
+            home = mappings[i].physical->device;
+    pthread_mutex_unlock(&records_lock);
+    return home;
+}
+
+/* How NCCL and PyTorch's expandable segments reach the memory of another GPU. */
+API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
+{
+    lease_count_call();
+    FIND_REAL(cuMemSetAccess);
+    CUresult result = real(address, bytes, access, count);
+    int home = !result && has_peers() ? home_of(address, bytes) : -1;
+    return home >= 0 && opens_to_peer(access, count, home) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
+}
+
+/* A pool's own device has access without being told: who is told is another one. */
+API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
+{
+    lease_count_call();
+    FIND_REAL(cuMemPoolSetAccess);
+    CUresult result = real(pool, access, count);
+    return !result && has_peers() && opens_to_peer(access, count, -1) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
+}
 
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {

@@ -163,6 +163,7 @@ def job_of(
         command=command,
         gpus=asked.gpus,
         memory=asked.memory,
+        profile=asked.profile,
         project=asked.project,
         name=asked.name or (name[:100] if name else None),
         checkpoint=asked.checkpoint,

@@ -159,7 +159,9 @@ async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 class Site:
     """Machine, Hub and people; outlives brokers."""
 
-    def __init__(self, folder: Path, *, gpus: int = 2, policy: Policy | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, gpus: int = 2, profile: str = "", policy: Policy | None = None
+    ) -> None:
         (folder / "broker.sqlite").write_bytes(_empty_database())
         self.url = f"sqlite:///{folder / 'broker.sqlite'}"
         self.policy = policy or Policy(
@@ -167,6 +169,7 @@ class Site:
             idle_timeout_s=60.0,
             grace_s=5.0,
         )
+        self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
         self.held: dict[str, Held] = {}
@@ -534,7 +537,8 @@ class SiteBackend(Backend):
                     name="H100-80GB",
                     memory_bytes=DEVICE_BYTES,
                     reserve_bytes=RESERVE_BYTES,
-                    suspendable=True,
+                    suspendable=not self.site.profile,
+                    profile=self.site.profile,
                 )
                 for n, uuid in enumerate(self.site.uuids)
             ),

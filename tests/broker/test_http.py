@@ -478,7 +478,13 @@ async def test_the_timeline_of_a_job_is_its_owners(http):
     assert [moment["what"] for moment in told] == ["submitted"]
     assert (await http.refused("GET", f"jobs/{job.id}/timeline", "ada")).status == 404
     week = (await http.ask("GET", "history")).json()
-    assert week == {"days": [], "used_gpu_s": 0.0, "lent_gpu_s": 0.0, "helped_jobs": 0}
+    assert week == {
+        "days": [],
+        "used_gpu_s": 0.0,
+        "lent_gpu_s": 0.0,
+        "helped_jobs": 0,
+        "saved_gib_s": 0.0,
+    }
 
 
 async def test_where_a_job_came_from_is_kept_and_bounded(http):

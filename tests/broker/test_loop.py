@@ -631,6 +631,17 @@ async def test_a_suspension_that_the_helper_rolled_back_is_seen(tmp_path):
 
 
 @in_virtual_time
+async def test_a_lease_that_somebody_else_locked_goes_on(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.fault("resume", BUSY)
+        ada.phase = Phase.LOCKED
+        await until(lambda: ada.phase is Phase.RUNNING, 30)
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
 async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()

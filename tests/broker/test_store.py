@@ -32,6 +32,7 @@ LEASE = LeaseRecord(
         fraction_milli=333,
         device_count=2,
         memory_bytes=3 << 33,
+        profile="1g.10gb",
         user="bö",
         server="s",
         state=State.SUSPENDED,
@@ -102,7 +103,9 @@ DECISION = DecisionRecord(
     sentence="it sleeps",
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
-USAGE = UsageRecord(day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5)
+USAGE = UsageRecord(
+    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5
+)
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE)
 
 
@@ -124,7 +127,6 @@ def test_the_examples_differ_from_every_default():
         "used_bytes",
         "duration_s",
         "consolidate",
-        "profile",
         "idle_timeout_s",
     }
     same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}

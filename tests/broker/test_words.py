@@ -148,10 +148,12 @@ def test_sizes_are_written_as_asked_for():
     assert words.size(500, 1) == "1/2 GPU"
     assert words.size(1000, 2) == "2 GPUs"
     assert words.size(0, 1, 20 * 1024**3).endswith("of a GPU")
-    assert words.fraction_or_memory("2", None) == "2 GPUs"
-    assert words.fraction_or_memory("1", None) == "1 GPU"
-    assert words.fraction_or_memory("1/2", None) == "1/2 GPU"
-    assert words.fraction_or_memory("1", "20GiB") == "20GiB of a GPU"
+    assert words.size(1000, 1, profile="1g.10gb") == "MIG 1g.10gb"
+    assert words.size_as_written("1", None, "1g.10gb") == "MIG 1g.10gb"
+    assert words.size_as_written("2", None, None) == "2 GPUs"
+    assert words.size_as_written("1", None, None) == "1 GPU"
+    assert words.size_as_written("1/2", None, None) == "1/2 GPU"
+    assert words.size_as_written("1", "20GiB", None) == "20GiB of a GPU"
 
 
 @pytest.mark.parametrize(

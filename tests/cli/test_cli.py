@@ -159,6 +159,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "command": ["python", "train.py", "--gpus", "9", "--", "-x"],
         "gpus": "0.5",
         "memory": None,
+        "profile": None,
         "project": "vision",
         "name": "night",
         "checkpoint": "sigterm",

@@ -142,7 +142,7 @@ def test_who_waits_is_told_when_others_make_way():
 
 def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
     c = cluster(train("job", 1000, "0"), gpus=2, projects=[project("p", 2)])
-    now, both = offers(c, "p", [(500, 1), (1000, 2)], NOW)
+    now, both = offers(c, "p", [Size(500), Size(1000, 2)], NOW)
     assert now == Offer(
         fraction_milli=500,
         device_count=1,
@@ -152,20 +152,20 @@ def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
         free_milli=1000,
     )
     assert (both.starts, both.borrowed, both.devices) == (Starts.ASLEEP, False, ("gpu0", "gpu1"))
-    (beyond,) = offers(c, "other", [(500, 1)], NOW)
+    (beyond,) = offers(c, "other", [Size(500)], NOW)
     assert (beyond.starts, beyond.borrowed) == (Starts.NOW, True)
-    (refused,) = offers(c, "other", [(1000, 2)], NOW)
+    (refused,) = offers(c, "other", [Size(1000, 2)], NOW)
     assert (refused.starts, refused.why, refused.devices) == (Starts.NO, Why.NO_ROOM, ())
 
 
 def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():
     c = cluster(build("ada", 500, "0", state=ASLEEP, wanted=True), build("new", 250, queued_at=NOW - 1))
-    assert [o.starts for o in offers(c, "p", [(250, 1), (500, 1)], NOW)] == [Starts.NOW, Starts.NO]
+    assert [o.starts for o in offers(c, "p", [Size(250), Size(500)], NOW)] == [Starts.NOW, Starts.NO]
 
 
 def test_offers_of_jobs_say_whether_others_make_room():
     c = cluster(build("nb", 500, "0", idle_s=9000), projects=[project("p", 0.6)])
-    got = offers(c, "p", [(500, 1), (1000, 1), (1000, 2)], NOW, kind=Kind.TRAIN, survival=Survival.NONE)
+    got = offers(c, "p", [Size(500), Size(1000), Size(1000, 2)], NOW, kind=Kind.TRAIN, survival=Survival.NONE)
     assert [(o.starts, o.why) for o in got] == [
         (Starts.NOW, Why.FREE_ROOM),
         (Starts.SOON, Why.WAITS_FOR_ROOM),
@@ -184,7 +184,10 @@ def test_offers_of_jobs_say_whether_others_make_room():
             train("x", 1000, device_count=8),
             r"8 GPUs together; the largest machine has 2, all machines 3\.",
         ),
-        (train("x", 1000, profile="1g.10gb"), r"a MIG instance of profile 1g\.10gb; there is none\."),
+        (
+            train("x", 1000, profile="1g.10gb"),
+            r"a MIG instance of profile 1g\.10gb; no GPU here is divided\.",
+        ),
         (train("x", 1000, device_count=8, consolidate=False), r"Asks for 8 GPUs; there are 3\."),
         (train("x", 0, memory_bytes=100 * GIB), r"100\.0 GiB of GPU memory; the largest GPU has 78\.0 GiB"),
         (train("x", 1000, device_count=2), r"Asks for 2 GPUs; project p may use at most 1 GPU\."),
@@ -216,11 +219,29 @@ def test_a_job_larger_than_a_machine_is_taken_where_whole_machines_hold_it():
 
 
 def test_a_machine_of_mig_instances_has_no_undivided_gpu():
-    c = cluster(gpus=[device(0, profile="1g.10gb", memory_bytes=10 * GIB)])
-    with pytest.raises(InvalidRequest, match="a GPU that is not divided; there is none"):
+    large = device(1, profile="3g.40gb", memory_bytes=40 * GIB)
+    c = cluster(gpus=[device(0, profile="1g.10gb", memory_bytes=10 * GIB), large])
+    there = r"there are MIG instances of profile 3g\.40gb, 1g\.10gb\."
+    with pytest.raises(InvalidRequest, match=f"Asks for a GPU that is not divided; {there}"):
         check_request(c, train("x", 500))
+    with pytest.raises(InvalidRequest, match=rf"Asks for a MIG instance of profile 7g\.80gb; {there}"):
+        check_request(c, train("x", 1000, profile="7g.80gb"))
     check_request(c, train("x", 1000, profile="1g.10gb"))
     check_request(c, train("x", 0, memory_bytes=5 * GIB))
+
+
+def test_a_mig_instance_is_offered_by_its_profile():
+    c = cluster(gpus=[device(0, profile="1g.10gb"), device(1)], projects=[project("p", 2)])
+    whole, instance = offers(c, "p", [Size(1000), Size(1000, profile="1g.10gb")], NOW)
+    assert (whole.devices, instance.devices) == (("gpu1",), ("gpu0",))
+    assert (whole.profile, instance.profile) == ("", "1g.10gb")
+
+
+def test_nothing_smaller_than_a_mig_instance_is_proposed():
+    c = cluster(
+        train("a", 1000, "0"), train("x", 1000, profile="1g.10gb"), gpus=[device(0, profile="1g.10gb")]
+    )
+    assert explain(c, "x", NOW).smaller is None
 
 
 def test_a_machine_without_devices_refuses_everything():

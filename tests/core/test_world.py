@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from jupyter_gpushare.core.board import parked_bytes
-from jupyter_gpushare.core.explain import borrowed, explain, lent, offers, uses
+from jupyter_gpushare.core.explain import Size, borrowed, explain, lent, offers, uses
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     WHOLE_GPU,
@@ -171,7 +171,7 @@ class World(RuleBasedStateMachine):
             device_count=count,
             queued_at=self.now,
         )
-        (offer,) = offers(self.cluster(), project, [size], self.now)
+        (offer,) = offers(self.cluster(), project, [Size(*size)], self.now)
         self.keep(lease)
         told = explain(self.cluster(), lease.id, self.now)
         grants = [a for a in plan(self.cluster(), self.now).actions if a.lease == lease.id]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import MIB, Machine, Refused, until
+from tests.gpu.machine import MIB, PATIENCE_S, Machine, Refused, until
 from tests.simulator import Fault
 
 SUSPEND_STEPS = [
@@ -109,7 +109,7 @@ def test_a_stop_is_heard_whichever_thread_the_kernel_hands_it_to(bare: Machine) 
     threads = [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir() if int(each.name) != pid]
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.tgkill(pid, threads[0], signal.SIGTERM) == 0, ctypes.get_errno()
-    assert bare.helper.wait(10) == 0
+    assert bare.helper.wait(PATIENCE_S) == 0
     assert "helper stopped" in bare.log.read_text()
 
 
@@ -162,7 +162,7 @@ def test_only_one_helper_works_on_a_state_directory(bare: Machine, capfd: pytest
     bare.log = bare.folder / "second.log"
     bare.start(wait=False)
     assert bare.helper
-    assert bare.helper.wait(20) == 1
+    assert bare.helper.wait(PATIENCE_S) == 1
     said = bare.log.read_text()
     assert "another device helper" in said
     assert str(first.pid if first else 0) in said
@@ -198,7 +198,7 @@ def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:
     (bare.state_dir / "private" / "epoch").write_text("")
     bare.start(wait=False)
     assert bare.helper
-    assert bare.helper.wait(20) == 1
+    assert bare.helper.wait(PATIENCE_S) == 1
     bare.helper = None
     assert "epoch is damaged" in bare.log.read_text()
 

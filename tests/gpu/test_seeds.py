@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from tests.gpu.machine import GIB, Machine, Refused, Worker
+from tests.gpu.machine import GIB, PATIENCE_S, Machine, Refused, Worker
 from tests.simulator import Fault
 
 LEASES = ("ada", "bo", "cy")
@@ -54,7 +54,7 @@ def restart(machine: Machine, chance: random.Random) -> None:
     threading.Timer(chance.uniform(0.0, 0.1), lambda: machine.helper and machine.helper.kill()).start()
     together(machine, requests(chance))
     assert machine.helper
-    assert machine.helper.wait(20) == -signal.SIGKILL
+    assert machine.helper.wait(PATIENCE_S) == -signal.SIGKILL
     machine.helper = None
     machine.start()
 

@@ -298,25 +298,31 @@ n.nvmlDeviceRegisterEvents(n.nvmlDeviceGetHandleByIndex(1), n.nvmlEventTypeXidCr
         assert observer.ask("n.nvmlEventSetWait_v2(events, 1000).eventData") == 79
 
 
+# Ended by clearing the faults, long before.
+HANG_MS = 120_000
+
+
 def test_a_hanging_query_hangs_only_its_caller(machine: Simulator) -> None:
     with Worker(machine.env(), open_gpu=False) as observer:
         observer.run("import pynvml as n; n.nvmlInit(); h = n.nvmlDeviceGetHandleByIndex(0)")
-        machine.fault(Fault.HANG_NVML, device=0, value=300)
+        machine.fault(Fault.HANG_NVML, device=0, value=HANG_MS)
         observer.start("n.nvmlDeviceGetMemoryInfo(h).used")
         assert observer.is_waiting(0.1)
         with Worker(machine.env()) as kernel:
             kernel.run("gpu.allocate('1GiB')")
             assert machine.device_used(0) == GIB
+        machine.clear_faults()
         assert observer.answer() is not None
 
 
 def test_a_hanging_checkpoint_call_hangs_only_its_caller(machine: Simulator) -> None:
     with Worker(machine.env()) as kernel, Worker(machine.env(), open_gpu=False) as helper:
         helper.run("cuda = ctypes.CDLL('libcuda.so.1'); cuda.cuInit(0); state = ctypes.c_int(-1)")
-        machine.fault(Fault.HANG_CHECKPOINT, pid=kernel.pid, value=300)
+        machine.fault(Fault.HANG_CHECKPOINT, pid=kernel.pid, value=HANG_MS)
         helper.start(f"cuda.cuCheckpointProcessGetState({kernel.pid}, ctypes.byref(state)) or state.value")
         assert helper.is_waiting(0.1)
         kernel.run("gpu.allocate('1GiB')")
+        machine.clear_faults()
         assert helper.answer() == 0
 
 

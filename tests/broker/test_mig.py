@@ -1,0 +1,77 @@
+"""A machine whose GPU is divided into MIG instances: asked for by profile, or by memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.errors import InvalidRequest
+from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+
+PROFILE = "1g.10gb"
+
+
+def asks(user: str, **options: object) -> wire.SpawnRequest:
+    groups = {"ada": ["vision"], "bo": ["nlp"]}[user]
+    return wire.SpawnRequest(
+        user=user, server="", groups=groups, uid=1000, options=wire.GpuRequest(**options)
+    )
+
+
+@in_virtual_time
+async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart(tmp_path):
+    async with Site(tmp_path, profile=PROFILE) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", profile=PROFILE, program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        assert broker.seen(job).size == "MIG 1g.10gb"
+        await broker.end()
+        broker = await site.start_broker()
+        lease = broker.book.leases[job.lease_id].lease
+        assert (lease.profile, lease.held_milli, len(lease.devices)) == (PROFILE, 1000, 1)
+
+
+@in_virtual_time
+async def test_a_session_gets_an_instance_too(tmp_path):
+    async with Site(tmp_path, profile=PROFILE) as site:
+        broker = await site.start_broker()
+        grant = await broker.desk.start(asks("ada", profile=PROFILE))
+        assert len(grant.devices) == 1
+        assert "MIG 1g.10gb" in grant.message
+
+
+@in_virtual_time
+async def test_the_instances_are_what_is_offered(tmp_path):
+    async with Site(tmp_path, profile=PROFILE) as site:
+        broker = await site.start_broker()
+        (offer,) = broker.views.offers(["vision"], "vision").offers
+        assert (offer.label, offer.options, offer.starts) == ("MIG 1g.10gb", {"profile": PROFILE}, "now")
+
+
+@in_virtual_time
+async def test_what_is_not_there_is_refused_with_what_is(tmp_path):
+    async with Site(tmp_path, profile=PROFILE) as site:
+        broker = await site.start_broker()
+        for wrong in ({"profile": "7g.80gb"}, {"gpus": "0.5"}):
+            with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
+                await site.submit("bo", **wrong)
+        with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
+            await broker.desk.start(asks("ada", fraction="0.5"))
+        assert not broker.book.leases
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"profile": "largest"}, "not a MIG profile"),
+        ({"profile": "1G.10GB"}, "not a MIG profile"),
+        ({"profile": PROFILE, "gpus": "2"}, "one instance"),
+        ({"profile": PROFILE, "memory": "5GiB"}, "one instance"),
+    ],
+)
+@in_virtual_time
+async def test_a_profile_that_is_none_is_refused(tmp_path, wrong, says):
+    async with Site(tmp_path, profile=PROFILE) as site:
+        await site.start_broker()
+        with pytest.raises(InvalidRequest, match=says):
+            await site.submit("bo", **wrong)
