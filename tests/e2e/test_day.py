@@ -223,9 +223,6 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     page.get_by_role("grid").get_by_text("train.ipynb").click()
     expect(detail.locator(".gps-log")).to_contain_text("step 5")
 
-    # The broker is killed and comes back: nobody loses anything.
-    hub.kill_broker()
-
     # Ada is back: a GPU cell runs within seconds, on what she had.
     ada.run_cell(INTACT)
     expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True", timeout=90_000)
@@ -235,6 +232,9 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(detail).to_contain_text("Paused")
     expect(detail).to_contain_text("the owner of the GPU came back")
     bo.picture("paused")
+
+    # The broker is killed and comes back: nobody loses anything.
+    hub.kill_broker()
 
     # She idles again; his job goes on where it was, and ends.
     (bo.home / "enough").touch()

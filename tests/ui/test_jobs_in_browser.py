@@ -229,7 +229,8 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
         await accessible(page, ".gps-jobs")
         await picture(page, f"jobs-{theme.split()[-1].lower()}")
     await use_theme(page, THEMES[0])
-    await detail.get_by_role("tab", name="About").click()
+    await detail.get_by_role("tab", name="Timeline").press("ArrowRight")
+    await expect(detail.get_by_role("tab", name="About")).to_be_focused()
     await expect(detail).to_contain_text("lr = 0.1")
     await expect(detail).to_contain_text("WANDB_MODE")
     ended = running | {"state": "failed", "reason": "Ended with exit code 1.", "exit_code": 1}
