@@ -177,8 +177,9 @@ async def test_without_a_token_everything_but_health_is_401(http):
 
 
 def _example(path: str) -> str:
-    for name, value in {"{id}": "abc", "{n}": "1", "{name}": "nlp", "{action}": "lend"}.items():
-        path = path.replace(name, value)
+    examples = {"id": "abc", "n": "1", "name": "nlp", "action": "lend", "kernel": "k-1"}
+    for name, value in examples.items():
+        path = path.replace("{" + name + "}", value)
     return path
 
 

@@ -169,9 +169,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     ada.run_cell(ALLOCATE)
     ada.run_cell(TOO_MUCH)
     expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("GpuOutOfMemory")
-    expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute(
-        "aria-valuetext", MEMORY
-    )
+    expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
     ada.picture("limit")
     ada.run_cell(UNTIL_LUNCH)
 
