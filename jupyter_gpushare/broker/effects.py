@@ -156,6 +156,10 @@ class Effects:
         now = self.book.clock()
         if moved.done:
             live.wanted, live.active_at, live.resumes_refused = False, now, 0
+            with contextlib.suppress(HelperError):
+                # People are told that it is back: not with figures of when it slept.
+                found = {sample.lease: sample for sample in (await self.backend.sample()).leases}
+                live.sample = found.get(record.handle, live.sample)
             await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
         elif moved.refused == "lost":
             live.wanted, live.lost = False, True

@@ -379,16 +379,6 @@ class Store:
         rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
         return _job(rows[0]) if rows else None
 
-    async def job(self, job_id: str, user: str | None) -> JobRecord | None:
-        """Return a job of ``user`` (of anybody: None), also one that is no longer in memory.
-
-        Raises:
-            StoreError: the database cannot be read.
-        """
-        wanted = jobs.select().where(jobs.c.id == job_id)
-        rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
-        return _job(rows[0]) if rows else None
-
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
         """Return the job that a user submitted under an idempotency key, however long ago.
 
