@@ -169,6 +169,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "priority": 0,
         "retries": 2,
         "grace_s": None,
+        "notify": True,
         "source": None,
     }
 
