@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -367,6 +368,16 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(f"the database cannot be read: {error}") from error
 
+    async def job(self, job_id: str, user: str | None) -> JobRecord | None:
+        """Return a job of ``user`` (of anybody: None), also one that is no longer in memory.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        wanted = jobs.select().where(jobs.c.id == job_id)
+        rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
+        return _job(rows[0]) if rows else None
+
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
         """Return the job that a user submitted under an idempotency key, however long ago.
 
@@ -434,6 +445,9 @@ class Store:
         """Let go of the database and its lock."""
         self._thread.shutdown(wait=True)
         if self._lock_connection is not None:
+            # Said, not left to the end of the session, which the server notices only later.
+            with contextlib.suppress(sa.exc.SQLAlchemyError):
+                self._lock_connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_KEY)))
             self._lock_connection.close()
         if hasattr(self, "_engine"):
             self._engine.dispose()
