@@ -45,6 +45,10 @@ class Backend(abc.ABC):
     # ---- devices: called by the loop -----------------------------------------
 
     @abc.abstractmethod
+    async def epoch(self) -> int:
+        """Return the highest epoch of a broker that the machine has seen; what is lower can do nothing."""
+
+    @abc.abstractmethod
     async def inventory(self) -> Inventory:
         """Return the devices; called at start and after a device event."""
 

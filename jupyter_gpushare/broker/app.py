@@ -329,7 +329,7 @@ class GPUShareBroker(Application):
         book = Book(store, self.policy(), clock=time.monotonic)
         book.load(boot_id())
         backend = LocalBackend(
-            HelperClient(Path(self.helper_socket), store.epoch),
+            HelperClient(Path(self.helper_socket), lambda: store.epoch),
             HubClient(os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"]),
         )
         loop = Loop(book, backend)

@@ -73,6 +73,20 @@ def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
     return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
 
 
+def _begun_anew(record: LeaseRecord, now: float) -> LeaseRecord:
+    """Return a record of another boot, whose monotonic moments mean nothing, as if it began now."""
+    lease = replace(
+        record.lease,
+        submitted_at=now,
+        queued_at=now,
+        waits_since_at=now,
+        granted_at=now,
+        keep_until_at=0.0,
+        attained_at=None if record.lease.attained_at is None else now,
+    )
+    return replace(record, lease=lease, entered_at=now)
+
+
 def iso_now() -> str:
     """Return the wall clock, UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -141,6 +155,7 @@ class Book:
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")
         self.no_job_before = float("-inf")  # the Hub starts nothing just now
+        self.strayed: dict[str, str] = {}  # by device: a lease on it that only the device helper knows
         self.seq = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.woken = asyncio.Event()  # for the loop: something changed
@@ -151,19 +166,11 @@ class Book:
         """Take over what the last broker left; moments of another boot start anew."""
         loaded = self.store.load()
         now = self.clock()
-        same_boot = loaded.boot_id == boot_id
-        for record in loaded.leases:
-            if not same_boot:
-                lease = replace(
-                    record.lease,
-                    submitted_at=now,
-                    queued_at=now,
-                    waits_since_at=now,
-                    granted_at=now,
-                    keep_until_at=0.0,
-                    attained_at=None if record.lease.attained_at is None else now,
-                )
-                record = replace(record, lease=lease, entered_at=now)
+        leases = loaded.leases
+        if loaded.boot_id != boot_id:
+            leases = tuple(_begun_anew(record, now) for record in leases)
+            self.store.begin_boot(boot_id, leases)
+        for record in leases:
             self.leases[record.id] = record
             self.live[record.id] = self.new_live()
         self.jobs = {job.id: job for job in loaded.jobs}
@@ -182,6 +189,21 @@ class Book:
         """
         try:
             await self.store.commit(changes)
+        except StoreError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+
+    def outlive(self, epoch: int) -> None:
+        """Take an epoch above ``epoch``, unless another broker is the one of this database by now.
+
+        Raises:
+            StoreError: it is, or the database failed; the broker ends.
+        """
+        if epoch < self.store.epoch:
+            return
+        try:
+            self.store.raise_epoch(epoch + 1)
         except StoreError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -388,8 +410,11 @@ class Book:
 
     def _keep_job(self, job: JobRecord) -> None:
         self.jobs[job.id] = job
-        if job.result and len(self.jobs) > _MAX_ENDED_JOBS:
-            ended = sorted((j for j in self.jobs.values() if j.result), key=lambda j: j.submitted_at)
+        if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
+            return
+        ended = [j for j in self.jobs.values() if j.result]
+        if len(ended) > _MAX_ENDED_JOBS:
+            ended.sort(key=lambda j: j.ended_at or j.submitted_at)
             for old in ended[: len(ended) // 2]:
                 del self.jobs[old.id]
 
@@ -468,7 +493,8 @@ class Book:
                 island=device.island,
                 name=device.name,
                 profile=device.profile,
-                usable=device.healthy if healthy is None else healthy.get(device.uuid, False),
+                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
+                and device.uuid not in self.strayed,
                 suspendable=device.suspendable,
             )
 

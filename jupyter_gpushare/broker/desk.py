@@ -276,16 +276,16 @@ class Desk:
         if key is not None:
             if not 1 <= len(key) <= 255 or "\0" in key:
                 raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
-            # The database first: after it nobody else gets a turn until the job is in the book.
             stored = await book.store.job_by_key(user, key)
-            same = next(
-                (j for j in book.jobs.values() if j.user == user and j.idempotency_key == key), stored
-            )
-            if same is not None:
-                return same
+            if stored is not None:
+                return book.jobs.get(stored.id, stored)
         check_job(request)
         project = self.choose_project(groups, request.project)
         await self._known()
+        # Nobody else gets a turn from here on until the job is in the book.
+        mine = (j for j in book.jobs.values() if j.user == user and j.idempotency_key == key)
+        if key is not None and (same := next(mine, None)) is not None:
+            return same
         self._check_share(job_size(request))
         if request.grace_s is not None and request.grace_s > book.policy.max_grace_s:
             raise InvalidRequest(
@@ -357,13 +357,16 @@ class Desk:
             sentence=sentence,
         )
 
-    def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:
-        """Return a job of ``user``.
+    async def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:
+        """Return a job of ``user``, also one that ended long ago.
 
         Raises:
             NotFound: there is none, or it is another's.
+            StoreError: the database cannot be read.
         """
         job = self.book.jobs.get(job_id)
+        if job is None:
+            job = await self.book.store.job(job_id, None if admin else user)
         if job is None or (job.user != user and not admin):
             raise NotFound(f"you have no job {job_id[:40]!r}")
         return job
@@ -404,7 +407,7 @@ class Desk:
         if report.exit_code is not None and not -64 <= report.exit_code <= 255:
             raise InvalidRequest("exit_code is a number from 0 to 255, or a signal's, negative")
         book = self.book
-        job = self.job(user, job_id)
+        job = await self.job(user, job_id)
         record = book.leases.get(job.lease_id)
         # A lease that waits again keeps the number of the attempt that is over.
         if record is None or record.attempt != attempt or record.state is State.PENDING:

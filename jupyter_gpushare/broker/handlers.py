@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ log = logging.getLogger("gpushare.broker")
 T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
+# In JSON as `wire.encode` writes it: a backslash that is not escaped itself, and u0000.
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 @dataclass(slots=True)
@@ -95,11 +98,13 @@ class Base(HubOAuthenticated, web.RequestHandler):
         if content.partition(";")[0].strip() != "application/json":
             raise InvalidRequest("send JSON, with Content-Type: application/json")
         message = wire.decode(self.request.body, kind)
+        # JSON can spell what no database, no command line and no answer can hold.
         try:
-            wire.encode(message)
+            text = wire.encode(message)
         except UnicodeEncodeError:
-            # JSON can spell half of a character; no database and no answer can hold it.
             raise InvalidRequest("a text in the body has half of a character (a lone surrogate)") from None
+        if _NUL.search(text):
+            raise InvalidRequest("a text in the body has a NUL character")
         return message
 
     def answer(self, message: Any, status: int = 200) -> None:
@@ -234,14 +239,14 @@ class Job(Base):
 
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(job))
 
     async def delete(self, job_id: str) -> None:
         identity = await self.identify()
         if not identity.admin:
             identity.require(JOBS_SCOPE)
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(await self.service.desk.cancel(job)))
 
 
@@ -250,7 +255,7 @@ class JobTimeline(Base):
 
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(await history.timeline(self.service.book, job))
 
 
@@ -260,7 +265,7 @@ class JobRetry(Base):
     async def post(self, job_id: str) -> None:
         identity = await self.identify()
         identity.require(JOBS_SCOPE)
-        job = self.service.desk.job(identity.user, job_id)
+        job = await self.service.desk.job(identity.user, job_id)
         groups = await self.service.access.groups(identity.user)
         self.answer(self.service.views.job(await self.service.desk.retry(job, groups)), 201)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
@@ -24,7 +24,7 @@ from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Su
 from jupyter_gpushare.core.plan import plan
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
-from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample
+from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
 
 log = logging.getLogger("gpushare.broker")
 
@@ -43,6 +43,7 @@ class Loop:
         self.backend = backend
         self.effects = Effects(book, backend, self.measure)
         self._inventory_due = True
+        self._met = False  # the device helper, by a broker that has just started
         self._next_at: float | None = None
 
     async def run(self) -> None:
@@ -90,6 +91,11 @@ class Loop:
             HelperError: the helper does not answer.
         """
         book = self.book
+        if not self._met:
+            # A restored database counts from where it was saved.  Only at start: whom the helper
+            # refuses later on was followed by another broker, and does nothing more.
+            book.outlive(await self.backend.epoch())
+            self._met = True
         if self._inventory_due:
             book.inventory = await self.backend.inventory()
             self._inventory_due = False
@@ -102,11 +108,25 @@ class Loop:
             record = book.leases.get(lease_id)
             if record is not None:
                 await self._note(record, book.live[lease_id], by_handle.pop(record.handle, None), now)
+        strays = []
         for orphan in by_handle.values():
-            if not orphan.alive and not any(orphan.used_bytes.values()):
+            if orphan.alive or any(orphan.used_bytes.values()):
+                strays.append(orphan)
+            else:
                 await self.backend.drop(orphan.lease)
+        await self._keep_clear(strays)
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await book.bump()
+
+    async def _keep_clear(self, strays: Sequence[LeaseSample]) -> None:
+        """Grant nothing on devices of leases that live, but not in this database, until they end."""
+        before = self.book.strayed
+        there = [stray for stray in strays if stray.phase is not Phase.SUSPENDED]
+        self.book.strayed = {uuid: stray.lease for stray in there for uuid in stray.devices}
+        if self.book.strayed != before:
+            for uuid, lease in self.book.strayed.items():
+                log.warning("device=%s is used by lease=%s, which the database does not know", uuid, lease)
+            await self.book.bump()
 
     async def _note(self, record: LeaseRecord, live: Live, sample: LeaseSample | None, now: float) -> None:
         live.sample = sample

@@ -440,6 +440,11 @@ class Views:
         elif not self.book.inventory.devices:
             reasons.append("The device helper found no GPU.")
         reasons += [f"GPU {d.uuid}: {d.reason}" for d in self.devices().devices if not d.healthy]
+        reasons += [
+            f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
+            "older copy restored?): nothing new is granted there until that server has stopped."
+            for uuid, lease in self.book.strayed.items()
+        ]
         return wire.Health(
             status="degraded" if reasons else "ok",
             version=__version__,

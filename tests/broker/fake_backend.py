@@ -525,6 +525,10 @@ class SiteBackend(Backend):
         if self.site.helper_silent:
             raise HelperError("silent", "the device helper did not answer")
 
+    async def epoch(self) -> int:
+        self._reach()
+        return self.site.epoch
+
     async def inventory(self) -> verbs.Inventory:
         self._reach()
         return verbs.Inventory(
@@ -569,6 +573,7 @@ class SiteBackend(Backend):
                 verbs.LeaseSample(
                     lease=h.handle,
                     phase=h.phase,
+                    devices=tuple(h.limits),
                     used_bytes=dict(h.used),
                     saved_bytes=dict(h.saved),
                     calls=str(h.calls),

@@ -403,6 +403,17 @@ async def test_a_body_that_is_not_called_json_is_refused(http, kind):
     assert "Content-Type" in answer.message
 
 
+@pytest.mark.parametrize(
+    ("text", "refused"), [("\0", True), ("\\\0", True), ("\\u0000", False), ("\\\\u0000", False)]
+)
+async def test_a_nul_in_a_body_is_refused_before_it_can_reach_the_database(http, text, refused):
+    body = {"state": "ended", "exit_code": 0, "reason": f"bye {text}"}
+    job = await http.submit()
+    http.tokens["runner"] = _person("bo", f"access:servers!server=bo/j{job.id}-1")
+    response = await http.ask("POST", f"jobs/{job.id}/attempts/1/report", "runner", json=body)
+    assert response.status_code == (400 if refused else 204), response.text
+
+
 async def test_a_cookie_alone_changes_nothing(http):
     response = await http.client.post(
         "jobs", json={"command": ["true"]}, headers={"Cookie": "service-gpushare=x"}
