@@ -64,9 +64,6 @@ class Base(HubOAuthenticated, web.RequestHandler):
         self.service = service
         self.hub_auth = service.access.hub_auth
 
-    def check_xsrf_cookie(self) -> None:
-        """Nothing is changed by cookie alone: `identify` takes cookies for reading only."""
-
     async def identify(self) -> Identity:
         """Return who asks.
 
