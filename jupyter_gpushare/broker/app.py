@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from tornado.netutil import bind_sockets
 from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
 from traitlets.config import Application
 
-from jupyter_gpushare import __version__, wire
+from jupyter_gpushare import __version__
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import HelperClient, LocalBackend
 from jupyter_gpushare.broker import metrics, openapi
@@ -36,6 +38,7 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
+from jupyter_gpushare.broker.listener import Listener, connections_allowed
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
@@ -45,8 +48,6 @@ from jupyter_gpushare.core.model import WHOLE_GPU, Order
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, StoreError
 
 log = logging.getLogger("gpushare.broker")
-
-MAX_CONNECTIONS = 2_000
 
 
 def boot_id() -> str:
@@ -363,7 +364,7 @@ class GPUShareBroker(Application):
             access=Access(hub_auth, self._spawner_token(), backend),
             registry=metrics.registry(book),
             prefix=prefix,
-            openapi=lambda: openapi.describe(prefix),
+            openapi=functools.cache(lambda: openapi.describe(prefix)),
             waiting={},
         )
         options = {"service": service}
@@ -386,9 +387,7 @@ class GPUShareBroker(Application):
                 f"port {port} on {host} is in use ({error.strerror}): stop what listens there, "
                 "or change the url of the service gpushare"
             ) from None
-        server = httpserver.HTTPServer(
-            application, max_body_size=wire.MAX_BODY_BYTES, max_buffer_size=4 * wire.MAX_BODY_BYTES
-        )
+        server = Listener(application, max_connections=connections_allowed())
         server.add_sockets(sockets)
         return server
 
@@ -418,15 +417,30 @@ def secret_file(path: Path) -> str:
         StoreError: others can read it, or it cannot be made.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w") as file:
-                file.write(secrets.token_hex(32))
+        if not path.exists() or not path.stat().st_size:
+            _write_secret(path)
         if path.stat().st_mode & 0o077:
             raise StoreError(f"{path} can be read by others: chmod 600 it")
         return path.read_text().strip()
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
+
+
+def _write_secret(path: Path) -> None:
+    """Make a secret that is there as a whole or not at all; an empty file, of a full disk, is replaced."""
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(name, path)
+        except FileExistsError:
+            if not path.stat().st_size:
+                os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _log_request(handler: web.RequestHandler) -> None:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -52,6 +53,9 @@ log = logging.getLogger("gpushare.broker")
 _ACTIVE_S = 2.0
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
+_PROGRESS_S = 10.0
+# Pages that wait for news are told this often at most: many changes come together.
+_GATHER_S = 0.1
 _WAITING = (State.PENDING, State.SUSPENDED)
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
@@ -128,6 +132,7 @@ class Live:
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     lost: bool = False  # its device state was lost
+    progress_stored_at: float = float("-inf")
 
 
 class Book:
@@ -159,7 +164,10 @@ class Book:
         self.seq = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.woken = asyncio.Event()  # for the loop: something changed
-        self._changed = asyncio.Condition()
+        self.told = 0  # the ``seq`` that those who wait were last told
+        self._told_at = float("-inf")
+        self._telling: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
         self._decision_seq = 0
 
     def load(self, boot_id: str) -> None:
@@ -219,6 +227,16 @@ class Book:
         self._keep_job(job)
         await self.commit(job)
         await self.bump()
+
+    async def put_progress(self, job: JobRecord) -> None:
+        """Keep how far a job is; on disk, where losing a little harms nobody, every `_PROGRESS_S` at most."""
+        live, now = self.live[job.lease_id], self.clock()
+        if now - live.progress_stored_at >= _PROGRESS_S:
+            live.progress_stored_at = now
+            await self.put_job(job)
+        elif (job.done, job.total) != (self.jobs[job.id].done, self.jobs[job.id].total):
+            self._keep_job(job)
+            await self.bump()
 
     async def add(self, record: LeaseRecord, *also: Change) -> None:
         """Store a new lease."""
@@ -419,19 +437,24 @@ class Book:
                 del self.jobs[old.id]
 
     async def bump(self) -> None:
-        """Tell everybody who waits that something changed."""
+        """Wake the loop, and tell everybody who waits that something changed, at most every `_GATHER_S`."""
         self.seq += 1
         self.woken.set()
-        async with self._changed:
-            self._changed.notify_all()
+        if self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_at(max(loop.time(), self._told_at + _GATHER_S), self._tell)
+
+    def _tell(self) -> None:
+        self.told, self._told_at, self._telling = self.seq, asyncio.get_running_loop().time(), None
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def wait_beyond(self, seq: int, timeout_s: float) -> None:
-        """Return when ``self.seq`` is beyond ``seq``, or after the timeout."""
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.seq > seq)
-        except TimeoutError:
-            return
+        """Return when those who wait were told of a change after ``seq``, or after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.told <= seq:
+                    await self._news.wait()
 
     # ---- lookups -------------------------------------------------------------
 

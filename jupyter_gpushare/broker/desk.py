@@ -433,7 +433,7 @@ class Desk:
                 else:
                     await book.put_job(job)
             case "progress":
-                await book.put_job(replace(job, done=report.done, total=report.total))
+                await book.put_progress(replace(job, done=report.done, total=report.total))
 
     # ---- what owners do with their lease -------------------------------------
 

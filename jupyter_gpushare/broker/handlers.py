@@ -65,9 +65,6 @@ class Base(HubOAuthenticated, web.RequestHandler):
         self.service = service
         self.hub_auth = service.access.hub_auth
 
-    def check_xsrf_cookie(self) -> None:
-        """Nothing is changed by cookie alone: `identify` takes cookies for reading only."""
-
     async def identify(self) -> Identity:
         """Return who asks.
 
@@ -166,7 +163,7 @@ class Status(Base):
         book, waiting = self.service.book, self.service.waiting
         after = int(self.number("after", -1, -1, 2**53))
         wait_s = self.number("wait", 0, 0, MAX_WAIT_S)
-        if wait_s and after >= book.seq:
+        if wait_s and after >= book.told:
             if waiting.get(identity.user, 0) >= book.policy.max_waiters_per_user:
                 raise TooMany("too many of your pages wait for news at once: close some")
             waiting[identity.user] = waiting.get(identity.user, 0) + 1

@@ -145,6 +145,7 @@ decisions = sa.Table(
     sa.Column("why", sa.String(64), nullable=False),
     sa.Column("for_lease", sa.String(64)),
     sa.Column("sentence", sa.Text, nullable=False),
+    sa.Index("decisions_by_user", "user", "at"),
 )
 projects = sa.Table(
     "projects",

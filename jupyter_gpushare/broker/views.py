@@ -425,7 +425,11 @@ class Views:
             at=self.book.iso_now(),
             user=user,
             admin=admin,
-            leases=self.leases(user),
+            leases=[
+                self.lease(r)
+                for r in self.book.leases.values()
+                if r.lease.user == user and r.state is not State.PENDING  # those are in ``jobs``
+            ],
             jobs=self.jobs(user, limit=100),
             projects=self.projects(groups),
             events=self.decisions(user, MAX_EVENTS),

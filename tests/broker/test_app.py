@@ -201,6 +201,17 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
     secret = secret_file(path)
     assert len(secret) == 64
     assert secret_file(path) == secret
+    assert list(tmp_path.iterdir()) == [path]
     path.chmod(0o644)
     with pytest.raises(StoreError, match="chmod 600"):
         secret_file(path)
+
+
+def test_a_secret_that_a_full_disk_left_empty_is_made_again(tmp_path):
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    secret = secret_file(path)
+    assert len(secret) == 64
+    assert secret_file(path) == secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]

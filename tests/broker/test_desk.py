@@ -428,6 +428,19 @@ async def test_an_ended_job_is_found_however_many_live_or_ended_after_it(tmp_pat
 
 
 @in_virtual_time
+async def test_a_status_tells_of_queued_jobs_as_jobs_only(tmp_path):
+    """There may be thousands, and every page of their owner asks for it."""
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        runs = await site.submit("bo", "1", program=Program(work_s=100))
+        await until(lambda: broker.state(runs) == "running")
+        waits = await site.submit("bo", "1")
+        status = broker.views.status("bo", ("nlp",), admin=False)
+        assert [lease.job for lease in status.leases] == [runs.id]
+        assert {job.id for job in status.jobs} == {runs.id, waits.id}
+
+
+@in_virtual_time
 async def test_the_same_key_twice_before_the_devices_are_known_is_one_job(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker(running=False)

@@ -422,6 +422,20 @@ async def test_a_cookie_alone_changes_nothing(http):
 
 
 @pytest.mark.parametrize(
+    ("mode", "status"), [("navigate", 200), (None, 200), ("cors", 401), ("same-origin", 401)]
+)
+async def test_a_script_in_a_page_of_another_reads_nothing_with_the_cookie_of_its_reader(http, mode, status):
+    """All servers and this service are one origin to a browser, unless the Hub has subdomains."""
+    cookie = web.create_signed_value(b"secret", "service-gpushare", "root").decode()
+    headers = {"Cookie": f"service-gpushare={cookie}"} | ({"Sec-Fetch-Mode": mode} if mode else {})
+    assert (await http.client.get("jobs?all=1", headers=headers)).status_code == status
+    page = await http.client.get(http.url + PREFIX, headers=headers)
+    assert page.status_code == (200 if status == 200 else 302)
+    headers = {"Authorization": "token root"} | ({"Sec-Fetch-Mode": mode} if mode else {})
+    assert (await http.client.get("jobs?all=1", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "nosuch", 404),
