@@ -34,8 +34,15 @@ export class Log {
     return this._isCut;
   }
 
-  /** Reads on; returns whether there was more. */
-  async readOn(): Promise<boolean> {
+  /** Reads on; returns whether there was more.  Who asks meanwhile gets the answer of the read under way. */
+  readOn(): Promise<boolean> {
+    this._reading ??= this._readOn().finally(() => {
+      this._reading = null;
+    });
+    return this._reading;
+  }
+
+  private async _readOn(): Promise<boolean> {
     const piece = await this._fetch(this.attempt, this._next ?? -FIRST_BYTES);
     if (piece.attempts !== this._attempts && this.attempt === 0 && this._attempts > 0) {
       // A new attempt has begun: its log begins anew.
@@ -76,6 +83,7 @@ export class Log {
 
   private _lines: readonly string[] = [];
   private _rest = '';
+  private _reading: Promise<boolean> | null = null;
   private _next: number | null = null;
   private _attempts = 0;
   private _isCut = false;

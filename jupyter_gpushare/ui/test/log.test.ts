@@ -45,6 +45,15 @@ describe('Log', () => {
     expect(log.isCut).toBe(false);
   });
 
+  it('reads every piece once, also when asked twice at the same time', async () => {
+    const file = new File();
+    const log = new Log(file.read, 0);
+    file.text = 'one\ntwo\n';
+    expect(await Promise.all([log.readOn(), log.readOn()])).toEqual([true, true]);
+    expect(log.lines).toEqual(['one', 'two', '']);
+    expect(await log.readOn()).toBe(false);
+  });
+
   it('shows a bar once, however often it was drawn', async () => {
     const file = new File();
     const log = new Log(file.read, 0);
