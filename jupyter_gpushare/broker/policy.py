@@ -57,7 +57,7 @@ class Policy:
     preempt_cost_s: float = 30.0
     guard_s: float | None = 14 * 86_400.0
     skip_wait_s: float | None = 86_400.0
-    catch_up_s: float | None = 3_600.0
+    catch_up_s: float | None = 7_200.0
     grace_s: float = 30.0
     sizes: tuple[tuple[int, int], ...] = ((250, 1), (500, 1), (1000, 1))  # (fraction_milli, devices) offered
     max_jobs_per_user: int = 1_000  # queued or running
