@@ -300,11 +300,12 @@ def _status(args: argparse.Namespace) -> int:
     if status.projects:
         print()
         _print_table(
-            ["PROJECT", "GUARANTEED", "IN USE", "BORROWED", "LENT", "WAITING"],
+            ["PROJECT", "GUARANTEED", "IN USE", "BORROWED", "LENT", "IN RAM", "WAITING"],
             [
                 [
                     p.name,
                     *map(_gpus, (p.quota_milli, p.in_use_milli, p.borrowed_milli, p.lent_milli)),
+                    gigabytes(p.saved_bytes) if p.saved_bytes else "-",
                     str(p.waiting),
                 ]
                 for p in status.projects

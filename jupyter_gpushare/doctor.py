@@ -40,8 +40,15 @@ LEVELS = {
     "whole_gpu": "whole devices: nothing to limit",
     "mig": "a MIG instance: kept apart by the hardware",
     "cgroup": "kept by the driver",
-    "preload": "kept by our library in each process; a watchdog stops who evades it",
+    "preload": "kept by our library in each process",
     "hints": "not enforced: frameworks are only asked to stay within it",
+}
+
+# What becomes of a process that evades the library (`gpushare helper --watchdog`).
+WATCHDOG = {
+    "stop": "a watchdog stops who evades it",
+    "warn": "a watchdog tells who evades it and stops nobody",
+    "off": "nobody looks for who evades it",
 }
 
 
@@ -88,7 +95,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
         page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
         checks.append(check_limit_page(page, lease))
         if lease is not None:
-            checks.append(check_level(lease))
+            checks.append(check_level(lease, devices.watchdog if devices is not None else "warn"))
     return checks
 
 
@@ -286,9 +293,14 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
     return _ok(name, f"{gigabytes(total)} on {count} device{'s' if count != 1 else ''}.")
 
 
-def check_level(lease: wire.LeaseStatus) -> Check:
-    """How the limit of the lease is enforced."""
+def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
+    """How the limit of the lease is enforced, and what the watchdog does about who evades it."""
     said = LEVELS.get(lease.level, lease.level)
+    if lease.level == "preload":
+        said += f"; {WATCHDOG[watchdog]}"
+        if watchdog == "off":
+            advice = "an administrator starts the device helper with --watchdog warn or stop"
+            return _warn("level", f"preload: {said}.", advice)
     if lease.level == "hints":
         return _warn(
             "level", f"hints: {said}.", "an administrator can offer MIG instances or the preload library"

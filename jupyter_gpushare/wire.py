@@ -80,6 +80,7 @@ class JobRequest(Message, frozen=True):
     retries: int = 0  # how often a failed attempt is tried again, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL
     source: JobSource | None = None
+    notify: bool = True  # tell its owner in JupyterLab when it ends or is paused
 
 
 class LaunchRequest(Message, frozen=True):
@@ -105,6 +106,7 @@ class LaunchRequest(Message, frozen=True):
     borrow: bool = True
     retries: int = 0
     priority: int = 0
+    notify: bool = True
 
 
 class KernelActivity(Message, frozen=True):
@@ -203,7 +205,7 @@ class Offer(Answer, frozen=True):
 
 
 class ProjectUse(Answer, frozen=True):
-    """GPUs of a project, in thousandths of a GPU."""
+    """GPUs of a project, in thousandths of a GPU, and the host memory that its sleepers take."""
 
     name: str
     quota_milli: int
@@ -215,6 +217,7 @@ class ProjectUse(Answer, frozen=True):
     fair_share_milli: int
     waiting: int  # queued jobs
     overridden: bool = False  # quota set through the API, not by the configuration
+    saved_bytes: int = 0  # device memory of its sleeping sessions and jobs, parked in host memory
 
 
 class JobOutlook(Answer, frozen=True):
@@ -319,6 +322,7 @@ class Job(Answer, frozen=True):
     borrow: bool = True
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
+    notify: bool = True
 
 
 class JobMoment(Answer, frozen=True):
@@ -353,12 +357,13 @@ class LaunchForm(Answer, frozen=True):
 
 
 class DayUse(Answer, frozen=True):
-    """GPU-seconds of one user in one project on one day (UTC, of the end of each stretch)."""
+    """What one user took in one project on one day (UTC, of the end of each stretch)."""
 
     day: str  # "2031-05-06"
     project: str
     used_gpu_s: float  # held by sessions and jobs
     lent_gpu_s: float  # left to others by sleeping sessions
+    saved_gib_s: float = 0.0  # GiB-seconds of host memory that sleeping sessions and jobs took
 
 
 class History(Answer, frozen=True):
@@ -368,6 +373,7 @@ class History(Answer, frozen=True):
     used_gpu_s: float
     lent_gpu_s: float
     helped_jobs: int  # jobs that sessions of the user were put to sleep for
+    saved_gib_s: float = 0.0
 
 
 class JobList(Answer, frozen=True):
@@ -431,6 +437,8 @@ class Devices(Answer, frozen=True):
     simulated: bool
     host_budget_bytes: int
     host_saved_bytes: int
+    # About memory beyond a limit and processes without a lease: tell, also stop them, or do not look.
+    watchdog: Literal["warn", "stop", "off"] = "warn"
 
 
 class Leases(Answer, frozen=True):

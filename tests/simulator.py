@@ -126,7 +126,7 @@ class Simulator:
             raise ValueError(f"no such fault: {kind} pid={pid} device={device}")
 
     def clear_faults(self) -> None:
-        """Nothing goes wrong any more; a lost device is back."""
+        """Nothing goes wrong any more; a lost device is back, a call that hangs returns."""
         self._attached().gpushare_sim_clear_faults()
 
     def _memory(self, device: int) -> tuple[int, int, int]:

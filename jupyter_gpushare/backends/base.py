@@ -22,12 +22,15 @@ from jupyter_gpushare.gpu.verbs import Event, Inventory, Moved, Sample
 class HubError(GpuShareError):
     """The Hub refused, or does not answer.
 
-    ``permanent``: asking again will not help; the text says why.
+    ``permanent``: asking again for this server will not help; the text says why.
+    ``not_now``: it answered that nothing was begun, and that is no fault of this
+    server: the Hub is at a limit, or does not accept the broker.
     """
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, not_now: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.not_now = not_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class Backend(abc.ABC):
     """One place where leases live: a machine, later a cluster."""
 
     # ---- devices: called by the loop -----------------------------------------
+
+    @abc.abstractmethod
+    async def epoch(self) -> int:
+        """Return the highest epoch of a broker that the machine has seen; what is lower can do nothing."""
 
     @abc.abstractmethod
     async def inventory(self) -> Inventory:

@@ -7,7 +7,7 @@ socket, one connection per request (a slow suspension must not delay a sample).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,9 @@ _MOVE_S = 600.0
 
 
 class HelperClient:
-    """Speaks with the device helper, as one epoch of the broker."""
+    """Speaks with the device helper, as the epoch that the broker has now."""
 
-    def __init__(self, socket: Path, epoch: int) -> None:
+    def __init__(self, socket: Path, epoch: Callable[[], int]) -> None:
         self._socket = str(socket)
         self._epoch = epoch
 
@@ -50,9 +50,11 @@ class HelperClient:
             DeviceError: the driver refused.
         """
         plain = {} if request is None else msgspec.to_builtins(request)
+        if verb != "hello":  # which fences nobody, and is answered to everybody
+            plain["epoch"] = self._epoch()
         reader, writer = await self._connect()
         try:
-            writer.write(verbs.encode({"verb": verb, "epoch": self._epoch, **plain}))
+            writer.write(verbs.encode({"verb": verb, **plain}))
             async with asyncio.timeout(timeout_s):
                 await writer.drain()
                 line = await reader.readline()
@@ -66,7 +68,7 @@ class HelperClient:
         """Yield events as they happen, until the connection ends."""
         reader, writer = await self._connect()
         try:
-            writer.write(verbs.encode({"verb": "watch", "epoch": self._epoch}))
+            writer.write(verbs.encode({"verb": "watch", "epoch": self._epoch()}))
             await writer.drain()
             while line := await reader.readline():
                 said = msgspec.json.decode(line)
@@ -104,6 +106,9 @@ class LocalBackend(Backend):
     def __init__(self, helper: HelperClient, hub: HubClient) -> None:
         self._helper = helper
         self._hub = hub
+
+    async def epoch(self) -> int:
+        return (await self._helper.ask("hello", None, verbs.Hello)).epoch
 
     async def inventory(self) -> verbs.Inventory:
         return await self._helper.ask("inventory", None, verbs.Inventory)

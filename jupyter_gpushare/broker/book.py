@@ -57,20 +57,38 @@ _MAX_ENDED_JOBS = 2_000
 _WAITING = (State.PENDING, State.SUSPENDED)
 # Between two moments at which the lags of projects are stored.
 _LAGS_S = 300.0
+# Its device memory lies in host memory, until a resumption is over.
+_ASLEEP = (State.SUSPENDED, State.RESUMING)
+_GIB = 1 << 30
 # Days of use that are shown.
 WEEK_DAYS = 7
 
 
 def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
-    """Return what ``seconds`` in a lease's state count for: used, lent, or nothing."""
-    lease = record.lease
-    gpu_s = max(0.0, seconds) * lease.held_milli * len(lease.devices) / WHOLE_GPU
+    """Return what ``seconds`` in a lease's state count for: used, lent, kept in host memory, or nothing."""
+    lease, seconds = record.lease, max(0.0, seconds)
+    gpu_s = seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU
     use = UsageRecord(day=day, user=lease.user, project=lease.project)
     if lease.state is State.RUNNING:
         return replace(use, used_gpu_s=gpu_s)
-    if lease.state is State.SUSPENDED and lease.kind is Kind.BUILD:
-        return replace(use, lent_gpu_s=gpu_s)
-    return None
+    if lease.state not in _ASLEEP:
+        return None
+    lent = lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
+    return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+
+
+def _begun_anew(record: LeaseRecord, now: float) -> LeaseRecord:
+    """Return a record of another boot, whose monotonic moments mean nothing, as if it began now."""
+    lease = replace(
+        record.lease,
+        submitted_at=now,
+        queued_at=now,
+        waits_since_at=now,
+        granted_at=now,
+        keep_until_at=0.0,
+        attained_at=None if record.lease.attained_at is None else now,
+    )
+    return replace(record, lease=lease, entered_at=now)
 
 
 def iso_now() -> str:
@@ -110,6 +128,7 @@ class Live:
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
     wanted: bool = False
     retry_at: float = 0.0  # nothing is planned for it before
+    resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     lost: bool = False  # its device state was lost
@@ -142,6 +161,8 @@ class Book:
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")
+        self.no_job_before = float("-inf")  # the Hub starts nothing just now
+        self.strayed: dict[str, str] = {}  # by device: a lease on it that only the device helper knows
         self.seq = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.woken = asyncio.Event()  # for the loop: something changed
@@ -152,19 +173,11 @@ class Book:
         """Take over what the last broker left; moments of another boot start anew."""
         loaded = self.store.load()
         now = self.clock()
-        same_boot = loaded.boot_id == boot_id
-        for record in loaded.leases:
-            if not same_boot:
-                lease = replace(
-                    record.lease,
-                    submitted_at=now,
-                    queued_at=now,
-                    waits_since_at=now,
-                    granted_at=now,
-                    keep_until_at=0.0,
-                    attained_at=None if record.lease.attained_at is None else now,
-                )
-                record = replace(record, lease=lease, entered_at=now)
+        leases = loaded.leases
+        if loaded.boot_id != boot_id:
+            leases = tuple(_begun_anew(record, now) for record in leases)
+            self.store.begin_boot(boot_id, leases)
+        for record in leases:
             self.leases[record.id] = record
             self.live[record.id] = self.new_live()
         self.jobs = {job.id: job for job in loaded.jobs}
@@ -184,6 +197,21 @@ class Book:
         """
         try:
             await self.store.commit(changes)
+        except StoreError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+
+    def outlive(self, epoch: int) -> None:
+        """Take an epoch above ``epoch``, unless another broker is the one of this database by now.
+
+        Raises:
+            StoreError: it is, or the database failed; the broker ends.
+        """
+        if epoch < self.store.epoch:
+            return
+        try:
+            self.store.raise_epoch(epoch + 1)
         except StoreError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -316,6 +344,7 @@ class Book:
                 stretch,
                 used_gpu_s=before.used_gpu_s + stretch.used_gpu_s,
                 lent_gpu_s=before.lent_gpu_s + stretch.lent_gpu_s,
+                saved_gib_s=before.saved_gib_s + stretch.saved_gib_s,
             )
         else:
             newest = sorted({day for day, _, _ in self.usage}, reverse=True)[:WEEK_DAYS]
@@ -323,8 +352,10 @@ class Book:
         self.usage[key] = stretch
         return stretch
 
-    async def tell(self, record: LeaseRecord, action: str, text: str) -> None:
+    async def tell(self, record: LeaseRecord | None, action: str, text: str) -> None:
         """Say something about a lease to its owner and the administrator, in the log of decisions.
+
+        Without a lease it is about the machine, and for the administrator only.
 
         Raises:
             StoreError: the database failed.
@@ -333,13 +364,13 @@ class Book:
         told = DecisionRecord(
             seq=self._decision_seq,
             at=self.iso_now(),
-            lease=record.id,
-            user=record.lease.user,
-            project=record.lease.project,
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
             action=action,
             why="",
             for_lease=None,
-            sentence=f"{self.name_of(record)} {text}.",
+            sentence=f"{self.name_of(record) if record else 'This machine:'} {text}.",
         )
         self.decisions.append(told)
         await self.commit(told)
@@ -387,8 +418,11 @@ class Book:
 
     def _keep_job(self, job: JobRecord) -> None:
         self.jobs[job.id] = job
-        if job.result and len(self.jobs) > _MAX_ENDED_JOBS:
-            ended = sorted((j for j in self.jobs.values() if j.result), key=lambda j: j.submitted_at)
+        if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
+            return
+        ended = [j for j in self.jobs.values() if j.result]
+        if len(ended) > _MAX_ENDED_JOBS:
+            ended.sort(key=lambda j: j.ended_at or j.submitted_at)
             for old in ended[: len(ended) // 2]:
                 del self.jobs[old.id]
 
@@ -456,7 +490,8 @@ class Book:
     def devices(self) -> Iterator[Device]:
         if self.inventory is None:
             return
-        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else {}
+        # A device that the helper inventoried and does not measure any more is out of service.
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
         for device in self.inventory.devices:
             yield Device(
                 uuid=device.uuid,
@@ -466,7 +501,8 @@ class Book:
                 island=device.island,
                 name=device.name,
                 profile=device.profile,
-                usable=healthy.get(device.uuid, device.healthy),
+                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
+                and device.uuid not in self.strayed,
                 suspendable=device.suspendable,
             )
 
@@ -533,7 +569,7 @@ class Book:
             used_bytes=sum(sample.used_bytes.values()) if sample else 0,
             idle_since_at=self.idle_since(record, now),
             wanted=live.wanted,
-            retry_at=live.retry_at,
+            retry_at=max(live.retry_at, self.no_job_before) if record.is_job else live.retry_at,
             suspendable=not self.suspend_obstacle(record),
             idle_timeout_s=self._own_timeout_s(record),
         )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import prometheus_client
@@ -38,6 +40,8 @@ log = logging.getLogger("gpushare.broker")
 T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
+# In JSON as `wire.encode` writes it: a backslash that is not escaped itself, and u0000.
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 @dataclass(slots=True)
@@ -94,11 +98,13 @@ class Base(HubOAuthenticated, web.RequestHandler):
         if content.partition(";")[0].strip() != "application/json":
             raise InvalidRequest("send JSON, with Content-Type: application/json")
         message = wire.decode(self.request.body, kind)
+        # JSON can spell what no database, no command line and no answer can hold.
         try:
-            wire.encode(message)
+            text = wire.encode(message)
         except UnicodeEncodeError:
-            # JSON can spell half of a character; no database and no answer can hold it.
             raise InvalidRequest("a text in the body has half of a character (a lone surrogate)") from None
+        if _NUL.search(text):
+            raise InvalidRequest("a text in the body has a NUL character")
         return message
 
     def answer(self, message: Any, status: int = 200) -> None:
@@ -233,14 +239,14 @@ class Job(Base):
 
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(job))
 
     async def delete(self, job_id: str) -> None:
         identity = await self.identify()
         if not identity.admin:
             identity.require(JOBS_SCOPE)
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(await self.service.desk.cancel(job)))
 
 
@@ -249,7 +255,7 @@ class JobTimeline(Base):
 
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
-        job = self.service.desk.job(identity.user, job_id, admin=identity.admin)
+        job = await self.service.desk.job(identity.user, job_id, admin=identity.admin)
         self.answer(await history.timeline(self.service.book, job))
 
 
@@ -259,7 +265,7 @@ class JobRetry(Base):
     async def post(self, job_id: str) -> None:
         identity = await self.identify()
         identity.require(JOBS_SCOPE)
-        job = self.service.desk.job(identity.user, job_id)
+        job = await self.service.desk.job(identity.user, job_id)
         groups = await self.service.access.groups(identity.user)
         self.answer(self.service.views.job(await self.service.desk.retry(job, groups)), 201)
 
@@ -310,6 +316,18 @@ class LeaseAction(Base):
             case _:
                 await desk.lend(record)
         self.answer(self.service.views.lease(book.get(lease_id)))
+
+
+class KernelRelease(Base):
+    """Free the GPU memory of a kernel: 307 to its server, which alone can restart it."""
+
+    async def post(self, lease_id: str, kernel_id: str) -> None:
+        identity = await self.identify()
+        lease = _mine(self.service.book.get(lease_id), identity)
+        server = "/".join(quote(part, safe="") for part in (lease.lease.user, lease.server) if part)
+        base = self.hub_auth.hub_prefix.removesuffix("hub/")
+        path = f"gpushare/leases/{lease_id}/kernels/{kernel_id}/release"
+        self.redirect(f"{base}user/{server}/{path}", status=307)
 
 
 class Projects(Base):
@@ -425,7 +443,13 @@ class Route:
     takes: dict[str, Any]  # by method: the type of the body
 
 
-_ID = {"id": "[a-z0-9]{1,40}", "n": "[0-9]{1,6}", "name": "[^/]{1,255}", "action": "resume|keep|lend"}
+_ID = {
+    "id": "[a-z0-9]{1,40}",
+    "n": "[0-9]{1,6}",
+    "name": "[^/]{1,255}",
+    "action": "resume|keep|lend",
+    "kernel": "[a-z0-9-]{1,64}",
+}
 
 ROUTES: tuple[Route, ...] = (
     Route("status", Status, {"get": wire.Status}, {}),
@@ -438,6 +462,7 @@ ROUTES: tuple[Route, ...] = (
     Route("servers/activity", Activity, {"post": None}, {"post": wire.ActivityReport}),
     Route("leases", Leases, {"get": wire.Leases}, {}),
     Route("leases/{id}/{action}", LeaseAction, {"post": wire.LeaseStatus}, {"post": wire.KeepRequest}),
+    Route("leases/{id}/kernels/{kernel}/release", KernelRelease, {"post": dict}, {}),
     Route("projects", Projects, {"get": wire.Projects}, {}),
     Route("projects/{name}", Project, {"put": wire.Projects}, {"put": wire.ProjectChange}),
     Route("devices", Devices, {"get": wire.Devices}, {}),

@@ -32,7 +32,7 @@ def told(job: JobRecord, decisions: Iterable[DecisionRecord]) -> wire.JobTimelin
 
 
 async def week(book: Book, user: str) -> wire.History:
-    """Return the GPU-seconds of a user in the last `WEEK_DAYS` days, those of this moment included.
+    """Return what a user took in the last `WEEK_DAYS` days, what is taken at this moment included.
 
     Raises:
         StoreError: the database cannot be read.
@@ -44,17 +44,23 @@ async def week(book: Book, user: str) -> wire.History:
     for record in book.leases.values():
         if record.lease.user == user and (use := use_of(record, today, now - record.entered_at)):
             stretches.append(use)
-    sums: dict[tuple[str, str], tuple[float, float]] = {}
+    by_day: dict[tuple[str, str], list[UsageRecord]] = {}
     for use in stretches:
-        used, lent = sums.get((use.day, use.project), (0.0, 0.0))
-        sums[use.day, use.project] = used + use.used_gpu_s, lent + use.lent_gpu_s
+        by_day.setdefault((use.day, use.project), []).append(use)
     days = [
-        wire.DayUse(day=day, project=project, used_gpu_s=round(used, 1), lent_gpu_s=round(lent, 1))
-        for (day, project), (used, lent) in sorted(sums.items())
+        wire.DayUse(
+            day=day,
+            project=project,
+            used_gpu_s=round(sum(use.used_gpu_s for use in uses), 1),
+            lent_gpu_s=round(sum(use.lent_gpu_s for use in uses), 1),
+            saved_gib_s=round(sum(use.saved_gib_s for use in uses), 1),
+        )
+        for (day, project), uses in sorted(by_day.items())
     ]
     return wire.History(
         days=days,
-        used_gpu_s=round(sum(used for used, _ in sums.values()), 1),
-        lent_gpu_s=round(sum(lent for _, lent in sums.values()), 1),
+        used_gpu_s=round(sum(use.used_gpu_s for use in stretches), 1),
+        lent_gpu_s=round(sum(use.lent_gpu_s for use in stretches), 1),
+        saved_gib_s=round(sum(use.saved_gib_s for use in stretches), 1),
         helped_jobs=await book.store.helped(user, first),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
@@ -24,7 +24,7 @@ from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Su
 from jupyter_gpushare.core.plan import Keeper
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
-from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample
+from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
 
 log = logging.getLogger("gpushare.broker")
 
@@ -44,6 +44,7 @@ class Loop:
         self.effects = Effects(book, backend, self.measure)
         self._keeper = Keeper()
         self._inventory_due = True
+        self._met = False  # the device helper, by a broker that has just started
         self._next_at: float | None = None
 
     async def run(self) -> None:
@@ -91,6 +92,11 @@ class Loop:
             HelperError: the helper does not answer.
         """
         book = self.book
+        if not self._met:
+            # A restored database counts from where it was saved.  Only at start: whom the helper
+            # refuses later on was followed by another broker, and does nothing more.
+            book.outlive(await self.backend.epoch())
+            self._met = True
         if self._inventory_due:
             book.inventory = await self.backend.inventory()
             self._inventory_due = False
@@ -103,11 +109,25 @@ class Loop:
             record = book.leases.get(lease_id)
             if record is not None:
                 await self._note(record, book.live[lease_id], by_handle.pop(record.handle, None), now)
+        strays = []
         for orphan in by_handle.values():
-            if not orphan.alive and not any(orphan.used_bytes.values()):
+            if orphan.alive or any(orphan.used_bytes.values()):
+                strays.append(orphan)
+            else:
                 await self.backend.drop(orphan.lease)
+        await self._keep_clear(strays)
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await book.bump()
+
+    async def _keep_clear(self, strays: Sequence[LeaseSample]) -> None:
+        """Grant nothing on devices of leases that live, but not in this database, until they end."""
+        before = self.book.strayed
+        there = [stray for stray in strays if stray.phase is not Phase.SUSPENDED]
+        self.book.strayed = {uuid: stray.lease for stray in there for uuid in stray.devices}
+        if self.book.strayed != before:
+            for uuid, lease in self.book.strayed.items():
+                log.warning("device=%s is used by lease=%s, which the database does not know", uuid, lease)
+            await self.book.bump()
 
     async def _note(self, record: LeaseRecord, live: Live, sample: LeaseSample | None, now: float) -> None:
         live.sample = sample
@@ -131,6 +151,7 @@ class Loop:
             await self.book.advance(record, Event.STARTED)
 
     async def _watching(self) -> None:
+        self._inventory_due = True  # what happened while nobody listened, a restart included
         async for event in self.backend.watch():
             await self._heard(event)
 
@@ -152,7 +173,7 @@ class Loop:
                 await self.book.bump()
             case EventKind.OVER_LIMIT | EventKind.STRANGER:
                 log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
-                if record is not None:
+                if record is not None or event.kind is EventKind.STRANGER:
                     what = "was stopped" if event.fields.get("action") == "stop" else "should be stopped"
                     name = event.fields.get("name", "")
                     process = (
@@ -231,7 +252,9 @@ class Loop:
             case Suspend():
                 return move(record, Event.SUSPEND, why=action.why, for_lease=action.for_lease, lend_now=False)
             case Resume():
-                return move(record, Event.RESUME, why=action.why)
+                # Tried again after a refusal, it is no new decision.
+                again = self.book.live[record.id].resumes_refused > 0
+                return move(record, Event.RESUME, why="" if again else action.why)
             case Requeue():
                 return move(record, Event.STOP, why=action.why, for_lease=action.for_lease, requeue=True)
 
@@ -265,12 +288,18 @@ class Loop:
             ):
                 await book.advance(record, Event.STOP, note="its server is gone")
         for key in servers:
-            if is_job_server(key.server) and not self._expected(key):
+            if is_job_server(key.server) and not self._expected(key) and await self._is_ours(key):
                 await self.backend.stop_server(key)
 
     def _expected(self, key: ServerKey) -> bool:
         record = self.book.by_handle(key.server)
         return record is not None and record.lease.user == key.user and record.state is not State.PENDING
+
+    async def _is_ours(self, key: ServerKey) -> bool:
+        """Return whether a server is of a job of its user, not one that only bears such a name."""
+        job_id = key.server[1:].partition("-")[0]
+        job = self.book.jobs.get(job_id) or await self.book.store.job(job_id, key.user)
+        return job is not None and job.user == key.user
 
 
 def is_job_server(name: str) -> bool:

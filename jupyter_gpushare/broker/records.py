@@ -103,13 +103,14 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """GPU-seconds of a user in a project on one day (UTC)."""
+    """What a user took in a project on one day (UTC): GPU-seconds, and GiB-seconds of host memory."""
 
     day: str
     user: str
     project: str
     used_gpu_s: float = 0.0
     lent_gpu_s: float = 0.0
+    saved_gib_s: float = 0.0  # device memory that was parked in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -163,6 +164,7 @@ usage = sa.Table(
     sa.Column("project", sa.String(255), primary_key=True),
     sa.Column("used_gpu_s", sa.Float, nullable=False),
     sa.Column("lent_gpu_s", sa.Float, nullable=False),
+    sa.Column("saved_gib_s", sa.Float, nullable=False),
 )
 
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}
@@ -236,18 +238,19 @@ class Store:
                 raise StoreError("the broker's database must be a file: jobs would be lost with its process")
             self._lock_sqlite(Path(self._url.database))
         try:
-            self._engine = sa.create_engine(self._url, pool_pre_ping=True)
+            # Parameters are jobs with their secrets: an error must not bring them into the log.
+            self._engine = sa.create_engine(self._url, pool_pre_ping=True, hide_parameters=True)
             self._open()
             self._migrate()
             with self._engine.begin() as connection:
                 epoch = self._read_meta(connection, "epoch")
                 self.epoch = int(epoch or 0) + 1
                 self._write_meta(connection, "epoch", str(self.epoch))
-                self._boot_before = self._read_meta(connection, "boot_id") or boot_id
-                self._write_meta(connection, "boot_id", boot_id)
+                if self._read_meta(connection, "boot_id") is None:
+                    self._write_meta(connection, "boot_id", boot_id)
         except sa.exc.SQLAlchemyError as error:
             self.close()
-            raise StoreError(f"the database {self._url} cannot be used: {error}") from None
+            raise StoreError(f"the database {self._url!r} cannot be used: {_brief(error)}") from None
         except StoreError:
             self.close()
             raise
@@ -332,7 +335,7 @@ class Store:
                 ),
                 usage=tuple(UsageRecord(**row) for row in connection.execute(usage.select()).mappings()),
                 lags=Lags(gpu_s=json.loads(self._read_meta(connection, "lags") or "{}")),
-                boot_id=self._boot_before,
+                boot_id=self._read_meta(connection, "boot_id") or "",
             )
 
     async def decisions_about(self, lease: str) -> tuple[DecisionRecord, ...]:
@@ -367,7 +370,17 @@ class Store:
             with self._engine.connect() as connection:
                 return list(connection.execute(query).mappings())
         except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"the database cannot be read: {error}") from error
+            raise StoreError(f"the database cannot be read: {_brief(error)}") from None
+
+    async def job(self, job_id: str, user: str | None) -> JobRecord | None:
+        """Return a job of ``user`` (of anybody: None), also one that is no longer in memory.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        wanted = jobs.select().where(jobs.c.id == job_id)
+        rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
+        return _job(rows[0]) if rows else None
 
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
         """Return the job that a user submitted under an idempotency key, however long ago.
@@ -390,16 +403,35 @@ class Store:
         if changes:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, tuple(changes))
 
-    def _write(self, changes: tuple[Change, ...]) -> None:
+    def begin_boot(self, boot_id: str, leases: Sequence[LeaseRecord]) -> None:
+        """Store ``leases`` with moments of this boot, and its name, in one: a start cut short begins again.
+
+        Raises:
+            StoreError: they may not be durable; the broker must end.
+        """
+        self._write(tuple(leases), boot_id=boot_id)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Go on with a higher epoch; only the broker whose epoch the database has can do so.
+
+        Raises:
+            StoreError: a newer broker is at work, or the database failed; this broker must end.
+        """
+        self._write((), epoch=epoch)
+        self.epoch = epoch
+
+    def _write(self, changes: tuple[Change, ...], *, epoch: int = 0, boot_id: str = "") -> None:
         try:
             with self._engine.begin() as connection:
                 mine = meta.update().where(meta.c.key == "epoch", meta.c.value == str(self.epoch))
-                if not connection.execute(mine.values(value=str(self.epoch))).rowcount:
+                if not connection.execute(mine.values(value=str(epoch or self.epoch))).rowcount:
                     raise StoreError("a newer broker uses the database: this one ends")
+                if boot_id:
+                    self._write_meta(connection, "boot_id", boot_id)
                 for change in changes:
                     self._upsert(connection, change)
         except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"a commit failed: {error}") from error
+            raise StoreError(f"a commit failed: {_brief(error)}") from None
 
     @classmethod
     def _upsert(cls, connection: Connection, change: Change) -> None:
@@ -439,12 +471,21 @@ class Store:
         """Let go of the database and its lock."""
         self._thread.shutdown(wait=True)
         if self._lock_connection is not None:
+            # Said, not left to the end of the session, which the server notices only later.
+            with contextlib.suppress(sa.exc.SQLAlchemyError):
+                self._lock_connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_KEY)))
             self._lock_connection.close()
         if hasattr(self, "_engine"):
             self._engine.dispose()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _brief(error: sa.exc.SQLAlchemyError) -> str:
+    """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
+    cause = getattr(error, "orig", None) or error
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
 
 def _forget_days(connection: Connection) -> None:

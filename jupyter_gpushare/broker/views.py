@@ -272,6 +272,7 @@ class Views:
             borrow=request.borrow,
             source=request.source,
             estimate=None if record is None else self._estimate(record),
+            notify=request.notify,
         )
 
     # ---- projects, devices, the rest ------------------------------------------
@@ -297,6 +298,7 @@ class Views:
                     1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
                 ),
                 overridden=project.name in self.book.overrides,
+                saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),
             )
             for project in cluster.projects
             if everyone or project.name in names
@@ -403,6 +405,7 @@ class Views:
             simulated=inventory.simulated,
             host_budget_bytes=inventory.host_budget_bytes,
             host_saved_bytes=sample.host_saved_bytes if sample else 0,
+            watchdog=inventory.watchdog.value,
         )
 
     def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:
@@ -437,6 +440,11 @@ class Views:
         elif not self.book.inventory.devices:
             reasons.append("The device helper found no GPU.")
         reasons += [f"GPU {d.uuid}: {d.reason}" for d in self.devices().devices if not d.healthy]
+        reasons += [
+            f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
+            "older copy restored?): nothing new is granted there until that server has stopped."
+            for uuid, lease in self.book.strayed.items()
+        ]
         return wire.Health(
             status="degraded" if reasons else "ok",
             version=__version__,

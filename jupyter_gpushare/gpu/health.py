@@ -164,7 +164,9 @@ class Health:
 
     def _listen(self) -> None:
         with self._nvml.listen() as listener:
-            if not listener.devices:
+            if listener.devices:
+                log.info("the events of %d device(s) are heard", len(listener.devices))
+            else:
                 log.info("no device here reports XIDs: losses are noticed by measuring")
             while not self._stopped and not self._restarted:
                 if not listener.devices:

@@ -46,9 +46,9 @@ from .processes import Processes, boot_id, leader
 from .sampler import Sampler
 from .server import Server
 from .suspend import Mover
-from .verbs import Device, ErrorKind, Level
+from .verbs import Device, ErrorKind, Level, WatchdogAction
 from .wake import Waker
-from .watchdog import Action, Watchdog
+from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Options:
     state_dir: Path
     socket: Path
     allow_uids: frozenset[int] = frozenset()
-    watchdog: Action = Action.WARN
+    watchdog: WatchdogAction = WatchdogAction.WARN
     host_budget_percent: int = 50
     cgroup_root: Path | None = None
     sample_s: float = 1.0
@@ -238,6 +238,7 @@ class Helper:
             host_total_bytes=self._host.total_bytes(),
             host_budget_bytes=self._host.budget_bytes(),
             at=time.monotonic(),
+            watchdog=self._options.watchdog,
         )
 
     def _device(self, gpu: Gpu) -> Device:
@@ -352,7 +353,7 @@ def parse(argv: Sequence[str]) -> Options:
         help="also answer this user; root and the helper's own user always may (repeatable)",
     )  # fmt: skip
     parser.add_argument(
-        "--watchdog", type=Action, choices=list(Action), default=Action.WARN,
+        "--watchdog", type=WatchdogAction, choices=list(WatchdogAction), default=WatchdogAction.WARN,
         help="about processes beyond their limit or without a lease: tell, also stop them, or do not look",
     )  # fmt: skip
     parser.add_argument(

@@ -260,6 +260,15 @@ def room_in_cgroup(pid: int) -> int | None:
     return room
 
 
+def shares_memory_of_nccl(pid: int) -> bool:
+    """Whether a process maps what ranks of NCCL on one host share (as its src/transport/shm.cc names it)."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            return any(b" /dev/shm/nccl-" in line for line in maps)
+    except OSError:
+        return False
+
+
 def _cgroup_number(path: str, name: str) -> int:
     with open(f"/sys/fs/cgroup{path}/{name}", encoding="ascii") as file:
         return int(file.read())  # "max" is a ValueError: no limit here

@@ -37,7 +37,7 @@ from .isolation import NO_COUNTERS, Account, Counters
 from .journal import StateDirectory
 from .lease import ASLEEP, Key, Lease, parked_of
 from .nvml import Nvml
-from .processes import Processes
+from .processes import Processes, shares_memory_of_nccl
 from .room import ROOM_WAIT_S, DeviceRoom, Undo
 from .steps import Steps, copy_s
 from .verbs import EventKind, Moved, Phase, Refusal
@@ -239,6 +239,8 @@ class Mover:
             raise Undo(Refusal.NOT_SUSPENDABLE, reason)
         if any(pid in self._nvml.under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
             raise Undo(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        if any(shares_memory_of_nccl(pid) for pid, _ in found):
+            raise Undo(Refusal.NOT_SUSPENDABLE, "it uses NCCL between processes")
         return found
 
     def _lock_only(self, lease: Lease, calls: str, timeout_s: float) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..errors import InvalidRequest
 
-# A line may not be longer; 64 leases with 64 processes each stay far below it.
+# A line may not be longer; a sample of as many leases and processes as are shown stays below it.
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -48,6 +48,14 @@ class Phase(enum.StrEnum):
     RESUMING = "resuming"
     # A restore went wrong: the driver will refuse every further call of the process.
     LOST = "lost"
+
+
+class WatchdogAction(enum.StrEnum):
+    """What the watchdog does about memory beyond a limit and processes without a lease."""
+
+    WARN = "warn"
+    STOP = "stop"
+    OFF = "off"
 
 
 class Level(enum.StrEnum):
@@ -145,6 +153,7 @@ class Inventory:
     host_total_bytes: int
     host_budget_bytes: int  # how much suspended state this machine may hold in RAM
     at: float
+    watchdog: WatchdogAction = WatchdogAction.WARN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +181,7 @@ class LeaseSample:
     wanted: bool = False  # suspended, and a process entered a CUDA call since
     queries_only: bool = False  # wanted, but by stream and event queries alone
     level: Level = Level.HINTS  # what enforces its limit now; of several devices the weakest
+    devices: tuple[str, ...] = ()  # UUIDs of those it may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ another lease.  First SIGTERM, SIGKILL when it is still there `GRACE_S` later.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ from .events import Events
 from .lease import Key, Lease
 from .nvml import Usage
 from .processes import Process, Processes, leader
-from .verbs import EventKind, Phase
+from .verbs import EventKind, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +38,15 @@ TOLERANCE_BYTES = 64 << 20
 CONTEXT_BYTES = 1 << 30
 GRACE_S = 5.0
 REPEAT_S = 60.0
+# Nobody's limit is at stake: a service of the machine may be there for good.
+STRANGER_REPEAT_S = 3600.0
 MAX_REMEMBERED = 1024
-
-
-class Action(enum.StrEnum):
-    """What the watchdog does about what it sees."""
-
-    WARN = "warn"
-    STOP = "stop"
-    OFF = "off"
 
 
 class Watchdog:
     """Compares one sample after the other with what was granted."""
 
-    def __init__(self, action: Action, processes: Processes, events: Events) -> None:
+    def __init__(self, action: WatchdogAction, processes: Processes, events: Events) -> None:
         self._action = action
         self._processes = processes
         self._events = events
@@ -65,7 +58,7 @@ class Watchdog:
 
     def look(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
         """One sample: what each device shows, and the leases with their processes."""
-        if self._action is Action.OFF:
+        if self._action is WatchdogAction.OFF:
             return
         now = time.monotonic()
         leases = list(leases)
@@ -95,12 +88,12 @@ class Watchdog:
         # NVML may show a process that has just ended, or one of another pid namespace.
         if process is None or not self._processes.alive(process.key):
             return
-        if not self._news((process.key, uuid), now):
+        if not self._news((process.key, uuid), now, STRANGER_REPEAT_S):
             return
         self._tell(EventKind.STRANGER, "", uuid, process, count, "a process without a lease uses this device")
 
     def _over_limit(self, lease: Lease, uuid: str, used: int, usage: Usage, now: float) -> None:
-        if not self._news((lease.name, uuid), now):
+        if not self._news((lease.name, uuid), now, REPEAT_S):
             return
         victim = _victim(lease, uuid, usage)
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
@@ -113,7 +106,7 @@ class Watchdog:
         self, kind: EventKind, lease: str, uuid: str, process: Process | None, used: int, reason: str
     ) -> None:
         action = "warn"
-        stops = self._action is Action.STOP and process is not None
+        stops = self._action is WatchdogAction.STOP and process is not None
         if stops and process and self._processes.signal(process.key, signal.SIGTERM):
             action = "stop"
             self._stopping[process.key] = time.monotonic()
@@ -126,9 +119,9 @@ class Watchdog:
             fields |= {"pid": str(process.pid), "name": process.name}
         self._events.publish(kind, lease=lease, device=uuid, reason=reason, fields=fields)
 
-    def _news(self, key: tuple[Key | str, str], now: float) -> bool:
+    def _news(self, key: tuple[Key | str, str], now: float, repeat_s: float) -> bool:
         told = self._told.get(key)
-        if told is not None and now - told < REPEAT_S:
+        if told is not None and now - told < repeat_s:
             return False
         self._told[key] = now
         return True

@@ -51,6 +51,7 @@ API int gpushare_sim_clear_faults(void)
     sim_lock();
     memset(sim->fault, 0, sizeof sim->fault);
     atomic_store(&sim->fault_count, 0);
+    atomic_fetch_add(&sim->faults_cleared, 1);
     sim_unlock();
     return 0;
 }

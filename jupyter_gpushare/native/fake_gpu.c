@@ -465,11 +465,15 @@ bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t
     return struck;
 }
 
+enum { HANG_STEP_MS = 10 };
+
+/* Until its time is over, or the faults are cleared. */
 void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device)
 {
-    uint32_t ms = 0;
+    uint32_t ms = 0, cleared = atomic_load(&sim->faults_cleared);
     if (sim_strikes(kind, pid, device, &ms))
-        sim_sleep_ns((uint64_t)ms * 1000000u);
+        for (uint32_t slept = 0; slept < ms && atomic_load(&sim->faults_cleared) == cleared; slept += HANG_STEP_MS)
+            sim_sleep_ns((uint64_t)(ms - slept < HANG_STEP_MS ? ms - slept : HANG_STEP_MS) * 1000000u);
 }
 
 void sim_uuid_text(const uint8_t uuid[16], char text[SIM_UUID_TEXT])

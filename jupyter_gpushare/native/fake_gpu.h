@@ -129,6 +129,7 @@ struct sim_state {
     bool limits_cgroups, mig;
     _Atomic uint32_t driver_starts;
     _Atomic uint32_t fault_count;
+    _Atomic uint32_t faults_cleared; /* how often; ends what hangs */
     struct sim_fault fault[SIM_FAULTS];
     struct sim_device device[SIM_DEVICES];
     struct sim_process process[SIM_PROCESSES];

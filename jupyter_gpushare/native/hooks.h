@@ -1,6 +1,6 @@
 /* Every function that the preload library stands in front of, once.
  *
- *   HOOK(TYPED, name)   written out in preload.c: accounting, spoofed sizes, taints, routing
+ *   HOOK(TYPED, name)   written out in preload*.c: accounting, spoofed sizes, taints, routing
  *   HOOK(COUNT, name)   counted at its entry, then a jump: whatever it takes passes untouched
  *   HOOK(QUERY, name)   same, in the counter of queries
  *   HOOK(GATE, name)    counted, waits while the lease is not running, then a jump
@@ -32,8 +32,9 @@ HOOK(TYPED, cuCtxDestroy_v2)
 HOOK(TYPED, cuIpcGetMemHandle) HOOK(TYPED, cuIpcOpenMemHandle) HOOK(TYPED, cuIpcOpenMemHandle_v2)
 HOOK(TYPED, cuIpcGetEventHandle) HOOK(TYPED, cuIpcOpenEventHandle)
 HOOK(TYPED, cuMemExportToShareableHandle) HOOK(TYPED, cuMemImportFromShareableHandle)
-HOOK(TYPED, cuMemPoolExportToShareableHandle)
-HOOK(TYPED, cuCtxEnablePeerAccess)
+HOOK(TYPED, cuMemPoolExportToShareableHandle) HOOK(TYPED, cuMemPoolImportFromShareableHandle)
+HOOK(TYPED, cuCtxEnablePeerAccess) HOOK(TYPED, cuMemSetAccess) HOOK(TYPED, cuMemPoolSetAccess)
+HOOK(TYPED, cuMulticastCreate)
 HOOK(TYPED, nvmlDeviceGetMemoryInfo) HOOK(TYPED, nvmlDeviceGetMemoryInfo_v2)
 HOOK(QUERY, cuStreamQuery) HOOK(QUERY, cuStreamQuery_ptsz) HOOK(QUERY, cuEventQuery)
 HOOK(GATE, cuCtxCreate) HOOK(GATE, cuCtxCreate_v2) HOOK(GATE, cuCtxCreate_v3) HOOK(GATE, cuCtxCreate_v4)
@@ -75,11 +76,10 @@ HOOK(COUNT, cuMemDiscardBatchAsync) HOOK(COUNT, cuMemDiscardBatchAsync_ptsz) HOO
 HOOK(COUNT, cuMemHostAlloc) HOOK(COUNT, cuMemHostRegister) HOOK(COUNT, cuMemHostRegister_v2)
 HOOK(COUNT, cuMemHostUnregister) HOOK(COUNT, cuMemMapArrayAsync) HOOK(COUNT, cuMemMapArrayAsync_ptsz)
 HOOK(COUNT, cuMemPoolCreate) HOOK(COUNT, cuMemPoolDestroy) HOOK(COUNT, cuMemPoolExportPointer)
-HOOK(COUNT, cuMemPoolImportFromShareableHandle) HOOK(COUNT, cuMemPoolImportPointer)
-HOOK(COUNT, cuMemPoolSetAccess) HOOK(COUNT, cuMemPoolSetAttribute) HOOK(COUNT, cuMemPoolTrimTo)
+HOOK(COUNT, cuMemPoolImportPointer) HOOK(COUNT, cuMemPoolSetAttribute) HOOK(COUNT, cuMemPoolTrimTo)
 HOOK(COUNT, cuMemPrefetchAsync) HOOK(COUNT, cuMemPrefetchAsync_ptsz)
 HOOK(COUNT, cuMemPrefetchAsync_v2) HOOK(COUNT, cuMemPrefetchAsync_v2_ptsz)
-HOOK(COUNT, cuMemPrefetchBatchAsync) HOOK(COUNT, cuMemPrefetchBatchAsync_ptsz) HOOK(COUNT, cuMemSetAccess)
+HOOK(COUNT, cuMemPrefetchBatchAsync) HOOK(COUNT, cuMemPrefetchBatchAsync_ptsz)
 HOOK(COUNT, cuMemcpy) HOOK(COUNT, cuMemcpy_ptds) HOOK(COUNT, cuMemcpy2D)
 HOOK(COUNT, cuMemcpy2D_v2) HOOK(COUNT, cuMemcpy2D_v2_ptds) HOOK(COUNT, cuMemcpy2DAsync)
 HOOK(COUNT, cuMemcpy2DAsync_v2) HOOK(COUNT, cuMemcpy2DAsync_v2_ptsz) HOOK(COUNT, cuMemcpy2DUnaligned)
@@ -123,7 +123,7 @@ HOOK(COUNT, cuMemsetD8Async) HOOK(COUNT, cuMemsetD8Async_ptsz) HOOK(COUNT, cuMod
 HOOK(COUNT, cuModuleGetGlobal) HOOK(COUNT, cuModuleGetGlobal_v2) HOOK(COUNT, cuModuleLoad)
 HOOK(COUNT, cuModuleLoadData) HOOK(COUNT, cuModuleLoadDataEx) HOOK(COUNT, cuModuleLoadFatBinary)
 HOOK(COUNT, cuModuleUnload) HOOK(COUNT, cuMulticastAddDevice) HOOK(COUNT, cuMulticastBindAddr)
-HOOK(COUNT, cuMulticastBindMem) HOOK(COUNT, cuMulticastCreate) HOOK(COUNT, cuMulticastUnbind)
+HOOK(COUNT, cuMulticastBindMem) HOOK(COUNT, cuMulticastUnbind)
 HOOK(COUNT, cuSignalExternalSemaphoresAsync) HOOK(COUNT, cuSignalExternalSemaphoresAsync_ptsz)
 HOOK(COUNT, cuStreamAddCallback) HOOK(COUNT, cuStreamAddCallback_ptsz)
 HOOK(COUNT, cuStreamAttachMemAsync) HOOK(COUNT, cuStreamAttachMemAsync_ptsz)

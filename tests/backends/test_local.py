@@ -88,7 +88,7 @@ async def helper(tmp_path) -> AsyncIterator[FakeHelper]:
 @pytest.fixture
 async def backend(tmp_path, helper) -> AsyncIterator[LocalBackend]:
     local = LocalBackend(
-        HelperClient(tmp_path / "h.sock", epoch=7), HubClient("http://127.0.0.1:1/hub/api", "t")
+        HelperClient(tmp_path / "h.sock", epoch=lambda: 7), HubClient("http://127.0.0.1:1/hub/api", "t")
     )
     yield local
     await local.close()
@@ -99,6 +99,13 @@ async def test_what_the_helper_measures_arrives_as_it_was(helper, backend, verb,
     helper.answer = lambda _: ok(value)
     assert await getattr(backend, verb)() == value
     assert helper.asked == [{"verb": verb, "epoch": 7}]
+
+
+async def test_the_highest_epoch_is_asked_for_without_one(helper, backend):
+    said = verbs.Hello(version="1", pid=1, boot_id="b", epoch=12, simulated=True)
+    helper.answer = lambda _: ok(said)
+    assert await backend.epoch() == 12
+    assert helper.asked == [{"verb": "hello"}]
 
 
 async def test_every_verb_is_one_the_helper_can_read(helper, backend):
@@ -198,13 +205,13 @@ async def test_a_line_without_end_is_not_read_for_ever(helper, backend):
 async def test_a_helper_that_hangs_is_given_up(helper, tmp_path):
     helper.answer = lambda _: None
     with pytest.raises(HelperError, match="did not answer sample") as failed:
-        await HelperClient(tmp_path / "h.sock", 1).ask("sample", None, verbs.Sample, timeout_s=0.05)
+        await HelperClient(tmp_path / "h.sock", lambda: 1).ask("sample", None, verbs.Sample, timeout_s=0.05)
     assert failed.value.kind == "silent"
 
 
 async def test_no_helper_at_all_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(HelperError, match=r"no device helper at .*none\.sock") as failed:
-        await HelperClient(tmp_path / "none.sock", 1).ask("sample", None, verbs.Sample)
+        await HelperClient(tmp_path / "none.sock", lambda: 1).ask("sample", None, verbs.Sample)
     assert failed.value.kind == "unreachable"
 
 

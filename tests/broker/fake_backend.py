@@ -185,6 +185,7 @@ class Site:
         self.helper_silent = False
         self.patient = False  # people try again while a new broker looks around
         self.unhealthy: set[str] = set()
+        self.unmeasured: set[str] = set()
         self.spawn_s = 0.2
         self.move_s = 1.0
         self.epoch = 0
@@ -524,6 +525,10 @@ class SiteBackend(Backend):
         if self.site.helper_silent:
             raise HelperError("silent", "the device helper did not answer")
 
+    async def epoch(self) -> int:
+        self._reach()
+        return self.site.epoch
+
     async def inventory(self) -> verbs.Inventory:
         self._reach()
         return verbs.Inventory(
@@ -562,11 +567,13 @@ class SiteBackend(Backend):
                     healthy=uuid not in site.unhealthy,
                 )
                 for uuid in site.uuids
+                if uuid not in site.unmeasured
             ),
             leases=tuple(
                 verbs.LeaseSample(
                     lease=h.handle,
                     phase=h.phase,
+                    devices=tuple(h.limits),
                     used_bytes=dict(h.used),
                     saved_bytes=dict(h.saved),
                     calls=str(h.calls),

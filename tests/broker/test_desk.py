@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from jupyter_gpushare import wire
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.broker import book as book_module
+from jupyter_gpushare.core.model import State, Survival
 from jupyter_gpushare.errors import (
     Conflict,
     GpuShareError,
@@ -307,6 +309,46 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(tmp_pat
 
 
 @in_virtual_time
+async def test_a_cancel_while_the_job_makes_room_is_not_lost(tmp_path):
+    """It is on its way back into the queue when its owner cancels it."""
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        slow = Program(work_s=500, heeds_sigterm=False)
+        job = await site.submit("bo", "2", checkpoint=Survival.NONE, program=slow, grace_s=20)
+        await until(lambda: broker.state(job) == "running")
+        other = await site.submit("ada", "1", checkpoint=Survival.NONE, program=Program(work_s=5))
+        await until(lambda: broker.state(job) == "stopping")
+        await asyncio.sleep(1)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result)
+        assert broker.job(job).result == "cancelled"
+        await until(lambda: broker.job(other).result == "succeeded")
+
+
+@in_virtual_time
+async def test_nobody_asks_for_a_grace_that_keeps_an_owner_waiting(tmp_path):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        with pytest.raises(InvalidRequest, match="at most 120"):
+            await site.submit("bo", "1", grace_s=3600)
+        await site.submit("bo", "1", grace_s=120)
+
+
+@in_virtual_time
+async def test_parts_so_small_that_they_only_take_places_are_refused(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, min_fraction_milli=50)
+        broker = await site.start_broker()
+        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+            await site.submit("bo", "0.049")
+        with pytest.raises(InvalidRequest, match=r"at least 3\.\d GB"):
+            await site.submit("bo", memory="1GiB")
+        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+            await broker.desk.start(spawn("ada", "0.001"))
+        await site.submit("bo", "0.05")
+
+
+@in_virtual_time
 async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
@@ -344,16 +386,12 @@ async def test_a_job_of_another_is_not_there(tmp_path):
         report = wire.JobReport(state="ended", exit_code=0)
         for attempt in (
             lambda: broker.desk.report("ada", job.id, 1, report),
-            lambda: _call(broker.desk.job, "ada", job.id),
-            lambda: _call(broker.desk.job, "bo", "nosuchjob1"),
+            lambda: broker.desk.job("ada", job.id),
+            lambda: broker.desk.job("bo", "nosuchjob1"),
         ):
             with pytest.raises(NotFound):
                 await attempt()
-        assert broker.desk.job("root", job.id, admin=True).id == job.id
-
-
-async def _call(function, *arguments):
-    return function(*arguments)
+        assert (await broker.desk.job("root", job.id, admin=True)).id == job.id
 
 
 @pytest.mark.parametrize("code", [10**30, -(10**30), 256, -65, 2**31])
@@ -366,6 +404,48 @@ async def test_a_forged_exit_code_cannot_break_the_database(tmp_path, code):
         with pytest.raises(InvalidRequest, match="exit_code"):
             await broker.desk.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=code))
         assert broker.job(job).exit_code is None
+
+
+@in_virtual_time
+async def test_an_ended_job_is_found_however_many_live_or_ended_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(book_module, "_MAX_ENDED_JOBS", 2)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(6)]
+        await until(lambda: broker.book.jobs.get(jobs[0].id, jobs[0]).result)
+        assert jobs[0].id in broker.book.jobs, "living jobs do not push ended ones out"
+        for job in jobs:
+            await until(lambda job=job: job.lease_id not in broker.book.leases)
+        assert len(broker.book.jobs) <= 2
+        gone = [job for job in jobs if job.id not in broker.book.jobs]
+        for job in gone:
+            found = await broker.desk.job("bo", job.id)
+            assert found.result == "succeeded"
+            assert broker.views.job(found).state == "succeeded"
+            assert await broker.desk.cancel(found) == found
+            with pytest.raises(NotFound):
+                await broker.desk.job("ada", job.id)
+
+
+@in_virtual_time
+async def test_the_same_key_twice_before_the_devices_are_known_is_one_job(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker(running=False)
+        request = wire.JobRequest(command=["x"])
+        twice = [
+            site.later(broker.desk.submit("bo", site.groups["bo"], request, "the-key")) for _ in range(2)
+        ]
+        await asyncio.sleep(0.1)  # both wait for the first measurement
+        await broker.loop.measure()
+        await broker.book.bump()
+        first, second = await asyncio.gather(*twice)
+        assert first.id == second.id
+        assert len(broker.book.jobs) == 1
+        assert not broker.book.failed.done()
+        site.helper_silent = True
+        await asyncio.sleep(60)
+        again = await broker.desk.submit("bo", site.groups["bo"], request, "the-key")
+        assert again.id == first.id, "an accepted job is told whether or not the devices are known"
 
 
 @in_virtual_time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from jupyter_gpushare.broker import history
@@ -55,3 +57,28 @@ async def test_use_older_than_a_week_is_not_counted(tmp_path):
             )
         }
         assert (await history.week(broker.book, "bo")).used_gpu_s == 0
+
+
+@in_virtual_time
+async def test_host_memory_of_sleepers_is_charged_to_their_project(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        saved_bytes = sum(ada.used.values())
+        await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(ada.handle) == "suspended", 120)
+        asleep_at = site.now
+        by_name = {p.name: p for p in broker.views.projects((), everyone=True)}
+        assert {name: p.saved_bytes for name, p in by_name.items()} == {"vision": saved_bytes, "nlp": 0}
+        await asyncio.sleep(100)
+        week = await history.week(broker.book, "ada")
+        expected = saved_bytes / 2**30 * (site.now - asleep_at)
+        assert week.saved_gib_s == pytest.approx(expected, rel=0.1)
+        await site.gpu_cell(ada)
+        after = await history.week(broker.book, "ada")
+        assert after.saved_gib_s >= week.saved_gib_s
+        (today,) = after.days
+        assert (today.project, today.saved_gib_s) == ("vision", after.saved_gib_s)
+        # Awake it takes none.
+        await asyncio.sleep(20)
+        assert (await history.week(broker.book, "ada")).saved_gib_s == after.saved_gib_s

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
@@ -13,7 +15,7 @@ from jupyter_gpushare.broker.loop import STALE_S, is_job_server
 from jupyter_gpushare.broker.policy import Policy, ProjectConfig
 from jupyter_gpushare.core.model import Survival
 from jupyter_gpushare.core.plan import Keeper, plan
-from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
+from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest, StoreError
 from jupyter_gpushare.gpu.verbs import EventKind, Moved, Phase, Refusal
 from tests.broker.fake_backend import Program, Site, in_virtual_time, until
 
@@ -390,6 +392,97 @@ async def test_a_start_that_fails_once_succeeds_the_next_time(tmp_path):
 
 
 @in_virtual_time
+async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        real, asked = broker.backend.start_server, []
+
+        async def refuse(key):
+            asked.append(site.now)
+            raise HubError("Missing or invalid credentials.", not_now=True)
+
+        monkeypatch.setattr(broker.backend, "start_server", refuse)
+        jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(8)]
+        began = site.now
+        await asyncio.sleep(1800)
+        assert [broker.job(job).result for job in jobs] == [""] * 8
+        assert "Missing or invalid credentials" in broker.lease(jobs[0]).note
+        # The pauses grow to a minute; a round asks once for each GPU.
+        assert len(asked) <= 2 * (6 + 1800 / 60)
+        assert all(at - began < 60 or b - a <= 62 for at, a, b in zip(asked, asked, asked[1:], strict=False))
+        monkeypatch.setattr(broker.backend, "start_server", real)
+        await until(lambda: all(broker.job(job).result == "succeeded" for job in jobs), 300)
+
+
+@in_virtual_time
+async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_of_it(tmp_path):
+    """Its spawn timed out, but processes of it are there: they go first (the fake tells of two at once)."""
+    async with Site(tmp_path) as site:
+        site.spawn_s = 5.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=1, program=Program(work_s=10))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
+        for task in list(site._tasks):
+            task.cancel()  # the Hub kills the runner ...
+        site.servers.clear()
+        held = site.held[f"j{job.id}-1"]
+        held.alive = True  # ... and not what it had started
+        site.use(held, dict(held.limits))
+        await broker.desk.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        assert broker.state(job) == "stopping"
+        site.spawn_s = 0.2
+        await asyncio.sleep(5)
+        assert site.started[job.id] == 0
+        held.alive, held.used = False, {}
+        await until(lambda: broker.job(job).result, 200)
+        assert broker.job(job).result == "succeeded"
+        assert broker.job(job).attempts == 2
+
+
+@in_virtual_time
+async def test_a_server_that_only_bears_a_name_like_a_jobs_is_left_alone(tmp_path):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: site.broker.job(job).result, 60)
+        site.servers[ServerKey("ada", "juliaserver-1")] = "ready"
+        site.servers[ServerKey("ada", f"j{job.id}-1")] = "ready"
+        site.servers[ServerKey("bo", "jaaaaaaaaaa-1")] = "ready"
+        site.servers[ServerKey("bo", f"j{job.id}-1")] = "ready"
+        await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
+        await asyncio.sleep(60)
+        assert not {"stop_server juliaserver-1", "stop_server jaaaaaaaaaa-1"} & set(site.effects)
+        assert ServerKey("ada", f"j{job.id}-1") in site.servers
+
+
+@in_virtual_time
+async def test_a_resume_that_stays_refused_is_tried_again_and_told_once(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1")
+        await site.submit("bo", "2", program=Program(work_s=5))
+        await until(lambda: ada.phase is Phase.SUSPENDED, 120)
+        site.fault("resume", *[Moved(done=False, refused=Refusal.BUSY, reason="not yet")] * 60)
+        cell = site.later(site.gpu_cell(ada))
+        await asyncio.sleep(120)
+        assert not cell.done()
+        tried = [d for d in broker.book.decisions if d.action == "resume"]
+        assert len(tried) <= 2
+        await until(cell.done, 300)
+        assert ada.phase is Phase.RUNNING
+
+
+@in_virtual_time
+async def test_a_device_that_is_not_measured_any_more_takes_nothing_new(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.unmeasured = {site.uuids[0]}
+        await until(lambda: [d.usable for d in broker.book.devices()] == [False, True], 10)
+        site.unmeasured = set()
+        await until(lambda: all(d.usable for d in broker.book.devices()), 10)
+
+
+@in_virtual_time
 async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
@@ -520,15 +613,6 @@ async def test_processes_that_outlive_their_server_are_killed_after_the_grace(tm
         assert f"signal SIGKILL all {ada.handle}" in site.effects
 
 
-@in_virtual_time
-async def test_job_servers_that_nobody_expects_are_stopped_and_others_left_alone(tmp_path):
-    async with Site(tmp_path) as site:
-        await site.start_broker()
-        site.servers = {ServerKey("bo", "jaaaaaaaaaa-1"): "ready", ServerKey("bo", "mine"): "ready"}
-        await until(lambda: "stop_server jaaaaaaaaaa-1" in site.effects, 60)
-        assert "stop_server mine" not in site.effects
-
-
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
@@ -587,6 +671,13 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         assert told("bo") == []
         assert bo
 
+        # Whose it is nobody knows: the administrator is told.
+        reason = "a process without a lease uses this device"
+        site.tell(EventKind.STRANGER, "", reason, action="warn", pid="78", name="miner")
+        await until(lambda: len(told(None)) == 4, 30)
+        assert told(None)[0] == f"This machine: {reason}; process 78 (miner) should be stopped."
+        assert (len(told("ada")), told("bo")) == (3, [])
+
 
 @in_virtual_time
 async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
@@ -633,6 +724,17 @@ async def test_a_suspension_that_the_helper_rolled_back_is_seen(tmp_path):
 
 
 @in_virtual_time
+async def test_a_lease_that_somebody_else_locked_goes_on(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.fault("resume", BUSY)
+        ada.phase = Phase.LOCKED
+        await until(lambda: ada.phase is Phase.RUNNING, 30)
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
 async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()
@@ -670,6 +772,59 @@ async def test_progress_is_shown(tmp_path):
         last = wire.JobReport(state="ended", exit_code=0, done=10.0, total=10.0)
         await broker.desk.report("bo", job.id, 1, last)
         assert (broker.seen(job).done, broker.seen(job).total) == (10.0, 10.0)
+
+
+@in_virtual_time
+async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_what_it_forgot(tmp_path):
+    async with Site(tmp_path, gpus=2) as site:
+        database = Path(sa.make_url(site.url).database)
+        backup = database.read_bytes()
+        for _ in range(2):
+            await (await site.start_broker()).end()
+        broker = await site.start_broker()
+        forgotten = await site.session("ada", "1")
+        await broker.end()
+        for extra in database.parent.glob(f"{database.name}-*"):
+            extra.unlink()
+        database.write_bytes(backup)
+        (busy,) = forgotten.limits
+        broker = await site.start_broker()
+        assert broker.store.epoch == 5  # the database counted to 2, the helper saw 4
+        jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(2)]
+        for job in jobs:
+            await until(lambda job=job: broker.state(job) == "granted")
+            assert busy not in broker.lease(job).lease.devices
+            await until(lambda job=job: broker.job(job).result)
+        assert any(busy in reason and forgotten.handle in reason for reason in broker.views.health().reasons)
+        forgotten.alive, forgotten.used = False, {}
+        await until(lambda: not broker.book.strayed)
+        assert forgotten.handle not in site.held
+        assert all(device.usable for device in broker.book.devices())
+
+
+@in_virtual_time
+async def test_a_broker_that_another_one_followed_never_takes_a_higher_epoch(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        before = broker.store.epoch
+        site.epoch = 9  # another broker was at work on this machine
+        with pytest.raises(HelperError, match="newer broker"):
+            await broker.backend.drop("b-1")
+        await asyncio.sleep(30)
+        assert broker.store.epoch == before
+        site.wrong.clear()  # what it tried was refused
+
+
+@in_virtual_time
+async def test_a_broker_whose_database_another_one_took_ends_instead_of_taking_a_higher_epoch(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker(running=False)
+        with broker.store._engine.begin() as connection:
+            connection.execute(sa.text("update meta set value = '9' where key = 'epoch'"))
+        site.epoch = 9
+        with pytest.raises(StoreError, match="a newer broker"):
+            await broker.loop.measure()
+        assert broker.book.failed.done()
 
 
 @in_virtual_time

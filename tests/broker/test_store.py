@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import traceback
 from dataclasses import fields, replace
 
 import alembic.autogenerate
@@ -104,7 +105,9 @@ DECISION = DecisionRecord(
     sentence="it sleeps",
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
-USAGE = UsageRecord(day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5)
+USAGE = UsageRecord(
+    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5
+)
 LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS)
 
@@ -335,6 +338,73 @@ async def test_moments_of_another_boot_start_anew(database):
     )
     assert book.leases[LEASE.id].entered_at == 3.0
     book.failed.cancel()
+    store.close()
+
+
+async def test_moments_of_this_boot_survive_a_second_start(database):
+    """Else the second broker would take moments of the old boot for this one's."""
+    store = database("one")
+    await store.commit([LEASE])
+    store.close()
+    for now in (3.0, 9.0):
+        store = database("two")
+        book = Book(store, Policy(projects=()), clock=lambda now=now: now)
+        book.load("two")
+        record = book.leases[LEASE.id]
+        assert (record.entered_at, record.lease.granted_at, record.lease.attained_at) == (3.0, 3.0, 3.0)
+        book.failed.cancel()
+        store.close()
+
+
+async def test_a_start_that_is_cut_short_before_the_new_moments_are_stored_begins_again(database):
+    store = database("one")
+    await store.commit([LEASE])
+    store.close()
+    database("two").close()
+    store = database("two")
+    assert store.load().boot_id == "one"
+    store.close()
+
+
+async def test_only_the_broker_whose_epoch_is_stored_can_raise_it(database):
+    store = database()
+    store.raise_epoch(7)
+    await store.commit([LEASE])
+    with store._engine.begin() as connection:
+        connection.execute(sa.text("update meta set value = '8' where key = 'epoch'"))
+    with pytest.raises(StoreError, match="a newer broker"):
+        store.raise_epoch(9)
+    assert store.epoch == 7
+    store.close()
+    store = database()
+    assert store.epoch == 9
+    store.close()
+
+
+async def test_no_error_quotes_a_row_or_the_password_of_the_database(database):
+    """Rows are jobs with their secrets, and errors go to the log."""
+    store = database()
+    secret = replace(JOB, env={"TOKEN": "hush"})
+    await store.commit([secret])
+    with pytest.raises(StoreError, match="a commit failed") as refused:
+        await store.commit([replace(secret, id="another")])  # the same key twice
+    with pytest.raises(StoreError, match="a commit failed") as missing:
+        await store.commit([replace(secret, id="third", idempotency_key=None, name=None)])
+    store.close()
+    said = "".join("".join(traceback.format_exception(x.value)) for x in (refused, missing))
+    assert "hush" not in said
+    with pytest.raises(StoreError, match="cannot be used") as unreachable:
+        Store("postgresql+psycopg://gpushare:hush@/none?host=/nonexistent", "boot")
+    assert "hush" not in str(unreachable.value)
+
+
+async def test_a_job_is_found_by_its_owner_however_long_ago_it_ended(database):
+    store = database()
+    await store.commit([JOB])
+    assert await store.job(JOB.id, JOB.user) == JOB
+    assert await store.job(JOB.id, None) == JOB
+    assert await store.job(JOB.id, "ada") is None
+    assert await store.job("another", None) is None
     store.close()
 
 

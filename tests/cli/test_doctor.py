@@ -179,8 +179,23 @@ def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(status, p
 
 def test_level_that_is_only_a_request_is_a_warning(status):
     lease = status.leases[0]
-    assert doctor.check_level(lease).result is Result.OK
-    assert doctor.check_level(changed(lease, level="hints")).result is Result.WARN
+    assert doctor.check_level(lease, "warn").result is Result.OK
+    assert doctor.check_level(changed(lease, level="hints"), "stop").result is Result.WARN
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "says", "result"),
+    [
+        ("stop", "stops who evades it", Result.OK),
+        ("warn", "tells who evades it and stops nobody", Result.OK),
+        ("off", "nobody looks", Result.WARN),
+    ],
+)
+def test_what_the_watchdog_does_is_said_as_it_is_set(status, watchdog, says, result):
+    check = doctor.check_level(changed(status.leases[0], level="preload"), watchdog)
+    assert says in check.message
+    assert check.result is result
+    assert "evade" not in doctor.check_level(changed(status.leases[0], level="cgroup"), watchdog).message
 
 
 def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, monkeypatch, golden):

@@ -25,7 +25,7 @@ from tests.simulator import Simulator
 
 WORKER = Path(__file__).with_name("worker.py")
 DRIVER = "580.00.00-simulated"
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -186,7 +186,7 @@ class Machine:
             self.helper = subprocess.Popen(command, env=self.environment, stderr=log)
         if wait:
             until(self._answers, f"the helper answers: {self.log.read_text()}")
-            self.ask("inventory")
+            until(self._examined, "the self-tests end")
 
     def knows(self, lease: str, directory: str) -> None:
         """Remember a lease that was made by `ask`."""
@@ -207,6 +207,10 @@ class Machine:
             self.ask("hello")
             return True
         return False
+
+    def _examined(self) -> bool:
+        devices = self.ask("inventory")["devices"]
+        return not any("not finished" in device["suspend_reason"] for device in devices)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End the helper; its exit status."""
@@ -243,6 +247,10 @@ class Machine:
     def uuids(self) -> list[str]:
         return [self.sim.uuid(index) for index in range(int(self.sim.spec.split("x")[0]))]
 
+    def hears(self) -> None:
+        """Wait until the helper hears what devices report by themselves."""
+        until(lambda: "device(s) are heard" in self.log.read_text(), "events are heard")
+
     def lease(
         self, name: str, limit_bytes: int = 40 * GIB, devices: tuple[int, ...] = (0,), **fields: Any
     ) -> Path:
@@ -270,13 +278,18 @@ class Machine:
         lease: str = "",
         *,
         device: int = 0,
+        devices: tuple[int, ...] = (),
         preload: bool = True,
         wait: bool = True,
         mib: int = 0,
         command: Sequence[str] = (),
     ) -> Worker:
-        """Start a process of a lease (or of none), and let it allocate; worker.py, or another ``command``."""
-        environment = self.environment | {"CUDA_VISIBLE_DEVICES": self.uuids()[device]}
+        """Start a process of a lease (or of none), and let it allocate; worker.py, or another ``command``.
+
+        It sees one ``device``, or several ``devices`` in this order.
+        """
+        seen = [self.uuids()[index] for index in devices or (device,)]
+        environment = self.environment | {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
         if lease:
             environment |= {"GPUSHARE_LEASE": lease, "GPUSHARE_LEASE_DIR": self._directories[lease]}
         if lease and preload:

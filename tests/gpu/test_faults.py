@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.gpu.machine import Machine, Refused, until
 from tests.simulator import Fault
+
+# Ended by clearing the faults, long before.
+HANG_MS = 120_000
 
 
 @pytest.fixture
@@ -85,25 +86,21 @@ def test_a_process_that_the_driver_loses_is_said_to_be_lost_until_it_ends(ada: M
     assert fresh.do("check") == "ok"
 
 
-def test_a_hung_query_of_a_device_costs_nobody_a_second(two: Machine) -> None:
-    """The hang takes 6 s: samples go on, other devices are measured and moved, the device is named."""
+def test_a_hung_query_of_a_device_holds_nobody_up(two: Machine) -> None:
+    """While it hangs, samples go on, other devices are measured and moved, the device is named."""
     two.lease("ada", devices=(1,))
     worker = two.worker("ada", device=1, mib=64)
     watch = two.watch()
-    two.sim.fault(Fault.HANG_NVML, device=0, count=1, value=6000)
-    began, moments = time.monotonic(), []
-    while time.monotonic() - began < 2.5:
-        asked = time.monotonic()
-        moments.append(two.ask("sample")["at"])
-        assert time.monotonic() - asked < 1.0
-        assert asked - moments[-1] < 1.0  # a pass of before is no more than a second old
-    assert two.ask("suspend", lease="ada")["done"]
-    assert two.ask("resume", lease="ada")["done"]
+    two.sim.fault(Fault.HANG_NVML, device=0, count=1, value=HANG_MS)
     event = watch.event("device")
     assert event
-    assert time.monotonic() - began < 5.0
     assert event["device"] == two.uuids()[0]
+    moments = {two.ask("sample")["at"]}
+    until(lambda: moments.add(two.ask("sample")["at"]) or len(moments) > 3, "samples go on")
+    assert two.ask("suspend", lease="ada")["done"]
+    assert two.ask("resume", lease="ada")["done"]
     assert [device["healthy"] for device in two.ask("sample")["devices"]] == [False, True]
+    two.sim.clear_faults()
     until(lambda: two.ask("sample")["devices"][0]["healthy"], "it answers again, and passes its self-test")
     assert worker.do("check") == "ok"
 
@@ -121,11 +118,13 @@ def test_a_lost_device_is_said_to_be_unhealthy(two: Machine) -> None:
 
 def test_a_checkpoint_call_that_hangs_is_settled_when_it_returns(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
-    ada.sim.fault(Fault.HANG_CHECKPOINT, pid=worker.pid, count=1, value=14000)
-    began = time.monotonic()
+    ada.sim.fault(Fault.HANG_CHECKPOINT, pid=worker.pid, count=1, value=HANG_MS)
     moved = ada.ask("suspend", lease="ada", timeout_s=0.5)
     assert (moved["done"], moved["refused"]) == (False, "busy")
-    assert time.monotonic() - began < 13
+    # Nobody can tell before it has returned whether the process will be locked.
+    assert ada.of("ada")["phase"] == "suspending"
+    assert ada.ask("resume", lease="ada")["refused"] == "busy"
+    ada.sim.clear_faults()
     until(lambda: ada.of("ada")["phase"] == "running", "settled")
     assert worker.do("check") == "ok"
 

@@ -188,6 +188,25 @@ def test_mig_instances_are_devices_by_profile(tmp_path: Path) -> None:
         assert "MIG" in machine.ask("suspend", lease="ada")["reason"]
 
 
+def test_an_instance_that_gives_more_than_it_says_is_no_level(tmp_path: Path) -> None:
+    """What the driver says about it is a quarter of what it gives."""
+    code = (
+        "import dataclasses; from jupyter_gpushare.gpu import nvml; find = nvml._find\n"
+        "def lies():\n"
+        "    driver, found = find()\n"
+        "    return driver, [(dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes // 4), at)\n"
+        "                    for gpu, at in found]\n"
+        "nvml._find = lies"
+    )
+    for machine in machine_in(tmp_path, spec="1xH100 MIG 1g.10gb-10GB,host=512GiB,mig"):
+        machine.start(examine=True, before=code)
+        assert offered(machine)["mig"] == "more than the instance's memory was granted"
+        (device,) = machine.ask("inventory")["devices"]
+        assert (device["level"], device["suspendable"]) == ("hints", False)
+        machine.lease("ada", 2 * GIB)
+        assert machine.of("ada")["level"] == "hints"
+
+
 def test_a_limit_of_the_library_that_does_not_hold_is_not_offered(bare: Machine, tmp_path: Path) -> None:
     """The library is loaded, but a copy of it that knows no lease."""
     code = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from jupyter_gpushare.gpu.processes import Processes, leader, start_of
-from tests.gpu.machine import Machine, until
+from tests.gpu.machine import PATIENCE_S, Machine, until
 
 # Found among all processes of this machine: no other run may have the same.
 LEASE = f"ada{uuid.uuid4().hex}"
@@ -175,7 +175,7 @@ def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
     worker = machine.worker("job", mib=64)
     child = int(worker.do("spawn 64").split()[0])
     assert machine.ask("signal", lease="job", number=9)["count"] == 1
-    assert worker.process.wait(10) == -9
+    assert worker.process.wait(PATIENCE_S) == -9
     until(lambda: [each["pid"] for each in machine.of("job")["processes"]] == [child], "the child is left")
     assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
     until(lambda: machine.ask("signal", lease="job", number=9, to="all")["count"] == 0, "nobody is left")

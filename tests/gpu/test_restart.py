@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import MIB, Machine, Refused, until
+from tests.gpu.machine import MIB, PATIENCE_S, Machine, Refused, until
 from tests.simulator import Fault
 
 SUSPEND_STEPS = [
@@ -109,7 +110,7 @@ def test_a_stop_is_heard_whichever_thread_the_kernel_hands_it_to(bare: Machine) 
     threads = [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir() if int(each.name) != pid]
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.tgkill(pid, threads[0], signal.SIGTERM) == 0, ctypes.get_errno()
-    assert bare.helper.wait(10) == 0
+    assert bare.helper.wait(PATIENCE_S) == 0
     assert "helper stopped" in bare.log.read_text()
 
 
@@ -162,7 +163,7 @@ def test_only_one_helper_works_on_a_state_directory(bare: Machine, capfd: pytest
     bare.log = bare.folder / "second.log"
     bare.start(wait=False)
     assert bare.helper
-    assert bare.helper.wait(20) == 1
+    assert bare.helper.wait(PATIENCE_S) == 1
     said = bare.log.read_text()
     assert "another device helper" in said
     assert str(first.pid if first else 0) in said
@@ -192,13 +193,33 @@ def test_a_torn_record_removes_its_lease_and_nothing_else(bare: Machine) -> None
     assert [lease["lease"] for lease in bare.ask("sample")["leases"]] == ["bo"]
 
 
+def test_a_lease_written_by_another_version_is_not_forgotten(bare: Machine) -> None:
+    bare.start()
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    assert bare.ask("suspend", lease="ada")["done"]
+    bare.stop(signal.SIGKILL)
+    record = bare.state_dir / "private" / "journal" / "ada"
+    written = record.read_bytes()
+    record.write_text(json.dumps({**json.loads(written), "of_a_newer_version": 1}))
+    bare.start(wait=False)
+    assert bare.helper
+    assert bare.helper.wait(PATIENCE_S) == 1
+    bare.helper = None
+    assert "of_a_newer_version" in bare.log.read_text()
+    record.write_bytes(written)
+    bare.start()
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
 def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:
     bare.start()
     bare.stop()
     (bare.state_dir / "private" / "epoch").write_text("")
     bare.start(wait=False)
     assert bare.helper
-    assert bare.helper.wait(20) == 1
+    assert bare.helper.wait(PATIENCE_S) == 1
     bare.helper = None
     assert "epoch is damaged" in bare.log.read_text()
 

@@ -6,10 +6,13 @@ verify            read every byte of what was filled back   -> "verify ok" / "ve
 check             read every block back                        -> "check ok" / "check bad"
 query             ask for the state of a stream                 -> "query CODE"
 taint             allocate managed memory                       -> "taint CODE"
+second MIB        as alloc, on the second device                -> "second CODE"
+peer              let the first device use the second's memory  -> "peer CODE"
+nccl              map what NCCL's ranks on one host share       -> "nccl 0"
 free              free every block                              -> "free CODE"
 sleep S           sleep, without the GPU                        -> "sleep 0"
 thread            as check, from a second thread                -> "thread ok" / "thread bad"
-spawn MIB         start a child that allocates MIB              -> "spawn PID CODE"
+spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
 bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
 exit              end
@@ -28,11 +31,14 @@ filled = []
 CHUNK = 16 << 20
 
 
-def init():
+shared = []
+
+
+def init(ordinal=0):
     device, context = ctypes.c_int(), ctypes.c_void_p()
     return (
         cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(device), 0)
+        or cuda.cuDeviceGet(ctypes.byref(device), ordinal)
         or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
         or cuda.cuCtxSetCurrent(context)
     ), context
@@ -46,6 +52,27 @@ def alloc(mib):
         code = cuda.cuMemcpyHtoD_v2(address, pattern, ctypes.c_size_t(len(pattern)))
         blocks.append((address, pattern))
     return code
+
+
+def second(mib, context):
+    code = init(1)[0] or alloc(mib)
+    return cuda.cuCtxSetCurrent(context) or code
+
+
+def peer(context):
+    code, other = init(1)
+    return code or cuda.cuCtxSetCurrent(context) or cuda.cuCtxEnablePeerAccess(other, 0)
+
+
+def nccl():
+    """As NCCL's src/transport/shm.cc names it; the file is gone, the mapping stays."""
+    import mmap
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(prefix="nccl-", dir="/dev/shm") as file:
+        file.truncate(4096)
+        shared.append(mmap.mmap(file.fileno(), 4096))
+    return 0
 
 
 def fill(mib):
@@ -91,7 +118,8 @@ def spawn(mib, environment):
     child = subprocess.Popen(
         [sys.executable, __file__, str(mib)], stdout=subprocess.PIPE, env=environment, text=True
     )
-    return f"{child.pid} {child.stdout.readline().split()[1]}"
+    said = child.stdout.readline().split()
+    return f"{child.pid} {said[1] if said else 'ended'}"
 
 
 def detach(mib):
@@ -130,6 +158,12 @@ def main():
         elif verb == "taint":
             size = ctypes.c_size_t(1 << 20)
             answer = cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), size, ctypes.c_uint(1))
+        elif verb == "second":
+            answer = second(int(words[0]), context)
+        elif verb == "peer":
+            answer = peer(context)
+        elif verb == "nccl":
+            answer = nccl()
         elif verb == "free":
             answer = 0
             for address, _ in blocks:

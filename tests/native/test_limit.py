@@ -20,6 +20,8 @@ u64, size = ctypes.c_uint64, ctypes.c_size_t
 class Prop(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("where", ctypes.c_int),
                 ("id", ctypes.c_int), ("none", ctypes.c_void_p), ("flags", ctypes.c_uint64)]
+class Access(ctypes.Structure):
+    _fields_ = [("where", ctypes.c_int), ("id", ctypes.c_int), ("flags", ctypes.c_int)]
 class Array(ctypes.Structure):
     _fields_ = [("width", size), ("height", size), ("format", ctypes.c_int), ("channels", ctypes.c_uint)]
 def made(name, *arguments):
@@ -38,6 +40,10 @@ def alloc_pool(n, suffix=""): return made("cuMemAllocFromPoolAsync" + suffix, si
 def create(n, device=0): return made("cuMemCreate", size(n), ctypes.byref(Prop(1, 0, 1, device)), u64(0))
 def reserve(n): return made("cuMemAddressReserve", size(n), size(0), u64(0), u64(0))
 def map(at, n, handle): return cuda.cuMemMap(u64(at), size(n), size(0), u64(handle), u64(0))
+def mapped(n=2 << 20, device=0):
+    at = reserve(n)[1]
+    assert map(at, n, create(n, device)[1]) == 0
+    return at
 def unmap(at, n): return cuda.cuMemUnmap(u64(at), size(n))
 def release(handle): return cuda.cuMemRelease(u64(handle))
 def retain(at): return made("cuMemRetainAllocationHandle", ctypes.c_void_p(at))
@@ -409,6 +415,11 @@ def test_devices_are_told_apart_by_uuid_not_by_number(machine: Simulator) -> Non
             4,
         ),
         ("cuda.cuCtxEnablePeerAccess(other._context, 0)", 8),
+        ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), ctypes.byref(Access(1, 0, 3)), size(1))", 0),
+        ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), (Access * 2)((1, 0, 3), (1, 1, 3)), size(2))", 8),
+        ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
+        ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 3)), size(1))", 8),
+        ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
         ("cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(1)) - 1", 0),
     ],
 )
@@ -419,6 +430,12 @@ def test_what_prevents_suspension_is_on_record(machine: Simulator, call: str, ta
         assert lease.slots()[kernel.pid].taints == 0
         assert kernel.ask(call) == 0
         assert lease.slots()[kernel.pid].taints == taint
+
+
+def test_a_device_that_is_alone_has_no_peers(machine: Simulator, half: Lease) -> None:
+    with in_lease(machine, half, CUDA_VISIBLE_DEVICES=machine.uuid(0)) as kernel:
+        assert kernel.ask("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 0, 3)), size(1))") == 0
+        assert half.slots()[kernel.pid].taints == 0
 
 
 def test_outside_a_lease_the_library_is_not_there(machine: Simulator) -> None:
