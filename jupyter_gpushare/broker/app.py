@@ -143,6 +143,12 @@ class GPUShareBroker(Application):
         allow_none=True,
         help="With order backfill: seconds of waiting after which nobody overtakes a job; None: never.",
     ).tag(config=True)
+    catch_up = Float(
+        7_200.0,
+        allow_none=True,
+        help="Seconds in which a project with waiting jobs gets what it lags behind its fair share. Shorter "
+        "keeps shares closer over a day and preempts more; None: shares are kept at each moment only.",
+    ).tag(config=True)
     grace = Float(
         30.0, help="Seconds between SIGTERM and SIGKILL when a job is stopped, unless the job says otherwise."
     ).tag(config=True)
@@ -219,6 +225,7 @@ class GPUShareBroker(Application):
         "preempt_cost",
         "guard",
         "skip_wait",
+        "catch_up",
     )
     def _positive(self, proposal: Any) -> float | None:
         if proposal.value is None:
@@ -278,6 +285,7 @@ class GPUShareBroker(Application):
             preempt_cost_s=self.preempt_cost,
             guard_s=self.guard,
             skip_wait_s=self.skip_wait,
+            catch_up_s=self.catch_up,
             grace_s=self.grace,
             max_grace_s=max(self.grace, self.max_grace),
             # What the site offers can be asked for.

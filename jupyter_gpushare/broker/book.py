@@ -25,6 +25,7 @@ from jupyter_gpushare.broker.records import (
     ENDED,
     DecisionRecord,
     JobRecord,
+    Lags,
     LeaseRecord,
     ProjectOverride,
     UsageRecord,
@@ -32,6 +33,7 @@ from jupyter_gpushare.broker.records import (
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
+from jupyter_gpushare.core.ledger import Ledger
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Cluster,
@@ -57,6 +59,8 @@ _PROGRESS_S = 10.0
 # Pages that wait for news are told this often at most: many changes come together.
 _GATHER_S = 0.1
 _WAITING = (State.PENDING, State.SUSPENDED)
+# Between two moments at which the lags of projects are stored.
+_LAGS_S = 300.0
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
 _GIB = 1 << 30
@@ -154,6 +158,9 @@ class Book:
         self.jobs: dict[str, JobRecord] = {}
         self.decisions: deque[DecisionRecord] = deque(maxlen=1_000)
         self.overrides: dict[str, ProjectOverride] = {}
+        self.lags = Lags()  # of projects behind their fair share
+        self._ledger: Ledger | None = None
+        self._lags_kept_at = clock()
         self.usage: dict[tuple[str, str, str], UsageRecord] = {}  # by day, user and project
         self.live: dict[str, Live] = {}
         self.inventory: Inventory | None = None
@@ -185,6 +192,7 @@ class Book:
         self.decisions.extend(loaded.decisions)
         self._decision_seq = loaded.decisions[-1].seq if loaded.decisions else 0
         self.overrides = {o.name: o for o in loaded.overrides}
+        self.lags = loaded.lags
         self.usage = {(u.day, u.user, u.project): u for u in loaded.usage}
 
     # ---- changes -------------------------------------------------------------
@@ -529,7 +537,36 @@ class Book:
             projects=self.projects(),
             leases=(*(self.measured(r, now) for r in self.leases.values()), *extra),
             settings=self.settings(budget),
+            lags_gpu_s=self._ledger.lags_gpu_s if self._ledger else {},
         )
+
+    def add_up(self, now: float) -> None:
+        """Bring up to date what each project had against its fair share (`core.ledger`)."""
+        projects = self.projects()
+        if len(projects) < 2 or not self.policy.catch_up_s:
+            return
+        capacity = WHOLE_GPU * sum(device.usable for device in self.devices())
+        ledger = self._ledger
+        if ledger is not None:
+            ledger.advance(now)
+        if ledger is None or (ledger.projects, ledger.capacity_milli) != (projects, capacity):
+            lags = ledger.lags_gpu_s if ledger else self.lags.gpu_s
+            ledger = self._ledger = Ledger(projects, capacity, lags, now=now)
+        ledger.recount(record.lease for record in self.leases.values())
+
+    async def keep_lags(self, now: float) -> None:
+        """Store the lags now and then, so that a restart forgets minutes and not a day.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        if self._ledger is None or now - self._lags_kept_at < _LAGS_S:
+            return
+        self._lags_kept_at = now
+        lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
+        if lags != self.lags:
+            self.lags = lags
+            await self.commit(lags)
 
     def settings(self, host_budget_bytes: int = 0) -> Settings:
         """Return the knobs of the policy."""
@@ -543,6 +580,7 @@ class Book:
             preempt_cost_s=policy.preempt_cost_s,
             guard_s=policy.guard_s,
             skip_wait_s=policy.skip_wait_s,
+            catch_up_s=policy.catch_up_s,
         )
 
     def measured(self, record: LeaseRecord, now: float) -> Lease:

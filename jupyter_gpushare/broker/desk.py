@@ -33,7 +33,7 @@ from jupyter_gpushare.core.model import (
     Why,
     parse_fraction,
 )
-from jupyter_gpushare.core.plan import Round, plan
+from jupyter_gpushare.core.plan import look, plan
 from jupyter_gpushare.errors import (
     Conflict,
     DeviceError,
@@ -339,7 +339,7 @@ class Desk:
         cluster = self.book.cluster(now, extra=(lease,))
         check_request(cluster, lease)
         told = explain(cluster, lease.id, now)
-        round_ = Round.of(cluster, now).run()
+        round_ = look(cluster, now).run()
         grant = next((a for a in round_.actions if isinstance(a, Grant) and a.lease == lease.id), None)
         if grant is not None:
             what = "on borrowed room; it may be paused when its owner needs it" if grant.borrowed else ""

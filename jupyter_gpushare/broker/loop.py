@@ -21,7 +21,7 @@ from jupyter_gpushare.broker.effects import GONE_S, START_S, Effects, is_news
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.store import Change
 from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Suspend
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.plan import Keeper
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
 from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
@@ -42,6 +42,7 @@ class Loop:
         self.book = book
         self.backend = backend
         self.effects = Effects(book, backend, self.measure)
+        self._keeper = Keeper()
         self._inventory_due = True
         self._met = False  # the device helper, by a broker that has just started
         self._next_at: float | None = None
@@ -212,7 +213,9 @@ class Loop:
             return  # nothing is known about the devices: nothing is changed
         for lease in list(book.leases.values()):
             self.effects.see_to(lease, now)
-        decided = plan(book.cluster(now), now)
+        book.add_up(now)
+        decided = self._keeper.plan(book.cluster(now), now)
+        await book.keep_lags(now)
         self._next_at = decided.next_at
         moved: list[LeaseRecord] = []
         stored: list[Change] = []

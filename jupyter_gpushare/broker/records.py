@@ -114,6 +114,13 @@ class UsageRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lags:
+    """By how many GPU-seconds each project is behind its fair share (`core.ledger`)."""
+
+    gpu_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOverride:
     """A project's numbers as changed through the API; None: as configured."""
 

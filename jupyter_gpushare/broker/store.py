@@ -36,6 +36,7 @@ from sqlalchemy.engine import Connection
 from jupyter_gpushare.broker.records import (
     DecisionRecord,
     JobRecord,
+    Lags,
     LeaseRecord,
     ProjectOverride,
     UsageRecord,
@@ -182,10 +183,11 @@ class Loaded:
     decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
     overrides: tuple[ProjectOverride, ...]
     usage: tuple[UsageRecord, ...]  # of the newest `MAX_USAGE_DAYS` days
+    lags: Lags
     boot_id: str  # the boot that the stored monotonic moments belong to
 
 
-Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | Lags
 
 
 def _lease_row(record: LeaseRecord) -> dict[str, Any]:
@@ -333,6 +335,7 @@ class Store:
                     ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
                 ),
                 usage=tuple(UsageRecord(**row) for row in connection.execute(usage.select()).mappings()),
+                lags=Lags(gpu_s=json.loads(self._read_meta(connection, "lags") or "{}")),
                 boot_id=self._read_meta(connection, "boot_id") or "",
             )
 
@@ -431,9 +434,12 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(f"a commit failed: {_brief(error)}") from None
 
-    @staticmethod
-    def _upsert(connection: Connection, change: Change) -> None:
+    @classmethod
+    def _upsert(cls, connection: Connection, change: Change) -> None:
         match change:
+            case Lags():
+                cls._write_meta(connection, "lags", json.dumps(change.gpu_s))
+                return
             case LeaseRecord():
                 table, row, key = leases, _lease_row(change), "id"
             case JobRecord():

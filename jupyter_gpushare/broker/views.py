@@ -26,7 +26,7 @@ from jupyter_gpushare.core.model import (
     State,
     Why,
 )
-from jupyter_gpushare.core.plan import Round
+from jupyter_gpushare.core.plan import look
 
 _JOB_STATES: Mapping[State, wire.JobState] = {
     State.PENDING: "queued",
@@ -71,7 +71,7 @@ class Views:
             waiting = sum(
                 1 for r in book.leases.values() if r.is_job and r.state in (State.PENDING, State.SUSPENDED)
             )
-            done = Round.of(cluster, now).run()
+            done = look(cluster, now).run()
             jobs = [x for x, w in done.waiting.items() if x in book.leases and w.why is not Why.TOO_LARGE]
             worked = _Worked(
                 seq=book.seq,

@@ -90,7 +90,15 @@ def _starts(
     cluster: Cluster, now: float, samples: Sequence[float], percent: int, costs: Costs, most_events: int
 ) -> Mapping[str, float]:
     watcher = _Starts(sum(map(_waits, cluster.leases)))
-    replay = Replay(cluster.devices, cluster.projects, cluster.settings, costs, now=now, watcher=watcher)
+    replay = Replay(
+        cluster.devices,
+        cluster.projects,
+        cluster.settings,
+        costs,
+        now=now,
+        watcher=watcher,
+        lags_gpu_s=cluster.lags_gpu_s,
+    )
     watcher.replay = replay
     for lease in cluster.leases:
         left_s = inf

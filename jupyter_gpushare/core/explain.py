@@ -1,6 +1,6 @@
 """Say why: what a lease waits for, what could start now, who borrows from whom.
 
-Everything here comes out of the very round that decides (`plan.Round`) or the
+Everything here comes out of the very round that decides (`round.Round`) or the
 board it works on, so that no answer can differ from what happens.
 """
 
@@ -29,8 +29,9 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.placement import demand
-from jupyter_gpushare.core.plan import Round
+from jupyter_gpushare.core.plan import look
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
+from jupyter_gpushare.core.round import Round
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 
 __all__ = [
@@ -125,7 +126,7 @@ def explain(cluster: Cluster, lease_id: str, now: float) -> Explanation:
     lease = next((x for x in cluster.leases if x.id == lease_id), None)
     if lease is None:
         raise NotFound(f"no lease {lease_id!r}")
-    done = Round.of(cluster, now).run()
+    done = look(cluster, now).run()
     needs = _needs(cluster, lease)
     free = sum(max(0, room.now) for room in done.board.usable)
     waiting = done.waiting.get(lease_id)
@@ -233,7 +234,7 @@ def offers(
     ]
     if kind is Kind.TRAIN:
         return tuple(_job_offer(cluster, probe, now) for probe in probes)
-    done = Round.of(cluster, now).run_sessions()
+    done = look(cluster, now).run_sessions()
     return tuple(_session_offer(done, probe) for probe in probes)
 
 
@@ -244,7 +245,7 @@ def _session_offer(done: Round, probe: Lease) -> Offer:
 
 
 def _job_offer(cluster: Cluster, probe: Lease, now: float) -> Offer:
-    done = Round.of(replace(cluster, leases=(*cluster.leases, probe)), now).run()
+    done = look(replace(cluster, leases=(*cluster.leases, probe)), now).run()
     if waiting := done.waiting.get(probe.id):
         starts = Starts.SOON if waiting.why is Why.WAITS_FOR_ROOM else Starts.NO
         return _offer(done, probe, starts, waiting.why)

@@ -53,6 +53,7 @@ class Maker:
         self._layout = layout
         self._shares = shares
         self._cheapest: dict[Price, Cheapest] = {}
+        self._everybody: dict[Rights, tuple[int, list[Victim]]] = {}  # as the log was so long
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
@@ -89,6 +90,7 @@ class Maker:
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._cheapest.clear()
+            self._everybody.clear()
             self._memory = self.board.host_free
             made = self._for_job(job, rights, over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
@@ -185,9 +187,13 @@ class Maker:
         return Mover(self._layout, job, juniors, movable).make()
 
     def _askable(self, rights: Rights) -> list[Victim]:
-        places = self.asker.places(rights)
-        asked = {v.lease.id: v for room in places for v in self.asker.on(room, rights)}
-        return sorted(asked.values(), key=rank)
+        length = len(self.board.log)
+        known = self._everybody.get(rights)
+        if known is None or known[0] != length:
+            places = self.asker.places(rights)
+            asked = {v.lease.id: v for room in places for v in self.asker.on(room, rights)}
+            known = self._everybody[rights] = length, sorted(asked.values(), key=rank)
+        return known[1]
 
     def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         """Room for which so much has to leave the job's own project."""

@@ -227,6 +227,9 @@ class Settings:
     preempt_cost_s: float = 0.0  # of each of its GPUs, what a preemption costs
     guard_s: float | None = None  # who waits for longer comes first; None: nobody does
     skip_wait_s: float | None = None  # who waits for longer is not overtaken any more; None: for ever
+    catch_up_s: float | None = (
+        None  # in which a lag behind the fair share is made good (`ledger`); None: never
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +240,7 @@ class Cluster:
     projects: tuple[Project, ...]
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
+    lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`ledger`)
 
 
 class Why(enum.StrEnum):

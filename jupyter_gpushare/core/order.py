@@ -83,10 +83,10 @@ def queue_of(attained: float, settings: Settings) -> int:
 
 def _entered_at(lease: Lease, now: float, settings: Settings) -> float:
     """When a job came into its present queue: the moment of its last demotion, if that is not written yet."""
-    if settings.order is not Order.LAS:
+    if settings.order is not Order.LAS or lease.attained_at is None:
         return lease.queued_at
     queue = queue_of(attained_gpu_s(lease, now), settings)
-    if lease.attained_at is None or queue == queue_of(lease.attained_gpu_s, settings):
+    if queue == queue_of(lease.attained_gpu_s, settings):
         return lease.queued_at
     reached = settings.las_thresholds_gpu_s[queue - 1]
     return lease.attained_at + (reached - lease.attained_gpu_s) / gpus(lease)

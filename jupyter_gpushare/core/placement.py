@@ -28,6 +28,11 @@ Group = Sequence[Room]
 RoomOf = Callable[[Room], int]
 
 
+def whole(room: Room) -> int:
+    """What an empty device has."""
+    return WHOLE_GPU
+
+
 @dataclass(frozen=True, slots=True)
 class Spot:
     """Devices, and how much of each."""

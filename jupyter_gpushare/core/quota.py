@@ -94,12 +94,15 @@ class Account:
         """The same once everything on its way out has left."""
         return max(0, self.over_limit(more) - self.leaving)
 
-    def turn(self, *, owed: bool) -> tuple[float, float]:
-        """Sorts projects that are ``owed`` room, by what they have of it; or the others, by weight."""
+    def turn(self, catching_up: int, *, owed: bool) -> tuple[float, float]:
+        """Sorts projects that are ``owed`` room, by what they have of it; or the others, by weight.
+
+        ``catching_up``: what a project may have more, or has to have less, because of what it had.
+        """
         quota = self.project.quota_milli
         if owed:
             return -self.project.priority, self.use / max(quota, 1)
-        return -self.project.priority, (self.use - quota) / max(self.project.weight, 1)
+        return -self.project.priority, (self.use - quota - catching_up) / max(self.project.weight, 1)
 
 
 class Standing:
@@ -307,14 +310,22 @@ def fair_shares(
 
 
 class Shares:
-    """Fair shares of the projects in a round, worked out when somebody asks."""
+    """Fair shares of the projects in a round, worked out when somebody asks.
+
+    ``catching_up``: what is added to them because of what projects had before.
+    """
 
     def __init__(
-        self, standing: Standing, waiting_milli: Callable[[], Mapping[str, int]], capacity_milli: int
+        self,
+        standing: Standing,
+        waiting_milli: Callable[[], Mapping[str, int]],
+        capacity_milli: int,
+        catching_up: Mapping[str, int],
     ):
         self._standing = standing
         self._waiting_milli = waiting_milli
         self._capacity = capacity_milli
+        self._catching_up = catching_up
         self._shares: dict[str, int] | None = None
 
     def of(self, project: str) -> int:
@@ -326,7 +337,8 @@ class Shares:
             waiting = self._waiting_milli()
             demand = {name: account.use + waiting.get(name, 0) for name, account in accounts.items()}
             projects = [account.project for account in accounts.values()]
-            self._shares = fair_shares(projects, demand, self._capacity)
+            shares = fair_shares(projects, demand, self._capacity)
+            self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
         return self._shares.get(project, 0)
 
     def are_respected(self, leaving: Iterable[Lease]) -> bool:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from jupyter_gpushare.core.idle import Past, adaptive_timeout_s, eligible_at
+from jupyter_gpushare.core.ledger import Ledger
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     WHOLE_GPU,
@@ -160,8 +161,12 @@ class Replay:
         now: float = 0.0,
         adaptive: bool = False,
         watcher: Watcher | None = None,
+        lags_gpu_s: Mapping[str, float] | None = None,
     ) -> None:
-        """``adaptive``: each session's idle timeout follows from its own past (`idle`)."""
+        """``adaptive``: each session's idle timeout follows from its own past (`idle`).
+
+        ``lags_gpu_s``: of projects behind their fair share, at ``now`` (`ledger`).
+        """
         self.now = now
         self.rounds = self.decisions = self.events = 0
         self._settings = settings
@@ -169,7 +174,12 @@ class Replay:
         self._adaptive = adaptive
         self._watcher = watcher or Watcher()
         self.stopped = False  # set it, and `run` returns after the present moment
-        self._planner = Planner(tuple(devices), tuple(projects), settings)
+        devices, projects = tuple(devices), tuple(projects)
+        self._planner = Planner(devices, projects, settings)
+        self._ledger: Ledger | None = None  # where there is something to share
+        if settings.catch_up_s and len(projects) > 1:
+            capacity = WHOLE_GPU * sum(device.usable for device in devices)
+            self._ledger = Ledger(projects, capacity, lags_gpu_s or {}, now=now)
         self._lives: dict[str, _Life] = {}
         self._heap: list[tuple[float, _What, int, str, int]] = []
         self._foreseen = 0
@@ -194,8 +204,7 @@ class Replay:
         What it is in the middle of takes as long as if it began now.
         """
         life = self._lives[lease.id] = _Life(lease, left_s)
-        self._watcher.changed(self.now, None, lease)
-        self._planner.put(lease)
+        self._changed(None, lease)
         self._due = True
         if _asks(lease):
             self._asking.add(lease.id)
@@ -250,8 +259,7 @@ class Replay:
     def _come(self, life: _Life) -> None:
         now = self.now
         life.lease = replace(life.lease, submitted_at=now, queued_at=now, waits_since_at=now)
-        self._watcher.changed(now, None, life.lease)
-        self._planner.put(life.lease)
+        self._changed(None, life.lease)
         self._asking.add(life.lease.id)
         self._due = True
         if life.cells:
@@ -264,7 +272,6 @@ class Replay:
 
     def _tell(self, life: _Life, before: Lease, after: Lease) -> None:
         life.lease = after
-        self._planner.put(after)
         if _asks(after):
             self._due = self._due or after.state is not before.state or after.id not in self._asking
             self._asking.add(after.id)
@@ -272,16 +279,28 @@ class Replay:
             self._asking.discard(after.id)
         if before.state in HOLDS_ROOM and after.state not in HOLDS_ROOM:
             self._due = True
+        self._changed(before, after)
+
+    def _changed(self, before: Lease | None, after: Lease) -> None:
+        """Tell everybody that a lease came (``before`` is None), changed or ended."""
+        if after.state in (State.RELEASED, State.FAILED):
+            self._planner.drop(after.id)
+        else:
+            self._planner.put(after)
+        if self._ledger is not None:
+            self._ledger.advance(self.now)
+            if before is not None:
+                self._ledger.count(before, -1)
+            self._ledger.count(after, 1)
         self._watcher.changed(self.now, before, after)
 
     def _release(self, life: _Life) -> None:
         before = life.lease
         after = replace(self._served(before), state=advance(before.state, Event.RELEASE))
         del self._lives[before.id]
-        self._planner.drop(before.id)
         self._asking.discard(before.id)
         self._due = True
-        self._watcher.changed(self.now, before, after)
+        self._changed(before, after)
 
     def _served(self, lease: Lease) -> Lease:
         return served(lease, self.now, self._settings) if lease.kind is Kind.TRAIN else lease
@@ -353,6 +372,9 @@ class Replay:
                 break
             self._due = False
             self.rounds += 1
+            if self._ledger is not None:
+                self._ledger.advance(self.now)
+                self._planner.lags_gpu_s = self._ledger.lags_gpu_s
             plan = self._planner.plan(self.now)
             self._look_at = inf if plan.next_at is None else plan.next_at
             for action in plan.actions:

@@ -89,7 +89,8 @@ def fairness(meter: Meter) -> list[Numbers]:
     ``share_percent``: of what was over quota on contested days, against
     ``entitled_percent``, its weight's part.  ``worst_day_percent``: over every
     24 hours (by the hour) in which every project had a job waiting all the
-    time, how far its share was from its weight's at most, in per cent of that.
+    time, how far its share was from its weight's at most, in per cent of that;
+    ``p90_day_percent``: for nine of ten such days.
     None: there was no such day.
     ``longest_owed_s``: how long jobs that its quota covers waited at most
     without the project getting anything.
@@ -102,9 +103,7 @@ def fairness(meter: Meter) -> list[Numbers]:
     found: list[Numbers] = []
     for p in projects:
         entitled = p.project.weight / weights
-        worst = max(
-            (abs(_over(p, day) / _all_over(projects, day) / entitled - 1) for day in days), default=None
-        )
+        off = [abs(_over(p, day) / _all_over(projects, day) / entitled - 1) for day in days]
         found.append(
             {
                 "name": p.project.name,
@@ -116,7 +115,8 @@ def fairness(meter: Meter) -> list[Numbers]:
                 if contested
                 else None,
                 "contested_days": len(days),
-                "worst_day_percent": None if worst is None else _short(100 * worst),
+                "p90_day_percent": _short(100 * percentile(off, 90)) if off else None,
+                "worst_day_percent": _short(100 * max(off)) if off else None,
                 "longest_owed_s": _short(p.longest_owed_s),
             }
         )

@@ -34,6 +34,7 @@ PLACEMENTS = ("fgd", "best-fit", "random")
 MIN_RUN_S = 600.0
 GUARD_S = 1_209_600.0
 SKIP_WAIT_S = 86_400.0
+CATCH_UP_S = 7_200.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -215,6 +216,7 @@ def _add_policy(verb: argparse.ArgumentParser) -> None:
     for name, text in (
         ("skip-wait", f"who was skipped for so long is not overtaken any more (default {SKIP_WAIT_S:g})"),
         ("min-run", f"no job is preempted by one of its project before (default {MIN_RUN_S:g})"),
+        ("catch-up", f"in which a project gets what it lags behind its fair share (default {CATCH_UP_S:g})"),
         ("guard", f"who has waited for so long comes first (default {GUARD_S:g})"),
     ):
         verb.add_argument(
@@ -325,6 +327,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         min_run_s=chosen("min_run", MIN_RUN_S) or 0.0,
         guard_s=chosen("guard", GUARD_S),
         skip_wait_s=chosen("skip_wait", SKIP_WAIT_S),
+        catch_up_s=chosen("catch_up", CATCH_UP_S),
         idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
         host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
     )

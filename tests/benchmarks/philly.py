@@ -31,6 +31,7 @@ def real(order: Order) -> Settings:
         min_run_s=run.MIN_RUN_S,
         guard_s=run.GUARD_S,
         skip_wait_s=run.SKIP_WAIT_S,
+        catch_up_s=run.CATCH_UP_S,
     )
 
 
@@ -73,7 +74,7 @@ def shares() -> None:
         for row in report.fairness(result.meter):
             rows.append([str(row[key]) for key in row])
     head = ["project", "quota", "weight", "GPU-hours", "entitled %", "share %", "contested days"]
-    head += ["worst day %", "longest owed s"]
+    head += ["p90 day %", "worst day %", "longest owed s"]
     print_table("tests.benchmarks.philly", head, rows)
 
 

@@ -46,22 +46,25 @@ def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
     projects = tuple(
         Project(name=p, quota_milli=gpus * 250, weight=w) for p, w in (("a", 1), ("b", 2), ("c", 4))
     )
-    found = [_lease(n, random, idle=True) for n in range(leases)]
+    # Parts of GPUs, so that about as many fit as are asked for; waiting jobs are of all sizes.
+    mean_milli = gpus * 1000 // leases
+    found = [_lease(n, random, fractions=(mean_milli // 2, mean_milli, mean_milli)) for n in range(leases)]
     settings = Settings(order=order, min_run_s=300, preempt_cost_s=30, guard_s=864_000, skip_wait_s=86_400)
     first = Cluster(devices=devices, projects=projects, leases=tuple(found), settings=settings)
     placed = tuple(x for x in carried_out(first) if x.devices)
-    waiting = tuple(_lease(leases + n, random, idle=False) for n in range(pending))
+    waiting = tuple(_lease(leases + n, random) for n in range(pending))
     return replace(first, leases=placed + waiting)
 
 
-def _lease(number: int, random: Random, *, idle: bool) -> Lease:
-    build = idle and random.random() < 0.6
-    count = random.choice([1, 1, 1, 1, 2, 4, 8]) if not build else 1
+def _lease(number: int, random: Random, *, fractions: tuple[int, ...] = ()) -> Lease:
+    """A lease of one of these sizes, or a job of any size."""
+    build = bool(fractions) and random.random() < 0.6
+    count = 1 if fractions else random.choice([1, 1, 1, 1, 2, 4, 8])
     return Lease(
         id=f"x{number:05}",
         project=random.choice("abc"),
         kind=Kind.BUILD if build else Kind.TRAIN,
-        fraction_milli=1000 if count > 1 else random.choice([250, 500, 1000]),
+        fraction_milli=1000 if count > 1 else random.choice(fractions or (250, 500, 1000)),
         device_count=count,
         survival=random.choice(list(Survival)),
         queued_at=NOW - random.randrange(80_000),

@@ -12,7 +12,9 @@ import sqlalchemy as sa
 from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.loop import STALE_S, is_job_server
+from jupyter_gpushare.broker.policy import Policy, ProjectConfig
 from jupyter_gpushare.core.model import Survival
+from jupyter_gpushare.core.plan import Keeper, plan
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest, StoreError
 from jupyter_gpushare.gpu.verbs import EventKind, Moved, Phase, Refusal
 from tests.broker.fake_backend import Program, Site, in_virtual_time, until
@@ -987,3 +989,46 @@ async def test_what_the_quota_can_never_cover_without_borrowing_is_refused(tmp_p
         outlook = await broker.desk.outlook("bo", wire.JobRequest(command=["-"], project="nlp", borrow=False))
         assert outlook.starts == "now"
         assert not outlook.borrowed
+
+
+@in_virtual_time
+async def test_who_lags_behind_its_fair_share_is_remembered_over_a_restart(tmp_path):
+    policy = Policy(
+        projects=tuple(ProjectConfig(name=n, quota_milli=0, groups=(n,)) for n in ("vision", "nlp")),
+        grace_s=5.0,
+        min_run_s=100_000.0,
+    )
+    async with Site(tmp_path, policy=policy) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "2", program=Program(work_s=10_000))
+        await until(lambda: broker.state(first) == "running", 120)
+        await site.submit("ada", "2", program=Program(work_s=10))
+        await until(lambda: broker.book.lags.gpu_s, 2_000)
+        lags = dict(broker.book.lags.gpu_s)
+        assert lags["vision"] > 0
+        assert lags["nlp"] == pytest.approx(-lags["vision"], abs=0.2)
+        await broker.end()
+        broker = await site.start_broker()
+        assert broker.book.cluster(site.now).lags_gpu_s["vision"] >= 0.9 * lags["vision"]
+
+
+@in_virtual_time
+async def test_every_round_decides_as_one_that_looks_at_everything_anew(tmp_path, monkeypatch):
+    rounds = []
+
+    def both(keeper, cluster, now):
+        rounds.append(planned := of_the_keeper(keeper, cluster, now))
+        assert planned == plan(cluster, now)
+        return planned
+
+    of_the_keeper = Keeper.plan
+    monkeypatch.setattr(Keeper, "plan", both)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        jobs = [await site.submit("bo", size, program=Program(work_s=100)) for size in ("2", "1", "1/2")]
+        await until(lambda: broker.state(ada.handle) == "suspended", 400)
+        await site.gpu_cell(ada)
+        await until(lambda: all(broker.job(job).result for job in jobs), 2_000)
+        assert {broker.job(job).result for job in jobs} == {"succeeded"}
+    assert sum(bool(planned.actions) for planned in rounds) >= 4

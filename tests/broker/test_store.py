@@ -17,6 +17,7 @@ from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
     DecisionRecord,
     JobRecord,
+    Lags,
     LeaseRecord,
     ProjectOverride,
     UsageRecord,
@@ -107,7 +108,8 @@ OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=N
 USAGE = UsageRecord(
     day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5
 )
-RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE)
+LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
+RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS)
 
 
 def url(folder) -> str:
@@ -146,6 +148,7 @@ async def test_every_record_comes_back_as_it_was(database):
     assert loaded.decisions == (DECISION,)
     assert loaded.overrides == (OVERRIDE,)
     assert loaded.usage == (USAGE,)
+    assert loaded.lags == LAGS
 
 
 async def test_a_changed_record_replaces_the_old_one(database):

@@ -148,3 +148,15 @@ def test_what_the_quota_can_never_cover_is_refused():
     check_request(c, train("x", 1000, device_count=3))
     with pytest.raises(InvalidRequest, match=r"Asks for 3 GPUs without borrowing.*guaranteed 2 GPUs"):
         check_request(c, steady("x", 1000, device_count=3))
+
+
+def test_no_running_job_makes_way_for_a_gang_that_would_be_on_lent_room():
+    nb = build("nb", 1000, "0", state=ASLEEP, project="q")
+    junior = train("junior", 1000, "1", survival=Survival.SIGTERM)
+    gang = steady("gang", 1000, device_count=2, priority=1)
+    quotas = [project("p", 2), project("q", 1)]
+    assert plan(cluster(nb, junior, gang, gpus=2, projects=quotas), NOW).actions == ()
+    may = train("gang", 1000, device_count=2, priority=1)
+    assert plan(cluster(nb, junior, may, gpus=2, projects=quotas), NOW).actions == (
+        Requeue("junior", Why.PRIORITY, "gang"),
+    )

@@ -481,3 +481,24 @@ def test_moments_of_leases_that_changed_are_forgotten():
     assert planner.plan(NOW).next_at == NOW + 5
     planner.put(stops("new", retry_at=NOW + 50))
     assert planner.plan(NOW).next_at == NOW + 50
+
+
+def test_nobody_is_preempted_on_a_device_that_takes_nothing_new():
+    c = cluster(
+        train("junior", 1000, "0"),
+        train("equal", 1000, "1", priority=1),
+        train("job", 1000, priority=1),
+        gpus=[device(0, usable=False), device(1)],
+    )
+    assert plan(c, NOW).actions == ()
+
+
+def test_nor_is_a_gang_given_devices_that_take_nothing_new():
+    c = cluster(
+        train("away", 1000, "0"),
+        train("junior", 1000, "1"),
+        train("equal", 1000, "2", priority=1),
+        train("gang", 1000, device_count=2, priority=1),
+        gpus=[device(0, usable=False), device(1), device(2)],
+    )
+    assert plan(c, NOW).actions == ()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.model import Grant, Resume, State, Suspend, Why
 from jupyter_gpushare.core.plan import plan
 from jupyter_gpushare.core.quota import fair_shares, standing
-from tests.core.build import ASLEEP, NOW, build, cluster, project, train
+from tests.core.build import ASLEEP, NOW, build, cluster, device, project, train
 
 
 @pytest.mark.parametrize(
@@ -168,5 +168,31 @@ def test_a_project_above_its_share_may_fall_below_by_a_part_of_one_job_only():
         train("q0", 1000, project="q", device_count=2),
         gpus=4,
         projects=[*projects, project("r", 0)],
+    )
+    assert plan(c, NOW).actions == ()
+
+
+def test_a_sleeping_job_takes_nothing_within_quota_on_its_own_device():
+    c = cluster(
+        train("asleep", 1000, "0", state=ASLEEP),
+        train("old", 1000, "0", project="q", granted_at=1),
+        train("new", 1000, "1", project="q", granted_at=2),
+        gpus=2,
+        projects=[project("p", 1), project("q", 1)],
+    )
+    assert plan(c, NOW).actions == ()
+
+
+def test_nothing_is_taken_from_a_project_that_has_just_its_share():
+    """Of 5 GPUs one is guaranteed to r and one is no GPU that the job can use: p and q share 4."""
+    gpus = [*(device(n) for n in range(4)), device(4, profile="1g.10gb")]
+    c = cluster(
+        build("nb", 1000, "0", project="r"),
+        train("p1", 1000, "1"),
+        train("q1", 1000, "2", project="q"),
+        train("q2", 1000, "3", project="q"),
+        train("job", 1000),
+        gpus=gpus,
+        projects=[project("p", 0), project("q", 0), project("r", 1)],
     )
     assert plan(c, NOW).actions == ()

@@ -35,7 +35,7 @@ from jupyter_gpushare.core.model import (
     advance,
 )
 from jupyter_gpushare.core.order import served
-from jupyter_gpushare.core.plan import Planner, plan
+from jupyter_gpushare.core.plan import Keeper, Planner, plan
 from jupyter_gpushare.core.quota import held_by, standing
 from tests.core.build import GIB, device
 
@@ -62,6 +62,7 @@ class World(RuleBasedStateMachine):
         self.count = 0
         self.story: deque[object] = deque(maxlen=60)  # what led here, for whoever reads a failure
         self.leases: dict[str, Lease] = {}
+        self.lags: dict[str, float] = {}
         self.ending: set[str] = set()  # stopped for good, not to be requeued
         self.devices = [device(0), device(1), device(2, node="n1", memory_bytes=40 * GIB)]
         self.projects = (
@@ -70,6 +71,7 @@ class World(RuleBasedStateMachine):
             Project(name="r", quota_milli=0, limit_milli=1500),
         )
         self.settings = Settings(idle_timeout_s=600, host_budget_bytes=200 * GIB, **self.policy)
+        self.keeper = Keeper()
         self.start_planner()
 
     def start_planner(self) -> None:
@@ -77,6 +79,7 @@ class World(RuleBasedStateMachine):
         self.planner = Planner(self.devices, self.projects, self.settings)
         for lease in self.leases.values():
             self.planner.put(lease)
+        self.planner.lags_gpu_s = self.lags
 
     def keep(self, lease: Lease) -> None:
         self.leases[lease.id] = lease
@@ -92,6 +95,7 @@ class World(RuleBasedStateMachine):
             projects=self.projects,
             leases=tuple(self.leases.values()),
             settings=self.settings,
+            lags_gpu_s=self.lags,
         )
 
     def change(self, id: str, event: Event | None = None, **more: object) -> None:
@@ -228,6 +232,12 @@ class World(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
 
+    @rule(lag=st.sampled_from([-2000.0, -500.0, 0.0, 500.0, 2000.0]), behind=st.sampled_from("pqr"))
+    def fall_behind(self, lag, behind):
+        """A project had less than its fair share; another one has had it."""
+        ahead = "r" if behind == "q" else "q"
+        self.lags = self.planner.lags_gpu_s = {behind: lag, ahead: -lag}
+
     @rule(which=st.integers(0, 2), usable=st.booleans())
     def cordon(self, which, usable):
         self.devices[which] = replace(self.devices[which], usable=usable)
@@ -315,6 +325,7 @@ class World(RuleBasedStateMachine):
         shuffled = replace(cluster, leases=cluster.leases[::-1], devices=cluster.devices[::-1])
         assert plan(cluster, self.now) == done
         assert self.planner.plan(self.now) == done, self.told("a planner that was kept decides otherwise")
+        assert self.keeper.plan(cluster, self.now) == done, self.told("one that compares decides otherwise")
         assert Counter(plan(shuffled, self.now).actions) == Counter(done.actions)
         assert done.next_at is None or done.next_at > self.now
         assert max(Counter(a.lease for a in done.actions).values(), default=0) <= 1
@@ -441,6 +452,7 @@ class PatientLasWorld(World):
         "guard_s": 600.0,
         "skip_wait_s": 300.0,
         "preempt_cost_s": 30.0,
+        "catch_up_s": 1000.0,
     }
 
 

@@ -1,0 +1,60 @@
+"""A planner that compares snapshots answers as one that looks at each anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpushare.core.plan import Keeper, Planner, plan
+from tests.core.build import NOW, cluster, project, train
+
+
+def test_it_sees_who_came_changed_and_left():
+    keeper = Keeper()
+    first = cluster(train("a", 1000, "0"), train("b", 1000))
+    for c in (
+        first,
+        replace(first, leases=(*first.leases, train("c", 500))),
+        replace(first, leases=(replace(first.leases[0], priority=-1), *first.leases[1:])),
+        replace(first, leases=first.leases[1:]),
+        replace(first, leases=()),
+    ):
+        assert keeper.plan(c, NOW) == plan(c, NOW)
+
+
+def test_it_sees_other_quotas_settings_and_lags():
+    keeper = Keeper()
+    waiting = [train("a", 1000), train("b", 1000, project="q")]
+    c = cluster(*waiting, projects=[project("p", 0), project("q", 0)], catch_up_s=3600.0)
+    for changed in (
+        c,
+        replace(c, projects=(project("p", 0), project("q", 1))),
+        replace(c, projects=c.projects, lags_gpu_s={"p": -100.0, "q": 100.0}),
+        replace(c, lags_gpu_s={"p": 100.0, "q": -100.0}),
+        replace(c, devices=()),
+    ):
+        assert keeper.plan(changed, NOW) == plan(changed, NOW)
+
+
+def test_nothing_is_made_anew_while_only_leases_change(monkeypatch):
+    keeper = Keeper()
+    c = cluster(train("a", 1000, "0"))
+    keeper.plan(c, NOW)
+    monkeypatch.setattr(Planner, "of", None)
+    keeper.plan(replace(c, leases=(*c.leases, train("b", 500))), NOW + 1)
+
+
+def test_after_an_error_in_a_round_it_begins_anew(monkeypatch):
+    keeper = Keeper()
+    c = cluster(train("a", 1000))
+    keeper.plan(c, NOW)
+    with monkeypatch.context() as broken:
+        broken.setattr(Planner, "plan", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            keeper.plan(c, NOW)
+    made = []
+    of = Planner.of
+    monkeypatch.setattr(Planner, "of", lambda c: made.append(c) or of(c))
+    assert keeper.plan(c, NOW) == plan(c, NOW)
+    assert made[0] is c
