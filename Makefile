@@ -67,7 +67,7 @@ check: setup  ## format, lint, types, import rules and the quick tests
 test-gpu:  ## run the tests that need a real NVIDIA GPU; needs python3, gcc, pytest, psutil, nvidia-ml-py, no .venv
 	@python3 -m jupyter_gpushare.native.build
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
-	PYTHONPATH=$(CURDIR) python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
 
 build: $(STAMPS)/package $(STAMPS)/ui  ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -228,11 +228,12 @@ def write_record(path: Path, record: Record) -> bool:
 
 
 def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
-    """Remove the folders of all jobs but the ``keep`` that were used last."""
+    """Remove the folders of all jobs but the ``keep`` in which something was written last."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for job in folder.iterdir():
             if _JOB_ID.fullmatch(job.name) and not job.is_symlink() and job.is_dir():
-                found.append((job.stat().st_mtime, job))
+                # Its own time says when a file came or went, not that a log is being written.
+                found.append((max(f.lstat().st_mtime for f in (job, *job.iterdir())), job))
     for _, job in sorted(found, reverse=True)[keep:]:
         shutil.rmtree(job, ignore_errors=True)

@@ -80,6 +80,7 @@ class JobRequest(Message, frozen=True):
     retries: int = 0  # how often a failed attempt is tried again, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL
     source: JobSource | None = None
+    notify: bool = True  # tell its owner in JupyterLab when it ends or is paused
 
 
 class LaunchRequest(Message, frozen=True):
@@ -105,6 +106,7 @@ class LaunchRequest(Message, frozen=True):
     borrow: bool = True
     retries: int = 0
     priority: int = 0
+    notify: bool = True
 
 
 class KernelActivity(Message, frozen=True):
@@ -320,6 +322,7 @@ class Job(Answer, frozen=True):
     borrow: bool = True
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
+    notify: bool = True
 
 
 class JobMoment(Answer, frozen=True):

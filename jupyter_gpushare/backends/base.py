@@ -22,12 +22,15 @@ from jupyter_gpushare.gpu.verbs import Event, Inventory, Moved, Sample
 class HubError(GpuShareError):
     """The Hub refused, or does not answer.
 
-    ``permanent``: asking again will not help; the text says why.
+    ``permanent``: asking again for this server will not help; the text says why.
+    ``not_now``: it answered that nothing was begun, and that is no fault of this
+    server: the Hub is at a limit, or does not accept the broker.
     """
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, not_now: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.not_now = not_now
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ T = TypeVar("T")
 # Users per page of the list; the Hub's own default limit is 200.
 _PAGE = 200
 _MAX_PAGES = 500
+# The token is not accepted or lacks a scope; too many spawns or active servers; on its way up or down.
+_NOT_NOW = (401, 403, 429, 503)
 
 
 class _Server(msgspec.Struct):
@@ -69,17 +71,21 @@ class HubClient:
         """Ask the Hub to start a named server.
 
         Raises:
-            HubError: permanent where the user or the right is missing.
+            HubError: permanent where the user is missing, "not now" where the Hub refuses whoever
+                is asked for (its limits, a token that it does not accept) or the user has as many
+                named servers as the Hub allows.
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
         response = await self._ask("POST", path, json={})
         if response.status_code in (201, 202):
             return
         said = self._said(response)
-        if response.status_code == 400 and "already" in said:
-            return  # it runs, or is being started: asked twice is asked once
+        if response.status_code == 400 and "already running" in said:
+            return  # asked twice is asked once
         raise HubError(
-            f"the Hub did not start {key.server}: {said}", permanent=response.status_code in (403, 404)
+            f"the Hub did not start {key.server}: {said}",
+            permanent=response.status_code == 404,
+            not_now=response.status_code in _NOT_NOW or "maximum" in said,
         )
 
     async def stop_server(self, key: ServerKey) -> None:

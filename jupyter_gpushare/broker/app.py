@@ -44,7 +44,7 @@ from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
 from jupyter_gpushare.broker.store import Store
 from jupyter_gpushare.broker.views import Views
-from jupyter_gpushare.core.model import Order
+from jupyter_gpushare.core.model import WHOLE_GPU, Order
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, StoreError
 
 log = logging.getLogger("gpushare.broker")
@@ -146,6 +146,17 @@ class GPUShareBroker(Application):
     grace = Float(
         30.0, help="Seconds between SIGTERM and SIGKILL when a job is stopped, unless the job says otherwise."
     ).tag(config=True)
+    max_grace = Float(
+        120.0,
+        help="The most that a job may ask for as its grace: so long may the owner of a lent GPU have to wait "
+        "for it.",
+    ).tag(config=True)
+    min_fraction = Float(
+        0.05,
+        min=0.001,
+        max=1.0,
+        help="The smallest part of a GPU that can be asked for; a machine holds 256 leases at most.",
+    ).tag(config=True)
     sizes = List(
         Unicode(),
         ["1/4", "1/2", "1"],
@@ -200,7 +211,14 @@ class GPUShareBroker(Application):
         return values
 
     @validate(
-        "idle_timeout", "grace", "keep_minutes_per_day", "min_run", "preempt_cost", "guard", "skip_wait"
+        "idle_timeout",
+        "grace",
+        "max_grace",
+        "keep_minutes_per_day",
+        "min_run",
+        "preempt_cost",
+        "guard",
+        "skip_wait",
     )
     def _positive(self, proposal: Any) -> float | None:
         if proposal.value is None:
@@ -249,6 +267,7 @@ class GPUShareBroker(Application):
 
     def policy(self) -> Policy:
         """Return the configuration as plain values."""
+        sizes = tuple(parse_gpus(size) for size in self.sizes)
         return Policy(
             projects=tuple(parse_project(name, config) for name, config in self.projects.items()),
             idle_timeout_s=self.idle_timeout,
@@ -260,7 +279,10 @@ class GPUShareBroker(Application):
             guard_s=self.guard,
             skip_wait_s=self.skip_wait,
             grace_s=self.grace,
-            sizes=tuple(parse_gpus(size) for size in self.sizes),
+            max_grace_s=max(self.grace, self.max_grace),
+            # What the site offers can be asked for.
+            min_fraction_milli=min(round(self.min_fraction * WHOLE_GPU), *(milli for milli, _ in sizes)),
+            sizes=sizes,
             max_jobs=self.max_jobs,
             max_jobs_per_user=self.max_jobs_per_user,
             keep_minutes_per_day=self.keep_minutes_per_day,

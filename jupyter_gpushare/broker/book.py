@@ -128,6 +128,7 @@ class Live:
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
     wanted: bool = False
     retry_at: float = 0.0  # nothing is planned for it before
+    resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     lost: bool = False  # its device state was lost
@@ -158,6 +159,7 @@ class Book:
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")
+        self.no_job_before = float("-inf")  # the Hub starts nothing just now
         self.strayed: dict[str, str] = {}  # by device: a lease on it that only the device helper knows
         self.seq = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -360,8 +362,10 @@ class Book:
         self.usage[key] = stretch
         return stretch
 
-    async def tell(self, record: LeaseRecord, action: str, text: str) -> None:
+    async def tell(self, record: LeaseRecord | None, action: str, text: str) -> None:
         """Say something about a lease to its owner and the administrator, in the log of decisions.
+
+        Without a lease it is about the machine, and for the administrator only.
 
         Raises:
             StoreError: the database failed.
@@ -370,13 +374,13 @@ class Book:
         told = DecisionRecord(
             seq=self._decision_seq,
             at=self.iso_now(),
-            lease=record.id,
-            user=record.lease.user,
-            project=record.lease.project,
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
             action=action,
             why="",
             for_lease=None,
-            sentence=f"{self.name_of(record)} {text}.",
+            sentence=f"{self.name_of(record) if record else 'This machine:'} {text}.",
         )
         self.decisions.append(told)
         await self.commit(told)
@@ -501,7 +505,8 @@ class Book:
     def devices(self) -> Iterator[Device]:
         if self.inventory is None:
             return
-        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else {}
+        # A device that the helper inventoried and does not measure any more is out of service.
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
         for device in self.inventory.devices:
             yield Device(
                 uuid=device.uuid,
@@ -511,7 +516,8 @@ class Book:
                 island=device.island,
                 name=device.name,
                 profile=device.profile,
-                usable=healthy.get(device.uuid, device.healthy) and device.uuid not in self.strayed,
+                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
+                and device.uuid not in self.strayed,
                 suspendable=device.suspendable,
             )
 
@@ -548,7 +554,7 @@ class Book:
             used_bytes=sum(sample.used_bytes.values()) if sample else 0,
             idle_since_at=self.idle_since(record, now),
             wanted=live.wanted,
-            retry_at=live.retry_at,
+            retry_at=max(live.retry_at, self.no_job_before) if record.is_job else live.retry_at,
             suspendable=not self.suspend_obstacle(record),
             idle_timeout_s=self._own_timeout_s(record),
         )

@@ -18,7 +18,7 @@ from jupyter_gpushare import wire, words
 from jupyter_gpushare.backends.base import Backend
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
-from jupyter_gpushare.broker.job_request import check_job, job_lease, job_spec
+from jupyter_gpushare.broker.job_request import check_job, job_lease, job_size, job_spec
 from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
 from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory, parse_profile
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
@@ -108,6 +108,23 @@ class Desk:
             raise InvalidRequest(f"gpus is a whole number from 0 to 1024, not {count}")
         return Size(fraction_milli=WHOLE_GPU, device_count=count) if count else None
 
+    def _check_share(self, size: Size) -> None:
+        """Refuse parts so small that a machine's places go to a few people.
+
+        Raises:
+            InvalidRequest: less than the site gives out.
+        """
+        least = self.book.policy.min_fraction_milli
+        if size.memory_bytes:
+            smallest = min((d.grantable_bytes for d in self.book.devices()), default=0)
+            least_bytes = smallest * least // WHOLE_GPU
+            if size.memory_bytes < least_bytes:
+                raise InvalidRequest(
+                    f"ask for at least {words.gigabytes(least_bytes)}: less is not given out here"
+                )
+        elif size.fraction_milli < least:
+            raise InvalidRequest(f"ask for at least {least / WHOLE_GPU:g} GPU: less is not given out here")
+
     async def _known(self) -> None:
         """Return when the devices are known: a broker that has just started measures first."""
         if self.book.inventory is None:
@@ -134,6 +151,7 @@ class Desk:
             return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
         project = self.choose_project(request.groups, request.options.project if request.options else None)
         await self._known()
+        self._check_share(size)
         now = self.book.clock()
         lease = Lease(
             id="b" + random_id(),
@@ -213,7 +231,7 @@ class Desk:
         if not record.is_job:
             await self.book.advance(record, Event.STOP)
         elif record.state is State.GRANTED:
-            await self.effects.start_failed(record, "the Hub could not start its server")
+            await self.effects.start_given_up(record)
         # A running job tells its own end; if it cannot, its processes are seen to be gone.
 
     # ---- jobs ----------------------------------------------------------------
@@ -268,6 +286,11 @@ class Desk:
         mine = (j for j in book.jobs.values() if j.user == user and j.idempotency_key == key)
         if key is not None and (same := next(mine, None)) is not None:
             return same
+        self._check_share(job_size(request))
+        if request.grace_s is not None and request.grace_s > book.policy.max_grace_s:
+            raise InvalidRequest(
+                f"grace_s is at most {book.policy.max_grace_s:g} here: so long may a GPU's owner wait"
+            )
         waiting = [j for j in book.jobs.values() if not j.result]
         if len(waiting) >= book.policy.max_jobs:
             raise TooMany(f"the queue is full ({book.policy.max_jobs} jobs): try again later")
@@ -355,6 +378,9 @@ class Desk:
             return job
         record = replace(record, lease=replace(record.lease, cancelled=True))
         await self.book.put_lease(record)
+        record = self.book.leases.get(record.id)
+        if record is None:
+            return self.book.jobs.get(job.id, job)
         if record.state is State.PENDING:
             await self.effects.finish(record, "cancelled", "Stopped by its owner before it started.")
         elif record.state is not State.STOPPING:

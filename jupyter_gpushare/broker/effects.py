@@ -33,12 +33,15 @@ START_S = 60.0
 # Processes that do not show after this long were never there, or are gone.
 GONE_S = 3.0
 MAX_TRIES = 5
+# While the Hub starts nothing, it is asked again after 2, 4, ... seconds, at most:
+HUB_REST_S = 60.0
 # After the leader was told to stop and its grace is over, all are killed.
 KILL_MARGIN_S = 5.0
 # How long a lease that the driver refused to suspend is left alone.
 _BACKOFF_S = {"wanted": 0.0, "busy": 10.0, "host_memory": 30.0, "no_lease": 5.0, "not_suspendable": 60.0}
-# How soon a resume that was refused is tried again: room may be back at any moment.
-_RESUME_AGAIN_S = {"no_lease": 5.0}
+# How soon a resume that was refused is tried again: at first at once, since room may be back at any
+# moment; the pause doubles up to this.
+_RESUME_AGAIN_S = 5.0
 
 
 class Effects:
@@ -49,6 +52,7 @@ class Effects:
         self.backend = backend
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._measure = measure
+        self._hub_rest_s = 1.0
 
     def see_to(self, record: LeaseRecord, now: float) -> None:
         """Start the effect that a lease's state calls for, unless one is at work."""
@@ -151,13 +155,19 @@ class Effects:
         moved = await self.backend.resume(record.handle)
         now = self.book.clock()
         if moved.done:
-            live.wanted, live.active_at = False, now
+            live.wanted, live.active_at, live.resumes_refused = False, now, 0
+            with contextlib.suppress(HelperError):
+                # People are told that it is back: not with figures of when it slept.
+                found = {sample.lease: sample for sample in (await self.backend.sample()).leases}
+                live.sample = found.get(record.handle, live.sample)
             await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
         elif moved.refused == "lost":
             live.wanted, live.lost = False, True
             await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note="state_lost")
         else:
-            live.retry_at = now + _RESUME_AGAIN_S.get(moved.refused, 0.25)
+            again_s = _RESUME_AGAIN_S if moved.refused == "no_lease" else 0.25 * 2.0**live.resumes_refused
+            live.retry_at = now + min(again_s, _RESUME_AGAIN_S)
+            live.resumes_refused = min(live.resumes_refused + 1, 10)
             await self.book.advance(record, Event.RESUME_REFUSED, note=moved.reason)
 
     async def _found_awake(self, record: LeaseRecord) -> None:
@@ -174,9 +184,12 @@ class Effects:
 
     async def _found_locked(self, record: LeaseRecord) -> None:
         """Somebody beside the broker only locked it: its memory is in its own room, so it goes on at once."""
+        live = self.book.live[record.id]
         moved = await self.backend.resume(record.handle)
-        if not moved.done:
-            self.book.live[record.id].effect_retry_at = self.book.clock() + LOOK_S
+        if moved.done:
+            live.wanted = False
+        else:
+            live.effect_retry_at = self.book.clock() + LOOK_S
 
     # start and stop
 
@@ -186,10 +199,15 @@ class Effects:
         try:
             await self.backend.start_server(key)
         except HubError as error:
+            if error.not_now:
+                await self._not_now(record, str(error))
+                return
             # A start whose answer was lost may have begun all the same.
             if error.permanent or not await self._may_come(record, key):
                 await self.start_failed(record, str(error), for_good=error.permanent)
                 return
+        else:
+            self._hub_rest_s = 1.0
         until = self.book.clock() + START_S
         while self._still(record, State.GRANTED):
             if self.book.clock() > until and not await self._may_come(record, key):
@@ -205,6 +223,25 @@ class Effects:
     def _still(self, record: LeaseRecord, state: State) -> bool:
         current = self.book.leases.get(record.id)
         return current is not None and current.state is state and current.attempt == record.attempt
+
+    async def _not_now(self, record: LeaseRecord, reason: str) -> None:
+        """Back into the queue, uncounted; no job is started before the Hub has had a rest."""
+        book = self.book
+        self._hub_rest_s = min(2 * self._hub_rest_s, HUB_REST_S)
+        book.no_job_before = book.clock() + self._hub_rest_s
+        await self.backend.drop(record.handle)
+        await book.advance(record, Event.START_FAILED, note=reason, devices=(), limits={})
+
+    async def start_given_up(self, record: LeaseRecord) -> None:
+        """The Hub gave a granted job's start up; what came up of it must be gone before it is tried again."""
+        await self._measure()
+        if not self._still(record, State.GRANTED):
+            return
+        sample = self.book.live[record.id].sample
+        if sample is not None and (sample.alive or any(sample.used_bytes.values())):
+            await self.book.advance(record, Event.STOP, note="the Hub could not start its server")
+        else:
+            await self.start_failed(record, "the Hub could not start its server")
 
     async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
         """Note that the Hub could not start a granted job; it is tried again, a few times."""
@@ -225,7 +262,7 @@ class Effects:
         """Tell a job to end, wait for its grace, free its room, and settle what becomes of it."""
         book = self.book
         job, live = book.job_of(record), book.live[record.id]
-        grace_s = job.grace_s if job is not None else book.policy.grace_s
+        grace_s = min(job.grace_s, book.policy.max_grace_s) if job is not None else book.policy.grace_s
         if job is None or job.exit_code is None:
             await self.backend.signal(record.handle, signal.SIGTERM, "leader")
         await self._until_gone(record, live, grace_s + KILL_MARGIN_S)
@@ -269,6 +306,7 @@ class Effects:
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """Decide what becomes of a job whose attempt is over."""
+        record = self.book.leases.get(record.id, record)  # its owner may have cancelled it meanwhile
         if record.lease.cancelled:
             await self.finish(record, "cancelled", "Stopped by its owner.")
         elif job.exit_code is not None and not job.stopped:

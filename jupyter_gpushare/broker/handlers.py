@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import prometheus_client
@@ -314,6 +315,18 @@ class LeaseAction(Base):
         self.answer(self.service.views.lease(book.get(lease_id)))
 
 
+class KernelRelease(Base):
+    """Free the GPU memory of a kernel: 307 to its server, which alone can restart it."""
+
+    async def post(self, lease_id: str, kernel_id: str) -> None:
+        identity = await self.identify()
+        lease = _mine(self.service.book.get(lease_id), identity)
+        server = "/".join(quote(part, safe="") for part in (lease.lease.user, lease.server) if part)
+        base = self.hub_auth.hub_prefix.removesuffix("hub/")
+        path = f"gpushare/leases/{lease_id}/kernels/{kernel_id}/release"
+        self.redirect(f"{base}user/{server}/{path}", status=307)
+
+
 class Projects(Base):
     """My projects; all of them for an admin."""
 
@@ -427,7 +440,13 @@ class Route:
     takes: dict[str, Any]  # by method: the type of the body
 
 
-_ID = {"id": "[a-z0-9]{1,40}", "n": "[0-9]{1,6}", "name": "[^/]{1,255}", "action": "resume|keep|lend"}
+_ID = {
+    "id": "[a-z0-9]{1,40}",
+    "n": "[0-9]{1,6}",
+    "name": "[^/]{1,255}",
+    "action": "resume|keep|lend",
+    "kernel": "[a-z0-9-]{1,64}",
+}
 
 ROUTES: tuple[Route, ...] = (
     Route("status", Status, {"get": wire.Status}, {}),
@@ -440,6 +459,7 @@ ROUTES: tuple[Route, ...] = (
     Route("servers/activity", Activity, {"post": None}, {"post": wire.ActivityReport}),
     Route("leases", Leases, {"get": wire.Leases}, {}),
     Route("leases/{id}/{action}", LeaseAction, {"post": wire.LeaseStatus}, {"post": wire.KeepRequest}),
+    Route("leases/{id}/kernels/{kernel}/release", KernelRelease, {"post": dict}, {}),
     Route("projects", Projects, {"get": wire.Projects}, {}),
     Route("projects/{name}", Project, {"put": wire.Projects}, {"put": wire.ProjectChange}),
     Route("devices", Devices, {"get": wire.Devices}, {}),

@@ -150,6 +150,7 @@ class Loop:
             await self.book.advance(record, Event.STARTED)
 
     async def _watching(self) -> None:
+        self._inventory_due = True  # what happened while nobody listened, a restart included
         async for event in self.backend.watch():
             await self._heard(event)
 
@@ -171,7 +172,7 @@ class Loop:
                 await self.book.bump()
             case EventKind.OVER_LIMIT | EventKind.STRANGER:
                 log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
-                if record is not None:
+                if record is not None or event.kind is EventKind.STRANGER:
                     what = "was stopped" if event.fields.get("action") == "stop" else "should be stopped"
                     name = event.fields.get("name", "")
                     process = (
@@ -248,7 +249,9 @@ class Loop:
             case Suspend():
                 return move(record, Event.SUSPEND, why=action.why, for_lease=action.for_lease, lend_now=False)
             case Resume():
-                return move(record, Event.RESUME, why=action.why)
+                # Tried again after a refusal, it is no new decision.
+                again = self.book.live[record.id].resumes_refused > 0
+                return move(record, Event.RESUME, why="" if again else action.why)
             case Requeue():
                 return move(record, Event.STOP, why=action.why, for_lease=action.for_lease, requeue=True)
 
@@ -282,12 +285,18 @@ class Loop:
             ):
                 await book.advance(record, Event.STOP, note="its server is gone")
         for key in servers:
-            if is_job_server(key.server) and not self._expected(key):
+            if is_job_server(key.server) and not self._expected(key) and await self._is_ours(key):
                 await self.backend.stop_server(key)
 
     def _expected(self, key: ServerKey) -> bool:
         record = self.book.by_handle(key.server)
         return record is not None and record.lease.user == key.user and record.state is not State.PENDING
+
+    async def _is_ours(self, key: ServerKey) -> bool:
+        """Return whether a server is of a job of its user, not one that only bears such a name."""
+        job_id = key.server[1:].partition("-")[0]
+        job = self.book.jobs.get(job_id) or await self.book.store.job(job_id, key.user)
+        return job is not None and job.user == key.user
 
 
 def is_job_server(name: str) -> bool:

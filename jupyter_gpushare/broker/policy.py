@@ -58,6 +58,8 @@ class Policy:
     guard_s: float | None = 14 * 86_400.0
     skip_wait_s: float | None = 86_400.0
     grace_s: float = 30.0
+    max_grace_s: float = 120.0
+    min_fraction_milli: int = 1
     sizes: tuple[tuple[int, int], ...] = ((250, 1), (500, 1), (1000, 1))  # (fraction_milli, devices) offered
     max_jobs_per_user: int = 1_000  # queued or running
     max_jobs: int = 10_000

@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -465,6 +466,9 @@ class Store:
         """Let go of the database and its lock."""
         self._thread.shutdown(wait=True)
         if self._lock_connection is not None:
+            # Said, not left to the end of the session, which the server notices only later.
+            with contextlib.suppress(sa.exc.SQLAlchemyError):
+                self._lock_connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_KEY)))
             self._lock_connection.close()
         if hasattr(self, "_engine"):
             self._engine.dispose()

@@ -272,6 +272,7 @@ class Views:
             borrow=request.borrow,
             source=request.source,
             estimate=None if record is None else self._estimate(record),
+            notify=request.notify,
         )
 
     # ---- projects, devices, the rest ------------------------------------------

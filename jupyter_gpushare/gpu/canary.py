@@ -50,7 +50,11 @@ LIMIT_BYTES = CANARY_BYTES + CANARY_BYTES // 2
 ROOM_BYTES = 1 << 30
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
+# The driver's list of processes may lag behind an allocation.
+SHOWN_TIMEOUT_S = 2.0
 NO_ROOM = "no room on the device for its self-test"
+# Nobody could tell then what is to be suspended, nor when its memory is gone.
+NO_PIDS = "the driver does not show processes by their pids here (a container without the host's?)"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -196,7 +200,9 @@ class Canary:
         nvml, checkpoint = self._nvml, self._checkpoint
         if checkpoint.unavailable:
             return Verdict(suspendable=False, reason=checkpoint.unavailable)
-        held = nvml.processes(gpu.uuid).get(child.pid, CANARY_BYTES)
+        held = self._shown(gpu, child.pid)
+        if held is None:
+            return Verdict(suspendable=False, reason=NO_PIDS)
         try:
             checkpoint.lock(child.pid, CALL_TIMEOUT_S)
             began = time.monotonic()
@@ -223,6 +229,13 @@ class Canary:
             resume_bytes_per_s=int(held / max(restored - halfway, 1e-6)),
             grown_bytes=max(0, grown),
         )
+
+    def _shown(self, gpu: Gpu, pid: int) -> int | None:
+        """What the driver shows of the child; None: nothing, though it holds memory."""
+        deadline = time.monotonic() + SHOWN_TIMEOUT_S
+        while (held := self._nvml.processes(gpu.uuid).get(pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return held
 
 
 class _Failed(Exception):

@@ -77,6 +77,8 @@ class Checkpoint:
         self._guard = threading.Lock()
         self._free: list[Lane] = []
         self._lanes = 0
+        # By pid, calls that were left behind: what they will yet do to the process nobody knows.
+        self._left_behind: dict[int, Lane] = {}
         try:
             self.unavailable = Lane("cuda").call("cuInit", self._load, INIT_TIMEOUT_S)
         except DeviceError as error:
@@ -158,15 +160,30 @@ class Checkpoint:
     def _call(self, name: str, timeout_s: float, pid: int, *arguments: Any) -> None:
         if self.unavailable:
             raise DeviceError(name, _NOT_SUPPORTED, self.unavailable)
+        self._refuse_beside_another(name, pid)
         function = getattr(self._cuda, name)
         lane = self._take(name)
         try:
             # The closure keeps the arguments alive while a call that hangs may still write to them.
             code = lane.call(name, lambda: int(function(pid, *arguments)), timeout_s)
         finally:
-            self._give(lane)
+            with self._guard:
+                if lane.stuck_in:
+                    self._left_behind[pid] = lane
+                self._free.append(lane)
         if code:
             raise DeviceError(name, code, self._name_of(code))
+
+    def _refuse_beside_another(self, name: str, pid: int) -> None:
+        """Ask nothing about a process while an earlier call for it has not returned.
+
+        A lock that hangs may still be taken: who looked meanwhile would find the process
+        running, and leave it locked for ever.
+        """
+        with self._guard:
+            self._left_behind = {each: lane for each, lane in self._left_behind.items() if lane.stuck_in}
+            if lane := self._left_behind.get(pid):
+                raise DeviceError(name, TIMED_OUT, f"{lane.stuck_in} of process {pid} has not returned")
 
     def _take(self, name: str) -> Lane:
         """A lane without a call in it; calls for different processes run side by side."""
@@ -178,10 +195,6 @@ class Checkpoint:
                 raise DeviceError(name, TIMED_OUT, f"{MAX_STUCK} driver calls have not returned")
             self._lanes += 1
             return Lane(f"cuda-{self._lanes}")
-
-    def _give(self, lane: Lane) -> None:
-        with self._guard:
-            self._free.append(lane)
 
     def _name_of(self, code: int) -> str:
         text = ctypes.c_char_p()

@@ -125,11 +125,16 @@ class StateDirectory:
         (self._journal / lease).unlink(missing_ok=True)
 
     def records(self, boot_id: str) -> tuple[Record, ...]:
-        """The leases of this boot; what an earlier boot or a power cut left is removed."""
+        """The leases of this boot; what an earlier boot or a power cut left is removed.
+
+        Raises:
+            HelperError: a lease of this boot cannot be read (kind ``state``): it may sleep,
+                so it is not forgotten.
+        """
         found = []
         for path in sorted(self._journal.iterdir()):
-            record = _read_record(path)
-            if record is not None and record.boot_id == boot_id:
+            record = _read_record(path, boot_id)
+            if record is not None:
                 found.append(record)
             else:
                 path.unlink()
@@ -161,13 +166,25 @@ class StateDirectory:
             ) from None
 
 
-def _read_record(path: Path) -> Record | None:
+def _read_record(path: Path, boot_id: str) -> Record | None:
+    """The record in a file; None: it is none, cut short, or of another boot."""
     try:
         check_lease(path.name)
-        record = verbs.build(Record, verbs.decode(path.read_bytes()))
-    except (OSError, InvalidRequest):
+        written = verbs.decode(path.read_bytes())
+    except OSError as error:
+        raise HelperError("state", f"{path} cannot be read: {error.strerror}") from None
+    except InvalidRequest:
         return None
-    return record if record.lease == path.name else None
+    if written.get("boot_id") != boot_id or written.get("lease") != path.name:
+        return None
+    try:
+        return verbs.build(Record, written)
+    except InvalidRequest as error:
+        raise HelperError(
+            "state",
+            f"{path} was written by another version ({error}): start that version of the helper again, or "
+            "remove the file, and what sleeps in this lease is lost",
+        ) from None
 
 
 def _replace(path: Path, content: bytes, sync: bool = False) -> None:

@@ -34,7 +34,9 @@ from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+# Of a lease, and of all leases together: a sample stays below `verbs.MAX_LINE_BYTES`.
 PROCESSES_SHOWN = 64
+PROCESSES_SHOWN_IN_ALL = 2048
 # Passes are at least so far apart, whoever asks.
 PAUSE_S = 0.03
 SETTLE_EVERY_S = 5.0
@@ -87,10 +89,11 @@ class Sampler:
     def sample(self) -> Sample:
         """The last measurement; never asks the driver."""
         leases = list(self._leases())
+        shown = min(PROCESSES_SHOWN, PROCESSES_SHOWN_IN_ALL // max(1, len(leases)))
         return Sample(
             at=self._at,
             devices=tuple(self._with_health(device) for device in list(self._devices.values())),
-            leases=tuple(self._lease_sample(lease) for lease in leases),
+            leases=tuple(self._lease_sample(lease, shown) for lease in leases),
             host_available_bytes=self._host_available_bytes,
             host_saved_bytes=sum(
                 sum(lease.saved_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
@@ -230,7 +233,7 @@ class Sampler:
             finally:
                 lease.moving.release()
 
-    def _lease_sample(self, lease: Lease) -> LeaseSample:
+    def _lease_sample(self, lease: Lease, processes_shown: int) -> LeaseSample:
         phase = lease.phase
         asleep = phase is Phase.SUSPENDED
         account = lease.account
@@ -263,7 +266,7 @@ class Sampler:
                     calls=slots[process.key].calls if process.key in slots else -1,
                     kernel=process.kernel,
                 )
-                for process in shown[:PROCESSES_SHOWN]
+                for process in shown[:processes_shown]
             ),
             wanted=lease.wanted,
             queries_only=lease.queries_only,

@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..errors import InvalidRequest
 
-# A line may not be longer; 64 leases with 64 processes each stay far below it.
+# A line may not be longer; a sample of as many leases and processes as are shown stays below it.
 MAX_LINE_BYTES = 1 << 20
 
 

@@ -38,6 +38,8 @@ TOLERANCE_BYTES = 64 << 20
 CONTEXT_BYTES = 1 << 30
 GRACE_S = 5.0
 REPEAT_S = 60.0
+# Nobody's limit is at stake: a service of the machine may be there for good.
+STRANGER_REPEAT_S = 3600.0
 MAX_REMEMBERED = 1024
 
 
@@ -86,12 +88,12 @@ class Watchdog:
         # NVML may show a process that has just ended, or one of another pid namespace.
         if process is None or not self._processes.alive(process.key):
             return
-        if not self._news((process.key, uuid), now):
+        if not self._news((process.key, uuid), now, STRANGER_REPEAT_S):
             return
         self._tell(EventKind.STRANGER, "", uuid, process, count, "a process without a lease uses this device")
 
     def _over_limit(self, lease: Lease, uuid: str, used: int, usage: Usage, now: float) -> None:
-        if not self._news((lease.name, uuid), now):
+        if not self._news((lease.name, uuid), now, REPEAT_S):
             return
         victim = _victim(lease, uuid, usage)
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
@@ -117,9 +119,9 @@ class Watchdog:
             fields |= {"pid": str(process.pid), "name": process.name}
         self._events.publish(kind, lease=lease, device=uuid, reason=reason, fields=fields)
 
-    def _news(self, key: tuple[Key | str, str], now: float) -> bool:
+    def _news(self, key: tuple[Key | str, str], now: float, repeat_s: float) -> bool:
         told = self._told.get(key)
-        if told is not None and now - told < REPEAT_S:
+        if told is not None and now - told < repeat_s:
             return False
         self._told[key] = now
         return True

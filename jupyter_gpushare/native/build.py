@@ -40,6 +40,8 @@ LIBRARIES = (
             "fake_gpu.c",
             "fake_cuda.c",
             "fake_memory.c",
+            "fake_virtual.c",
+            "fake_copy.c",
             "fake_stream.c",
             "fake_checkpoint.c",
             "fake_control.c",
@@ -56,7 +58,15 @@ LIBRARIES = (
     ),
     Library(
         "libgpushare_preload.so",
-        ("preload.c", "lease_client.c", "preload_stubs.S"),
+        (
+            "preload.c",
+            "preload_memory.c",
+            "preload_virtual.c",
+            "preload_taints.c",
+            "preload_sizes.c",
+            "lease_client.c",
+            "preload_stubs.S",
+        ),
         ("-Wl,-Bsymbolic",),
     ),
 )

@@ -1,49 +1,24 @@
-/* The simulated libcuda.so.1: device memory, virtual memory management, pools, copies.
+/* The simulated libcuda.so.1: device memory, pools.
  *
- * Facts it follows (CUDA Driver API reference 13.0, "Memory Management", "Virtual Memory
- * Management", "Stream Ordered Memory Allocator"):
- *   - Device memory comes in pages of 2 MiB; allocations of at most 1 MiB share pages.
- *   - A physical allocation (cuMemCreate) lives until it is released *and* no longer mapped.
- *   - A synchronous copy from the device waits for the work submitted before it.
+ * Facts it follows (CUDA Driver API reference 13.0, "Memory Management" and "Stream Ordered
+ * Memory Allocator"): device memory comes in pages of 2 MiB; allocations of at most 1 MiB share
+ * pages.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include "fake_cuda.h"
-
-enum block_kind { BLOCK_PLAIN, BLOCK_MANAGED, BLOCK_RESERVED, BLOCK_MAPPED };
-
-/* A physical allocation of cuMemCreate: a file, so that it can be mapped anywhere. */
-struct physical {
-    struct physical *next;
-    int fd;
-    uint64_t bytes;
-    CUdevice device;
-    unsigned holders, maps;
-};
-
-/* A range of addresses; the array is sorted by address, ranges do not overlap, except that
- * mappings lie inside their reservation (and come after it). */
-struct block {
-    uint64_t address, bytes;
-    enum block_kind kind;
-    CUdevice device;
-    CUcontext context; /* whose end frees it; NULL for reservations and mappings */
-    struct physical *physical;
-    bool accessible;
-};
+#include "fake_memory.h"
 
 struct CUmemPoolHandle_st {
     CUdevice device;
     uint64_t release_threshold;
 };
 
-static struct block *blocks;
-static size_t block_count, block_room;
-static struct physical *physicals;
+struct block *sim_blocks;
+size_t sim_block_count;
+static size_t block_room;
 static uint64_t small_bytes[SIM_DEVICES]; /* by ordinal */
 static struct CUmemPoolHandle_st default_pool[SIM_DEVICES];
 
@@ -51,9 +26,9 @@ static const uint64_t small_limit = (uint64_t)1 << 20;
 
 void sim_forget_in_child(void)
 {
-    blocks = NULL;
-    block_count = block_room = 0;
-    physicals = NULL;
+    sim_blocks = NULL;
+    sim_block_count = block_room = 0;
+    sim_forget_physical();
 }
 
 /* ---- the device's account ---- */
@@ -94,7 +69,7 @@ void sim_refund(uint32_t device, uint64_t bytes, bool context, const char *event
     sim_unlock();
 }
 
-static CUresult take(CUdevice ordinal, uint64_t bytes)
+CUresult sim_take(CUdevice ordinal, uint64_t bytes)
 {
     uint64_t cost = pages(bytes);
     if (bytes <= small_limit)
@@ -105,7 +80,7 @@ static CUresult take(CUdevice ordinal, uint64_t bytes)
     return result;
 }
 
-static void give(CUdevice ordinal, uint64_t bytes)
+void sim_give(CUdevice ordinal, uint64_t bytes)
 {
     uint64_t cost = pages(bytes);
     if (bytes <= small_limit) {
@@ -117,12 +92,12 @@ static void give(CUdevice ordinal, uint64_t bytes)
 
 /* ---- the table of blocks (sim_local held) ---- */
 
-static size_t first_at_or_after(uint64_t address)
+size_t sim_first_block(uint64_t address)
 {
-    size_t low = 0, high = block_count;
+    size_t low = 0, high = sim_block_count;
     while (low < high) {
         size_t middle = (low + high) / 2;
-        if (blocks[middle].address < address)
+        if (sim_blocks[middle].address < address)
             low = middle + 1;
         else
             high = middle;
@@ -130,44 +105,44 @@ static size_t first_at_or_after(uint64_t address)
     return low;
 }
 
-static bool insert_block(struct block block)
+bool sim_insert_block(struct block block)
 {
-    if (block_count == block_room) {
+    if (sim_block_count == block_room) {
         size_t room = block_room ? block_room * 2 : 64;
-        struct block *larger = realloc(blocks, room * sizeof *larger);
+        struct block *larger = realloc(sim_blocks, room * sizeof *larger);
         if (!larger)
             return false;
-        blocks = larger;
+        sim_blocks = larger;
         block_room = room;
     }
-    size_t at = first_at_or_after(block.address);
-    while (at < block_count && blocks[at].address == block.address)
+    size_t at = sim_first_block(block.address);
+    while (at < sim_block_count && sim_blocks[at].address == block.address)
         at++;
-    memmove(blocks + at + 1, blocks + at, (block_count - at) * sizeof *blocks);
-    blocks[at] = block;
-    block_count++;
+    memmove(sim_blocks + at + 1, sim_blocks + at, (sim_block_count - at) * sizeof *sim_blocks);
+    sim_blocks[at] = block;
+    sim_block_count++;
     return true;
 }
 
-static void remove_block(size_t at)
+void sim_remove_block(size_t at)
 {
-    memmove(blocks + at, blocks + at + 1, (block_count - at - 1) * sizeof *blocks);
-    block_count--;
+    memmove(sim_blocks + at, sim_blocks + at + 1, (sim_block_count - at - 1) * sizeof *sim_blocks);
+    sim_block_count--;
 }
 
-static struct block *find_block(uint64_t address, enum block_kind low, enum block_kind high)
+struct block *sim_find_block(uint64_t address, enum block_kind low, enum block_kind high)
 {
-    for (size_t at = first_at_or_after(address); at < block_count && blocks[at].address == address; at++)
-        if (blocks[at].kind >= low && blocks[at].kind <= high)
-            return &blocks[at];
+    for (size_t at = sim_first_block(address); at < sim_block_count && sim_blocks[at].address == address; at++)
+        if (sim_blocks[at].kind >= low && sim_blocks[at].kind <= high)
+            return &sim_blocks[at];
     return NULL;
 }
 
 /* The block with contents that holds an address. */
-static struct block *holder_of(uint64_t address)
+struct block *sim_holder_of(uint64_t address)
 {
-    for (size_t at = first_at_or_after(address + 1); at > 0; at--) {
-        struct block *block = &blocks[at - 1];
+    for (size_t at = sim_first_block(address + 1); at > 0; at--) {
+        struct block *block = &sim_blocks[at - 1];
         if (block->kind != BLOCK_RESERVED)
             return address - block->address < block->bytes ? block : NULL;
         if (address - block->address >= block->bytes)
@@ -180,7 +155,7 @@ static struct block *holder_of(uint64_t address)
 static bool is_device(uint64_t address, uint64_t bytes)
 {
     while (bytes) {
-        struct block *block = holder_of(address);
+        struct block *block = sim_holder_of(address);
         if (!block || !block->accessible)
             return false;
         uint64_t inside = block->address + block->bytes - address;
@@ -213,9 +188,9 @@ static CUresult allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enu
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct block block = {(uint64_t)(uintptr_t)memory, bytes, kind, ordinal, sim_context, NULL, true};
     pthread_mutex_lock(&sim_local);
-    CUresult result = take(ordinal, bytes);
-    if (!result && !insert_block(block)) {
-        give(ordinal, bytes);
+    CUresult result = sim_take(ordinal, bytes);
+    if (!result && !sim_insert_block(block)) {
+        sim_give(ordinal, bytes);
         result = CUDA_ERROR_OUT_OF_MEMORY;
     }
     pthread_mutex_unlock(&sim_local);
@@ -231,12 +206,12 @@ static CUresult release(CUdeviceptr address)
     if (!address)
         return CUDA_SUCCESS;
     pthread_mutex_lock(&sim_local);
-    struct block *found = find_block(address, BLOCK_PLAIN, BLOCK_MANAGED);
+    struct block *found = sim_find_block(address, BLOCK_PLAIN, BLOCK_MANAGED);
     if (found) {
         struct block block = *found;
-        remove_block((size_t)(found - blocks));
+        sim_remove_block((size_t)(found - sim_blocks));
         munmap((void *)(uintptr_t)block.address, block.bytes);
-        give(block.device, block.bytes);
+        sim_give(block.device, block.bytes);
     }
     pthread_mutex_unlock(&sim_local);
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -244,12 +219,12 @@ static CUresult release(CUdeviceptr address)
 
 void sim_drop_context_memory(CUcontext context)
 {
-    for (size_t at = block_count; at > 0; at--)
-        if (blocks[at - 1].context == context) {
-            struct block block = blocks[at - 1];
-            remove_block(at - 1);
+    for (size_t at = sim_block_count; at > 0; at--)
+        if (sim_blocks[at - 1].context == context) {
+            struct block block = sim_blocks[at - 1];
+            sim_remove_block(at - 1);
             munmap((void *)(uintptr_t)block.address, block.bytes);
-            give(block.device, block.bytes);
+            sim_give(block.device, block.bytes);
         }
 }
 
@@ -268,7 +243,7 @@ API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, s
     return allocate(out, *pitch * height, sim_context->device, BLOCK_PLAIN);
 }
 
-static void hinder(enum sim_hindrance what)
+void sim_hinder(enum sim_hindrance what)
 {
     sim_lock();
     sim_me->hindrances |= what;
@@ -282,7 +257,7 @@ API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = allocate(out, bytes, sim_context->device, BLOCK_MANAGED);
     if (!result)
-        hinder(SIM_HINDERED_MANAGED);
+        sim_hinder(SIM_HINDERED_MANAGED);
     return result;
 }
 
@@ -331,7 +306,7 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
     pthread_mutex_lock(&sim_local);
-    struct block *block = holder_of(address);
+    struct block *block = sim_holder_of(address);
     if (block && base)
         *base = block->address;
     if (block && bytes)
@@ -343,7 +318,7 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevicep
 API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
     pthread_mutex_lock(&sim_local);
-    struct block *block = holder_of(address);
+    struct block *block = sim_holder_of(address);
     CUresult result = block ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (block && attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */
         *(unsigned *)data = 2;   /* CU_MEMORYTYPE_DEVICE */
@@ -444,7 +419,7 @@ API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access
         return CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < count; i++)
         if (access[i].flags && access[i].location.id != pool->device)
-            hinder(SIM_HINDERED_PEER);
+            sim_hinder(SIM_HINDERED_PEER);
     return CUDA_SUCCESS;
 }
 
@@ -455,411 +430,8 @@ API CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
     return pool ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- virtual memory management ---- */
-
-API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *properties, int option)
-{
-    (void)option;
-    if (!granularity || !properties)
-        return CUDA_ERROR_INVALID_VALUE;
-    *granularity = SIM_PAGE_BYTES;
-    return CUDA_SUCCESS;
-}
-
-static struct physical *find_physical(CUmemGenericAllocationHandle handle)
-{
-    struct physical *at = physicals;
-    while (at && (uint64_t)(uintptr_t)at != handle)
-        at = at->next;
-    return at && at->holders ? at : NULL;
-}
-
-static void end_physical(struct physical *ended)
-{
-    if (ended->holders || ended->maps)
-        return;
-    struct physical **at = &physicals;
-    while (*at != ended)
-        at = &(*at)->next;
-    *at = ended->next;
-    close(ended->fd);
-    give(ended->device, ended->bytes);
-    free(ended);
-}
-
-API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties,
-                         unsigned long long flags)
-{
-    ENTER(SIM_NEED_INIT);
-    if (!out || !bytes || bytes % SIM_PAGE_BYTES || flags || !properties ||
-        properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE || sim_physical(properties->location.id) < 0)
-        return CUDA_ERROR_INVALID_VALUE;
-    struct physical *made = calloc(1, sizeof *made);
-    int fd = memfd_create("gpushare-sim", MFD_CLOEXEC);
-    if (!made || fd < 0 || ftruncate(fd, (off_t)bytes)) {
-        free(made);
-        if (fd >= 0)
-            close(fd);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    *made = (struct physical){NULL, fd, bytes, properties->location.id, 1, 0};
-    pthread_mutex_lock(&sim_local);
-    CUresult result = take(made->device, bytes);
-    if (!result)
-        made->next = physicals, physicals = made;
-    pthread_mutex_unlock(&sim_local);
-    if (result) {
-        close(fd);
-        free(made);
-    } else {
-        *out = (uint64_t)(uintptr_t)made;
-    }
-    return result;
-}
-
-API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
-{
-    ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
-    struct physical *found = find_physical(handle);
-    if (found) {
-        found->holders--;
-        end_physical(found);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr near, unsigned long long flags)
-{
-    ENTER(SIM_NEED_INIT);
-    (void)alignment, (void)near;
-    if (!out || !bytes || bytes % SIM_PAGE_BYTES || flags)
-        return CUDA_ERROR_INVALID_VALUE;
-    void *range = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    struct block block = {(uint64_t)(uintptr_t)range, bytes, BLOCK_RESERVED, 0, NULL, NULL, false};
-    pthread_mutex_lock(&sim_local);
-    bool kept = insert_block(block);
-    pthread_mutex_unlock(&sim_local);
-    if (!kept) {
-        munmap(range, bytes);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    *out = block.address;
-    return CUDA_SUCCESS;
-}
-
-static struct block *reservation_of(uint64_t address, uint64_t bytes)
-{
-    for (size_t i = first_at_or_after(address + 1); i > 0; i--)
-        if (blocks[i - 1].kind == BLOCK_RESERVED && address - blocks[i - 1].address < blocks[i - 1].bytes)
-            return blocks[i - 1].address + blocks[i - 1].bytes - address >= bytes ? &blocks[i - 1] : NULL;
-    return NULL;
-}
-
-static bool any_mapping(uint64_t address, uint64_t bytes)
-{
-    for (size_t at = 0; at < block_count; at++)
-        if (blocks[at].kind == BLOCK_MAPPED && blocks[at].address < address + bytes &&
-            address < blocks[at].address + blocks[at].bytes)
-            return true;
-    return false;
-}
-
-API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes)
-{
-    ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
-    struct block *found = find_block(address, BLOCK_RESERVED, BLOCK_RESERVED);
-    bool fits = found && found->bytes == bytes && !any_mapping(address, bytes);
-    if (fits) {
-        remove_block((size_t)(found - blocks));
-        munmap((void *)(uintptr_t)address, bytes);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return fits ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
-                      unsigned long long flags)
-{
-    ENTER(SIM_NEED_INIT);
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
-    struct physical *physical = find_physical(handle);
-    if (physical && !flags && bytes && bytes % SIM_PAGE_BYTES == 0 && offset <= physical->bytes &&
-        bytes <= physical->bytes - offset && reservation_of(address, bytes) && !any_mapping(address, bytes)) {
-        struct block block = {address, bytes, BLOCK_MAPPED, physical->device, NULL, physical, false};
-        void *at = mmap((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->fd,
-                        (off_t)offset);
-        result = at != MAP_FAILED && insert_block(block) ? CUDA_SUCCESS : CUDA_ERROR_MAP_FAILED;
-        physical->maps += !result;
-    }
-    pthread_mutex_unlock(&sim_local);
-    return result;
-}
-
-API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
-{
-    ENTER(SIM_NEED_INIT);
-    bool any = false, peer = false;
-    pthread_mutex_lock(&sim_local);
-    for (size_t i = 0; access && count && i < block_count; i++) {
-        struct block *block = &blocks[i];
-        if (block->kind != BLOCK_MAPPED || block->address < address ||
-            block->address + block->bytes > address + bytes)
-            continue;
-        any = true;
-        for (size_t j = 0; j < count; j++)
-            if (access[j].location.id == block->device)
-                block->accessible = access[j].flags == 3;
-            else
-                peer = peer || access[j].flags;
-    }
-    pthread_mutex_unlock(&sim_local);
-    if (peer)
-        hinder(SIM_HINDERED_PEER);
-    return any ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
-{
-    ENTER(SIM_NEED_INIT);
-    bool any = false;
-    pthread_mutex_lock(&sim_local);
-    for (size_t i = block_count; i > 0; i--) {
-        struct block block = blocks[i - 1];
-        if (block.kind != BLOCK_MAPPED || block.address < address || block.address + block.bytes > address + bytes)
-            continue;
-        any = true;
-        remove_block(i - 1);
-        (void)!mmap((void *)(uintptr_t)block.address, block.bytes, PROT_NONE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-        block.physical->maps--;
-        end_physical(block.physical);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return any ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
-{
-    ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
-    struct block *block = holder_of((uint64_t)(uintptr_t)address);
-    bool mapped = out && block && block->kind == BLOCK_MAPPED;
-    if (mapped) {
-        block->physical->holders++;
-        *out = (uint64_t)(uintptr_t)block->physical;
-    }
-    pthread_mutex_unlock(&sim_local);
-    return mapped ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-/* A descriptor that nobody can import here: enough to be seen by the checkpoint. */
-API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
-{
-    ENTER(SIM_NEED_INIT);
-    if (!out || type != 1 || flags) /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
-        return CUDA_ERROR_NOT_SUPPORTED;
-    pthread_mutex_lock(&sim_local);
-    struct physical *physical = find_physical(handle);
-    int fd = physical ? dup(physical->fd) : -1;
-    pthread_mutex_unlock(&sim_local);
-    if (fd < 0)
-        return CUDA_ERROR_INVALID_VALUE;
-    *(int *)out = fd;
-    hinder(SIM_HINDERED_EXPORT);
-    return CUDA_SUCCESS;
-}
-
-/* Sharing between processes is announced, never carried out. */
-API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    if (!out || !sim_is_device_memory(address, 1))
-        return CUDA_ERROR_INVALID_VALUE;
-    memset(out, 0, sizeof *out);
-    memcpy(out->reserved, &address, sizeof address);
-    hinder(SIM_HINDERED_IPC);
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)out, (void)handle, (void)flags;
-    return CUDA_ERROR_NOT_SUPPORTED;
-}
-
-/* ---- host memory ---- */
-
-API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    if (!out || !bytes)
-        return CUDA_ERROR_INVALID_VALUE;
-    *out = malloc(bytes);
-    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
-{
-    return cuMemHostAlloc(out, bytes, 0);
-}
-
-API CUresult cuMemFreeHost(void *memory)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    free(memory);
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    return memory && bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemHostUnregister(void *memory)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    return memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-/* ---- copies and sets ---- */
-
-static void wait_for(CUstream stream)
-{
-    uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
-    if (done > now)
-        sim_sleep_ns(done - now);
-}
-
-static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes)
-{
-    if ((to_device && !sim_is_device_memory(to, bytes)) || (from_device && !sim_is_device_memory(from, bytes)))
-        return CUDA_ERROR_INVALID_VALUE;
-    memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
-    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
-}
-
-API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
-    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
-}
-
-API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    return copy(to, true, from, true, bytes);
-}
-
-API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
-    return copy(to, false, from, false, bytes);
-}
-
-API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
-}
-
-API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
-}
-
-API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, true, from, true, bytes);
-}
-
-API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, false, from, false, bytes);
-}
-
-static CUresult set8(CUdeviceptr to, unsigned char value, size_t count)
-{
-    if (!sim_is_device_memory(to, count))
-        return CUDA_ERROR_INVALID_VALUE;
-    memset((void *)(uintptr_t)to, value, count);
-    return CUDA_SUCCESS;
-}
-
-static CUresult set32(CUdeviceptr to, unsigned value, size_t count)
-{
-    if (to % sizeof value || !sim_is_device_memory(to, count * sizeof value))
-        return CUDA_ERROR_INVALID_VALUE;
-    for (size_t i = 0; i < count; i++)
-        ((unsigned *)(uintptr_t)to)[i] = value;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    return set8(to, value, count);
-}
-
-API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    return set32(to, value, count);
-}
-
-API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return set8(to, value, count);
-}
-
-API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return set32(to, value, count);
-}
-
 /* The per-thread default stream variants differ only in the stream that 0 names. */
 #define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
 ALSO(cuMemAllocAsync, _ptsz);
 ALSO(cuMemAllocFromPoolAsync, _ptsz);
 ALSO(cuMemFreeAsync, _ptsz);
-ALSO(cuMemcpyHtoD_v2, _ptds);
-ALSO(cuMemcpyDtoH_v2, _ptds);
-ALSO(cuMemcpyDtoD_v2, _ptds);
-ALSO(cuMemcpy, _ptds);
-ALSO(cuMemcpyHtoDAsync_v2, _ptsz);
-ALSO(cuMemcpyDtoHAsync_v2, _ptsz);
-ALSO(cuMemcpyDtoDAsync_v2, _ptsz);
-ALSO(cuMemcpyAsync, _ptsz);
-ALSO(cuMemsetD8_v2, _ptds);
-ALSO(cuMemsetD32_v2, _ptds);
-ALSO(cuMemsetD8Async, _ptsz);
-ALSO(cuMemsetD32Async, _ptsz);

@@ -1,6 +1,6 @@
 /* Every function that the preload library stands in front of, once.
  *
- *   HOOK(TYPED, name)   written out in preload.c: accounting, spoofed sizes, taints, routing
+ *   HOOK(TYPED, name)   written out in preload*.c: accounting, spoofed sizes, taints, routing
  *   HOOK(COUNT, name)   counted at its entry, then a jump: whatever it takes passes untouched
  *   HOOK(QUERY, name)   same, in the counter of queries
  *   HOOK(GATE, name)    counted, waits while the lease is not running, then a jump

@@ -181,6 +181,7 @@ def job_of(
         )
         if asked.path
         else None,
+        notify=asked.notify,
     )
 
 

@@ -68,21 +68,36 @@ async def test_a_server_is_started_by_its_name(hub, status):
     assert hub.asked == [("POST", "/hub/api/users/bo/servers/jabcdefghij-1", {})]
 
 
-@pytest.mark.parametrize("said", ["jabcdefghij-1 is already running", "already pending spawn"])
-async def test_starting_what_runs_already_is_done(hub, said):
-    hub.status, hub.body = 400, {"status": 400, "message": said}
+async def test_starting_what_runs_already_is_done(hub):
+    hub.status, hub.body = 400, {"status": 400, "message": "bo:jabcdefghij-1 is already running"}
     await hub.client.start_server(JOB)
 
 
+async def test_a_user_who_has_all_the_servers_that_the_hub_allows_waits(hub):
+    said = "User bo already has the maximum of 3 named servers."
+    hub.status, hub.body = 400, {"status": 400, "message": said}
+    with pytest.raises(HubError, match="maximum of 3") as refused:
+        await hub.client.start_server(JOB)
+    assert (refused.value.permanent, refused.value.not_now) == (False, True)
+
+
 @pytest.mark.parametrize(
-    ("status", "permanent"),
-    [(403, True), (404, True), (400, False), (429, False), (500, False), (503, False)],
+    ("status", "permanent", "not_now"),
+    [
+        (404, True, False),  # there is no such user
+        (400, False, False),
+        (500, False, False),  # this server did not come up
+        (401, False, True),
+        (403, False, True),
+        (429, False, True),
+        (503, False, True),
+    ],
 )
-async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, permanent):
+async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, permanent, not_now):
     hub.status, hub.body = status, {"status": status, "message": "because"}
     with pytest.raises(HubError, match="because") as refused:
         await hub.client.start_server(JOB)
-    assert refused.value.permanent is permanent
+    assert (refused.value.permanent, refused.value.not_now) == (permanent, not_now)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b"null"])

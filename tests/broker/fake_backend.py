@@ -185,6 +185,7 @@ class Site:
         self.helper_silent = False
         self.patient = False  # people try again while a new broker looks around
         self.unhealthy: set[str] = set()
+        self.unmeasured: set[str] = set()
         self.spawn_s = 0.2
         self.move_s = 1.0
         self.epoch = 0
@@ -566,6 +567,7 @@ class SiteBackend(Backend):
                     healthy=uuid not in site.unhealthy,
                 )
                 for uuid in site.uuids
+                if uuid not in site.unmeasured
             ),
             leases=tuple(
                 verbs.LeaseSample(

@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.broker import book as book_module
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import State, Survival
 from jupyter_gpushare.errors import (
     Conflict,
     GpuShareError,
@@ -306,6 +306,46 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(tmp_pat
         assert grant.job is not None
         assert grant.job.command == ["python", "train.py"]
         assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
+
+
+@in_virtual_time
+async def test_a_cancel_while_the_job_makes_room_is_not_lost(tmp_path):
+    """It is on its way back into the queue when its owner cancels it."""
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        slow = Program(work_s=500, heeds_sigterm=False)
+        job = await site.submit("bo", "2", checkpoint=Survival.NONE, program=slow, grace_s=20)
+        await until(lambda: broker.state(job) == "running")
+        other = await site.submit("ada", "1", checkpoint=Survival.NONE, program=Program(work_s=5))
+        await until(lambda: broker.state(job) == "stopping")
+        await asyncio.sleep(1)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result)
+        assert broker.job(job).result == "cancelled"
+        await until(lambda: broker.job(other).result == "succeeded")
+
+
+@in_virtual_time
+async def test_nobody_asks_for_a_grace_that_keeps_an_owner_waiting(tmp_path):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        with pytest.raises(InvalidRequest, match="at most 120"):
+            await site.submit("bo", "1", grace_s=3600)
+        await site.submit("bo", "1", grace_s=120)
+
+
+@in_virtual_time
+async def test_parts_so_small_that_they_only_take_places_are_refused(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, min_fraction_milli=50)
+        broker = await site.start_broker()
+        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+            await site.submit("bo", "0.049")
+        with pytest.raises(InvalidRequest, match=r"at least 3\.\d GB"):
+            await site.submit("bo", memory="1GiB")
+        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+            await broker.desk.start(spawn("ada", "0.001"))
+        await site.submit("bo", "0.05")
 
 
 @in_virtual_time

@@ -177,8 +177,9 @@ async def test_without_a_token_everything_but_health_is_401(http):
 
 
 def _example(path: str) -> str:
-    for name, value in {"{id}": "abc", "{n}": "1", "{name}": "nlp", "{action}": "lend"}.items():
-        path = path.replace(name, value)
+    examples = {"id": "abc", "n": "1", "name": "nlp", "action": "lend", "kernel": "k-1"}
+    for name, value in examples.items():
+        path = path.replace("{" + name + "}", value)
     return path
 
 
@@ -225,6 +226,7 @@ async def test_jobs_and_leases_of_others_are_404_not_403(http):
         ("POST", f"leases/{lease}/resume"),
         ("POST", f"leases/{lease}/keep"),
         ("POST", f"leases/{lease}/lend"),
+        ("POST", f"leases/{lease}/kernels/k-1/release"),
     ]:
         there = await http.refused(method, path, "ada")
         nowhere = await http.refused(method, path.replace(job.id, "aaaaaaaaaa"), "ada")
@@ -232,6 +234,15 @@ async def test_jobs_and_leases_of_others_are_404_not_403(http):
         assert there.message.replace(job.id, "X") == nowhere.message.replace("aaaaaaaaaa", "X")
     assert http.broker.book.jobs[job.id].result == ""
     assert (await http.ask("GET", f"jobs/{job.id}", "root")).status_code == 200
+
+
+async def test_a_kernel_is_released_by_its_own_server(http):
+    job = await http.submit("bo")
+    path = f"leases/j{job.id}/kernels/k-1/release"
+    response = await http.ask("POST", path, "bo")
+    assert response.status_code == 307
+    server = http.broker.book.get(f"j{job.id}").server
+    assert response.headers["Location"] == f"/user/bo{f'/{server}' if server else ''}/gpushare/{path}"
 
 
 async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):

@@ -390,6 +390,97 @@ async def test_a_start_that_fails_once_succeeds_the_next_time(tmp_path):
 
 
 @in_virtual_time
+async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        real, asked = broker.backend.start_server, []
+
+        async def refuse(key):
+            asked.append(site.now)
+            raise HubError("Missing or invalid credentials.", not_now=True)
+
+        monkeypatch.setattr(broker.backend, "start_server", refuse)
+        jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(8)]
+        began = site.now
+        await asyncio.sleep(1800)
+        assert [broker.job(job).result for job in jobs] == [""] * 8
+        assert "Missing or invalid credentials" in broker.lease(jobs[0]).note
+        # The pauses grow to a minute; a round asks once for each GPU.
+        assert len(asked) <= 2 * (6 + 1800 / 60)
+        assert all(at - began < 60 or b - a <= 62 for at, a, b in zip(asked, asked, asked[1:], strict=False))
+        monkeypatch.setattr(broker.backend, "start_server", real)
+        await until(lambda: all(broker.job(job).result == "succeeded" for job in jobs), 300)
+
+
+@in_virtual_time
+async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_of_it(tmp_path):
+    """Its spawn timed out, but processes of it are there: they go first (the fake tells of two at once)."""
+    async with Site(tmp_path) as site:
+        site.spawn_s = 5.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=1, program=Program(work_s=10))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
+        for task in list(site._tasks):
+            task.cancel()  # the Hub kills the runner ...
+        site.servers.clear()
+        held = site.held[f"j{job.id}-1"]
+        held.alive = True  # ... and not what it had started
+        site.use(held, dict(held.limits))
+        await broker.desk.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        assert broker.state(job) == "stopping"
+        site.spawn_s = 0.2
+        await asyncio.sleep(5)
+        assert site.started[job.id] == 0
+        held.alive, held.used = False, {}
+        await until(lambda: broker.job(job).result, 200)
+        assert broker.job(job).result == "succeeded"
+        assert broker.job(job).attempts == 2
+
+
+@in_virtual_time
+async def test_a_server_that_only_bears_a_name_like_a_jobs_is_left_alone(tmp_path):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: site.broker.job(job).result, 60)
+        site.servers[ServerKey("ada", "juliaserver-1")] = "ready"
+        site.servers[ServerKey("ada", f"j{job.id}-1")] = "ready"
+        site.servers[ServerKey("bo", "jaaaaaaaaaa-1")] = "ready"
+        site.servers[ServerKey("bo", f"j{job.id}-1")] = "ready"
+        await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
+        await asyncio.sleep(60)
+        assert not {"stop_server juliaserver-1", "stop_server jaaaaaaaaaa-1"} & set(site.effects)
+        assert ServerKey("ada", f"j{job.id}-1") in site.servers
+
+
+@in_virtual_time
+async def test_a_resume_that_stays_refused_is_tried_again_and_told_once(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1")
+        await site.submit("bo", "2", program=Program(work_s=5))
+        await until(lambda: ada.phase is Phase.SUSPENDED, 120)
+        site.fault("resume", *[Moved(done=False, refused=Refusal.BUSY, reason="not yet")] * 60)
+        cell = site.later(site.gpu_cell(ada))
+        await asyncio.sleep(120)
+        assert not cell.done()
+        tried = [d for d in broker.book.decisions if d.action == "resume"]
+        assert len(tried) <= 2
+        await until(cell.done, 300)
+        assert ada.phase is Phase.RUNNING
+
+
+@in_virtual_time
+async def test_a_device_that_is_not_measured_any_more_takes_nothing_new(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.unmeasured = {site.uuids[0]}
+        await until(lambda: [d.usable for d in broker.book.devices()] == [False, True], 10)
+        site.unmeasured = set()
+        await until(lambda: all(d.usable for d in broker.book.devices()), 10)
+
+
+@in_virtual_time
 async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
@@ -520,15 +611,6 @@ async def test_processes_that_outlive_their_server_are_killed_after_the_grace(tm
         assert f"signal SIGKILL all {ada.handle}" in site.effects
 
 
-@in_virtual_time
-async def test_job_servers_that_nobody_expects_are_stopped_and_others_left_alone(tmp_path):
-    async with Site(tmp_path) as site:
-        await site.start_broker()
-        site.servers = {ServerKey("bo", "jaaaaaaaaaa-1"): "ready", ServerKey("bo", "mine"): "ready"}
-        await until(lambda: "stop_server jaaaaaaaaaa-1" in site.effects, 60)
-        assert "stop_server mine" not in site.effects
-
-
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
@@ -586,6 +668,13 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         ]
         assert told("bo") == []
         assert bo
+
+        # Whose it is nobody knows: the administrator is told.
+        reason = "a process without a lease uses this device"
+        site.tell(EventKind.STRANGER, "", reason, action="warn", pid="78", name="miner")
+        await until(lambda: len(told(None)) == 4, 30)
+        assert told(None)[0] == f"This machine: {reason}; process 78 (miner) should be stopped."
+        assert (len(told("ada")), told("bo")) == (3, [])
 
 
 @in_virtual_time

@@ -20,6 +20,9 @@ from tests.e2e.demo import DemoHub, until
 
 PICTURES = os.environ.get("GPUSHARE_PICTURES")
 
+# A busy machine is slow; what holds is seen at once anyhow.
+expect.set_options(timeout=60_000)
+
 ALLOCATE = """from jupyter_gpushare import demo_gpu
 gpu = demo_gpu.open()
 weights = gpu.allocate("6GiB")
@@ -29,6 +32,7 @@ UNTIL_LUNCH = """from pathlib import Path
 import time
 while not Path("lunch").exists():
     time.sleep(0.1)"""
+MEMORY = re.compile(r"^6\.\d of \d+ GB$")
 INTACT = 'print("intact:", weights.is_intact())'
 
 TRAIN = [
@@ -77,7 +81,7 @@ class Visitor:
         self.hub = hub
         self.name = name
         self.page: Page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(60_000)
         self.new = True
         self.complaints: list[str] = []
         self.page.on(
@@ -88,6 +92,10 @@ class Visitor:
     @property
     def home(self) -> Path:
         return self.hub.folder / "state" / "home" / self.name
+
+    @property
+    def theme(self) -> str:
+        return str(self.page.evaluate("document.body.dataset.jpThemeName"))
 
     @property
     def panel(self) -> Locator:
@@ -113,7 +121,7 @@ class Visitor:
         """Wait until the page is there, after a start or a reload; open the sidebar if it is closed."""
         page = self.page
         page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=60_000)
-        expect(page.locator(".gps-status button")).to_contain_text("GPU", timeout=30_000)
+        expect(page.locator(".gps-status button")).to_contain_text("GPU")
         if self.new:
             # JupyterLab asks everybody once.
             self.toasts.get_by_role("button", name="No", exact=True).click()
@@ -135,7 +143,7 @@ class Visitor:
         self.page.wait_for_function(
             "theme => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}"
         )
-        self.page.wait_for_timeout(800)
+        self.page.wait_for_timeout(800)  # colours fade
 
     def picture(self, name: str) -> None:
         """Keep a picture in both themes, where pictures are wanted."""
@@ -150,6 +158,9 @@ class Visitor:
 @pytest.mark.timeout(600)
 def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browser) -> None:
     ada, bo = Visitor(browser, hub, "ada"), Visitor(browser, hub, "bo")
+    settings = ada.home / ".jupyter/lab/user-settings/@jupyterlab/apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "themes.jupyterlab-settings").write_text('{"theme": "JupyterLab Dark"}')
 
     # Ada picks half a GPU, fills a part of it, and meets its limit as an error of her own.
     ada.start("1/2 GPU")
@@ -158,9 +169,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     ada.run_cell(ALLOCATE)
     ada.run_cell(TOO_MUCH)
     expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("GpuOutOfMemory")
-    expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute(
-        "aria-valuetext", re.compile(r"^6\.\d of \d+ GB$"), timeout=15_000
-    )
+    expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
     ada.picture("limit")
     ada.run_cell(UNTIL_LUNCH)
 
@@ -180,6 +189,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(dialog.get_by_label("Parameters")).to_have_value("steps = 3")
     expect(dialog.locator(".gps-outlook")).to_contain_text("Would start now")
     dialog.get_by_label("Parameters").fill("steps = 5")
+    expect(dialog.get_by_label("May use borrowed GPUs")).to_be_checked()
     dialog.get_by_label("Number or part").fill("2")
     expect(dialog.locator(".gps-outlook")).to_contain_text("Number 1. Needs 2 GPUs; 1.5 are free.")
     if PICTURES:
@@ -194,7 +204,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     (ada.home / "lunch").touch()
 
     # Ada is at lunch: a warning, then sleep.  She keeps her page open; that keeps nothing awake.
-    expect(ada.toasts).to_contain_text("your GPU memory", timeout=90_000)
+    expect(ada.toasts).to_contain_text("Your GPU is lent in", timeout=90_000)
     expect(ada.toasts.get_by_role("button", name="Keep it 30 min")).to_be_visible()
     expect(ada.page.locator(".gps-banner:visible")).to_contain_text("Your variables stay.")
     ada.picture("warned")
@@ -202,9 +212,9 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     ada.picture("asleep")
 
     # Bo sees it run, cell by cell; his page may be loaded again at any time.
-    expect(detail).to_contain_text("Running", timeout=60_000)
-    expect(detail.locator(".gps-log")).to_contain_text("step 5", timeout=60_000)
-    expect(page.get_by_role("grid")).to_contain_text("3 of 5", timeout=20_000)
+    expect(detail).to_contain_text("Running")
+    expect(detail.locator(".gps-log")).to_contain_text("step 5")
+    expect(page.get_by_role("grid")).to_contain_text("3 of 5")
     bo.picture("running")
     page.reload()
     bo.settle()
@@ -213,12 +223,16 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
 
     # Ada is back: a GPU cell runs within seconds, on what she had.
     ada.run_cell(INTACT)
-    expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True", timeout=60_000)
+    expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True", timeout=90_000)
     expect(ada.toasts).to_contain_text("Your GPU is back")
+    expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
     ada.picture("back")
-    expect(detail).to_contain_text("Paused", timeout=30_000)
+    expect(detail).to_contain_text("Paused")
     expect(detail).to_contain_text("the owner of the GPU came back")
     bo.picture("paused")
+
+    # The broker is killed and comes back: nobody loses anything.
+    hub.kill_broker()
 
     # She idles again; his job goes on where it was, and ends.
     (bo.home / "enough").touch()
@@ -234,4 +248,6 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(output).to_contain_text("ran on 2 GPUs")
     expect(output).to_contain_text("steps = 5")
     bo.picture("output")
+    if not PICTURES:
+        assert (ada.theme, bo.theme) == ("JupyterLab Dark", "JupyterLab Light")
     assert ada.complaints == bo.complaints == []

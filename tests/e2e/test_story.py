@@ -227,7 +227,9 @@ def test_a_terminal_in_a_server_needs_no_token_to_submit_follow_and_look(hub: De
     assert "42" in shell.run(f"gpushare logs -f {job['id']}")
     until("the job ends", lambda: bo.job(job["id"])["state"] == "succeeded")
     assert job["id"] in shell.run("gpushare jobs")
-    assert "1/2 GPU" in shell.run("gpushare status")
+    assert "held by preload" in shell.run("gpushare status")
+    (held,) = bo.ask("leases")["leases"]
+    assert (held["size"], held["level"]) == ("1/2 GPU", "preload")
 
 
 def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Path) -> None:

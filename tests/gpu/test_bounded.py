@@ -12,28 +12,28 @@ from jupyter_gpushare.gpu.bounded import TIMED_OUT, Lane
 
 def test_a_call_answers_or_raises_what_it_raised() -> None:
     lane = Lane("x")
-    assert lane.call("answer", lambda: 42, 5) == 42
+    assert lane.call("answer", lambda: 42, 30) == 42
     with pytest.raises(KeyError):
-        lane.call("raise", lambda: {}["nothing"], 5)
+        lane.call("raise", lambda: {}["nothing"], 30)
     assert lane.stuck_in == ""
 
 
 def test_a_call_that_hangs_is_left_behind_and_the_lane_refuses_until_it_returns() -> None:
     lane, release = Lane("x"), threading.Event()
     with pytest.raises(DeviceError) as hung:
-        lane.call("hang", lambda: release.wait(30), 0.05)
+        lane.call("hang", lambda: release.wait(120), 0.05)
     assert (hung.value.call, hung.value.code) == ("hang", TIMED_OUT)
     before = threading.active_count()
     for _ in range(10):
         with pytest.raises(DeviceError, match="hang has not returned"):
-            lane.call("next", lambda: 1, 5)
-    assert threading.active_count() == before
+            lane.call("next", lambda: 1, 30)
+    assert threading.active_count() <= before
     release.set()
     for _ in range(1000):
         if not lane.stuck_in:
             break
         threading.Event().wait(0.01)
-    assert lane.call("again", lambda: 2, 5) == 2
+    assert lane.call("again", lambda: 2, 30) == 2
 
 
 def test_callers_of_one_lane_wait_their_turn() -> None:
@@ -44,26 +44,26 @@ def test_callers_of_one_lane_wait_their_turn() -> None:
         together.append(inside.acquire(blocking=False))
         inside.release()
 
-    threads = [threading.Thread(target=lane.call, args=("alone", alone, 10)) for _ in range(20)]
+    threads = [threading.Thread(target=lane.call, args=("alone", alone, 30)) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     assert together == [True] * 20
 
 
 def test_a_call_that_was_begun_is_waited_for_apart() -> None:
     lane, release = Lane("x"), threading.Event()
-    job = lane.begin("slow", lambda: release.wait(30) and 42)
+    job = lane.begin("slow", lambda: release.wait(120) and 42)
     assert not job.done.wait(0.02)
     # Not yet given up: another caller waits its turn, bounded, and nothing is called stuck.
     with pytest.raises(DeviceError, match="x is busy"):
-        lane.call("next", lambda: 1, 5, turn_s=0.02)
+        lane.call("next", lambda: 1, 30, turn_s=0.02)
     assert lane.stuck_in == ""
     assert lane.give_up(job, 3).code == TIMED_OUT
     with pytest.raises(DeviceError, match="slow has not returned"):
         lane.begin("next", lambda: 1)
     release.set()
-    assert job.done.wait(5)
+    assert job.done.wait(30)
     assert job.result() == 42
-    assert lane.begin("after", lambda: 7).done.wait(5)
+    assert lane.begin("after", lambda: 7).done.wait(30)

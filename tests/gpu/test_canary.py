@@ -41,6 +41,17 @@ def test_a_cycle_that_fails_takes_the_offer_back(bare: Machine, fault: Fault) ->
     assert (moved["refused"], "self-test" in moved["reason"]) == ("not_suspendable", True)
 
 
+def test_a_driver_that_does_not_show_our_pids_cannot_suspend(bare: Machine) -> None:
+    """As in a container with pids of its own: what is suspended could not be told from what is not."""
+    bare.start(examine=True, before="from jupyter_gpushare.gpu import nvml; nvml._processes = lambda at: {}")
+    (device,) = bare.ask("inventory")["devices"]
+    assert (device["suspendable"], device["suspend_reason"]) == (False, canary.NO_PIDS)
+    assert device["level"] == "preload"
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    assert worker.do("check") == "ok"
+
+
 def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
     holder = bare.worker(mib=79 * 1024)
     bare.start(examine=True)

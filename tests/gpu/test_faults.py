@@ -121,6 +121,9 @@ def test_a_checkpoint_call_that_hangs_is_settled_when_it_returns(ada: Machine) -
     ada.sim.fault(Fault.HANG_CHECKPOINT, pid=worker.pid, count=1, value=HANG_MS)
     moved = ada.ask("suspend", lease="ada", timeout_s=0.5)
     assert (moved["done"], moved["refused"]) == (False, "busy")
+    # Nobody can tell before it has returned whether the process will be locked.
+    assert ada.of("ada")["phase"] == "suspending"
+    assert ada.ask("resume", lease="ada")["refused"] == "busy"
     ada.sim.clear_faults()
     until(lambda: ada.of("ada")["phase"] == "running", "settled")
     assert worker.do("check") == "ok"

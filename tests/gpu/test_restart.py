@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 from pathlib import Path
 
@@ -190,6 +191,26 @@ def test_a_torn_record_removes_its_lease_and_nothing_else(bare: Machine) -> None
     record.write_bytes(record.read_bytes()[:20])
     bare.start()
     assert [lease["lease"] for lease in bare.ask("sample")["leases"]] == ["bo"]
+
+
+def test_a_lease_written_by_another_version_is_not_forgotten(bare: Machine) -> None:
+    bare.start()
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    assert bare.ask("suspend", lease="ada")["done"]
+    bare.stop(signal.SIGKILL)
+    record = bare.state_dir / "private" / "journal" / "ada"
+    written = record.read_bytes()
+    record.write_text(json.dumps({**json.loads(written), "of_a_newer_version": 1}))
+    bare.start(wait=False)
+    assert bare.helper
+    assert bare.helper.wait(PATIENCE_S) == 1
+    bare.helper = None
+    assert "of_a_newer_version" in bare.log.read_text()
+    record.write_bytes(written)
+    bare.start()
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
 
 
 def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:

@@ -2,42 +2,109 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import MIB
-from tests.gpu_real.scenarios import SCENARIOS, Scenario
-from tests.gpu_real.site import ROOT, Site
-from tests.simulator import Simulator
+from tests.gpu.machine import MIB, until
+from tests.gpu_real.bench import Bench
+from tests.gpu_real.order import SCENARIOS, Scenario
+from tests.gpu_real.site import ROOT, Helper, Report, Site, Skip
+from tests.simulator import Fault, Simulator
+
+# The first opens the driver in its own process, and is run by the command below.
+HERE = [scenario for scenario in SCENARIOS[1:] if scenario.everywhere]
+#: On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch.
+BARE = """
+import sys
+for name in ("msgspec", "tornado", "jupyter_client", "jupyterhub", "traitlets", "httpx", "sqlalchemy"):
+    sys.modules[name] = None
+"""
+
+
+def environment(machine: Simulator) -> dict[str, str]:
+    return machine.env(GPUSHARE_TEST_RUN=os.environ.get("GPUSHARE_TEST_RUN", ""))
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+    """The folder of a helper, and what a process on its machine has in its environment."""
     folder = tmp_path_factory.mktemp("site")
-    run = os.environ.get("GPUSHARE_TEST_RUN", "")
-    machine = Simulator(folder, "1xH100-80GB,host=512GiB")
-    site = Site(folder, machine.env(GPUSHARE_TEST_RUN=run), scale_bytes=4 * MIB, sample_s=0.2)
-    yield site
-    site.close()
+    env = environment(Simulator(folder, "1xH100-80GB,host=512GiB"))
+    helper = Helper(folder, env, 0.2)
+    yield folder, env
+    helper.close()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_simulated(site: Site, scenario: Scenario) -> None:
-    before = len(site.report.rows)
-    scenario(site)
-    assert len(site.report.rows) > before
+@pytest.mark.parametrize("scenario", HERE, ids=lambda scenario: scenario.name)
+def test_simulated(
+    helper: tuple[Path, dict[str, str]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, env = helper
+    site = Site(folder, env, Report(), scale_bytes=4 * MIB, sample_s=0.2)
+    try:
+        scenario.function(site, *scenario.given)
+    except Skip as why:
+        pytest.skip(str(why))
+    finally:
+        site.close()
+    assert site.report.rows
 
 
-def test_the_real_tests_need_nothing_of_the_hub() -> None:
-    """On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch."""
-    code = (
-        "import sys\n"
-        "for name in ('msgspec', 'tornado', 'jupyter_client', 'jupyterhub', 'traitlets', 'httpx'):\n"
-        "    sys.modules[name] = None\n"
-        "import tests.gpu_real.test_real, jupyter_gpushare.gpu.helper\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    chosen = "the_driver_is_found or the_self_test or loop"
+    command = [
+        sys.executable, "-c", BARE + "import pytest; sys.exit(pytest.main(sys.argv[1:]))",
+        "-c", "/dev/null", f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--import-mode=importlib",
+        "-ra", "-s", "tests/gpu_real", "-k", chosen, f"--basetemp={tmp_path / 'base'}",
+    ]  # fmt: skip
+    env = environment(Simulator(tmp_path, "1xH100-80GB,host=512GiB")) | {
+        "OUT": str(out),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((out / "gpu.json").read_text())
+    assert kept["simulated"]
+    assert [(each["outcome"], bool(each["rows"])) for each in kept["results"]] == [
+        ("passed", True), ("passed", True), ("skipped", False),
+    ]  # fmt: skip
+    assert kept["results"][2]["reason"] == "frameworks do not run on the simulated driver"
+    assert "proves the code, not the GPU" in (out / "gpu.md").read_text()
+    assert (out / "helper.log").read_text()
+    for what, figure in kept["results"][0]["rows"]:
+        assert f"| {what} | {figure} |" in done.stdout
+
+
+def test_what_hangs_or_kills_the_helper_costs_the_others_nothing(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB")
+    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
+    by_name = {scenario.name: scenario for scenario in SCENARIOS}
+    context = by_name["a_context_has_its_price"]
+    try:
+        assert bench.run(by_name["the_self_test_gives_a_verdict"]).outcome == "passed"
+        machine.fault(Fault.HANG_CALL, count=-1, value=600_000)
+        late = bench.run(replace(context, limit_s=4.0))
+        assert (late.outcome, late.reason) == ("failed", "not done after 4 s")
+        machine.clear_faults()
+        assert bench.run(context).outcome == "passed"
+        assert bench.helper
+        bench.helper.kill()
+        assert bench.run(context).outcome == "passed"
+        machine.fault(Fault.DEVICE_LOST, count=-1)
+        until(bench.helper.ill, "the loss is noticed")
+        lost = bench.run(context)
+        assert (lost.outcome, "out of service" in lost.reason) == ("skipped", True)
+        assert "not done after 4 s" in bench.table()
+    finally:
+        bench.close()
+    ended = Bench(tmp_path, environment(machine), out=None, budget_s=0)
+    assert ended.run(context).reason == "no time is left"

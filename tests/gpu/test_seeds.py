@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
 
@@ -91,7 +92,8 @@ def test_nothing_is_lost_over_random_moves_faults_and_kills(machine: Machine, se
 
 def settled_ask(machine: Machine, verb: str, lease: str) -> bool:
     """A move may be refused while an earlier one is settled; not for ever."""
-    for _ in range(40):
+    deadline = time.monotonic() + 2 * PATIENCE_S
+    while time.monotonic() < deadline:
         moved = machine.ask(verb, lease=lease)
         if moved["done"]:
             return True
@@ -99,4 +101,5 @@ def settled_ask(machine: Machine, verb: str, lease: str) -> bool:
         if moved["refused"] == "not_suspendable":
             machine.stop()
             machine.start()
+        time.sleep(0.02)
     return False

@@ -8,8 +8,26 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.gpu import verbs
+from jupyter_gpushare.gpu import leases, sampler, verbs
 from jupyter_gpushare.gpu.verbs import build, decode, encode
+
+
+def test_the_largest_sample_is_one_line() -> None:
+    """Of as many leases and processes as are shown, with names that JSON writes in six bytes a letter."""
+    each = sampler.PROCESSES_SHOWN_IN_ALL // leases.MAX_LEASES
+    process = verbs.ProcessSample(
+        pid=4_194_304, started_at=1234567.123456, name="\x01" * 15, used_bytes=1 << 40, calls=1 << 60,
+        kernel="0" * 36,
+    )  # fmt: skip
+    lease = verbs.LeaseSample(
+        lease="j" * 13, phase=verbs.Phase.SUSPENDED, used_bytes={}, alive=True, active_at=1234567.123456,
+        saved_bytes={f"GPU-{'0' * 36}": 1 << 40}, calls="c" * 60, suspendable=False,
+        suspend_reason="r" * 300, processes=(process,) * each,
+    )  # fmt: skip
+    sample = verbs.Sample(
+        at=1.0, devices=(), leases=(lease,) * leases.MAX_LEASES, host_available_bytes=0, host_saved_bytes=0
+    )
+    assert len(encode(sample)) < 0.9 * verbs.MAX_LINE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def alloc(mib: int) -> int:
 
 def main() -> None:
     if jax.default_backend() != "gpu":
-        raise SystemExit("JAX found no GPU")
+        print(f"skip JAX {jax.__version__} finds no GPU", flush=True)
+        return
     jnp.zeros(1).block_until_ready()
     print("ready 0", flush=True)
     for line in sys.stdin:

@@ -1,15 +1,17 @@
-"""A machine with a device helper for the scenarios: a real one, or the simulated driver.
+"""A machine with a device helper, and what a scenario does on it: on a real GPU, or on the simulated driver.
 
-Needs pytest, psutil and nvidia-ml-py beside the standard library.
+Needs psutil and nvidia-ml-py beside the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,48 +29,127 @@ WORKERS = {
 PATIENCE_S = 120.0
 
 
-class Report:
-    """Rows of one table, printed at the end; they go into docs/benchmarks.md."""
+class Skip(Exception):
+    """A scenario cannot run here, and why."""
 
-    def __init__(self) -> None:
+
+def need(module: str) -> None:
+    """Skip where a module is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise Skip(f"{module} is not installed")
+
+
+class Report:
+    """Rows of one table, printed and kept as they are measured: what comes after may hang."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """``path`` is where each row is added as a line of JSON."""
         self.rows: list[tuple[str, str]] = []
+        self._path = path
 
     def add(self, what: str, figure: str) -> None:
         self.rows.append((what, figure))
+        print(f"| {what} | {figure} |", flush=True)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps([what, figure]) + "\n")
 
-    def text(self, title: str) -> str:
-        rows = [f"| {what} | {figure} |" for what, figure in self.rows]
-        return "\n".join(["", title, "", "| what | measured |", "|---|---|", *rows, ""])
+
+class Helper:
+    """A device helper with its state below a folder."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], sample_s: float) -> None:
+        self.socket = folder / "h.sock"
+        self.sample_s = sample_s
+        self.log = folder / "helper.log"
+        command = [
+            sys.executable, "-m", "jupyter_gpushare.gpu.helper",
+            "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
+        ]  # fmt: skip
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, stderr=log, cwd=ROOT, env=dict(environment))
+        try:
+            self.inventory = until(self._examined, "the self-test ends", PATIENCE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def _examined(self) -> dict[str, Any] | None:
+        assert self._process.poll() is None, f"the helper ended: {self.log.read_text()[-2000:]}"
+        with contextlib.suppress(OSError):
+            inventory: dict[str, Any] = self.ask("inventory")
+            reasons = [device["suspend_reason"] for device in inventory["devices"]]
+            return inventory if not any("not finished" in reason for reason in reasons) else None
+        return None
+
+    def ask(self, verb: str, patience_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
+        client = Client(self.socket, patience_s=patience_s)
+        try:
+            return client.ask(verb, **fields)
+        finally:
+            client.close()
+
+    def clear(self, within_s: float) -> bool:
+        """End every process of every lease and forget them; False: the helper does not answer."""
+        try:
+            for lease in self.ask("sample", within_s)["leases"]:
+                self.ask("signal", within_s, lease=lease["lease"], number=int(signal.SIGKILL), to="all")
+                self.ask("drop", within_s, lease=lease["lease"])
+        except (OSError, AssertionError):
+            return False
+        return True
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """The largest one."""
+        return max(self.inventory["devices"], key=lambda each: int(each["memory_bytes"]))
+
+    def ill(self) -> str:
+        """Why the device is out of service; "" when it is not."""
+        devices = self.ask("sample")["devices"]
+        reason: str = next(each["reason"] for each in devices if each["uuid"] == self.device["uuid"])
+        return reason
+
+    def ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Site:
-    """The helper, the largest device of the machine, and processes of leases."""
+    """What one scenario has: a helper, the largest device of the machine, and processes of leases."""
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str], *, scale_bytes: int = GIB, sample_s: float = 0.5
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        report: Report,
+        *,
+        scale_bytes: int = GIB,
+        sample_s: float = 0.5,
     ) -> None:
-        """``scale_bytes`` is what a scenario means by a GiB where memory is really filled."""
+        """``folder`` is the helper's; ``scale_bytes`` is a GiB where memory is really filled."""
         self.folder = folder
         self.socket = folder / "h.sock"
         self.environment = dict(environment)
         self.scale_bytes = scale_bytes
         self.sample_s = sample_s
-        self.report = Report()
-        self._log = (folder / "helper.log").open("wb")
+        self.report = report
         self._workers: list[Worker] = []
-        command = [
-            sys.executable, "-m", "jupyter_gpushare.gpu.helper",
-            "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
-        ]  # fmt: skip
-        self.helper = subprocess.Popen(command, stderr=self._log, cwd=ROOT, env=self.environment)
-        until(self.socket.exists, "the helper listens", PATIENCE_S)
         self.client = Client(self.socket)
-        self.device = until(self._examined, "the self-test ends", PATIENCE_S)
-
-    def _examined(self) -> dict[str, Any] | None:
         devices = self.client.ask("inventory")["devices"]
-        best: dict[str, Any] = max(devices, key=lambda device: device["memory_bytes"])
-        return best if "not finished" not in best["suspend_reason"] else None
+        self.device: dict[str, Any] = max(devices, key=lambda device: device["memory_bytes"])
 
     @property
     def uuid(self) -> str:
@@ -79,6 +160,14 @@ class Site:
     def grantable_bytes(self) -> int:
         grantable: int = self.device["memory_bytes"] - self.device["reserve_bytes"]
         return grantable
+
+    def needs_suspending(self) -> None:
+        if not self.device["suspendable"]:
+            raise Skip(f"this machine cannot suspend: {self.device['suspend_reason']}")
+
+    def needs_a_limit(self) -> None:
+        if self.device["level"] not in ("preload", "cgroup"):
+            raise Skip(f"the limit is {self.device['level']}'s here")
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
         """A request that may take long, on a connection of its own."""
@@ -96,17 +185,14 @@ class Site:
             "GPUSHARE_LEASE": name,
             "GPUSHARE_LEASE_DIR": made["directory"],
             "CUDA_VISIBLE_DEVICES": self.uuid,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), self.environment.get("PYTHONPATH")))),
         }
         return environment | ({"LD_PRELOAD": str(native.preload_path())} if preload else {})
 
     def worker(self, kind: str, environment: Mapping[str, str], mib: int = 0) -> Worker:
-        """A process that does on the GPU what it is told."""
-        return self.program([sys.executable, str(WORKERS[kind])], environment, mib)
-
-    def program(self, command: Sequence[str], environment: Mapping[str, str], mib: int = 0) -> Worker:
+        """A process that does on the GPU what it is told; skips where its framework has no GPU."""
         process = subprocess.Popen(
-            [*command],
+            [sys.executable, str(WORKERS[kind])],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,34 +201,53 @@ class Site:
         )
         worker = Worker(process)
         self._workers.append(worker)
-        assert worker.answer(PATIENCE_S) == "ready 0"
+        said = worker.answer(PATIENCE_S)
+        if said.startswith("skip "):
+            raise Skip(said.removeprefix("skip "))
+        assert said == "ready 0", f"the {kind} process said {said!r}"
         if mib:
             assert do(worker, f"alloc {mib}") == "0"
         return worker
 
     def of(self, name: str) -> dict[str, Any]:
         """A lease as the last sample shows it."""
-        found: dict[str, Any] = next(
-            each for each in self.client.ask("sample")["leases"] if each["lease"] == name
-        )
+        leases = self.client.ask("sample")["leases"]
+        found: dict[str, Any] = next(each for each in leases if each["lease"] == name)
         return found
+
+    def used_bytes(self, name: str) -> int:
+        """What the driver shows of a lease; skips where it does not show whose memory is whose."""
+        self.fresh()
+        shown = self.of(name)["used_bytes"]
+        if not shown:
+            raise Skip("the driver does not show processes by their pids here")
+        used: int = shown[self.uuid]
+        return used
 
     def sees(self, name: str, pid: int) -> bool:
         return pid in [process["pid"] for process in self.of(name)["processes"]]
 
+    def fresh(self) -> None:
+        """Wait for a sample that began after this was called."""
+        seen = {self.client.ask("sample")["at"]}
+        # The one under way may have looked already.
+        until(lambda: seen.add(self.client.ask("sample")["at"]) or len(seen) > 2, "two samples", PATIENCE_S)
+
     def rests(self, name: str) -> str:
         """The counters of a lease once they come to rest."""
-        seen = ""
-        for _ in range(60):
-            now = self.of(name)["calls"]
-            if now == seen and self.of(name)["used_bytes"]:
-                return seen
-            seen = now
-            time.sleep(self.sample_s + 0.1)
-        raise AssertionError("the counters do not come to rest")
+        counters = [""]
+
+        def at_rest() -> bool:
+            self.fresh()
+            counters.append(self.of(name)["calls"])
+            return counters[-1] == counters[-2] and bool(self.of(name)["used_bytes"])
+
+        until(at_rest, "the counters come to rest", PATIENCE_S)
+        return counters[-1]
 
     def free_bytes(self) -> int:
-        """What the driver shows free on the device."""
+        """What the driver shows free on the device, now."""
+        self.fresh()
         used = next(d["used_bytes"] for d in self.client.ask("sample")["devices"] if d["uuid"] == self.uuid)
         free: int = self.device["memory_bytes"] - used
         return free
@@ -153,26 +258,19 @@ class Site:
             worker.process.kill()
             worker.process.communicate()
         pids = {worker.pid for worker in workers}
-        until(
-            lambda: (
-                not any(
-                    pids & {process["pid"] for process in lease["processes"]}
-                    for lease in self.client.ask("sample")["leases"]
-                )
-            ),
-            "they are gone",
-            PATIENCE_S,
-        )
-        time.sleep(2 * self.sample_s)
+
+        def gone() -> bool:
+            leases = self.client.ask("sample")["leases"]
+            return not any(pids & {each["pid"] for each in lease["processes"]} for lease in leases)
+
+        until(gone, "they are gone", PATIENCE_S)
+        self.fresh()
 
     def close(self) -> None:
         self.client.close()
         for worker in self._workers:
             worker.process.kill()
             worker.process.communicate()
-        self.helper.send_signal(signal.SIGTERM)
-        self.helper.wait(30)
-        self._log.close()
 
 
 def do(worker: Worker, command: str) -> str:
@@ -181,3 +279,11 @@ def do(worker: Worker, command: str) -> str:
     answer = worker.answer(PATIENCE_S)
     assert answer, f"no answer to {command}"
     return answer.split(" ", 1)[1]
+
+
+def run_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What a program prints."""
+    done = subprocess.run(
+        [*command], env=dict(environment), capture_output=True, text=True, timeout=300, check=True
+    )
+    return done.stdout

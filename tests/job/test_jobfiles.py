@@ -128,15 +128,17 @@ def test_a_name_that_is_no_job_leads_nowhere(tmp_path: Path, job: str, attempt: 
         log_path(tmp_path, job, attempt)
 
 
-def test_only_the_folders_of_the_newest_jobs_are_kept(tmp_path: Path) -> None:
+def test_only_the_folders_that_were_written_to_last_are_kept(tmp_path: Path) -> None:
     for n in range(5):
         (tmp_path / f"job{n}").mkdir()
         (tmp_path / f"job{n}" / "attempt-1.log").touch()
+        os.utime(tmp_path / f"job{n}" / "attempt-1.log", (n, n))
         os.utime(tmp_path / f"job{n}", (n, n))
+    os.utime(tmp_path / "job1" / "attempt-1.log", (9, 9))  # it still writes
     (tmp_path / "Not a job").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "job4")
     forget_old_jobs(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["Not a job", "job3", "job4", "link"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Not a job", "job1", "job4", "link"]
 
 
 def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:

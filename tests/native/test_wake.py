@@ -20,7 +20,7 @@ def calls(lease: Lease, pid: int) -> int:
     return lease.slots()[pid].calls
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Return when something has become true."""
     patience = time.monotonic() + timeout_s
     while not condition():

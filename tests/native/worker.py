@@ -81,7 +81,7 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(source).encode() + b"\n")
 
-    def answer(self, timeout_s: float = 20) -> Any:
+    def answer(self, timeout_s: float = 30) -> Any:
         """What the oldest thing started and not yet answered came to.
 
         Raises:
@@ -103,12 +103,12 @@ class Worker:
             raise WorkerError(reply["error"], reply["text"], reply["code"])
         return reply["value"]
 
-    def ask(self, source: str, timeout_s: float = 20) -> Any:
+    def ask(self, source: str, timeout_s: float = 30) -> Any:
         """The value of an expression, through JSON."""
         self.start(source)
         return self.answer(timeout_s)
 
-    def run(self, source: str, timeout_s: float = 20) -> None:
+    def run(self, source: str, timeout_s: float = 30) -> None:
         """Run statements."""
         self.ask(source, timeout_s)
 
@@ -120,14 +120,14 @@ class Worker:
     def stderr(self) -> str:
         """What it said on stderr, after its end."""
         assert self.process.stderr is not None
-        self.process.wait(20)
+        self.process.wait(30)
         return self.process.stderr.read().decode()
 
     def kill(self) -> None:
         """SIGKILL it, if it still lives, and collect it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(30)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()

@@ -29,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "jupyter_gpushare" / "labextension"
 TOKEN = "token-of-the-page"
 
+# A busy machine is slow; what holds is seen at once anyhow.
+expect.set_options(timeout=30_000)
+
 _spec = importlib.util.spec_from_file_location(
     "gpushare_fake_broker", ROOT / "tests" / "server" / "fake_broker.py"
 )

@@ -11,11 +11,12 @@ import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStateDB } from '@jupyterlab/statedb';
 import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
+import type { ReadonlyJSONObject } from '@lumino/coreutils';
 
 import { Actions } from './actions';
 import { CellLines } from './cells';
 import { jobsPlugin } from './jobsplugin';
-import { GpuModel, Living, livingJobs } from './model';
+import { GpuModel, ISeenJobs, seenJobs } from './model';
 import { Banner, Toasts } from './notices';
 import { GpuPanel, IPanelLinks } from './panel';
 import { Requests } from './requests';
@@ -24,6 +25,8 @@ import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
 
 const MODEL_ID = 'jupyter-gpushare:model';
 const PANEL_ID = 'gpushare-panel';
+/** JupyterLab's own command, behind a Hub. */
+const HUB = 'hub:control-panel';
 const EVENTS = 'https://jupyter-gpushare.readthedocs.io/events/';
 
 function bundle(translator: ITranslator | null): TranslationBundle {
@@ -129,6 +132,7 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
         Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
       }
     },
+    hub: commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null,
     jobs: commands.hasCommand(CommandIDs.jobs)
       ? {
           open: job => void commands.execute(CommandIDs.jobs, job === undefined ? {} : { job }),
@@ -227,7 +231,7 @@ const banner: JupyterFrontEndPlugin<void> = {
   }
 };
 
-const LIVING_KEY = 'jupyter-gpushare:living-jobs';
+const SEEN_KEY = 'jupyter-gpushare:seen-jobs';
 
 const notifications: JupyterFrontEndPlugin<void> = {
   id: 'jupyter-gpushare:notifications',
@@ -242,26 +246,30 @@ const notifications: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const trans = bundle(translator);
-    const openJob = (job: string): void => {
-      const command = app.commands.hasCommand(CommandIDs.jobs) ? CommandIDs.jobs : CommandIDs.open;
-      void app.commands.execute(command, { job });
+    const openJob = (job?: string): void => {
+      const command = [CommandIDs.jobs, CommandIDs.open].find(id => app.commands.hasCommand(id));
+      if (command !== undefined) {
+        void app.commands.execute(command, job === undefined ? {} : { job });
+      }
     };
-    const toasts = new Toasts(actionsOf(gpu, trans), trans, openJob);
+    const toasts = new Toasts(gpu.model, actionsOf(gpu, trans), trans, openJob);
     gpu.model.noticed.connect((_, notice) => {
       if (gpu.options().toasts) {
         toasts.show(notice);
       }
     });
-    // What became of the jobs that the last page saw alive.
-    void state?.fetch(LIVING_KEY).then(living => {
-      gpu.model.catchUp((living ?? {}) as Living);
-      let kept = JSON.stringify(living ?? {});
+    // What became of jobs since the last page saw them.
+    void state?.fetch(SEEN_KEY).then(seen => {
+      if (seen !== undefined) {
+        gpu.model.catchUp(seen as unknown as ISeenJobs);
+      }
+      let kept = JSON.stringify(seen);
       const keep = (): void => {
         const now = gpu.model.state;
-        const text = now.kind === 'ready' ? JSON.stringify(livingJobs(now.status.jobs)) : kept;
+        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs)) : kept;
         if (text !== kept) {
           kept = text;
-          void state.save(LIVING_KEY, JSON.parse(text) as Living);
+          void state.save(SEEN_KEY, JSON.parse(text) as ReadonlyJSONObject);
         }
       };
       gpu.model.changed.connect(keep);

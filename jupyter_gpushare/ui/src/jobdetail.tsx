@@ -42,7 +42,19 @@ export function JobDetail(props: IDetailProps): JSX.Element {
         <Buttons {...props} />
       </header>
       <p role="status">{job.reason}</p>
-      <div className="gps-tabs" role="tablist">
+      <div
+        className="gps-tabs"
+        role="tablist"
+        onKeyDown={event => {
+          const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+          if (step !== undefined) {
+            const at = tabs.findIndex(([key]) => key === tab);
+            const [next] = tabs[(at + step + tabs.length) % tabs.length]!;
+            setTab(next);
+            event.currentTarget.querySelector<HTMLElement>(`#gps-tab-${next}`)?.focus();
+          }
+        }}
+      >
         {tabs.map(([key, text]) => (
           <button
             key={key}
@@ -51,6 +63,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
             id={`gps-tab-${key}`}
             aria-selected={tab === key}
             aria-controls="gps-tabpanel"
+            tabIndex={tab === key ? 0 : -1}
             onClick={() => setTab(key)}
           >
             {text}
@@ -82,7 +95,9 @@ function Buttons(props: IDetailProps): JSX.Element {
   const output = job.source?.output ?? '';
   return (
     <span className="gps-actions">
-      {output !== '' && button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
+      {output !== '' &&
+        job.started_at !== null &&
+        button(trans.__('Open output'), () => props.openOutput(output))}
       {ENDED.has(job.state)
         ? button(trans.__('Retry'), () => void run(props.retry))
         : button(trans.__('Stop'), () => void run(props.stop), job.state === 'stopping')}

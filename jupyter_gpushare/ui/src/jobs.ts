@@ -121,7 +121,8 @@ export class JobsModel implements IDisposable {
     if (state.kind === 'silent') {
       this._wasSilent = true;
     } else if (state.kind === 'ready') {
-      if (this._wasSilent) {
+      // A list that could not be fetched is fetched with the next news.
+      if (this._wasSilent || this._state.kind === 'refused') {
         this._wasSilent = false;
         void this.refresh();
       }

@@ -11,7 +11,7 @@ import type { IDocumentWidget } from '@jupyterlab/docregistry';
 import { IFileBrowserFactory } from '@jupyterlab/filebrowser';
 import { ILauncher } from '@jupyterlab/launcher';
 import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
-import { Widget } from '@lumino/widgets';
+import { SplitPanel, Widget } from '@lumino/widgets';
 
 import type { IFields } from './launch';
 import type { JobList } from './joblist';
@@ -84,6 +84,16 @@ export const jobsPlugin: JupyterFrontEndPlugin<void> = {
   }
 };
 
+/** Gives each widget of the vertical split panel around `widget` the same height. */
+function makeRoom(widget: Widget): void {
+  for (let around = widget.parent; around !== null; around = around.parent) {
+    if (around instanceof SplitPanel && around.orientation === 'vertical') {
+      around.setRelativeSizes(around.widgets.map(() => 1));
+      return;
+    }
+  }
+}
+
 class Jobs {
   constructor(
     private readonly _app: JupyterFrontEnd,
@@ -143,8 +153,9 @@ class Jobs {
     if (!widget.isAttached) {
       this._app.shell.add(widget, 'main');
       if (!widget.isAttached) {
-        // Notebook 7 keeps its main area for one document.
+        // Notebook 7 keeps its main area for one document, and gives no height to what is below it.
         this._app.shell.add(widget, 'down');
+        makeRoom(widget);
       }
     }
     if (job !== null) {

@@ -4,6 +4,7 @@ import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import type { IOffersQuery } from './requests';
 import { Checkpoint, IJob, ILaunchForm, ILaunchRequest, IOffers, IOutlook } from './wire';
 
 /** As typed. */
@@ -22,9 +23,18 @@ export interface IFields {
   readonly memory: string;
   readonly project: string;
   readonly name: string;
+  /** May start on GPUs that others own. */
+  readonly borrow: boolean;
   readonly checkpoint: Checkpoint;
+  /** Tell when it ends or is paused. */
+  readonly notify: boolean;
   readonly retries: string;
 }
+
+/** Fields of one kind. */
+export type FieldOf<T> = {
+  [field in keyof IFields]: IFields[field] extends T ? field : never;
+}[keyof IFields];
 
 export type Problems = { readonly [field in keyof IFields]?: string };
 
@@ -41,7 +51,9 @@ export const BLANK: IFields = {
   memory: '',
   project: '',
   name: '',
+  borrow: true,
   checkpoint: 'suspend',
+  notify: true,
   retries: '0'
 };
 
@@ -71,7 +83,9 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     memory: job.memory ?? '',
     project: job.project,
     name: job.name,
+    borrow: job.borrow,
     checkpoint: job.checkpoint,
+    notify: job.notify,
     retries: String(job.retries)
   };
 }
@@ -162,7 +176,9 @@ export function requestOf(fields: IFields): ILaunchRequest {
     memory: fields.size === 'memory' ? fields.memory.trim().replace(/\s/g, '') : null,
     project: fields.project || null,
     name: fields.name.trim() || null,
+    borrow: fields.borrow,
     checkpoint: fields.checkpoint,
+    notify: fields.notify,
     retries: Number(fields.retries)
   };
 }
@@ -223,7 +239,7 @@ export class LaunchModel implements IDisposable {
     for (const field of Object.keys(change) as (keyof IFields)[]) {
       this._touched.add(field);
     }
-    if (['size', 'gpus', 'memory', 'project'].some(field => field in change)) {
+    if (['size', 'gpus', 'memory', 'project', 'borrow'].some(field => field in change)) {
       this._askLater(ASK_AFTER_MS);
     }
     this._changed.emit();
@@ -282,7 +298,7 @@ export class LaunchModel implements IDisposable {
   }
 
   private async _ask(): Promise<void> {
-    const { size, gpus, memory, project } = this._fields;
+    const { size, gpus, memory, project, borrow } = this._fields;
     const problems = this.problems;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
       this._outlook = { kind: 'none' };
@@ -297,7 +313,8 @@ export class LaunchModel implements IDisposable {
       const offers = await this._options.offers({
         project,
         gpus: size === 'gpus' ? gpus.trim() : '',
-        memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : ''
+        memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : '',
+        borrow: borrow ? '' : '0'
       });
       this._offers = offers;
       this._propose({ project: offers.project });
@@ -340,7 +357,7 @@ export namespace LaunchModel {
     readonly trans: TranslationBundle;
     readonly fields?: Partial<IFields>;
     readonly launchForm: (path: string) => Promise<ILaunchForm>;
-    readonly offers: (query: { project: string; gpus: string; memory: string }) => Promise<IOffers>;
+    readonly offers: (query: IOffersQuery) => Promise<IOffers>;
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
   }
 }

@@ -5,7 +5,7 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { IFields, isNotebook, LaunchModel } from './launch';
+import { FieldOf, IFields, isNotebook, LaunchModel } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
 import { checkpointLabel, checkpointText } from './words';
@@ -77,7 +77,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
   const { model, trans } = props;
   const { fields } = model;
   const file = fields.path !== '';
-  const text = (field: keyof IFields, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
+  const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
     <Text model={model} field={field} label={label} {...more} />
   );
   return (
@@ -89,12 +89,11 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       {!file && text('command', trans.__('Command'), { placeholder: 'python train.py --epochs 10' })}
       {file && !isNotebook(fields.path) && text('arguments', trans.__('Arguments'))}
       {isNotebook(fields.path) &&
-        text('parameters', trans.__('Parameters'), { rows: 3, placeholder: 'lr = 0.1' })}
-      {isNotebook(fields.path) && (
-        <p className="gps-muted">
-          {trans.__('The notebook runs from top to bottom into a copy beside it, which you can open at any time.')}
-        </p>
-      )}
+        text('parameters', trans.__('Parameters'), {
+          rows: 2,
+          placeholder: 'lr = 0.1',
+          hint: trans.__('The notebook runs into a copy beside it, which you can open at any time.')
+        })}
       <Size model={model} trans={trans} />
       {model.projects.length > 1 && (
         <Select
@@ -104,16 +103,27 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
           options={model.projects.map(name => [name, name])}
         />
       )}
+      <Switch
+        model={model}
+        field="borrow"
+        label={trans.__('May use borrowed GPUs')}
+        hint={
+          fields.borrow
+            ? trans.__('It starts sooner, and is paused when their owner needs them.')
+            : trans.__('It waits until GPUs that are guaranteed to its project are free.')
+        }
+      />
       <Select
         model={model}
         field="checkpoint"
         label={trans.__('When its GPU is needed')}
+        hint={checkpointText(trans, fields.checkpoint)}
         options={(['suspend', 'sigterm', 'none'] as Checkpoint[]).map(choice => [
           choice,
           checkpointLabel(trans, choice)
         ])}
       />
-      <p className="gps-muted gps-hint">{checkpointText(trans, fields.checkpoint)}</p>
+      <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
       <details open={['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}>
         <summary>{trans.__('Name, environment, retries')}</summary>
         {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
@@ -134,30 +144,33 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {text('variables', trans.__('Variables'), { rows: 2, placeholder: 'SEED=1' })}
         {text('retries', trans.__('Tries after a failure'))}
       </details>
-      <p className="gps-outlook" role="status">
-        {outlookText(trans, model.outlook)}
-      </p>
-      {model.refusal !== '' && (
-        <p className="gps-refusal" role="alert">
-          {model.refusal}
+      <div className="gps-verdict">
+        <p className="gps-outlook" role="status">
+          {outlookText(trans, model.outlook)}
         </p>
-      )}
-      {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
+        {model.refusal !== '' && (
+          <p className="gps-refusal" role="alert">
+            {model.refusal}
+          </p>
+        )}
+        {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
+      </div>
     </>
   );
 }
 
 interface ITextProps {
   model: LaunchModel;
-  field: keyof IFields;
+  field: FieldOf<string>;
   label: string;
+  hint?: string;
   placeholder?: string;
   rows?: number;
   onBlur?: () => void;
 }
 
 function Text(props: ITextProps): JSX.Element {
-  const { model, field, label } = props;
+  const { model, field, label, hint } = props;
   const problem = model.problems[field];
   const id = `gps-launch-${field}`;
   const shared = {
@@ -169,7 +182,7 @@ function Text(props: ITextProps): JSX.Element {
     // Drawn after the dialog looked for what to focus.
     autoFocus: field === 'path',
     'aria-invalid': problem !== undefined,
-    'aria-describedby': problem === undefined ? undefined : `${id}-problem`,
+    'aria-describedby': problem !== undefined ? `${id}-problem` : hint && `${id}-hint`,
     onBlur: props.onBlur,
     onChange: (event: { target: { value: string } }) => model.set({ [field]: event.target.value })
   };
@@ -186,17 +199,27 @@ function Text(props: ITextProps): JSX.Element {
           {problem}
         </span>
       )}
+      <Hint id={id} text={hint} />
     </div>
+  );
+}
+
+function Hint(props: { id: string; text?: string }): JSX.Element | null {
+  return props.text === undefined ? null : (
+    <span className="gps-muted" id={`${props.id}-hint`}>
+      {props.text}
+    </span>
   );
 }
 
 function Select(props: {
   model: LaunchModel;
-  field: keyof IFields;
+  field: FieldOf<string>;
   label: string;
+  hint?: string;
   options: readonly (readonly [string, string])[];
 }): JSX.Element {
-  const { model, field, label } = props;
+  const { model, field, label, hint } = props;
   const id = `gps-launch-${field}`;
   return (
     <div className="gps-field">
@@ -204,6 +227,7 @@ function Select(props: {
       <select
         id={id}
         value={model.fields[field]}
+        aria-describedby={hint && `${id}-hint`}
         onChange={event => model.set({ [field]: event.target.value })}
       >
         {props.options.map(([value, text]) => (
@@ -212,6 +236,31 @@ function Select(props: {
           </option>
         ))}
       </select>
+      <Hint id={id} text={hint} />
+    </div>
+  );
+}
+
+function Switch(props: {
+  model: LaunchModel;
+  field: FieldOf<boolean>;
+  label: string;
+  hint?: string;
+}): JSX.Element {
+  const { model, field, label, hint } = props;
+  const id = `gps-launch-${field}`;
+  return (
+    <div className="gps-field gps-switch">
+      <label>
+        <input
+          type="checkbox"
+          checked={model.fields[field]}
+          aria-describedby={hint && `${id}-hint`}
+          onChange={event => model.set({ [field]: event.target.checked })}
+        />
+        {label}
+      </label>
+      <Hint id={id} text={hint} />
     </div>
   );
 }
@@ -238,12 +287,15 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {choice('memory', trans.__('GPU memory of one GPU'))}
       </div>
       {size === 'gpus' ? (
-        <Text model={model} field="gpus" label={trans.__('Number or part')} placeholder="0.5" />
+        <Text
+          model={model}
+          field="gpus"
+          label={trans.__('Number or part')}
+          placeholder="0.5"
+          hint={Number(gpus) > 1 ? trans.__('All of them together, or none.') : undefined}
+        />
       ) : (
         <Text model={model} field="memory" label={trans.__('Size')} placeholder="20GiB" />
-      )}
-      {size === 'gpus' && Number(gpus) > 1 && (
-        <p className="gps-muted">{trans.__('All of them together, or none.')}</p>
       )}
     </fieldset>
   );

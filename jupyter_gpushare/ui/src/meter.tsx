@@ -9,6 +9,8 @@ export function Meter(props: {
   text: string;
   max: number;
   parts: readonly { value: number; kind: string }[];
+  /** Where a line is drawn across. */
+  mark?: number;
 }): JSX.Element {
   const max = Math.max(props.max, 1);
   const total = props.parts.reduce((sum, part) => sum + part.value, 0);
@@ -29,6 +31,9 @@ export function Meter(props: {
           style={{ width: `${Math.min(100, (100 * part.value) / max)}%` }}
         />
       ))}
+      {props.mark !== undefined && props.mark > 0 && props.mark < max && (
+        <span className="gps-mark" style={{ left: `${(100 * props.mark) / max}%` }} />
+      )}
     </div>
   );
 }

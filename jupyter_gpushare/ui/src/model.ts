@@ -8,7 +8,7 @@
  */
 
 import { IDisposable } from '@lumino/disposable';
-import { Poll } from '@lumino/polling';
+import { IPoll, Poll } from '@lumino/polling';
 import { ISignal, Signal } from '@lumino/signaling';
 
 import type { LeaseVerb } from './requests';
@@ -44,7 +44,12 @@ export type Notice =
   | { readonly kind: 'calm' }
   | { readonly kind: 'job-ended'; readonly job: IJob }
   /** Its room was needed: it sleeps, or is back in the queue. */
-  | { readonly kind: 'job-paused'; readonly job: IJob };
+  | { readonly kind: 'job-paused'; readonly job: IJob }
+  /** More at once than anybody wants to be told one by one. */
+  | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
+
+/** Between two questions while nobody answers, at most. */
+const MOST_MS = 300_000;
 
 /** The warning comes this long before the GPU is lent, or a third of a shorter idle time-out. */
 const WARNING_S = 300;
@@ -100,30 +105,48 @@ export function leaseNotice(
   return before === 'warned' ? { kind: 'calm' } : null;
 }
 
-/** The jobs that had not ended, and how often each had been paused. */
-export type Living = { readonly [id: string]: number };
-
-/** Returns what `jobNotices` compares a later answer with. */
-export function livingJobs(jobs: readonly IJob[]): Living {
-  const living = jobs.filter(job => !ENDED.has(job.state));
-  return Object.fromEntries(living.map(job => [job.id, job.preemptions]));
+/** What an answer said of jobs, as far as a later one is compared with it. */
+export interface ISeenJobs {
+  /** How often each job that had not ended had been paused. */
+  readonly living: { readonly [id: string]: number };
+  /** When the newest was submitted; empty: there was none. */
+  readonly newest: string;
 }
 
-/** Returns what to tell of jobs that ended or were paused since. */
-export function jobNotices(before: Living, now: readonly IJob[]): Notice[] {
-  const notices: Notice[] = [];
+/** So many are told one by one. */
+const MOST_NOTICES = 3;
+
+/** Returns what `jobNotices` compares a later answer with. */
+export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
+  const living = jobs.filter(job => !ENDED.has(job.state));
+  return {
+    living: Object.fromEntries(living.map(job => [job.id, job.preemptions])),
+    newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), '')
+  };
+}
+
+/** Returns what to tell of jobs that ended or were paused since, also of those that began since. */
+export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
+  const ended: IJob[] = [];
+  const paused: IJob[] = [];
   for (const job of now) {
-    const pauses = before[job.id];
-    if (pauses === undefined) {
+    const pauses = before.living[job.id] ?? (job.submitted_at > before.newest ? 0 : null);
+    if (pauses === null || !job.notify) {
       continue;
     }
     if (ENDED.has(job.state)) {
-      notices.push({ kind: 'job-ended', job });
+      ended.push(job);
     } else if (job.preemptions > pauses) {
-      notices.push({ kind: 'job-paused', job });
+      paused.push(job);
     }
   }
-  return notices;
+  if (ended.length + paused.length > MOST_NOTICES) {
+    return [{ kind: 'jobs', ended, paused }];
+  }
+  return [
+    ...ended.map(job => ({ kind: 'job-ended', job }) as const),
+    ...paused.map(job => ({ kind: 'job-paused', job }) as const)
+  ];
 }
 
 /** Returns what the page shows for an answer of the server. */
@@ -142,20 +165,13 @@ export class GpuModel implements IDisposable {
   constructor(options: GpuModel.IOptions) {
     this._options = options;
     this._now = options.now ?? (() => Date.now());
+    this._intervalMs = options.intervalMs ?? 5000;
     this._poll = new Poll<void>({
       name: 'jupyter-gpushare:status',
-      frequency: {
-        interval: options.intervalMs ?? 5000,
-        backoff: true,
-        max: 300_000
-      },
+      frequency: this._pace(this._intervalMs),
       standby: options.standby ?? 'when-hidden',
       linger: 0,
-      factory: () => {
-        const asking = this._ask();
-        this._asking = asking.catch(() => undefined);
-        return asking;
-      }
+      factory: () => (this._asking = this._ask())
     });
   }
 
@@ -177,19 +193,14 @@ export class GpuModel implements IDisposable {
     return this._poll.isDisposed;
   }
 
-  /** The jobs of the last answer that had not ended; null before the first. */
-  get living(): Living | null {
-    return this._last?.living ?? null;
-  }
-
-  /** Tells what became of these jobs, which an earlier page saw alive. */
-  catchUp(living: Living): void {
+  /** Tells what became of jobs since an earlier page saw them. */
+  catchUp(seen: ISeenJobs): void {
     const state = this._state;
     if (state.kind !== 'ready') {
-      this._livingBefore = living;
+      this._seenBefore = seen;
       return;
     }
-    for (const notice of jobNotices(living, state.status.jobs)) {
+    for (const notice of jobNotices(seen, state.status.jobs)) {
       this._noticed.emit(notice);
     }
   }
@@ -204,7 +215,10 @@ export class GpuModel implements IDisposable {
 
   /** How often figures are fetched. */
   set intervalMs(value: number) {
-    this._poll.frequency = { ...this._poll.frequency, interval: value };
+    this._intervalMs = value;
+    if (this._state.kind !== 'silent') {
+      this._poll.frequency = this._pace(value);
+    }
   }
 
   /** Asks now (or once more, when a question is under way) and returns after the answer. */
@@ -238,24 +252,28 @@ export class GpuModel implements IDisposable {
     let state: GpuState;
     try {
       state = stateOf(await this._options.fetchStatus());
-    } catch (error) {
+    } catch {
       const since = this._state.kind === 'silent' ? this._state.since : new Date(this._now());
-      this._become({ kind: 'silent', since });
-      throw error;
+      state = { kind: 'silent', since };
     }
-    this._become(state);
-    if (state.kind === 'off') {
-      void this._poll.stop();
-    } else if (state.kind === 'silent') {
-      // Rejected, so that the next question comes later.
-      throw new Error('The GPU broker is silent.');
-    }
-  }
-
-  private _become(state: GpuState): void {
     if (this.isDisposed) {
       return;
     }
+    const { interval } = this._poll.frequency;
+    this._poll.frequency = this._pace(state.kind === 'silent' ? 2 * interval : this._intervalMs);
+    this._become(state);
+    if (state.kind === 'off') {
+      void this._poll.stop();
+    }
+  }
+
+  /** The poll's own back-off draws its pauses by chance, and so does not stay at the longest. */
+  private _pace(interval_ms: number): IPoll.Frequency {
+    const max = Math.max(MOST_MS, this._intervalMs);
+    return { interval: Math.min(interval_ms, max), backoff: false, max };
+  }
+
+  private _become(state: GpuState): void {
     this._state = state;
     if (state.kind === 'ready') {
       this._measure(state.status, state.lease);
@@ -300,11 +318,11 @@ export class GpuModel implements IDisposable {
     if (phase !== 'waking') {
       this._wakingSince = null;
     }
-    const living = last?.living ?? this._livingBefore;
-    for (const notice of living === null ? [] : jobNotices(living, status.jobs)) {
+    const seen = last?.jobs ?? this._seenBefore;
+    for (const notice of seen === null ? [] : jobNotices(seen, status.jobs)) {
       this._noticed.emit(notice);
     }
-    this._last = { living: livingJobs(status.jobs), lease: lease?.id ?? null, phase };
+    this._last = { jobs: seenJobs(status.jobs), lease: lease?.id ?? null, phase };
   }
 
   private readonly _options: GpuModel.IOptions;
@@ -313,9 +331,10 @@ export class GpuModel implements IDisposable {
   private readonly _changed = new Signal<this, GpuState>(this);
   private readonly _noticed = new Signal<this, Notice>(this);
   private _state: GpuState = { kind: 'loading' };
+  private _intervalMs: number;
   private _asking: Promise<void> = Promise.resolve();
-  private _livingBefore: Living | null = null;
-  private _last: { living: Living; lease: string | null; phase: Phase | null } | null = null;
+  private _seenBefore: ISeenJobs | null = null;
+  private _last: { jobs: ISeenJobs; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
 }
 

@@ -18,21 +18,32 @@ const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 
 /** Shows a notification for each notice, one of a lease at a time. */
 export class Toasts {
   constructor(
+    model: GpuModel,
     private readonly _actions: Actions,
     private readonly _trans: TranslationBundle,
-    private readonly _openJob: (job: string) => void
-  ) {}
+    private readonly _openJob: (job?: string) => void
+  ) {
+    model.changed.connect((_, state) => this._follow(state));
+  }
 
   show(notice: Notice): void {
+    const trans = this._trans;
+    if (notice.kind === 'jobs') {
+      Notification.info(noticeText(trans, notice), {
+        autoClose: 8000,
+        actions: [{ label: trans.__('Show jobs'), callback: () => this._openJob() }]
+      });
+      return;
+    }
     if (notice.kind === 'job-ended' || notice.kind === 'job-paused') {
       const type = { failed: 'warning', succeeded: 'success' } as const;
       const state = notice.job.state as keyof typeof type;
-      Notification.emit(noticeText(this._trans, notice), type[state] ?? 'info', {
+      Notification.emit(noticeText(trans, notice), type[state] ?? 'info', {
         autoClose: 8000,
         actions: [
           {
-            label: this._trans.__('Show job'),
-            caption: this._trans.__('Show its log and its timeline'),
+            label: trans.__('Show job'),
+            caption: trans.__('Show its log and its timeline'),
             callback: () => this._openJob(notice.job.id)
           }
         ]
@@ -46,7 +57,9 @@ export class Toasts {
     if (notice.kind === 'calm') {
       return;
     }
-    const text = noticeText(this._trans, notice);
+    const text = noticeText(trans, notice);
+    this._kind = notice.kind;
+    this._text = text;
     switch (notice.kind) {
       case 'warned':
         this._shown = Notification.warning(text, {
@@ -69,7 +82,22 @@ export class Toasts {
     }
   }
 
+  /** A sentence with "in 5 min" is soon wrong: as long as its phase lasts, the newest one is shown. */
+  private _follow(state: GpuState): void {
+    const lease = state.kind === 'ready' ? state.lease : null;
+    if (this._shown === null || lease === null || phaseOf(lease) !== this._kind) {
+      return;
+    }
+    const text = noticeText(this._trans, { kind: this._kind, lease });
+    if (text !== this._text && Notification.manager.has(this._shown)) {
+      this._text = text;
+      Notification.update({ id: this._shown, message: text });
+    }
+  }
+
   private _shown: string | null = null;
+  private _text = '';
+  private _kind: Exclude<Notice['kind'], 'calm' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
 }
 
 function button(action: Action): Notification.IAction {

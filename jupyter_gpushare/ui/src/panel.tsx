@@ -16,6 +16,7 @@ import {
   jobBadge,
   levelText,
   memoryText,
+  projectParts,
   projectText,
   sentence,
   weekText
@@ -31,6 +32,8 @@ export interface IPanelLinks {
   readonly history: () => Promise<IHistory>;
   /** Frees the GPU memory of a kernel, after asking. */
   readonly release: (lease: ILease, process: IProcess) => Promise<void>;
+  /** Where servers are stopped and started; null outside of a Hub. */
+  readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
   readonly jobs: { readonly open: (job?: string) => void; readonly submit: () => void } | null;
 }
@@ -104,6 +107,11 @@ export class GpuPanel extends ReactWidget {
             </span>
           )}
           <p role="status">{sentence(trans, state)}</p>
+          {lease === null && this._links().hub !== null && (
+            <button type="button" className="gps-link" onClick={() => this._links().hub?.()}>
+              {trans.__('Hub control panel')}
+            </button>
+          )}
           {lease !== null && <ActionRow actions={this._actions.of(lease)} />}
           {lease !== null && (
             <Memory
@@ -274,7 +282,7 @@ function Project(props: { project: IProject; trans: TranslationBundle }): JSX.El
   const text = projectText(trans, project);
   return (
     <section>
-      <h3>{trans.__('Project %1', project.name)}</h3>
+      <h3>{trans.__('Project %1 (GPUs)', project.name)}</h3>
       <Meter
         label={trans.__('GPUs of project %1', project.name)}
         text={text}
@@ -284,8 +292,16 @@ function Project(props: { project: IProject; trans: TranslationBundle }): JSX.El
           { value: project.borrowed_milli, kind: 'borrowed' },
           { value: project.lent_milli, kind: 'lent' }
         ]}
+        mark={project.quota_milli}
       />
-      <p className="gps-muted">{text}</p>
+      <div className="gps-muted gps-parts" aria-hidden="true">
+        {projectParts(trans, project).map(part => (
+          <span key={part.text}>
+            {part.kind !== null && <i className="gps-swatch" data-kind={part.kind} />}
+            {part.text}
+          </span>
+        ))}
+      </div>
     </section>
   );
 }
@@ -343,7 +359,9 @@ function Job(props: {
             {job.name}
           </button>
         )}
-        <span>{jobBadge(trans, job)}</span>
+        <span className="gps-state" data-state={job.state}>
+          {jobBadge(trans, job)}
+        </span>
       </div>
       <div className="gps-muted">{job.reason}</div>
       <div className="gps-muted">

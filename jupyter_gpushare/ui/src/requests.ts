@@ -18,6 +18,11 @@ import {
 
 export type LeaseVerb = 'resume' | 'keep' | 'lend';
 
+/** What is asked about a job that is not submitted yet; empty: as the broker has it. */
+export type IOffersQuery = {
+  readonly [name in 'project' | 'gpus' | 'memory' | 'borrow']: string;
+};
+
 /** A refusal is an Error with the sentence of the broker or the server. */
 export class Requests {
   constructor(private readonly _settings: ServerConnection.ISettings) {}
@@ -43,7 +48,7 @@ export class Requests {
     return this._get<IHistory>('history');
   }
 
-  offers(query: { project: string; gpus: string; memory: string }): Promise<IOffers> {
+  offers(query: IOffersQuery): Promise<IOffers> {
     return this._get<IOffers>(`offers${URLExt.objectToQueryString(query)}`);
   }
 

@@ -81,7 +81,10 @@ export interface IJob {
   readonly gpus: string;
   readonly memory: string | null;
   readonly retries: number;
+  readonly borrow: boolean;
   readonly source: IJobSource | null;
+  /** Whether its owner wants to be told when it ends or is paused. */
+  readonly notify: boolean;
 }
 
 export type Checkpoint = 'suspend' | 'sigterm' | 'none';
@@ -160,6 +163,8 @@ export interface ILaunchRequest {
   readonly project: string | null;
   readonly name: string | null;
   readonly checkpoint: Checkpoint;
+  readonly borrow: boolean;
+  readonly notify: boolean;
   readonly retries: number;
 }
 

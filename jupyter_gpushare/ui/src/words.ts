@@ -30,12 +30,14 @@ export function duration(trans: TranslationBundle, seconds: number): string {
   return trans.__('%1 h', Math.round(seconds / 3600));
 }
 
-/** Hours and minutes as the reader's locale writes them. */
+/** `14:20`, or `14:20:07`. */
 export function clockTime(moment: Date, seconds = false): string {
   return moment.toLocaleTimeString([], {
     hour: '2-digit',
     minute: '2-digit',
-    second: seconds ? '2-digit' : undefined
+    second: seconds ? '2-digit' : undefined,
+    // As the broker writes them in its sentences.
+    hourCycle: 'h23'
   });
 }
 
@@ -100,22 +102,33 @@ export function memoryText(trans: TranslationBundle, lease: ILease): string {
   );
 }
 
+/** The numbers of a project, and the colour that each has in its bar. */
+export function projectParts(
+  trans: TranslationBundle,
+  project: IProject
+): { readonly text: string; readonly kind: 'mark' | 'used' | 'borrowed' | 'lent' | null }[] {
+  const { in_use_milli: used, borrowed_milli: borrowed, lent_milli: lent, waiting } = project;
+  const parts: ReturnType<typeof projectParts> = [
+    { text: trans.__('%1 guaranteed', gpus(project.quota_milli)), kind: 'mark' },
+    { text: trans.__('%1 in use', gpus(used)), kind: used > borrowed ? 'used' : null }
+  ];
+  if (borrowed > 0) {
+    parts.push({ text: trans.__('%1 borrowed', gpus(borrowed)), kind: 'borrowed' });
+  }
+  if (lent > 0) {
+    parts.push({ text: trans.__('%1 lent', gpus(lent)), kind: 'lent' });
+  }
+  if (waiting > 0) {
+    parts.push({ text: trans._n('%1 job waiting', '%1 jobs waiting', waiting), kind: null });
+  }
+  return parts;
+}
+
 /** What the bar of a project says aloud. */
 export function projectText(trans: TranslationBundle, project: IProject): string {
-  const parts = [
-    trans.__('%1 in use', gpus(project.in_use_milli)),
-    trans.__('%1 guaranteed', gpus(project.quota_milli))
-  ];
-  if (project.borrowed_milli > 0) {
-    parts.push(trans.__('%1 borrowed', gpus(project.borrowed_milli)));
-  }
-  if (project.lent_milli > 0) {
-    parts.push(trans.__('%1 lent', gpus(project.lent_milli)));
-  }
-  if (project.waiting > 0) {
-    parts.push(trans._n('%1 job waiting', '%1 jobs waiting', project.waiting));
-  }
-  return parts.join(', ');
+  return projectParts(trans, project)
+    .map(part => part.text)
+    .join(', ');
 }
 
 /** The state of a job in a word or two. */
@@ -146,6 +159,7 @@ export function jobBadge(trans: TranslationBundle, job: IJob): string {
 export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'calm' }>): string {
   switch (notice.kind) {
     case 'warned':
+      return warningText(trans, notice.lease);
     case 'asleep':
     case 'waking':
       return notice.lease.sentence;
@@ -157,10 +171,40 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
             duration(trans, Math.max(1, notice.seconds))
           );
     case 'job-paused':
-      return trans.__('%1: %2', notice.job.name, notice.job.reason);
+      return PAUSED.has(notice.job.state)
+        ? trans.__('%1: %2', shortName(notice.job), notice.job.reason)
+        : trans.__('%1 was paused meanwhile. Nothing was lost.', shortName(notice.job));
     case 'job-ended':
-      return trans.__('%1: %2. %3', notice.job.name, jobBadge(trans, notice.job), notice.job.reason);
+      return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), notice.job.reason);
+    case 'jobs':
+      return jobsText(trans, notice.ended, notice.paused);
   }
+}
+
+/** JupyterLab cuts a notification at 140 characters; the banner has the whole sentence. */
+function warningText(trans: TranslationBundle, lease: ILease): string {
+  return trans.__(
+    'Your GPU is lent in %1: others wait. Its %2 GB of GPU memory move to RAM, and your variables stay.',
+    duration(trans, lease.lend_in_s ?? 0),
+    gigabytes(lease.memory_used_bytes)
+  );
+}
+
+const PAUSED: ReadonlySet<string> = new Set(['suspended', 'queued', 'stopping']);
+const NAME_LENGTH = 40;
+
+function shortName(job: IJob): string {
+  return job.name.length > NAME_LENGTH ? `${job.name.slice(0, NAME_LENGTH - 1)}…` : job.name;
+}
+
+function jobsText(trans: TranslationBundle, ended: readonly IJob[], paused: readonly IJob[]): string {
+  const failed = ended.filter(job => job.state === 'failed').length;
+  const parts = [
+    ended.length > 0 && trans._n('%1 job ended', '%1 jobs ended', ended.length),
+    failed > 0 && trans.__('%1 of them failed', failed),
+    paused.length > 0 && trans._n('%1 job was paused', '%1 jobs were paused', paused.length)
+  ];
+  return trans.__('Training jobs: %1.', parts.filter(Boolean).join(', '));
 }
 
 /** Who keeps the limit of a lease. */
@@ -193,7 +237,9 @@ const LITTLE_GPU_S = 180;
 /** A week in one or two sentences. */
 export function weekText(trans: TranslationBundle, week: IHistory): string {
   const used =
-    week.used_gpu_s < LITTLE_GPU_S
+    week.used_gpu_s <= 0
+      ? trans.__('You used no GPU.')
+      : week.used_gpu_s < LITTLE_GPU_S
       ? trans.__('You used less than 0.1 GPU-hours.')
       : trans.__('You used %1 GPU-hours.', gpuHours(week.used_gpu_s));
   if (week.lent_gpu_s < LITTLE_GPU_S) {
@@ -258,7 +304,7 @@ export function momentText(trans: TranslationBundle, what: string): string {
     case 'submitted':
       return trans.__('Submitted');
     case 'grant':
-      return trans.__('Room');
+      return trans.__('Granted');
     case 'started':
       return trans.__('Started');
     case 'suspend':

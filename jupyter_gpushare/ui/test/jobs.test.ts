@@ -1,4 +1,4 @@
-import { describe, expect, it } from 'vitest';
+import { describe, expect, it, vi } from 'vitest';
 
 import { FIRST_VIEW, IView, JobsModel, progressOf, viewOf } from '../src/jobs';
 import { GpuModel } from '../src/model';
@@ -90,16 +90,25 @@ describe('JobsModel', () => {
     gpu.dispose();
   });
 
-  it('says why there is no list', async () => {
+  it('says why there is no list, until there is one', async () => {
     const gpu = new GpuModel({
       fetchStatus: async () => ANSWERS.active,
       changeLease: async () => undefined,
       intervalMs: 1e9,
       standby: 'never'
     });
-    const jobs = new JobsModel(gpu, () => Promise.reject(new Error('not now')));
+    let refuses = true;
+    const jobs = new JobsModel(gpu, async () => {
+      if (refuses) {
+        throw new Error('not now');
+      }
+      return [];
+    });
     await jobs.refresh();
     expect(jobs.state).toEqual({ kind: 'refused', message: 'not now' });
+    refuses = false;
+    await gpu.refresh();
+    await vi.waitFor(() => expect(jobs.state.kind).toBe('ready'));
     jobs.dispose();
     gpu.dispose();
   });

@@ -62,7 +62,13 @@ describe('what is typed', () => {
     });
     expect(requestOf(fields({ path: '', command: 'ls', kernel: 'python3' }))).toMatchObject({
       command: 'ls',
-      kernel: ''
+      kernel: '',
+      borrow: true,
+      notify: true
+    });
+    expect(requestOf(fields({ path: 'a.py', borrow: false, notify: false }))).toMatchObject({
+      borrow: false,
+      notify: false
     });
   });
 });
@@ -73,6 +79,8 @@ describe('a duplicate', () => {
       path: JOB.source!.path,
       parameters: { lr: '0.1' },
       gpus: JOB.gpus,
+      borrow: JOB.borrow,
+      notify: JOB.notify,
       project: JOB.project,
       variables: ['WANDB_MODE'],
       checkpoint: JOB.checkpoint
@@ -144,10 +152,13 @@ describe('LaunchModel', () => {
     await vi.advanceTimersByTimeAsync(299);
     expect(asked.length).toBe(1);
     await vi.advanceTimersByTimeAsync(1);
-    expect(asked.slice(1)).toEqual([{ project: OFFERS.project, gpus: '0.5', memory: '' }]);
+    expect(asked.slice(1)).toEqual([{ project: OFFERS.project, gpus: '0.5', memory: '', borrow: '' }]);
+    model.set({ borrow: false });
+    await vi.advanceTimersByTimeAsync(300);
+    expect(asked[2]).toMatchObject({ gpus: '0.5', borrow: '0' });
     model.set({ gpus: 'x' });
     await vi.advanceTimersByTimeAsync(300);
-    expect(asked.length).toBe(2);
+    expect(asked.length).toBe(3);
     expect(model.outlook).toEqual({ kind: 'none' });
   });
 

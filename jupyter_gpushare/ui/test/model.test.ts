@@ -1,17 +1,19 @@
-import { afterEach, describe, expect, it } from 'vitest';
+import { afterEach, describe, expect, it, vi } from 'vitest';
 
 import {
   GpuModel,
   GpuState,
   jobNotices,
   leaseNotice,
-  livingJobs,
   Notice,
   phaseOf,
+  seenJobs,
   stateOf
 } from '../src/model';
 import { IJob, ILease, StatusAnswer } from '../src/wire';
+import { noticeText } from '../src/words';
 import { ANSWERS, SILENT } from './answers';
+import { trans } from './trans';
 
 function lease(name: keyof typeof ANSWERS, change: Partial<ILease> = {}): ILease {
   return { ...ANSWERS[name].leases[0]!, ...change };
@@ -63,20 +65,52 @@ describe('jobNotices', () => {
 
   it('tells of a job that ended, but of none that had ended before', () => {
     const now = with_({ state: 'succeeded' });
-    expect(jobNotices(livingJobs(jobs), now)).toMatchObject([{ kind: 'job-ended', job: { name: 'night' } }]);
-    expect(jobNotices(livingJobs(now), now)).toEqual([]);
+    expect(jobNotices(seenJobs(jobs), now)).toMatchObject([{ kind: 'job-ended', job: { name: 'night' } }]);
+    expect(jobNotices(seenJobs(now), now)).toEqual([]);
   });
 
   it('tells of every pause, whether it sleeps or is back in the queue', () => {
     const paused = with_({ state: 'suspended', preemptions: 1 });
-    expect(jobNotices(livingJobs(jobs), paused)).toMatchObject([{ kind: 'job-paused', job: { id } }]);
-    expect(jobNotices(livingJobs(paused), paused)).toEqual([]);
+    expect(jobNotices(seenJobs(jobs), paused)).toMatchObject([{ kind: 'job-paused', job: { id } }]);
+    expect(jobNotices(seenJobs(paused), paused)).toEqual([]);
     const again = with_({ state: 'queued', preemptions: 2 });
-    expect(jobNotices(livingJobs(paused), again)).toMatchObject([{ kind: 'job-paused' }]);
+    expect(jobNotices(seenJobs(paused), again)).toMatchObject([{ kind: 'job-paused' }]);
   });
 
-  it('tells nothing of jobs that nobody saw alive', () => {
-    expect(jobNotices({}, with_({ state: 'failed' }))).toEqual([]);
+  it('tells nothing of jobs that had ended when the others were seen', () => {
+    expect(jobNotices({ ...seenJobs(jobs), living: {} }, with_({ state: 'failed' }))).toEqual([]);
+  });
+
+  const later = (n: number, change: Partial<IJob>): IJob => ({
+    ...jobs[0]!,
+    id: `later${n}`,
+    submitted_at: `2031-06-01T10:00:0${n}Z`,
+    ...change
+  });
+
+  it('tells of a job that began and ended, or was paused, since', () => {
+    const ended = later(1, { state: 'succeeded' });
+    const paused = later(2, { state: 'suspended', preemptions: 1 });
+    const running = later(3, { state: 'running', preemptions: 0 });
+    expect(jobNotices(seenJobs(jobs), [ended, paused, running, ...jobs])).toMatchObject([
+      { kind: 'job-ended', job: { id: ended.id } },
+      { kind: 'job-paused', job: { id: paused.id } }
+    ]);
+    expect(jobNotices(seenJobs([]), [ended])).toMatchObject([{ kind: 'job-ended' }]);
+  });
+
+  it('tells nothing of a job whose owner did not want to be told', () => {
+    const quiet = with_({ state: 'failed', notify: false });
+    expect(jobNotices(seenJobs(jobs), quiet)).toEqual([]);
+  });
+
+  it('tells of many at once in one', () => {
+    const many = [1, 2, 3, 4].map(n => later(n, { state: n === 4 ? 'failed' : 'succeeded' }));
+    const notices = jobNotices(seenJobs(jobs), [...many, ...jobs]);
+    expect(notices).toMatchObject([{ kind: 'jobs', paused: [] }]);
+    expect(noticeText(trans, notices[0] as Extract<Notice, { kind: 'jobs' }>)).toBe(
+      'Training jobs: 4 jobs ended, 1 of them failed.'
+    );
   });
 });
 
@@ -163,7 +197,7 @@ describe('GpuModel', () => {
   it('tells what became of jobs that an earlier page saw alive, once', async () => {
     const ended = ANSWERS.active.jobs.find(job => job.state === 'failed')!;
     const notices = await start(ANSWERS.active);
-    model.catchUp({ [ended.id]: 0 });
+    model.catchUp({ living: { [ended.id]: 0 }, newest: ended.submitted_at });
     expect(notices).toMatchObject([{ kind: 'job-ended', job: { id: ended.id } }]);
     await say(ANSWERS.active);
     expect(notices.length).toBe(1);
@@ -199,6 +233,37 @@ describe('GpuModel', () => {
     clock_ms = 9_000;
     await say(new Error('connection refused'));
     expect(model.state).toEqual({ kind: 'silent', since: new Date(5_000) });
+  });
+
+  it('asks ever more rarely while nobody answers, every five minutes at last, and at once as before', async () => {
+    vi.useFakeTimers({ toFake: ['setTimeout', 'clearTimeout', 'Date'] });
+    try {
+      const at_s: number[] = [];
+      let silent = true;
+      model = new GpuModel({
+        fetchStatus: async () => {
+          at_s.push(Date.now() / 1000);
+          if (silent) {
+            throw new Error('connection refused');
+          }
+          return ANSWERS.active;
+        },
+        changeLease: async () => undefined,
+        standby: 'never'
+      });
+      await vi.advanceTimersByTimeAsync(3_600_000);
+      const pauses_s = at_s.slice(1).map((at, n) => Math.round(at - at_s[n]!));
+      expect(pauses_s.slice(0, 6)).toEqual([10, 20, 40, 80, 160, 300]);
+      expect(new Set(pauses_s.slice(5))).toEqual(new Set([300]));
+      expect(pauses_s.length).toBeGreaterThan(10);
+      silent = false;
+      await vi.advanceTimersByTimeAsync(300_000);
+      const heard = at_s.length;
+      await vi.advanceTimersByTimeAsync(60_000);
+      expect(at_s.length - heard).toBe(12);
+    } finally {
+      vi.useRealTimers();
+    }
   });
 
   it('asks no more where there is no broker', async () => {

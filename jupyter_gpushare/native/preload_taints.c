@@ -1,0 +1,59 @@
+/* The preload library's hooks of what makes a process impossible to suspend. */
+#include "preload.h"
+
+#define TAINTS(taint, name, parameters, arguments)           \
+    API CUresult name parameters                             \
+    {                                                        \
+        lease_count_call();                                  \
+        FIND_REAL(name);                                     \
+        return tainted_by(real arguments, taint);            \
+    }
+
+typedef CUipcMemHandle CUipcEventHandle; /* 64 opaque bytes too */
+
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcGetMemHandle, (CUipcMemHandle * out, CUdeviceptr address), (out, address))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenMemHandle, (CUdeviceptr * out, CUipcMemHandle handle, unsigned flags),
+       (out, handle, flags))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenMemHandle_v2, (CUdeviceptr * out, CUipcMemHandle handle, unsigned flags),
+       (out, handle, flags))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcGetEventHandle, (CUipcEventHandle * out, CUevent event), (out, event))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenEventHandle, (CUevent * out, CUipcEventHandle handle), (out, handle))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemExportToShareableHandle,
+       (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemImportFromShareableHandle,
+       (CUmemGenericAllocationHandle * out, void *shared, int type), (out, shared, type))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolExportToShareableHandle,
+       (void *out, CUmemoryPool pool, int type, unsigned long long flags), (out, pool, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolImportFromShareableHandle,
+       (CUmemoryPool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
+TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
+       (out, properties))
+
+typedef CUresult get_count(int *);
+
+bool has_peers(void)
+{
+    static void *_Atomic kept;
+    int count = 0;
+    get_count *ask = (get_count *)plain_function(&kept, "cuDeviceGetCount");
+    return lease_is_set() && ask && !ask(&count) && count > 1;
+}
+
+bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
+{
+    for (size_t i = 0; i < count; i++)
+        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
+            page_device(access[i].location.id) != home)
+            return true;
+    return false;
+}
+
+/* A pool's own device has access without being told: who is told is another one. */
+API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
+{
+    lease_count_call();
+    FIND_REAL(cuMemPoolSetAccess);
+    CUresult result = real(pool, access, count);
+    return !result && has_peers() && opens_to_peer(access, count, -1) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
+}

@@ -1,0 +1,95 @@
+"""What has to work with real frameworks; none of them runs on the simulated driver."""
+
+from __future__ import annotations
+
+import time
+
+from tests.gpu.machine import GIB
+from tests.gpu_real.site import PATIENCE_S, Site, do, need
+
+STEPS = 400
+
+
+def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
+    need(kind)
+    site.needs_suspending()
+    name = f"back-{kind}"
+    worker = site.worker(kind, site.lease(name, 8 * GIB), 2048)
+    for _ in range(3):
+        moved = site.ask("suspend", lease=name, calls=site.rests(name))
+        assert moved["done"], moved
+        back = site.ask("resume", lease=name)
+        assert back["done"], back
+        assert do(worker, "check") == "ok"
+    rate = f"{moved['took_s']:.2f} s out, {back['took_s']:.2f} s back"
+    site.report.add(f"{kind}, {moved['bytes'] / GIB:.1f} GiB, third time", rate)
+    site.end(worker)
+
+
+def its_memory_is_limited_with_a_clean_error(site: Site, kind: str) -> None:
+    need(kind)
+    site.needs_a_limit()
+    worker = site.worker(kind, site.lease(f"limit-{kind}", 4 * GIB), 1024)
+    assert do(worker, "alloc 8192") == "2"
+    assert do(worker, "alloc 512") == "0"
+    assert do(worker, "check") == "ok"
+    site.report.add(f"{kind}, limit 4 GiB", "8 GiB more: its own out-of-memory error; 512 MiB more: granted")
+    site.end(worker)
+
+
+def every_allocator_of_torch_sees_and_keeps_the_limit(site: Site, allocator: str) -> None:
+    need("torch")
+    site.needs_a_limit()
+    name = "torch-" + allocator.partition(":")[0].replace("_", "-")
+    environment = site.lease(name, 4 * GIB)
+    if allocator != "native":
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = environment["PYTORCH_ALLOC_CONF"] = allocator
+    worker = site.worker("torch", environment)
+    free, total = (int(word) for word in do(worker, "info").split())
+    assert free < total == 4 * GIB
+    got = 0
+    while do(worker, "alloc 256") == "0":
+        got += 256
+        assert got <= 4096
+    assert do(worker, "check") == "ok"
+    site.report.add(f"torch, {allocator}, limit 4 GiB", f"{got} MiB of tensors")
+    assert got >= 2048
+    site.report.add("what the driver shows of it", f"{site.used_bytes(name) / GIB:.2f} GiB")
+    site.end(worker)
+
+
+def training_that_is_stopped_has_the_same_loss_curve(site: Site) -> None:
+    """Locked twice and suspended twice on the way, bit by bit the same."""
+    need("torch")
+    site.needs_suspending()
+    plain = site.worker("torch", site.lease("curve-plain", 6 * GIB))
+    expected = do(plain, f"curve {STEPS}")
+    site.end(plain)
+    worker = site.worker("torch", site.lease("curve", 6 * GIB))
+    worker.tell(f"curve {STEPS}")
+    moves = 0
+    for keep_memory in (True, False, True, False):
+        time.sleep(0.4)
+        moved = site.ask("suspend", lease="curve", keep_memory=keep_memory)
+        moves += moved["done"]
+        time.sleep(0.2)
+        assert site.ask("resume", lease="curve")["done"]
+    assert moves
+    verb, curve = worker.answer(PATIENCE_S).split(" ", 1)
+    assert (verb, curve) == ("curve", expected)
+    site.report.add(f"loss curve of {STEPS} steps, stopped {moves} times", "identical, bit by bit")
+    site.end(worker)
+
+
+def what_the_library_adds_to_a_training_loop(site: Site) -> None:
+    need("torch")
+    leased = site.lease("loop", 6 * GIB)
+    plain = {name: value for name, value in leased.items() if name not in ("LD_PRELOAD", "GPUSHARE_LEASE")}
+    took = {}
+    for name, environment in (("alone", plain), ("with the library", leased)):
+        worker = site.worker("torch", environment)
+        do(worker, "time 200")
+        took[name] = min(float(do(worker, "time 2000")) for _ in range(3))
+        site.end(worker)
+    added = 100 * (took["with the library"] / took["alone"] - 1)
+    site.report.add("training loop, 2000 steps", f"{took['alone']:.3f} s, with the library {added:+.1f} %")
