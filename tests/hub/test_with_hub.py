@@ -24,7 +24,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "server": "",
         "groups": ["vision"],
         "uid": os.getuid(),
-        "options": {"fraction": "1/2", "memory": None, "gpus": None, "project": "vision"},
+        "options": {"fraction": "1/2", "memory": None, "gpus": None, "profile": None, "project": "vision"},
         "admin": False,
     }
     env = hub.environment("ada")
