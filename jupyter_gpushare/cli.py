@@ -184,6 +184,12 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="store_false",
         help="start only on what the project is guaranteed, never on GPUs that are lent or over its quota",
     )
+    submit.add_argument(
+        "--no-notify",
+        dest="notify",
+        action="store_false",
+        help="no notification in JupyterLab when it is paused or ends",
+    )
     submit.add_argument("--cwd", metavar="D", help="where it runs (default: here)")
     submit.add_argument(
         "--env", metavar="K=V", action="append", default=[], type=_pair, help="may be repeated"
@@ -342,6 +348,7 @@ def _submit(args: argparse.Namespace) -> int:
         name=args.name,
         checkpoint=args.checkpoint,
         borrow=args.borrow,
+        notify=args.notify,
         cwd=_working_directory(args),
         env=dict(args.env),
         priority=args.priority,
