@@ -367,7 +367,7 @@ class GPUShareBroker(Application):
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
         service = Service(
             book=book,
-            desk=Desk(book, backend, loop.effects),
+            desk=Desk(book, backend, loop.effects, forecast),
             views=Views(book, forecast),
             access=Access(hub_auth, self._spawner_token(), backend),
             registry=metrics.registry(book),

@@ -18,6 +18,7 @@ from jupyter_gpushare import wire, words
 from jupyter_gpushare.backends.base import Backend
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
+from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.job_request import check_job, job_lease, job_size, job_spec
 from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
 from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory, parse_profile
@@ -61,10 +62,11 @@ def random_id() -> str:
 class Desk:
     """Answers requests; effects carry out what they lead to."""
 
-    def __init__(self, book: Book, backend: Backend, effects: Effects) -> None:
+    def __init__(self, book: Book, backend: Backend, effects: Effects, forecast: Forecast) -> None:
         self.book = book
         self.backend = backend
         self.effects = effects
+        self.forecast = forecast
         self._kept: dict[tuple[str, str], float] = {}  # (user, day) -> minutes kept
 
     # ---- what is asked for ---------------------------------------------------
@@ -350,6 +352,9 @@ class Desk:
         if told.smaller is not None:
             smaller = words.size(told.smaller.fraction_milli, told.smaller.device_count)
             sentence += f" With {smaller} it would start now."
+        found = await self.forecast.of_new(cluster, lease.id)
+        if found is not None:
+            sentence += f" {words.starts_in(found.low_s, found.likely_s, found.high_s)}"
         return wire.JobOutlook(
             starts="soon" if told.why is Why.WAITS_FOR_ROOM else "no",
             position=told.position,

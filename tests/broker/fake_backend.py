@@ -419,8 +419,9 @@ class Broker:
         self.book.load(site.boot_id)
         self.backend = SiteBackend(site, self)
         self.loop = Loop(self.book, self.backend)
-        self.desk = Desk(self.book, self.backend, self.loop.effects)
-        self.views = Views(self.book, Forecast(self.book, _at_once))
+        forecast = Forecast(self.book, _at_once)
+        self.desk = Desk(self.book, self.backend, self.loop.effects, forecast)
+        self.views = Views(self.book, forecast)
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:

@@ -953,6 +953,8 @@ async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path)
             ended = await site.submit("bo", "2", program=Program(work_s=60))
             await forecast.look()
             assert broker.seen(ended).estimate is None
+            asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
+            assert "Starts in" not in (await broker.desk.outlook("bo", asked)).sentence
             await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
         await site.submit("bo", "2", program=Program(work_s=60))
         job = await site.submit("bo", "2", program=Program(work_s=60))
@@ -962,6 +964,11 @@ async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path)
         assert seen.estimate.low_s <= seen.estimate.likely_s <= seen.estimate.high_s
         assert 30 < seen.estimate.likely_s < 70
         assert "Starts in about 1 min (1-1)." in seen.reason
+        # So is that of a job which somebody only thinks of: it would be behind both.
+        asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
+        answers = await asyncio.gather(*(broker.desk.outlook("bo", asked) for _ in range(2)))
+        assert answers[0].sentence.endswith("Starts in about 2 min (2-2).")
+        assert answers[0].position == 2
         await asyncio.sleep(20)
         assert broker.seen(job).estimate.likely_s == seen.estimate.likely_s - 20
 

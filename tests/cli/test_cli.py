@@ -148,7 +148,8 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
 ):
     monkeypatch.chdir(tmp_path)
     broker.answer("POST jobs", golden("job"), 201)
-    options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --no-borrow --no-notify --json"
+    options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2"
+    options += " --no-borrow --no-notify --json"
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
     assert ran.code == 0
