@@ -76,6 +76,8 @@ THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast"
 async def use_theme(page: Page, theme: str) -> None:
     await run_command(page, "apputils:change-theme", {"theme": theme})
     await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+    # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
+    await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
 
 
 async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, golden):
