@@ -64,6 +64,20 @@ async def requests_per_minute(page: Page, hidden: bool) -> float:
     return 60 * len(asked) / COUNT_S
 
 
+async def busy_percent(page: Page) -> float:
+    """Return how much of a core the page's own thread takes in `COUNT_S` with the sidebar open."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable")
+
+    async def busy_s() -> float:
+        found = (await session.send("Performance.getMetrics"))["metrics"]
+        return next(float(each["value"]) for each in found if each["name"] == "TaskDuration")
+
+    before = await busy_s()
+    await page.wait_for_timeout(COUNT_S * 1000)
+    return 100 * (await busy_s() - before) / COUNT_S
+
+
 async def heap_mib(page: Page) -> float:
     session = await page.context.new_cdp_session(page)
     await session.send("HeapProfiler.collectGarbage")
@@ -138,6 +152,7 @@ async def measure(lab: Any, path: str) -> None:
         await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
         await page.locator(".gps-status button").click()
         visible = await requests_per_minute(page, hidden=False)
+        busy = await busy_percent(page)
         hidden = await requests_per_minute(page, hidden=True)
         drawn = await list_ms(page, lab)
         frames = await frames_ms(page)
@@ -149,6 +164,7 @@ async def measure(lab: Any, path: str) -> None:
             ["requests a minute, page visible, sidebar open", f"**{visible:.0f}**", ""],
             ["requests a minute, page hidden", f"**{hidden:.0f}**", "0"],
         ]
+        rows.append(["the page's thread, sidebar open, nothing to do", f"{busy:.2f} % of a core", ""])
         grown = await heap_growth_mib(page, lab)
         rows.append([f"heap after {UPDATES:,} changes of state", f"**{grown:+.1f} MiB**", "+5 MiB"])
         await browser.close()
