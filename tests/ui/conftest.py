@@ -67,6 +67,24 @@ def start_lab() -> Callable[[Path], AbstractContextManager[Lab]]:
     return start_lab_in
 
 
+@pytest.fixture(scope="session")
+def lab(start_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One JupyterLab for all tests that leave it as it was."""
+    with start_lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def broker(lab: Lab, golden: Any) -> Any:
+    """The broker of `lab`, with answers to what a page asks by itself."""
+    lab.broker.answers.clear()
+    for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
+        lab.broker.answer(f"GET {path}", golden(name))
+    lab.say(golden("status_active"))
+    lab.broker.seen.clear()
+    return lab.broker
+
+
 @pytest.fixture
 def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]:
     """Opens a notebook of a JupyterLab; fails the test when the page complained on its console."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,9 @@ from playwright.async_api import Page, expect
 
 from jupyter_gpushare.jobfiles import log_path
 from tests.server.fake_broker import eventually
+from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
 
-UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
-BUNDLE = UI.parent / "labextension"
-AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
-]
-
-
-@pytest.fixture(scope="module")
-def lab(start_lab, tmp_path_factory) -> Iterator[Any]:
-    """One JupyterLab for all tests here."""
-    with start_lab(tmp_path_factory.mktemp("lab")) as lab:
-        yield lab
-
-
-@pytest.fixture
-def broker(lab, golden) -> Any:
-    lab.broker.answers.clear()
-    for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
-        lab.broker.answer(f"GET {path}", golden(name))
-    lab.say(golden("status_active"))
-    lab.broker.seen.clear()
-    return lab.broker
+pytestmark = needs_browser
 
 
 @pytest.fixture
@@ -48,36 +24,6 @@ async def page(lab, broker, open_page) -> AsyncIterator[Page]:
     async with open_page(lab) as page:
         await expect(page.locator(".gps-status button")).to_contain_text("Active")
         yield page
-
-
-async def picture(page: Page, name: str) -> None:
-    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
-    if folder := os.environ.get("GPUSHARE_PICTURES"):
-        await page.screenshot(path=Path(folder) / f"{name}.png")
-
-
-async def accessible(page: Page, selector: str) -> None:
-    """Fail on what axe-core calls serious or critical."""
-    await page.evaluate(AXE.read_text() + "; undefined")
-    found = await page.evaluate("selector => axe.run(selector)", selector)
-    grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
-    told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
-    assert not told, json.dumps(told, indent=1)
-
-
-async def run_command(page: Page, command: str, args: dict[str, Any] | None = None) -> None:
-    """What a menu or the palette does."""
-    await page.evaluate("([c, a]) => void window.jupyterapp.commands.execute(c, a)", [command, args or {}])
-
-
-THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
-
-
-async def use_theme(page: Page, theme: str) -> None:
-    await run_command(page, "apputils:change-theme", {"theme": theme})
-    await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
-    # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
-    await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
 
 
 async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, golden):
@@ -185,7 +131,7 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     await grid.get_by_role("button", name="Ran").click()
     await grid.get_by_role("button", name="Ran").click()
     await expect(rows.first).to_contain_text("train 999")
-    await page.get_by_label("Jobs; arrow keys choose one").focus()
+    await rows.first.focus()
     await page.keyboard.press("End")
     await expect(grid.locator('[aria-selected="true"]')).to_be_visible()
     await page.keyboard.press("Home")

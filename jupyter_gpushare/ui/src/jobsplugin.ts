@@ -138,6 +138,10 @@ class Jobs {
       launch: (request, key) => requests.launch(request, key)
     });
     const job = await showLaunchDialog(model, this._trans);
+    // What the dialog was opened from may be gone.
+    if (document.activeElement === document.body) {
+      this._app.shell.currentWidget?.activate();
+    }
     if (job !== null) {
       await this._submitted(job);
     }
