@@ -13,6 +13,7 @@ from playwright.async_api import Page, expect
 UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
 BUNDLE = UI.parent / "labextension"
 AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
+TOKEN = "token-of-the-page"
 THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
 
 needs_browser = [

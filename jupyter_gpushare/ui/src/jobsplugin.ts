@@ -203,7 +203,7 @@ class Jobs {
 
   private async _submitted(job: IJob): Promise<void> {
     Notification.success(this._trans.__('Submitted %1. %2', job.name, job.reason), {
-      autoClose: 5000,
+      autoClose: 8000,
       actions: [{ label: this._trans.__('Show job'), callback: () => void this.open(job.id) }]
     });
     await this._gpu.model.refresh();
