@@ -104,9 +104,7 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
             page = await browser.new_page(**options)
             page.set_default_timeout(60_000)
             complaints: list[str] = []
-            page.on(
-                "console", lambda said: complaints.append(said.text) if OURS.search(said.text) else None
-            )
+            page.on("console", lambda said: complaints.append(said.text) if OURS.search(said.text) else None)
             page.on("pageerror", lambda error: complaints.append(str(error)))
             await page.goto(f"{lab.url}/{path}?token={TOKEN}{'&reset' if reset else ''}")
             if path.startswith("lab/"):

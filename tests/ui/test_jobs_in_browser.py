@@ -211,24 +211,50 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
-async def test_the_sidebar_is_accessible_in_every_theme_and_narrow(page, broker):
+# What sticks out of the panel to the right.
+TOO_WIDE = """panel => {
+    const edge = panel.getBoundingClientRect().left + panel.clientWidth;
+    return [...panel.querySelectorAll('*')]
+        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
+        .map(node => node.outerHTML.slice(0, 120));
+}"""
+# What of ours moves by itself.
+MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
+    const style = getComputedStyle(node);
+    return style.animationName !== 'none' || style.transitionDuration.split(', ').some(s => s !== '0s');
+}).map(node => node.outerHTML.slice(0, 120))"""
+
+
+async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, lab, broker, golden):
+    await page.emulate_media(reduced_motion="reduce")
     await page.locator(".gps-status button").click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("You used 14 GPU-hours.")
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gps-panel")
-        await accessible(page, ".gps-status")
-    await use_theme(page, THEMES[0])
     wide = await panel.bounding_box()
     await page.mouse.move(wide["x"] - 2, 400)
     await page.mouse.down()
     await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
     await page.mouse.up()
-    narrow = "() => document.querySelector('.gps-panel').offsetWidth <= 250"
-    await page.wait_for_function(narrow)
-    assert await panel.evaluate("node => node.scrollWidth <= node.clientWidth")
-    await picture(page, "panel-narrow")
+    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+    for theme in THEMES:
+        await use_theme(page, theme)
+        lab.say(golden("status_active"))
+        await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
+        await accessible(page, ".gps-panel")
+        await accessible(page, ".gps-status")
+        assert await panel.evaluate(TOO_WIDE) == []
+        await picture(page, f"panel-narrow-{theme.split()[-1].lower()}")
+        lab.say(golden("status_warned"))
+        await expect(panel).to_contain_text("2 jobs are waiting")
+        await expect(page.locator(".gps-banner")).to_contain_text("Lent in 5 min")
+        for selector in (".gps-panel", ".gps-banner", ".gps-status"):
+            await accessible(page, selector)
+        assert await panel.evaluate(TOO_WIDE) == []
+        assert await page.evaluate(MOVING) == []
+        await picture(page, f"panel-narrow-warned-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    lab.say(golden("status_active"))
+    await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
     await panel.get_by_role("button", name="Release the GPU memory of train.ipynb").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_contain_text("all of its variables are lost")
