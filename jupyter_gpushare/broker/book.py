@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from jupyter_gpushare import words
+from jupyter_gpushare.broker.lending import Lending
 from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
     ENDED,
@@ -59,7 +60,7 @@ _PROGRESS_S = 10.0
 # Pages that wait for news are told this often at most: many changes come together.
 _GATHER_S = 0.1
 _WAITING = (State.PENDING, State.SUSPENDED)
-# Between two moments at which the lags of projects are stored.
+# Between two moments at which the lags of projects, and what was lent, are stored.
 _LAGS_S = 300.0
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
@@ -69,16 +70,14 @@ WEEK_DAYS = 7
 
 
 def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
-    """Return what ``seconds`` in a lease's state count for: used, lent, kept in host memory, or nothing."""
+    """Return what ``seconds`` in a lease's state count for: used, kept in host memory, or nothing."""
     lease, seconds = record.lease, max(0.0, seconds)
-    gpu_s = seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU
     use = UsageRecord(day=day, user=lease.user, project=lease.project)
     if lease.state is State.RUNNING:
-        return replace(use, used_gpu_s=gpu_s)
-    if lease.state not in _ASLEEP:
-        return None
-    lent = lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
-    return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+        return replace(use, used_gpu_s=seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU)
+    if lease.state in _ASLEEP:
+        return replace(use, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+    return None
 
 
 def _begun_anew(record: LeaseRecord, now: float) -> LeaseRecord:
@@ -162,6 +161,7 @@ class Book:
         self._ledger: Ledger | None = None
         self._lags_kept_at = clock()
         self.usage: dict[tuple[str, str, str], UsageRecord] = {}  # by day, user and project
+        self.lending = Lending(began_at=clock())
         self.live: dict[str, Live] = {}
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
@@ -249,7 +249,7 @@ class Book:
     async def add(self, record: LeaseRecord, *also: Change) -> None:
         """Store a new lease."""
         self.live[record.id] = self.new_live()
-        await self.put_lease(record, *also)
+        await self.put_lease(record, *also, *self._count_lent(record.lease.devices))
 
     def new_live(self) -> Live:
         now = self.clock()
@@ -336,6 +336,7 @@ class Book:
                 job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
             self._keep_job(job)
             also.append(job)
+        also += self._count_lent({*record.lease.devices, *changed.lease.devices})
         if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
             also.append(self._count(stretch))
         if why:
@@ -352,6 +353,11 @@ class Book:
         if state in _WAITING and lease.state not in _WAITING:
             lease = replace(lease, waits_since_at=now)
         return replace(lease, state=state)
+
+    def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
+        """Count what was lent on these devices (None: on all), before something changes there."""
+        lent = self.lending.count(self.leases.values(), self.clock(), self.iso_now()[:10], devices)
+        return [self._count(stretch) for stretch in lent]
 
     def _count(self, stretch: UsageRecord) -> UsageRecord:
         """Add a stretch of use to its day; days that nobody looks at are kept on disk only."""
@@ -555,18 +561,22 @@ class Book:
         ledger.recount(record.lease for record in self.leases.values())
 
     async def keep_lags(self, now: float) -> None:
-        """Store the lags now and then, so that a restart forgets minutes and not a day.
+        """Store lags, and what was lent, now and then: a restart forgets minutes and not a day.
 
         Raises:
             StoreError: the database failed.
         """
-        if self._ledger is None or now - self._lags_kept_at < _LAGS_S:
+        if now - self._lags_kept_at < _LAGS_S:
             return
         self._lags_kept_at = now
-        lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
-        if lags != self.lags:
-            self.lags = lags
-            await self.commit(lags)
+        stored: list[Change] = [*self._count_lent()]
+        if self._ledger is not None:
+            lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
+            if lags != self.lags:
+                self.lags = lags
+                stored.append(lags)
+        if stored:
+            await self.commit(*stored)
 
     def settings(self, host_budget_bytes: int = 0) -> Settings:
         """Return the knobs of the policy."""
