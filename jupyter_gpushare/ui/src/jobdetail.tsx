@@ -203,7 +203,7 @@ function LogView(props: IDetailProps): JSX.Element {
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
       <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
-        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}\n</i>}
+        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}{'\n'}</i>}
         {log.lines.length === 0 && (
           <i>
             {job.started_at === null ? trans.__('It has not started yet.') : trans.__('It has printed nothing yet.')}
