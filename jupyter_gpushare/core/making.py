@@ -57,6 +57,7 @@ class Maker:
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
+        self._overdrawn: frozenset[str] = frozenset()  # from whom the last choice took too much
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
@@ -85,35 +86,47 @@ class Maker:
         ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        rights = self.asker.rights(job, owed=owed, below_share=below_share, lend=job.borrow)
-        made = self._for_job(job, rights, over_limit, coming)
+        spared = self._shares.within() if below_share and not owed else frozenset()
+        ask = partial(self.asker.rights, job, owed=owed, below_share=below_share)
+        made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._cheapest.clear()
             self._everybody.clear()
             self._memory = self.board.host_free
-            made = self._for_job(job, rights, over_limit, coming)
+            made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
-            frugal = self.asker.rights(job, owed=owed, below_share=below_share, lend=False)
-            made = self._for_job(job, frugal, over_limit, coming)
+            made = self._for_job(job, ask(lend=False, spared=spared), over_limit, coming)
             self.obstacle = Why.HOST_MEMORY
         return made
 
     def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
-        made = None
-        if places := self.asker.places(rights):
-            if job.devices:
-                found = self._on_its_devices(job, rights)
-            else:
-                size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
-                key = (rights, *size, job.consolidate)
-                if key not in self._cheapest:
-                    self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
-                found = self._cheapest[key].best()
-            made = self._settle(job, *found, rights) if found else None
+        made = self._from_others(job, rights)
+        while made is None and self._overdrawn:
+            # The cheapest would take too much of somebody: is there room without them?
+            rights = self.asker.sparing(rights, self._overdrawn)
+            made = self._from_others(job, rights)
+        if made is None and rights.spared and job.device_count > 1:
+            # What others have too much of may lie apart: somebody takes that instead.
+            made = self._from_others(job, self.asker.in_exchange(rights, job.device_count))
         return made or self._by_rank(job, rights)
+
+    def _from_others(self, job: Lease, rights: Rights) -> Making | None:
+        self._overdrawn = frozenset()
+        places = self.asker.places(rights)
+        if not places:
+            return None
+        if job.devices:
+            found = self._on_its_devices(job, rights)
+        else:
+            size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
+            key = (rights, *size, job.consolidate)
+            if key not in self._cheapest:
+                self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
+            found = self._cheapest[key].best()
+        return self._settle(job, *found, rights) if found else None
 
     def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
         union: dict[str, Victim] = {}
@@ -142,10 +155,13 @@ class Maker:
             return None
         if not self._lasts(job, need * len(rooms), victims):
             return None
-        if not rights.owed and not self._shares.are_respected(
-            v.lease for v in victims if v.why is Why.OVER_QUOTA
-        ):
-            return None
+        if not rights.owed:
+            taken = [v.lease for v in victims if v.why is Why.OVER_QUOTA]
+            if rights.below_gpus and sum(map(size_of, taken)) > self._shares.beyond():
+                return None
+            if not rights.below_gpus and (overdrawn := self._shares.overdrawn(taken)):
+                self._overdrawn = overdrawn
+                return None
         if not self._is_worth_it(job, victims):
             self.obstacle = Why.NOT_WORTH_IT
             return None

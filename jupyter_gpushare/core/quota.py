@@ -341,15 +341,24 @@ class Shares:
             self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
         return self._shares.get(project, 0)
 
-    def are_respected(self, leaving: Iterable[Lease]) -> bool:
-        """Whether each of these leases may leave: its project is above its share without the others.
+    def within(self) -> frozenset[str]:
+        """The projects that hold no more than their share."""
+        return frozenset(n for n, account in self._standing.accounts.items() if account.use <= self.of(n))
 
-        It may fall below by part of a lease then, and cannot take that back: the
-        same lease would bring it above again.
+    def overdrawn(self, leaving: Iterable[Lease]) -> frozenset[str]:
+        """The projects of which not all of these leases may leave.
+
+        Each may, while its project is above its share without the others.  The
+        project may fall below by part of a lease then, and cannot take that
+        back: the same lease would bring it above again.
         """
         sizes: dict[str, list[int]] = {}
         for lease in leaving:
             sizes.setdefault(lease.project, []).append(size_of(lease))
-        return all(
-            self._standing.account(n).use - sum(own) + min(own) > self.of(n) for n, own in sizes.items()
+        return frozenset(
+            n for n, own in sizes.items() if self._standing.account(n).use - sum(own) + min(own) <= self.of(n)
         )
+
+    def beyond(self) -> int:
+        """What all projects together hold beyond their shares."""
+        return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._standing.accounts.items())

@@ -17,7 +17,10 @@ Who may be asked depends on who needs the room:
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
 * a project *below its fair share* may take from jobs over quota (2-3) that have
-  run for their minimum time, of projects above theirs;
+  run for their minimum time, of projects above theirs (the others are *spared*);
+  where a gang finds nothing so, because what others have too much lies apart,
+  also *in exchange*: from smaller jobs that can go on elsewhere, whose projects
+  take as much back from those above their share;
 * a job may take from jobs of the same project that it outranks (2-3; `order`)
   and that have run for their minimum time, if it gains more than that costs,
   and unless these were owed the same room again before it (a job beyond quota
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
@@ -77,6 +80,8 @@ class Rights:
     owed: bool  # its project is below quota
     below_share: bool  # its project is below its fair share
     lend: bool  # it may go where a session sleeps, or is put to sleep
+    spared: frozenset[str]  # projects that nothing is taken from
+    below_gpus: int = 0  # in exchange, from jobs of fewer GPUs; 0: not in exchange
 
     def there(self, room: Room) -> int:
         """What the job can count on without asking anybody."""
@@ -92,18 +97,29 @@ class Asker:
         self.memory_short = False  # an idle session was left alone for lack of host memory
         self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
         self._lines = lines
-        self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
+        self._rights: dict[tuple[object, ...], Rights] = {}
         self._places: dict[Rights, set[Room]] = {}
         self._lenders: set[Room] | None = None  # where an idle session may be asked
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
 
-    def rights(self, job: Lease, *, owed: bool, below_share: bool, lend: bool = True) -> Rights:
+    def rights(
+        self, job: Lease, *, owed: bool, below_share: bool, lend: bool, spared: frozenset[str] = frozenset()
+    ) -> Rights:
         """On what terms ``job`` may ask."""
-        key = (job.project if owed or below_share else "", owed, below_share, lend)
-        if key not in self._rights:
-            self._rights[key] = Rights(*key)
-        return self._rights[key]
+        return self._the(Rights(job.project if owed or below_share else "", owed, below_share, lend, spared))
+
+    def sparing(self, rights: Rights, more: frozenset[str]) -> Rights:
+        """The same terms, without what these projects hold."""
+        return self._the(replace(rights, spared=rights.spared | more))
+
+    def in_exchange(self, rights: Rights, gpus: int) -> Rights:
+        """The same terms for who takes room in exchange from jobs of fewer than ``gpus`` GPUs."""
+        return self._the(replace(rights, spared=frozenset(), below_gpus=gpus))
+
+    def _the(self, rights: Rights) -> Rights:
+        key = rights.project, rights.owed, rights.below_share, rights.lend, rights.spared, rights.below_gpus
+        return self._rights.setdefault(key, rights)
 
     def places(self, rights: Rights) -> set[Room]:
         """The devices on which there may be somebody to ask: few, as a rule, of many."""
@@ -118,7 +134,13 @@ class Asker:
             found |= self._lenders
         if rights.project:
             beyond = board.standing.over_quota(but=rights.project)
-            found.update(room for x in beyond for room in board.rooms_of(x) if room.device.usable)
+            found.update(
+                room
+                for x in beyond
+                if x.project not in rights.spared
+                for room in board.rooms_of(x)
+                if room.device.usable
+            )
         return found
 
     def on(self, room: Room, rights: Rights) -> list[Victim]:
@@ -151,7 +173,13 @@ class Asker:
         board = self.board
         if rights.lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
             return lender
-        if not rights.project or holder.project == rights.project or holder.id in board.standing.in_quota:
+        if not rights.project or holder.project == rights.project or holder.project in rights.spared:
+            return None
+        if holder.id in board.standing.in_quota:
+            return None
+        if rights.below_gpus and (
+            holder.device_count >= rights.below_gpus or holder.survival is not Survival.SIGTERM
+        ):
             return None
         if rights.owed:
             return self._holder(holder, Why.OVER_QUOTA)
