@@ -20,11 +20,10 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.gathering import Gathering
+from jupyter_gpushare.core.gathering import Gathered, Gathering
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
 from jupyter_gpushare.core.moving import Mover
@@ -53,7 +52,6 @@ class Maker:
         self._layout = layout
         self._shares = shares
         self._cheapest: dict[Price, Cheapest] = {}
-        self._everybody: dict[Rights, tuple[int, list[Victim]]] = {}  # as the log was so long
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
@@ -92,7 +90,6 @@ class Maker:
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._cheapest.clear()
-            self._everybody.clear()
             self._memory = self.board.host_free
             made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
@@ -115,6 +112,11 @@ class Maker:
 
     def _from_others(self, job: Lease, rights: Rights) -> Making | None:
         self._overdrawn = frozenset()
+        found = self._cheapest_of_others(job, rights)
+        return self._decide(job, *found, rights) if found else None
+
+    def _cheapest_of_others(self, job: Lease, rights: Rights) -> Gathered | None:
+        """Where room costs least without the job's juniors, and who has to leave there."""
         places = self.asker.places(rights)
         if not places:
             return None
@@ -126,7 +128,11 @@ class Maker:
             if key not in self._cheapest:
                 self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
             found = self._cheapest[key].best()
-        return self._settle(job, *found, rights) if found else None
+        if found is None:
+            return None
+        rooms, union = found
+        need = held_by(job) if job.devices else demand(job, rooms[0].device)
+        return rooms, _least([(room, need - rights.there(room)) for room in rooms], union)
 
     def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
         union: dict[str, Victim] = {}
@@ -138,12 +144,6 @@ class Maker:
                 return None
             union |= {v.lease.id: v for v in picked}
         return rooms, list(union.values())
-
-    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], rights: Rights) -> Making | None:
-        """Drop who is not needed, and see that host memory holds what would be parked."""
-        need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        victims = _least([(room, need - rights.there(room)) for room in rooms], union)
-        return self._decide(job, rooms, victims, rights)
 
     def _decide(
         self, job: Lease, rooms: list[Room], victims: tuple[Victim, ...], rights: Rights
@@ -181,10 +181,12 @@ class Maker:
 
     def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
         """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
-        gathering = Gathering(self.board, self._layout, rights.there, job)
-        found = gathering.gather(chain(self._askable(rights), self.asker.juniors(job)))
-        found = found or self._by_moving(job)
+        found = self._gather(job, rights, self.asker.juniors(job)) or self._by_moving(job)
         return self._decide(job, *found, rights) if found else None
+
+    def _gather(self, job: Lease, rights: Rights, juniors: Iterable[Victim]) -> Gathered | None:
+        others = partial(self.asker.on, rights=rights)
+        return Gathering(self.board, self._layout, job, rights.there, others).gather(juniors)
 
     def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """Room for a gang, where it is there in pieces."""
@@ -202,23 +204,13 @@ class Maker:
         movable = partial(self.asker.to_move, job.project)
         return Mover(self._layout, job, juniors, movable).make()
 
-    def _askable(self, rights: Rights) -> list[Victim]:
-        length = len(self.board.log)
-        known = self._everybody.get(rights)
-        if known is None or known[0] != length:
-            places = self.asker.places(rights)
-            asked = {v.lease.id: v for room in places for v in self.asker.on(room, rights)}
-            known = self._everybody[rights] = length, sorted(asked.values(), key=rank)
-        return known[1]
-
     def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         """Room for which so much has to leave the job's own project."""
         juniors = list(self.asker.juniors(job))
         rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
         chosen: tuple[Victim, ...] = ()
         if not coming:
-            gathering = Gathering(self.board, self._layout, rights.there, job)
-            found = gathering.gather([*self._askable(rights), *juniors])
+            found = self._cheapest_of_others(job, rights) or self._gather(job, rights, juniors)
             if found is None:
                 return None
             rooms, chosen = found

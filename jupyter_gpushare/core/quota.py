@@ -188,12 +188,11 @@ class Standing:
             self._beyond[job.project][job.id] = job
             account.in_quota_use -= size_of(job)
 
-    def over_quota(self, *, but: str) -> Iterator[Lease]:
-        """The leases of projects other than ``but`` that hold room beyond their quota."""
-        for name, beyond in self._beyond.items():
-            if name != but:
-                yield from beyond.values()
-        yield from (guest for guest in self._guests.values() if guest.project != but)
+    def over_quota(self) -> Iterator[Lease]:
+        """The leases that hold room beyond their project's quota."""
+        for beyond in self._beyond.values():
+            yield from beyond.values()
+        yield from self._guests.values()
 
     def claims_to_change(self) -> set[str]:
         """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""
@@ -212,17 +211,22 @@ class Standing:
                 # Not all fit: whether one does depends on those that are older.
                 for lease in self.jobs.get(name, {}).values():
                     self._put_out(account, lease)
-            for lease in self.promote(account, beyond.values()):
+            for lease in self.promote(account):
                 del beyond[lease.id]
         self._unsettled.clear()
 
-    def promote(self, account: Account, jobs: Iterable[Lease]) -> list[Lease]:
+    def promote(self, account: Account) -> list[Lease]:
         """Bring jobs that hold room into their project's quota as far as they fit.
 
         Those that do not borrow first, then the oldest.  Returns those that were not in quota before.
         """
-        promoted = []
-        beyond = [x for x in jobs if x.id not in self.in_quota] if account.fits_quota(1) else []
+        name, promoted = account.project.name, []
+        if not account.fits_quota(1):
+            return []
+        held = self.jobs.get(name, {})
+        beyond = [
+            x for x in self._beyond.get(name, {}).values() if x.id in held and x.id not in self.in_quota
+        ]
         for lease in sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id)):
             size = size_of(lease)
             if account.fits_quota(size):
