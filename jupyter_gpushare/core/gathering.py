@@ -11,11 +11,12 @@ found here (`making` has asked the others already).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jupyter_gpushare.core.board import Board, Room
 from jupyter_gpushare.core.model import Lease
-from jupyter_gpushare.core.placement import Group, Layout, demand
+from jupyter_gpushare.core.placement import Group, Layout
+from jupyter_gpushare.core.prices import Offers
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.victims import Victim, rank
 
@@ -23,24 +24,13 @@ Gathered = tuple[list[Room], tuple[Victim, ...]]
 
 
 class Gathering:
-    """What one job could have if some of its juniors left.
+    """What one job could have if some of its juniors left, beside what devices offer it anyway."""
 
-    ``there``: what it has of a device anyway; ``others``: who else may be asked there.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        layout: Layout,
-        job: Lease,
-        there: Callable[[Room], int],
-        others: Callable[[Room], list[Victim]],
-    ) -> None:
+    def __init__(self, board: Board, layout: Layout, job: Lease, offers: Offers) -> None:
         self._board = board
         self._layout = layout
         self._job = job
-        self._there = there
-        self._others = others
+        self._offers = offers
         self._short: dict[Room, int] = {}  # what the job still needs of a device
         self._able: dict[int, int] = {}  # by set of devices: how many have enough
 
@@ -56,9 +46,7 @@ class Gathering:
     def _needs(self, room: Room) -> int:
         short = self._short.get(room)
         if short is None:
-            need = held_by(self._job) if self._job.devices else demand(self._job, room.device)
-            given = sum([held_by(v.lease) for v in self._others(room)])
-            short = self._short[room] = need - self._there(room) - given
+            short = self._short[room] = self._offers.on(room).short
         return short
 
     def _one(self, juniors: Iterable[Victim]) -> Gathered | None:
@@ -70,7 +58,7 @@ class Gathering:
                     taken.setdefault(room, []).append(v)
                     self._short[room] = short = self._needs(room) - held
                     if short <= 0:
-                        return [room], self._needed_on(room, [*self._others(room), *taken[room]])
+                        return [room], self._needed_on(room, [*self._offers.others(room), *taken[room]])
         return None
 
     def _needed_on(self, room: Room, taken: list[Victim]) -> tuple[Victim, ...]:
@@ -101,7 +89,7 @@ class Gathering:
     ) -> Gathered:
         group = sets[number]
         inside = {room.device.uuid for room in group}
-        others = {v.lease.id: v for room in group for v in self._others(room)}
+        others = {v.lease.id: v for room in group for v in self._offers.others(room)}
         kept = sorted(others.values(), key=rank)
         kept += [v for v in taken if not inside.isdisjoint(v.lease.devices)]
         for v in reversed(kept.copy()):

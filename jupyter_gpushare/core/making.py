@@ -16,7 +16,6 @@ job that does not is stopped instead, a session never is.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +26,10 @@ from jupyter_gpushare.core.gathering import Gathered, Gathering
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
 from jupyter_gpushare.core.moving import Mover
-from jupyter_gpushare.core.placement import Group, Layout, Spot, demand
+from jupyter_gpushare.core.placement import Layout, Spot, demand
+from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
-
-Price = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,8 @@ class Maker:
         self.asker = Asker(board, lines)
         self._layout = layout
         self._shares = shares
-        self._cheapest: dict[Price, Cheapest] = {}
+        self._offered: dict[tuple[object, ...], Offers] = {}
+        self._cheapest: dict[tuple[object, ...], Cheapest] = {}
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
@@ -89,6 +88,7 @@ class Maker:
         made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
+            self._offered.clear()
             self._cheapest.clear()
             self._memory = self.board.host_free
             made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
@@ -120,30 +120,27 @@ class Maker:
         places = self.asker.places(rights)
         if not places:
             return None
+        offers = self._offers(job, rights)
         if job.devices:
-            found = self._on_its_devices(job, rights)
-        else:
-            size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
-            key = (rights, *size, job.consolidate)
-            if key not in self._cheapest:
-                self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
-            found = self._cheapest[key].best()
-        if found is None:
-            return None
-        rooms, union = found
-        need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        return rooms, _least([(room, need - rights.there(room)) for room in rooms], union)
-
-    def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
-        union: dict[str, Victim] = {}
-        rooms = self.board.rooms_of(job)
-        for room in rooms:
-            short = held_by(job) - rights.there(room)
-            picked = _enough(room, short, self.asker.on(room, rights), [])
-            if picked is None:
+            rooms = self.board.rooms_of(job)
+            if any(offers.on(room).price is None for room in rooms):
                 return None
-            union |= {v.lease.id: v for v in picked}
-        return rooms, list(union.values())
+            union = list({v.lease.id: v for room in rooms for v in offers.on(room).victims}.values())
+        else:
+            key = offers, job.device_count, job.consolidate
+            if key not in self._cheapest:
+                self._cheapest[key] = Cheapest(self.board, self._layout, offers, job, places)
+            best = self._cheapest[key].best()
+            if best is None:
+                return None
+            rooms, union = best
+        return rooms, _least([(room, offers.missing(room)) for room in rooms], union)
+
+    def _offers(self, job: Lease, rights: Rights) -> Offers:
+        key = rights, job.fraction_milli, job.memory_bytes, job.profile, held_by(job) if job.devices else 0
+        if key not in self._offered:
+            self._offered[key] = Offers(self.board, self.asker, rights, job)
+        return self._offered[key]
 
     def _decide(
         self, job: Lease, rooms: list[Room], victims: tuple[Victim, ...], rights: Rights
@@ -185,8 +182,7 @@ class Maker:
         return self._decide(job, *found, rights) if found else None
 
     def _gather(self, job: Lease, rights: Rights, juniors: Iterable[Victim]) -> Gathered | None:
-        others = partial(self.asker.on, rights=rights)
-        return Gathering(self.board, self._layout, job, rights.there, others).gather(juniors)
+        return Gathering(self.board, self._layout, job, self._offers(job, rights)).gather(juniors)
 
     def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """Room for a gang, where it is there in pieces."""
@@ -262,90 +258,6 @@ class Maker:
         return False
 
 
-class Cheapest:
-    """Keeps, for one kind of job, the set of devices where room costs least.
-
-    Every set of devices on which such a job may lie, and where there may be
-    somebody to ask (``places``), has a price; only those with a device that
-    changed since the last question are priced again.
-    """
-
-    def __init__(
-        self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease, places: set[Room]
-    ) -> None:
-        self._job = job
-        self._rights = rights
-        self.asker = asker
-        self._log = board.log
-        self._seen = len(self._log)
-        alone: list[Group] = [(room,) for room in sorted(places, key=lambda room: room.device.uuid)]
-        tiers = [alone] if job.device_count == 1 else layout.tiers(job)
-        self._sets: list[tuple[int, Group]] = [
-            (tier, group)
-            for tier, groups in enumerate(tiers)
-            for group in groups
-            if not places.isdisjoint(group)
-        ]
-        self._of: dict[Room, list[int]] = {}
-        self._victims: dict[Room, list[Victim]] = {}  # where room can be made
-        self._price: dict[Room, Price] = {}
-        self._stamp = [0] * len(self._sets)
-        self._heap: list[tuple[Price, int, int, list[Room]]] = []
-        for number, (_, group) in enumerate(self._sets):
-            for room in group:
-                self._of.setdefault(room, []).append(number)
-        for room in self._of:
-            self._price_room(room)
-        for number in range(len(self._sets)):
-            self._price_set(number)
-
-    def best(self) -> tuple[list[Room], list[Victim]] | None:
-        """The devices where room costs least, and who must leave; None: nowhere can it be made."""
-        changed = {room for room in self._log[self._seen :] if room in self._of}
-        self._seen = len(self._log)
-        for room in changed:
-            self._price_room(room)
-        for number in sorted({number for room in changed for number in self._of[room]}):
-            self._price_set(number)
-        while self._heap and self._heap[0][2] != self._stamp[self._heap[0][1]]:
-            heapq.heappop(self._heap)
-        if not self._heap:
-            return None
-        rooms = self._heap[0][3]
-        return rooms, self._union(rooms)
-
-    def _price_room(self, room: Room) -> None:
-        need = demand(self._job, room.device)
-        short = need - self._rights.there(room)
-        victims: list[Victim] | None = []
-        if short > 0:
-            victims = self.asker.on(room, self._rights)
-            victims = _enough(room, short, victims, []) if victims else None
-        if victims is None:
-            self._price.pop(room, None)
-            return
-        spare = sum([held_by(v.lease) for v in victims]) - short
-        self._victims[room] = victims
-        self._price[room] = (*_price(victims), spare, room.device.uuid)
-
-    def _price_set(self, number: int) -> None:
-        tier, group = self._sets[number]
-        self._stamp[number] += 1
-        count, prices = self._job.device_count, self._price
-        able = [room for room in group if room in prices]
-        if len(able) < count:
-            return
-        if count == 1:
-            price = prices[able[0]]
-        else:
-            able = sorted(able, key=prices.__getitem__)[:count]
-            price = (*_price(sorted(self._union(able), key=rank)), tier, *prices[able[0]][3:])
-        heapq.heappush(self._heap, (price, number, self._stamp[number], able))
-
-    def _union(self, rooms: Iterable[Room]) -> list[Victim]:
-        return list({v.lease.id: v for room in rooms for v in self._victims[room]}.values())
-
-
 def _enough(room: Room, short: int, victims: list[Victim], chosen: list[Victim]) -> list[Victim] | None:
     """``chosen`` and the first of ``victims`` that together free what is ``short`` on a device."""
     picked = list(chosen)
@@ -389,8 +301,3 @@ def _enough_for_limit(
 
 def _given(room: Room, victims: Iterable[Victim]) -> int:
     return sum(held_by(v.lease) for v in victims if room.device.uuid in v.lease.devices)
-
-
-def _price(victims: Sequence[Victim]) -> Price:
-    """Compares sets of sorted victims: the dearest kind first, then how many, then who."""
-    return victims[-1].cost if victims else -1, len(victims), tuple([v.rank for v in victims])

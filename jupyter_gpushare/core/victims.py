@@ -100,6 +100,7 @@ class Asker:
         self._lines = lines
         self._rights: dict[tuple[object, ...], Rights] = {}
         self._places: dict[Rights, set[Room]] = {}
+        self._outranked: dict[tuple[str, order.Level], list[Lease]] = {}  # have run, by project and level
         self._known: dict[tuple[str, str], Victim | None] = {}  # by question and lease
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
@@ -226,9 +227,13 @@ class Asker:
             if not jobs:
                 return
         level = order.level(job, board.moment, board.settings)
-        line = self._lines.of.get(job.project)
-        for lease in line.outranked(level, board.moment, board.settings) if line else ():
-            if lease.id in jobs and self._has_run(lease):
+        key = job.project, level
+        if key not in self._outranked:
+            line = self._lines.of.get(job.project)
+            worse = line.outranked(level, board.moment, board.settings) if line else ()
+            self._outranked[key] = [x for x in worse if self._has_run(x)]
+        for lease in self._outranked[key]:
+            if lease.id in jobs:
                 of = self._lesser if lease.priority < job.priority else self._later
                 if victim := self._once(lease, of):
                     yield victim
