@@ -118,6 +118,7 @@ class Standing:
         self.in_quota: set[str] = set()  # leases that hold room within quota
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
+        self._next: dict[str, list[Lease]] = {}  # the same in the order in which they get into quota
         self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
         self._sessions: dict[str, Lease] = {}  # may have a claim
         self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
@@ -204,6 +205,7 @@ class Standing:
     def settle(self) -> None:
         """Bring the jobs of projects that changed into quota, or out of it."""
         for name in self._unsettled:
+            self._next.pop(name, None)
             account, beyond = self.account(name), self._beyond.get(name, {})
             if not account.project.quota_milli:
                 continue  # nobody is in quota
@@ -213,6 +215,7 @@ class Standing:
                     self._put_out(account, lease)
             for lease in self.promote(account):
                 del beyond[lease.id]
+            self._next.pop(name, None)
         self._unsettled.clear()
 
     def promote(self, account: Account) -> list[Lease]:
@@ -220,19 +223,23 @@ class Standing:
 
         Those that do not borrow first, then the oldest.  Returns those that were not in quota before.
         """
-        name, promoted = account.project.name, []
         if not account.fits_quota(1):
             return []
+        name, promoted = account.project.name, []
+        if name not in self._next:
+            beyond = self._beyond.get(name, {}).values()
+            self._next[name] = sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id))
         held = self.jobs.get(name, {})
-        beyond = [
-            x for x in self._beyond.get(name, {}).values() if x.id in held and x.id not in self.in_quota
-        ]
-        for lease in sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id)):
+        for lease in self._next[name]:
+            if lease.id in self.in_quota or lease.id not in held:
+                continue
             size = size_of(lease)
             if account.fits_quota(size):
                 account.in_quota_use += size
                 self.in_quota.add(lease.id)
                 promoted.append(lease)
+                if not account.fits_quota(1):
+                    break
         return promoted
 
 
