@@ -213,14 +213,15 @@ class Maker:
         enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
         return None if enough is None else self._decide(job, rooms, enough, rights)
 
-    def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
+    def _lasts(self, job: Lease, size: int, victims: Sequence[Victim]) -> bool:
         """Whether no preempted junior would be served again before ``job`` gets the room.
 
         It would, where the project may have it within quota or fair share, but not ``job``.
         """
         sizes = [size_of(v.lease) for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
         account = self.board.account(job)
-        left = account.use - sum(sizes)
+        own = [v for v in victims if v.lease.project == job.project and v.why is not Why.MOVED]
+        left = account.use - sum(size_of(v.lease) for v in own)
         for most in (account.project.quota_milli, self._shares.of(job.project)):
             if left + size > most and any(left + own <= most for own in sizes):
                 return False

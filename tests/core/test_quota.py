@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.model import Grant, Requeue, Resume, State, Survival, Suspend, Why
 from jupyter_gpushare.core.plan import plan
 from jupyter_gpushare.core.quota import fair_shares, standing
@@ -71,6 +72,26 @@ def test_jobs_are_in_quota_oldest_first_after_the_sessions():
         projects=[project("p", 2)],
     )
     assert standing(c.projects, c.leases).in_quota == {"nb", "old", "small"}
+
+
+def test_who_leaves_within_quota_makes_room_there_for_the_next_oldest():
+    """Two that are in quota make way for higher priorities; the two borrowers are in quota then."""
+    c = cluster(
+        *[train(f"old{n}", 1000, f"{n}", granted_at=n) for n in (0, 1)],
+        *[train(f"high{n}", 1000, f"{n}", granted_at=n, priority=9) for n in (2, 3)],
+        *[train(f"mid{n}", 1000, priority=5) for n in (0, 1)],
+        gpus=4,
+        projects=[project("p", 2)],
+    )
+    board = Board.of(c)
+    assert board.standing.in_quota == {"old0", "old1"}
+    board.begin()
+    for name in ("old1", "old0"):
+        board.leave(board.leases[name], parked=False)
+    assert board.standing.in_quota == {"old0", "old1", "high2", "high3"}
+    board.undo()
+    assert board.standing.in_quota == {"old0", "old1"}
+    assert [a.lease for a in plan(c, NOW).actions] == ["old1", "old0"]
 
 
 def test_a_project_that_is_not_configured_is_owed_nothing():
