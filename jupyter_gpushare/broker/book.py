@@ -408,6 +408,7 @@ class Book:
             action=action,
             why=why,
             who=self.name_of(record),
+            kind=record.lease.kind,
             for_whom=self._other_name(record, other),
         )
         decision = DecisionRecord(
