@@ -236,7 +236,7 @@ def decision(facts: DecisionFacts) -> str:
         Why.FREE_ROOM: "there is free room",
         Why.CLAIM: "it is guaranteed to its project",
         Why.ROOM_BACK: "there is room again",
-        Why.WANTED: "its owner runs a GPU cell",
+        Why.WANTED: "its owner needs the GPU again",
         **_BECAUSE,
     }.get(facts.why, facts.why.replace("_", " "))
     job = facts.kind is Kind.TRAIN
