@@ -9,6 +9,7 @@ import pytest
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.broker import book as book_module
+from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.core.model import State, Survival
 from jupyter_gpushare.errors import (
     Conflict,
@@ -534,7 +535,7 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(tmp_path
         await broker.desk.change_project("nlp", wire.ProjectChange(limit=1.5))
         await broker.end()
         broker = await site.start_broker()
-        nlp = next(p for p in broker.book.projects() if p.name == "nlp")
+        nlp = next(p for p in snapshot.projects(broker.book) if p.name == "nlp")
         assert (nlp.quota_milli, nlp.weight, nlp.limit_milli) == (500, 3, 1500)
 
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.loop import STALE_S, is_job_server
 from jupyter_gpushare.broker.policy import Policy, ProjectConfig
 from jupyter_gpushare.core.model import Survival
@@ -466,7 +467,7 @@ async def test_a_resume_that_stays_refused_is_tried_again_and_told_once(tmp_path
         cell = site.later(site.gpu_cell(ada))
         await asyncio.sleep(120)
         assert not cell.done()
-        tried = [d for d in broker.book.decisions if d.action == "resume"]
+        tried = [d for d in broker.book.decisions.latest if d.action == "resume"]
         assert len(tried) <= 2
         await until(cell.done, 300)
         assert ada.phase is Phase.RUNNING
@@ -477,9 +478,9 @@ async def test_a_device_that_is_not_measured_any_more_takes_nothing_new(tmp_path
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         site.unmeasured = {site.uuids[0]}
-        await until(lambda: [d.usable for d in broker.book.devices()] == [False, True], 10)
+        await until(lambda: [d.usable for d in snapshot.devices(broker.book)] == [False, True], 10)
         site.unmeasured = set()
-        await until(lambda: all(d.usable for d in broker.book.devices()), 10)
+        await until(lambda: all(d.usable for d in snapshot.devices(broker.book)), 10)
 
 
 @in_virtual_time
@@ -848,7 +849,7 @@ async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_wha
         forgotten.alive, forgotten.used = False, {}
         await until(lambda: not broker.book.strayed)
         assert forgotten.handle not in site.held
-        assert all(device.usable for device in broker.book.devices())
+        assert all(device.usable for device in snapshot.devices(broker.book))
 
 
 @in_virtual_time
@@ -936,12 +937,12 @@ async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
         record = broker.lease(ada.handle)
         live, now = broker.book.live[record.id], broker.book.clock()
         assert live.habit.idle_from is not None  # the loop has seen her idle
-        usual = broker.book.measured(record, now).idle_timeout_s
+        usual = snapshot.measured(broker.book, record, now).idle_timeout_s
         for _ in range(20):  # works for a minute a day
             live.habit.saw(None, now)
             live.habit.saw(now + 60, now + 60)
             now += 86_400
-        assert broker.book.measured(record, now).idle_timeout_s < usual
+        assert snapshot.measured(broker.book, record, now).idle_timeout_s < usual
 
 
 @in_virtual_time
@@ -1010,13 +1011,13 @@ async def test_who_lags_behind_its_fair_share_is_remembered_over_a_restart(tmp_p
         first = await site.submit("bo", "2", program=Program(work_s=10_000))
         await until(lambda: broker.state(first) == "running", 120)
         await site.submit("ada", "2", program=Program(work_s=10))
-        await until(lambda: broker.book.lags.gpu_s, 2_000)
-        lags = dict(broker.book.lags.gpu_s)
+        await until(lambda: broker.book.balance.stored.gpu_s, 2_000)
+        lags = dict(broker.book.balance.stored.gpu_s)
         assert lags["vision"] > 0
         assert lags["nlp"] == pytest.approx(-lags["vision"], abs=0.2)
         await broker.end()
         broker = await site.start_broker()
-        assert broker.book.cluster(site.now).lags_gpu_s["vision"] >= 0.9 * lags["vision"]
+        assert snapshot.cluster(broker.book, site.now).lags_gpu_s["vision"] >= 0.9 * lags["vision"]
 
 
 @in_virtual_time
