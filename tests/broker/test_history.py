@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.broker import history
-from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
 
 
 @in_virtual_time
