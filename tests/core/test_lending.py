@@ -272,6 +272,56 @@ def test_a_job_that_cannot_be_parked_anyway_needs_no_host_memory():
     assert actions(c) == [grant("job", 0, borrowed=True)]
 
 
+def of_two_sizes(**more):
+    """A small session that is idle for longest, a large one, and a job that fits into the room of either."""
+    return cluster(
+        build("small", 250, "0", idle_s=9000, used_bytes=10 * GIB),
+        build("large", 750, "0", idle_s=700, used_bytes=10 * GIB),
+        train("job", 250, survival=Survival.NONE),
+        **more,
+    )
+
+
+def test_the_longest_idle_goes_first_while_host_memory_holds_all_who_are_idle():
+    assert actions(of_two_sizes(host_budget_bytes=21 * GIB)) == [Suspend("small", Why.IDLE, "job")]
+
+
+def test_the_biggest_idle_goes_first_where_host_memory_holds_not_all_of_them():
+    assert actions(of_two_sizes(host_budget_bytes=21 * GIB - 1)) == [Suspend("large", Why.IDLE, "job")]
+
+
+def test_what_is_big_is_the_room_that_is_freed_not_what_has_to_be_parked_for_it():
+    c = cluster(
+        build("full", 250, "0", idle_s=9000, used_bytes=18 * GIB),
+        build("empty", 750, "0", idle_s=700, used_bytes=GIB),
+        train("job", 250, survival=Survival.NONE),
+        host_budget_bytes=19 * GIB,
+    )
+    assert actions(c) == [Suspend("empty", Why.IDLE, "job")]
+
+
+def test_of_equally_big_idle_sessions_the_longest_idle_goes_first():
+    c = cluster(
+        build("short", 500, "0", idle_s=700, used_bytes=GIB),
+        build("long", 500, "0", idle_s=9000, used_bytes=GIB),
+        train("job", 500, survival=Survival.NONE),
+        host_budget_bytes=2 * GIB,
+    )
+    assert actions(c) == [Suspend("long", Why.IDLE, "job")]
+
+
+def test_a_busy_session_or_one_that_cannot_sleep_makes_host_memory_no_scarcer():
+    c = cluster(
+        build("busy", 100, "0", used_bytes=50 * GIB),
+        build("firm", 100, "0", idle_s=9999, suspendable=False, used_bytes=50 * GIB),
+        build("small", 250, "0", idle_s=9000, used_bytes=GIB),
+        build("large", 500, "0", idle_s=700, used_bytes=GIB),
+        train("job", 250, survival=Survival.NONE),
+        host_budget_bytes=3 * GIB,
+    )
+    assert actions(c) == [Suspend("small", Why.IDLE, "job")]
+
+
 def test_two_idle_sessions_sleep_only_if_host_memory_holds_both():
     both = [build(f"b{n}", 500, "0", used_bytes=100, idle_s=9000) for n in range(2)]
     c = cluster(*both, train("job", 1000, survival=Survival.NONE), host_budget_bytes=150)
