@@ -201,8 +201,10 @@ class Desk:
         return record, grant
 
     async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
+        limits = record.limits
+        guaranteed = dict.fromkeys(limits, 0) if record.lease.borrowed else limits
         try:
-            env = await self.backend.prepare(record.handle, record.uid, record.limits, asleep=asleep)
+            env = await self.backend.prepare(record.handle, record.uid, limits, guaranteed, asleep=asleep)
         except (HelperError, DeviceError) as error:
             log.warning("lease=%s prepare: %s", record.handle, error)
             if not record.is_job:
@@ -213,7 +215,7 @@ class Desk:
             ) from None
         lease = record.lease
         size = words.size_of(lease)
-        limit = sum(record.limits.values())
+        limit = sum(limits.values())
         name = self.book.device_name(lease.devices)
         return wire.SpawnGrant(
             lease=record.handle,

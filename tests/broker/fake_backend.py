@@ -236,12 +236,12 @@ class SiteBackend(Backend):
             self.site.inboxes.remove(inbox)
 
     async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], *, asleep: bool
+        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
     ) -> dict[str, str]:
         await self._effect("prepare", handle)
         held = self.site.held.setdefault(handle, Held(handle, uid, dict(limits)))
         if not held.alive:
-            held.limits = dict(limits)
+            held.limits, held.guaranteed = dict(limits), dict(guaranteed)
             held.phase = Phase.SUSPENDED if asleep else Phase.RUNNING
         await self.broker.step()
         return {"GPUSHARE_LEASE": handle}

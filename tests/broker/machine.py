@@ -21,6 +21,7 @@ class Held:
     handle: str
     uid: int
     limits: dict[str, int]
+    guaranteed: dict[str, int] = field(default_factory=dict)
     phase: Phase = Phase.RUNNING
     alive: bool = False
     used: dict[str, int] = field(default_factory=dict)

@@ -128,3 +128,15 @@ async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
             live.habit.saw(now + 60, now + 60)
             now += 86_400
         assert snapshot.measured(broker.book, record, now).idle_timeout_s < usual
+
+
+@in_virtual_time
+async def test_the_machine_is_told_what_stays_a_leases_own_and_what_is_only_borrowed(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        assert ada.guaranteed == ada.limits
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        borrower = site.held[broker.lease(job).handle]
+        assert borrower.guaranteed == dict.fromkeys(borrower.limits, 0)
