@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
-from jupyter_gpushare.broker.book import Book, Live
+from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.live import Live
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
 from jupyter_gpushare.core.model import Event, State, Why
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
