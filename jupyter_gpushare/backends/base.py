@@ -64,9 +64,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], *, asleep: bool
+        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
     ) -> dict[str, str]:
-        """Set the limits of a lease (bytes per device UUID) and return its holder's environment."""
+        """Set the limits of a lease and return its holder's environment.
+
+        ``limits``: what it was granted; ``guaranteed``: how much of that stays its own
+        when others need room.  Both are bytes per device UUID.
+        """
 
     @abc.abstractmethod
     async def suspend(self, handle: str, calls: str) -> Moved:
@@ -97,6 +101,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def servers(self) -> frozenset[ServerKey]:
         """Return the servers that are starting, running or stopping in the Hub."""
+
+    @abc.abstractmethod
+    async def has_server(self, key: ServerKey) -> bool:
+        """Return whether one of them is there; surer than the list, whose pages may miss one that moves."""
 
     @abc.abstractmethod
     async def groups(self, user: str) -> tuple[str, ...]:

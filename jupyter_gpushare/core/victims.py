@@ -2,7 +2,9 @@
 
 Cheapest first:
 
-1. sessions whose owners offered their room, then idle ones, longest idle first;
+1. sessions whose owners offered their room, then idle ones, longest idle first
+   (biggest first, where host memory cannot hold all of them: each one parked
+   has to bring the most);
 2. jobs that can be suspended, last in first out;
 3. jobs that must start again: those that are only being started, then the
    last in;
@@ -41,6 +43,7 @@ from jupyter_gpushare.core.board import Board, Room, parked_bytes
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival, Why
+from jupyter_gpushare.core.quota import held_by
 
 
 class Cost(enum.IntEnum):
@@ -57,16 +60,16 @@ class Victim:
 
     __slots__ = ("cost", "lease", "park", "rank", "why")
 
-    def __init__(self, lease: Lease, cost: Cost, why: Why, *, park: bool) -> None:
+    def __init__(self, lease: Lease, cost: Cost, why: Why, *, park: bool, frees_bytes: int = 0) -> None:
         self.lease = lease
         self.cost = cost
         self.why = why
         self.park = park  # suspended, not stopped
         since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
-        self.rank = (int(cost), since_at, lease.id)  # sorts victims, the cheapest first
+        self.rank = (int(cost), -frees_bytes, since_at, lease.id)  # sorts victims, the cheapest first
 
 
-def rank(victim: Victim) -> tuple[int, float, str]:
+def rank(victim: Victim) -> tuple[int, int, float, str]:
     return victim.rank
 
 
@@ -283,7 +286,18 @@ class Asker:
             return None
         if lease.lend_now:
             return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
-        return Victim(lease, Cost.IDLE, Why.IDLE, park=True)
+        frees_bytes = 0
+        if self._idle_exceed_memory:
+            uuids = [room.device.uuid for room in board.rooms_of(lease)]
+            frees_bytes = board.granted_bytes(uuids, held_by(lease))
+        return Victim(lease, Cost.IDLE, Why.IDLE, park=True, frees_bytes=frees_bytes)
+
+    @cached_property
+    def _idle_exceed_memory(self) -> bool:
+        """Whether host memory, as it was when the round began to ask, is too small for all idle sessions."""
+        board = self.board
+        idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+        return sum(parked_bytes(x) for x in idle if board.can_park(x)) > board.host_free
 
     def _parkable(self, lease: Lease) -> bool:
         board = self.board

@@ -9,7 +9,9 @@ import pytest
 from jupyter_gpushare.broker import history
 from jupyter_gpushare.broker.lending import lent_milli
 from jupyter_gpushare.core.model import Kind, Lease, State
-from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
 
 
 @in_virtual_time
@@ -95,8 +97,8 @@ async def test_use_older_than_a_week_is_not_counted(tmp_path):
         job = await site.submit("bo", "1", program=Program(work_s=10))
         await until(lambda: broker.job(job).result, 100)
         assert (await history.week(broker.book, "bo")).used_gpu_s > 9
-        key, use = next(iter(broker.book.usage.items()))
-        broker.book.usage = {
+        key, use = next(iter(broker.book.usage.sums.items()))
+        broker.book.usage.sums = {
             ("2020-01-01", *key[1:]): use.__class__(
                 day="2020-01-01", user="bo", project="nlp", used_gpu_s=use.used_gpu_s
             )
