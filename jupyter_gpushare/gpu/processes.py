@@ -313,9 +313,9 @@ def _read(pid: int, now: float, leases: Path) -> Process | None:
 
 def _named_by(pid: int, leases: Path) -> str:
     """The lease below ``leases`` that the cgroup or else the environment of a process names."""
-    cgroup = _CGROUP.search(_bytes(f"/proc/{pid}/cgroup", 8192))
-    if cgroup:
-        return cgroup.group(1).decode()
+    # The innermost: a helper may make them below its own service, gpushare-helper.
+    if cgroups := _CGROUP.findall(_bytes(f"/proc/{pid}/cgroup", 8192)):
+        return str(cgroups[-1].decode())
     entries = _bytes(f"/proc/{pid}/environ", ENVIRON_BYTES).split(b"\0")
     lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
     directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
