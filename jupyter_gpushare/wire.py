@@ -362,7 +362,7 @@ class DayUse(Answer, frozen=True):
     day: str  # "2031-05-06"
     project: str
     used_gpu_s: float  # held by sessions and jobs
-    lent_gpu_s: float  # left to others by sleeping sessions
+    lent_gpu_s: float  # what others used of the room of sleeping sessions
     saved_gib_s: float = 0.0  # GiB-seconds of host memory that sleeping sessions and jobs took
 
 

@@ -104,6 +104,8 @@ def badge(facts: LeaseFacts) -> str:
             return "Paused"
         case State.SUSPENDED if facts.wanted:
             return "Waiting to wake"
+        case State.SUSPENDED if not facts.lent_to:
+            return "Asleep"
         case _:
             return _BADGES[facts.state]
 

@@ -107,4 +107,8 @@ class Backend(abc.ABC):
         """Return the Hub groups of a user; empty for an unknown one."""
 
     @abc.abstractmethod
+    async def server_url(self, key: ServerKey) -> str:
+        """Return where people reach a server, with a slash at its end; empty: it does not run."""
+
+    @abc.abstractmethod
     async def close(self) -> None: ...

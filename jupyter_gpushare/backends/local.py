@@ -158,6 +158,9 @@ class LocalBackend(Backend):
     async def groups(self, user: str) -> tuple[str, ...]:
         return await self._hub.groups(user)
 
+    async def server_url(self, key: ServerKey) -> str:
+        return await self._hub.server_url(key)
+
     async def close(self) -> None:
         await self._hub.close()
 

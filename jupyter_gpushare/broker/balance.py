@@ -11,17 +11,13 @@ from jupyter_gpushare.broker.records import Lags
 from jupyter_gpushare.core.ledger import Ledger
 from jupyter_gpushare.core.model import Lease, Project
 
-# Between two moments at which the lags are stored.
-_STORED_S = 300.0
-
 
 class Balance:
     """How far projects lag behind their fair share (`core.ledger`)."""
 
-    def __init__(self, stored: Lags, now: float) -> None:
+    def __init__(self, stored: Lags) -> None:
         self.stored = stored
         self._ledger: Ledger | None = None
-        self._stored_at = now
 
     @property
     def lags_gpu_s(self) -> Mapping[str, float]:
@@ -39,11 +35,10 @@ class Balance:
             ledger = self._ledger = Ledger(projects, capacity_milli, lags, now=now)
         ledger.recount(leases)
 
-    def to_store(self, now: float) -> Lags | None:
-        """Return the lags when it is time to store them; None: not yet, or nothing new."""
-        if self._ledger is None or now - self._stored_at < _STORED_S:
+    def to_store(self) -> Lags | None:
+        """Return the lags, or None where nothing is new."""
+        if self._ledger is None:
             return None
-        self._stored_at = now
         lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
         if lags == self.stored:
             return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from jupyter_gpushare import words
 from jupyter_gpushare.broker.balance import Balance
 from jupyter_gpushare.broker.decisions import Decisions
+from jupyter_gpushare.broker.lending import Lending
 from jupyter_gpushare.broker.live import Live
 from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
@@ -32,6 +33,7 @@ from jupyter_gpushare.broker.records import (
     Lags,
     LeaseRecord,
     ProjectOverride,
+    UsageRecord,
 )
 from jupyter_gpushare.broker.store import Change, Store
 from jupyter_gpushare.broker.usage import Usage, use_of
@@ -45,6 +47,8 @@ log = logging.getLogger("gpushare.broker")
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
 _PROGRESS_S = 10.0
+# Between two moments at which the lags of projects, and what was lent, are stored.
+_SUMS_S = 300.0
 # Pages that wait for news are told this often at most: many changes come together.
 _GATHER_S = 0.1
 _WAITING = (State.PENDING, State.SUSPENDED)
@@ -88,8 +92,10 @@ class Book:
         self.jobs: dict[str, JobRecord] = {}
         self.decisions = Decisions(wall)
         self.overrides: dict[str, ProjectOverride] = {}
-        self.balance = Balance(Lags(), clock())
+        self.balance = Balance(Lags())
         self.usage = Usage()
+        self.lending = Lending(began_at=clock())
+        self._sums_kept_at = clock()
         self.live: dict[str, Live] = {}
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
@@ -118,7 +124,7 @@ class Book:
         self.jobs = {job.id: job for job in loaded.jobs}
         self.decisions = Decisions(self.iso_now, loaded.decisions)
         self.overrides = {o.name: o for o in loaded.overrides}
-        self.balance = Balance(loaded.lags, now)
+        self.balance = Balance(loaded.lags)
         self.usage = Usage(loaded.usage)
 
     # ---- changes -------------------------------------------------------------
@@ -175,16 +181,22 @@ class Book:
     async def add(self, record: LeaseRecord, *also: Change) -> None:
         """Store a new lease."""
         self.live[record.id] = Live.since(self.clock())
-        await self.put_lease(record, *also)
+        await self.put_lease(record, *also, *self._count_lent(record.lease.devices))
 
-    async def keep_lags(self, now: float) -> None:
-        """Store what projects lag behind, when it is time to.
+    async def keep_sums(self, now: float) -> None:
+        """Store lags, and what was lent, now and then: a restart forgets minutes and not a day.
 
         Raises:
             StoreError: the database failed.
         """
-        if lags := self.balance.to_store(now):
-            await self.commit(lags)
+        if now - self._sums_kept_at < _SUMS_S:
+            return
+        self._sums_kept_at = now
+        stored: list[Change] = [*self._count_lent()]
+        if lags := self.balance.to_store():
+            stored.append(lags)
+        if stored:
+            await self.commit(*stored)
 
     async def put_override(self, override: ProjectOverride) -> None:
         self.overrides[override.name] = override
@@ -267,6 +279,7 @@ class Book:
                 job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
             self._keep_job(job)
             also.append(job)
+        also += self._count_lent({*record.lease.devices, *changed.lease.devices})
         if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
             also.append(self.usage.count(stretch))
         if why:
@@ -283,6 +296,11 @@ class Book:
         if state in _WAITING and lease.state not in _WAITING:
             lease = replace(lease, waits_since_at=now)
         return replace(lease, state=state)
+
+    def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
+        """Count what was lent on these devices (None: on all), before something changes there."""
+        lent = self.lending.count(self.leases.values(), self.clock(), self.iso_now()[:10], devices)
+        return [self.usage.count(stretch) for stretch in lent]
 
     async def tell(self, record: LeaseRecord | None, action: str, text: str) -> None:
         """Say something about a lease to its owner and the administrator, in the log of decisions.

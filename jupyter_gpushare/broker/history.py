@@ -45,6 +45,7 @@ async def week(book: Book, user: str) -> wire.History:
     for record in book.leases.values():
         if record.lease.user == user and (use := use_of(record, today, now - record.entered_at)):
             stretches.append(use)
+    stretches += [u for u in book.lending.open(book.leases.values(), now, today) if u.user == user]
     by_day: dict[tuple[str, str], list[UsageRecord]] = {}
     for use in stretches:
         by_day.setdefault((use.day, use.project), []).append(use)

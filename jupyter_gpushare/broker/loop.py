@@ -217,7 +217,7 @@ class Loop:
             self.effects.see_to(lease, now)
         snapshot.add_up(book, now)
         decided = self._keeper.plan(snapshot.cluster(book, now), now)
-        await book.keep_lags(now)
+        await book.keep_sums(now)
         self._next_at = decided.next_at
         moved: list[LeaseRecord] = []
         stored: list[Change] = []

@@ -1,6 +1,6 @@
 """What users took, lent and kept in host memory: added up by day, user and project.
 
-Each stretch of a lease in one state counts when it ends.
+Each stretch of a lease in one state counts when it ends; what is lent, `lending` says.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from jupyter_gpushare.broker.records import LeaseRecord, UsageRecord
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, State
+from jupyter_gpushare.core.model import WHOLE_GPU, State
 
 # Days of use that are shown.
 WEEK_DAYS = 7
@@ -19,16 +19,14 @@ _GIB = 1 << 30
 
 
 def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
-    """Return what ``seconds`` in a lease's state count for: used, lent, kept in host memory, or nothing."""
+    """Return what ``seconds`` in a lease's state count for: used, kept in host memory, or nothing."""
     lease, seconds = record.lease, max(0.0, seconds)
-    gpu_s = seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU
     use = UsageRecord(day=day, user=lease.user, project=lease.project)
     if lease.state is State.RUNNING:
-        return replace(use, used_gpu_s=gpu_s)
-    if lease.state not in _ASLEEP:
-        return None
-    lent = lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
-    return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+        return replace(use, used_gpu_s=seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU)
+    if lease.state in _ASLEEP:
+        return replace(use, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+    return None
 
 
 class Usage:

@@ -15,6 +15,7 @@ from jupyter_gpushare import __version__, wire, words
 from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.forecast import Forecast
+from jupyter_gpushare.broker.lending import lent_milli
 from jupyter_gpushare.broker.loop import STALE_S
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.core import explain
@@ -188,11 +189,13 @@ class Views:
         )
 
     def _lent_to(self, record: LeaseRecord) -> str:
-        """Name who uses a sleeping lease's devices: a project, never a person of another one."""
-        mine = set(record.lease.devices)
-        for other in self.book.leases.values():
-            if other.is_job and mine & set(other.lease.devices) and other.state in HOLDS_ROOM:
-                return f"a training job of project {other.lease.project}"
+        """Name who uses a sleeping session's room: a project, never a person of another one."""
+        for device in record.lease.devices:
+            there = [other for other in self.book.leases.values() if device in other.lease.devices]
+            if record.id in lent_milli([other.lease for other in there]):
+                holders = (other for other in there if other.state in HOLDS_ROOM)
+                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
+                return f"a {'training job' if user.is_job else 'session'} of project {user.lease.project}"
         return ""
 
     def _why_waiting(self, record: LeaseRecord) -> str:

@@ -139,19 +139,10 @@ class Asker:
         return self._places[rights]
 
     @cached_property
-    def _idle(self) -> list[Lease]:
-        board = self.board
-        return [x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment)]
-
-    @cached_property
     def _idle_on(self) -> dict[Room, list[Lease]]:
-        return self._by_room(self._idle)
-
-    @cached_property
-    def _memory_holds_all_idle(self) -> bool:
-        """Whether host memory, as it was when the round first asked, has room for all idle sessions."""
         board = self.board
-        return sum(parked_bytes(x) for x in self._idle if board.can_park(x)) <= board.host_free
+        idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+        return self._by_room(idle)
 
     @cached_property
     def _beyond_on(self) -> dict[Room, list[Lease]]:
@@ -296,10 +287,17 @@ class Asker:
         if lease.lend_now:
             return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
         frees_bytes = 0
-        if not self._memory_holds_all_idle:
+        if self._idle_exceed_memory:
             uuids = [room.device.uuid for room in board.rooms_of(lease)]
             frees_bytes = board.granted_bytes(uuids, held_by(lease))
         return Victim(lease, Cost.IDLE, Why.IDLE, park=True, frees_bytes=frees_bytes)
+
+    @cached_property
+    def _idle_exceed_memory(self) -> bool:
+        """Whether host memory, as it was when the round began to ask, is too small for all idle sessions."""
+        board = self.board
+        idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+        return sum(parked_bytes(x) for x in idle if board.can_park(x)) > board.host_free
 
     def _parkable(self, lease: Lease) -> bool:
         board = self.board

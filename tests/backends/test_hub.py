@@ -163,6 +163,17 @@ async def test_groups_are_those_of_the_user_and_none_for_an_unknown_one(hub):
         await hub.client.groups("bo")
 
 
+async def test_where_a_server_is_reached_is_what_the_hub_says(hub):
+    here = {"name": "", "url": "/user/bo/", "full_url": None}
+    there = {"name": "b", "url": "/user/bo/b/", "full_url": "https://bo.hub.test/user/bo/b/"}
+    hub.status, hub.body = 200, {"name": "bo", "groups": [], "servers": {"": here, "b": there}}
+    assert await hub.client.server_url(ServerKey("bo", "")) == "/user/bo/"
+    assert await hub.client.server_url(ServerKey("bo", "b")) == "https://bo.hub.test/user/bo/b/"
+    assert await hub.client.server_url(ServerKey("bo", "c")) == ""
+    hub.status = 404
+    assert await hub.client.server_url(ServerKey("bo", "")) == ""
+
+
 async def test_a_hub_that_is_not_there_is_an_error_that_passes():
     client = HubClient("http://127.0.0.1:1/hub/api", "secret")
     with pytest.raises(HubError, match="does not answer") as failed:

@@ -337,5 +337,9 @@ class SiteBackend(Backend):
     async def groups(self, user: str) -> tuple[str, ...]:
         return self.site.groups.get(user, ())
 
+    async def server_url(self, key: ServerKey) -> str:
+        here = f"https://{key.user}.hub.test/user/{key.user}/{key.server}/"
+        return here if key in self.site.servers else ""
+
     async def close(self) -> None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jupyter_gpushare import wire
-from jupyter_gpushare.backends.base import HubError
+from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.access import JOBS_SCOPE
 from jupyter_gpushare.broker.handlers import ROUTES
 from jupyter_gpushare.broker.rates import Rate
@@ -80,10 +80,13 @@ async def test_jobs_and_leases_of_others_are_404_not_403(http):
 async def test_a_kernel_is_released_by_its_own_server(http):
     job = await http.submit("bo")
     path = f"leases/j{job.id}/kernels/k-1/release"
+    assert (await http.refused("POST", path, "bo")).status == 409  # it does not run yet
+    server = http.broker.book.get(f"j{job.id}").server
+    http.site.servers[ServerKey("bo", server)] = "ready"
     response = await http.ask("POST", path, "bo")
     assert response.status_code == 307
-    server = http.broker.book.get(f"j{job.id}").server
-    assert response.headers["Location"] == f"/user/bo{f'/{server}' if server else ''}/gpushare/{path}"
+    # The Hub says where: each user may have a host of their own.
+    assert response.headers["Location"] == f"https://bo.hub.test/user/bo/{server}/gpushare/{path}"
 
 
 async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):
