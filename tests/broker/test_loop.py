@@ -927,7 +927,7 @@ async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(t
 
 
 @in_virtual_time
-async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
+async def test_a_session_is_lent_sooner_after_long_work_and_later_after_a_break(tmp_path):
     async with Site(tmp_path) as site:
         site.policy = replace(site.policy, adaptive_idle=True)
         broker = await site.start_broker()
@@ -937,11 +937,14 @@ async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
         live, now = broker.book.live[record.id], broker.book.clock()
         assert live.habit.idle_from is not None  # the loop has seen her idle
         usual = broker.book.measured(record, now).idle_timeout_s
-        for _ in range(20):  # works for a minute a day
+        timeouts = []
+        for _ in range(2):  # works for five hours, and after a break of an hour once more
             live.habit.saw(None, now)
-            live.habit.saw(now + 60, now + 60)
-            now += 86_400
-        assert broker.book.measured(record, now).idle_timeout_s < usual
+            now += 5 * 3600
+            live.habit.saw(now, now)
+            timeouts.append(broker.book.measured(record, now).idle_timeout_s)
+            now += 3600
+        assert timeouts[0] < timeouts[1] < usual
 
 
 @in_virtual_time
