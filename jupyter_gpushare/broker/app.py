@@ -110,8 +110,8 @@ class GPUShareBroker(Application):
     adaptive_idle = Bool(
         False,
         help="Learn from the pauses of each session when its GPU may be lent (after 10 min to 4 h), instead "
-        "of idle_timeout: sooner where pauses are long and GPUs are many, later where a delay costs more "
-        "than the room is worth.",
+        "of idle_timeout: sooner where GPUs are many and after a long cell, later where the owner took many "
+        "breaks within the last days and was back each time.",
     ).tag(config=True)
     order = Enum(
         [order.value for order in Order if order is not Order.SRTF],
