@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 # Major 5 needs Node 20; JupyterHub 6 is tested with it upstream.
 CHP_VERSION := 5.3.0
+# The oldest that the JupyterLab extension has to work in.
+OLDEST := jupyterlab==4.5.7 notebook~=7.5.0
 NODE_MIN := 20
 UI := jupyter_gpushare/ui
 LAB := $(VENV)/share/jupyter
@@ -49,7 +51,7 @@ hub: setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends i
 	# A shell in the background passes on an ignored SIGINT; with it every server takes 10 s to stop.
 	PATH=$(BIN):$$PATH exec env --default-signal=INT $(BIN)/jupyterhub -f jupyterhub_config.py
 
-test: setup  ## run every test; PYTEST_ARGS="tests/core -k idle" runs some
+test: setup $(STAMPS)/oldest  ## run every test; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
 	$(if $(PYTEST_ARGS),,(cd $(UI) && jlpm test))
 	python -m pytest $(PYTEST_ARGS)
@@ -107,6 +109,13 @@ $(STAMPS)/package: pyproject.toml | $(STAMPS)/venv
 
 $(STAMPS)/native: $(C_SOURCES) | $(STAMPS)/package
 	@$(BIN)/python -m jupyter_gpushare.native.build
+	touch $@
+
+# For tests only: these packages alone, before those of .venv on the path.
+$(STAMPS)/oldest: | $(STAMPS)/package
+	@echo "Installing $(OLDEST) for the tests ..."
+	rm -rf $(VENV)/oldest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/oldest $(OLDEST) notebook-shim
 	touch $@
 
 # Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is

@@ -275,6 +275,7 @@ class LeaseStatus(Answer, frozen=True):
     since_at: str  # of this state
     job: str | None = None
     processes: list[ProcessUse] = []
+    lost: bool = False  # its GPU memory could not be brought back; until who used it has ended
 
 
 JobState = Literal[
@@ -323,6 +324,8 @@ class Job(Answer, frozen=True):
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
     notify: bool = True
+    priority: int = 0
+    grace_s: float | None = None  # None: the site's
 
 
 class JobMoment(Answer, frozen=True):
@@ -362,7 +365,7 @@ class DayUse(Answer, frozen=True):
     day: str  # "2031-05-06"
     project: str
     used_gpu_s: float  # held by sessions and jobs
-    lent_gpu_s: float  # left to others by sleeping sessions
+    lent_gpu_s: float  # what others used of the room of sleeping sessions
     saved_gib_s: float = 0.0  # GiB-seconds of host memory that sleeping sessions and jobs took
 
 

@@ -64,9 +64,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], *, asleep: bool
+        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
     ) -> dict[str, str]:
-        """Set the limits of a lease (bytes per device UUID) and return its holder's environment."""
+        """Set the limits of a lease and return its holder's environment.
+
+        ``limits``: what it was granted; ``guaranteed``: how much of that stays its own
+        when others need room.  Both are bytes per device UUID.
+        """
 
     @abc.abstractmethod
     async def suspend(self, handle: str, calls: str) -> Moved:
@@ -99,8 +103,16 @@ class Backend(abc.ABC):
         """Return the servers that are starting, running or stopping in the Hub."""
 
     @abc.abstractmethod
+    async def has_server(self, key: ServerKey) -> bool:
+        """Return whether one of them is there; surer than the list, whose pages may miss one that moves."""
+
+    @abc.abstractmethod
     async def groups(self, user: str) -> tuple[str, ...]:
         """Return the Hub groups of a user; empty for an unknown one."""
+
+    @abc.abstractmethod
+    async def server_url(self, key: ServerKey) -> str:
+        """Return where people reach a server, with a slash at its end; empty: it does not run."""
 
     @abc.abstractmethod
     async def close(self) -> None: ...

@@ -28,6 +28,8 @@ class _Server(msgspec.Struct):
     ready: bool = False
     pending: str | None = None
     stopped: bool = False
+    url: str = ""
+    full_url: str | None = None  # with a host, where the Hub knows it; always with a subdomain per user
 
 
 class _User(msgspec.Struct):
@@ -118,14 +120,34 @@ class HubClient:
                 return frozenset(found)
         raise HubError("the Hub has more users than the broker reads")
 
+    async def has_server(self, key: ServerKey) -> bool:
+        """Return whether a server is not stopped.
+
+        Raises:
+            HubError: the Hub did not answer.
+        """
+        found = await self._user(key.user)
+        server = found.servers.get(key.server) if found else None
+        return server is not None and not server.stopped
+
     async def groups(self, user: str) -> tuple[str, ...]:
         """Return the groups of a user; none for an unknown one."""
-        response = await self._ask("GET", f"users/{quote(user, safe='')}")
+        found = await self._user(user)
+        return tuple(found.groups) if found else ()
+
+    async def server_url(self, key: ServerKey) -> str:
+        """Return where people reach a server, with a slash at its end; empty: it does not run."""
+        found = await self._user(key.user)
+        server = found.servers.get(key.server) if found else None
+        return (server.full_url or server.url) if server else ""
+
+    async def _user(self, name: str) -> _User | None:
+        response = await self._ask("GET", f"users/{quote(name, safe='')}")
         if response.status_code == 404:
-            return ()
+            return None
         if response.status_code != 200:
-            raise HubError(f"the Hub did not tell the groups of {user}: {self._said(response)}")
-        return tuple(_decoded(response, _User).groups)
+            raise HubError(f"the Hub did not tell about {name}: {self._said(response)}")
+        return _decoded(response, _User)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -120,9 +120,11 @@ class LocalBackend(Backend):
         return self._helper.watch()
 
     async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], *, asleep: bool
+        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
     ) -> dict[str, str]:
-        request = verbs.SetLimit(lease=handle, uid=uid, limits=dict(limits), suspended=asleep)
+        request = verbs.SetLimit(
+            lease=handle, uid=uid, limits=dict(limits), guaranteed=dict(guaranteed), suspended=asleep
+        )
         files = await self._helper.ask("set_limit", request, verbs.LeaseFiles)
         return holder_environment(handle, files.directory, limits)
 
@@ -153,8 +155,14 @@ class LocalBackend(Backend):
     async def servers(self) -> frozenset[ServerKey]:
         return await self._hub.servers()
 
+    async def has_server(self, key: ServerKey) -> bool:
+        return await self._hub.has_server(key)
+
     async def groups(self, user: str) -> tuple[str, ...]:
         return await self._hub.groups(user)
+
+    async def server_url(self, key: ServerKey) -> str:
+        return await self._hub.server_url(key)
 
     async def close(self) -> None:
         await self._hub.close()

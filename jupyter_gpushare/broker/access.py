@@ -21,8 +21,8 @@ from typing import Any
 
 from jupyterhub.services.auth import HubOAuth
 
-from jupyter_gpushare.backends.base import Backend, HubError
-from jupyter_gpushare.errors import BrokerUnavailable, NotAllowed
+from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
+from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
 
 JOBS_SCOPE = "custom:gpushare:jobs"
 ADMIN_SCOPE = "custom:gpushare:admin"
@@ -101,3 +101,18 @@ class Access:
             self._groups.clear()
         self._groups[user] = (time.monotonic(), groups)
         return groups
+
+    async def server_url(self, key: ServerKey) -> str:
+        """Return where people reach a server, with a slash at its end.
+
+        Raises:
+            Conflict: it does not run.
+            BrokerUnavailable: the Hub does not answer.
+        """
+        try:
+            url = await self._backend.server_url(key)
+        except HubError as error:
+            raise BrokerUnavailable(str(error)) from None
+        if not url:
+            raise Conflict("this server does not run any more", reason="not_running")
+        return url

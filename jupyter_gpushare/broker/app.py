@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import secrets
@@ -144,7 +145,7 @@ class GPUShareBroker(Application):
         help="With order backfill: seconds of waiting after which nobody overtakes a job; None: never.",
     ).tag(config=True)
     catch_up = Float(
-        7_200.0,
+        3_600.0,
         allow_none=True,
         help="Seconds in which a project with waiting jobs gets what it lags behind its fair share. Shorter "
         "keeps shares closer over a day and preempts more; None: shares are kept at each moment only.",
@@ -345,6 +346,9 @@ class GPUShareBroker(Application):
         forecast = Forecast(book)
         server = self._listen(book, backend, loop, forecast, host, port)
         log.info("broker %s epoch=%d answers at %s:%d", __version__, store.epoch, host, port)
+        # What is there now stays: a full collection that looks at all of it takes longer than a round.
+        gc.collect()
+        gc.freeze()
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)

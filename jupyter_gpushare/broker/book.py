@@ -1,11 +1,13 @@
-"""Everything the broker knows, in memory and on disk, and the only place that changes it.
+"""The records the broker goes by, in memory and on disk, and the only place that changes them.
 
 * `advance` moves a lease along its table of transitions, logs one line, writes
   the decision and commits; only then does the caller act.
-* What is measured (samples, hints of kernels) lives beside the records and is
-  not stored: after a restart it is measured again.
-* `cluster` is the snapshot that `core.plan` decides on.
+* What is measured (of the machine, and of each lease: `live`) lies beside the
+  records and is not stored.
 * Readers wait on `seq`, a number that grows with every change.
+
+The log of decisions is `decisions`, the sums of use `usage`, the snapshot for
+the planner `snapshot`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from jupyter_gpushare import words
+from jupyter_gpushare.broker.balance import Balance
+from jupyter_gpushare.broker.decisions import Decisions
+from jupyter_gpushare.broker.lending import Lending
+from jupyter_gpushare.broker.live import Live
 from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
     ENDED,
@@ -31,54 +36,22 @@ from jupyter_gpushare.broker.records import (
     UsageRecord,
 )
 from jupyter_gpushare.broker.store import Change, Store
+from jupyter_gpushare.broker.usage import Usage, use_of
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
-from jupyter_gpushare.core.ledger import Ledger
-from jupyter_gpushare.core.model import (
-    WHOLE_GPU,
-    Cluster,
-    Device,
-    Event,
-    Kind,
-    Lease,
-    Project,
-    Settings,
-    State,
-    advance,
-)
+from jupyter_gpushare.core.model import Event, Kind, Lease, State, advance
 from jupyter_gpushare.errors import NotFound, StoreError
-from jupyter_gpushare.gpu.verbs import Inventory, LeaseSample, Sample
+from jupyter_gpushare.gpu.verbs import Inventory, Sample
 
 log = logging.getLogger("gpushare.broker")
 
-# Shorter pauses between CUDA calls are not idleness.
-_ACTIVE_S = 2.0
 # Ended jobs that stay in memory (all are on disk).
 _MAX_ENDED_JOBS = 2_000
 _PROGRESS_S = 10.0
+# Between two moments at which the lags of projects, and what was lent, are stored.
+_SUMS_S = 300.0
 # Pages that wait for news are told this often at most: many changes come together.
 _GATHER_S = 0.1
 _WAITING = (State.PENDING, State.SUSPENDED)
-# Between two moments at which the lags of projects are stored.
-_LAGS_S = 300.0
-# Its device memory lies in host memory, until a resumption is over.
-_ASLEEP = (State.SUSPENDED, State.RESUMING)
-_GIB = 1 << 30
-# Days of use that are shown.
-WEEK_DAYS = 7
-
-
-def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
-    """Return what ``seconds`` in a lease's state count for: used, lent, kept in host memory, or nothing."""
-    lease, seconds = record.lease, max(0.0, seconds)
-    gpu_s = seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU
-    use = UsageRecord(day=day, user=lease.user, project=lease.project)
-    if lease.state is State.RUNNING:
-        return replace(use, used_gpu_s=gpu_s)
-    if lease.state not in _ASLEEP:
-        return None
-    lent = lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
-    return replace(use, lent_gpu_s=gpu_s if lent else 0.0, saved_gib_s=seconds * lease.saved_bytes / _GIB)
 
 
 def _begun_anew(record: LeaseRecord, now: float) -> LeaseRecord:
@@ -100,47 +73,8 @@ def iso_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-@dataclass(slots=True)
-class Habit:
-    """What a session's pauses taught so far; forgotten by a restart of the broker."""
-
-    past: Past = field(default_factory=Past)
-    idle_from: float | None = None  # None: at work
-    busy_from: float = 0.0
-    pause_s: float = 0.0  # the last one
-
-    def saw(self, idle_since: float | None, now: float) -> None:
-        """Note whether the session is idle now, and since when."""
-        if idle_since is None and self.idle_from is not None:
-            self.pause_s, self.busy_from, self.idle_from = now - self.idle_from, now, None
-        elif idle_since is not None and self.idle_from is None:
-            self.past = self.past.after(self.pause_s, max(0.0, idle_since - self.busy_from))
-            self.idle_from = idle_since
-
-
-@dataclass(slots=True)
-class Live:
-    """What is measured or hinted about a lease; forgotten with the process."""
-
-    sample: LeaseSample | None = None
-    seen_alive: bool = False
-    gone_since_at: float | None = None  # its processes are gone since
-    habit: Habit = field(default_factory=Habit)
-    active_at: float = 0.0  # last sign of work on the GPU
-    kernel_busy: bool = False  # hint of its server
-    kernel_active_at: float = 0.0
-    kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
-    wanted: bool = False
-    retry_at: float = 0.0  # nothing is planned for it before
-    resumes_refused: int = 0  # in a row
-    effect_retry_at: float = 0.0  # a failed effect is not tried again before
-    not_suspendable: str = ""  # the driver refused, until retry_at
-    lost: bool = False  # its device state was lost
-    progress_stored_at: float = float("-inf")
-
-
 class Book:
-    """The records, their changes, and the snapshot for the planner."""
+    """The records and their changes."""
 
     def __init__(
         self,
@@ -156,12 +90,12 @@ class Book:
         self.iso_now = wall
         self.leases: dict[str, LeaseRecord] = {}  # living ones
         self.jobs: dict[str, JobRecord] = {}
-        self.decisions: deque[DecisionRecord] = deque(maxlen=1_000)
+        self.decisions = Decisions(wall)
         self.overrides: dict[str, ProjectOverride] = {}
-        self.lags = Lags()  # of projects behind their fair share
-        self._ledger: Ledger | None = None
-        self._lags_kept_at = clock()
-        self.usage: dict[tuple[str, str, str], UsageRecord] = {}  # by day, user and project
+        self.balance = Balance(Lags())
+        self.usage = Usage()
+        self.lending = Lending(began_at=clock())
+        self._sums_kept_at = clock()
         self.live: dict[str, Live] = {}
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
@@ -175,7 +109,6 @@ class Book:
         self._told_at = float("-inf")
         self._telling: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
-        self._decision_seq = 0
 
     def load(self, boot_id: str) -> None:
         """Take over what the last broker left; moments of another boot start anew."""
@@ -187,13 +120,12 @@ class Book:
             self.store.begin_boot(boot_id, leases)
         for record in leases:
             self.leases[record.id] = record
-            self.live[record.id] = self.new_live()
+            self.live[record.id] = Live.since(now)
         self.jobs = {job.id: job for job in loaded.jobs}
-        self.decisions.extend(loaded.decisions)
-        self._decision_seq = loaded.decisions[-1].seq if loaded.decisions else 0
+        self.decisions = Decisions(self.iso_now, loaded.decisions)
         self.overrides = {o.name: o for o in loaded.overrides}
-        self.lags = loaded.lags
-        self.usage = {(u.day, u.user, u.project): u for u in loaded.usage}
+        self.balance = Balance(loaded.lags)
+        self.usage = Usage(loaded.usage)
 
     # ---- changes -------------------------------------------------------------
 
@@ -248,12 +180,23 @@ class Book:
 
     async def add(self, record: LeaseRecord, *also: Change) -> None:
         """Store a new lease."""
-        self.live[record.id] = self.new_live()
-        await self.put_lease(record, *also)
+        self.live[record.id] = Live.since(self.clock())
+        await self.put_lease(record, *also, *self._count_lent(record.lease.devices))
 
-    def new_live(self) -> Live:
-        now = self.clock()
-        return Live(active_at=now, habit=Habit(busy_from=now))
+    async def keep_sums(self, now: float) -> None:
+        """Store lags, and what was lent, now and then: a restart forgets minutes and not a day.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        if now - self._sums_kept_at < _SUMS_S:
+            return
+        self._sums_kept_at = now
+        stored: list[Change] = [*self._count_lent()]
+        if lags := self.balance.to_store():
+            stored.append(lags)
+        if stored:
+            await self.commit(*stored)
 
     async def put_override(self, override: ProjectOverride) -> None:
         self.overrides[override.name] = override
@@ -336,8 +279,9 @@ class Book:
                 job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
             self._keep_job(job)
             also.append(job)
+        also += self._count_lent({*record.lease.devices, *changed.lease.devices})
         if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
-            also.append(self._count(stretch))
+            also.append(self.usage.count(stretch))
         if why:
             also.append(self._decide(changed, event, why, for_lease))
         self._keep(changed)
@@ -348,27 +292,15 @@ class Book:
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=now)
         elif lease.attained_at is not None:
-            lease = replace(order.served(lease, now, self.settings()), attained_at=None)
+            lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
         if state in _WAITING and lease.state not in _WAITING:
             lease = replace(lease, waits_since_at=now)
         return replace(lease, state=state)
 
-    def _count(self, stretch: UsageRecord) -> UsageRecord:
-        """Add a stretch of use to its day; days that nobody looks at are kept on disk only."""
-        key = (stretch.day, stretch.user, stretch.project)
-        before = self.usage.get(key)
-        if before is not None:
-            stretch = replace(
-                stretch,
-                used_gpu_s=before.used_gpu_s + stretch.used_gpu_s,
-                lent_gpu_s=before.lent_gpu_s + stretch.lent_gpu_s,
-                saved_gib_s=before.saved_gib_s + stretch.saved_gib_s,
-            )
-        else:
-            newest = sorted({day for day, _, _ in self.usage}, reverse=True)[:WEEK_DAYS]
-            self.usage = {k: u for k, u in self.usage.items() if k[0] in newest}
-        self.usage[key] = stretch
-        return stretch
+    def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
+        """Count what was lent on these devices (None: on all), before something changes there."""
+        lent = self.lending.count(self.leases.values(), self.clock(), self.iso_now()[:10], devices)
+        return [self.usage.count(stretch) for stretch in lent]
 
     async def tell(self, record: LeaseRecord | None, action: str, text: str) -> None:
         """Say something about a lease to its owner and the administrator, in the log of decisions.
@@ -378,45 +310,19 @@ class Book:
         Raises:
             StoreError: the database failed.
         """
-        self._decision_seq += 1
-        told = DecisionRecord(
-            seq=self._decision_seq,
-            at=self.iso_now(),
-            lease=record.id if record else "",
-            user=record.lease.user if record else "",
-            project=record.lease.project if record else "",
-            action=action,
-            why="",
-            for_lease=None,
-            sentence=f"{self.name_of(record) if record else 'This machine:'} {text}.",
-        )
-        self.decisions.append(told)
-        await self.commit(told)
+        sentence = f"{self.name_of(record) if record else 'This machine:'} {text}."
+        await self.commit(self.decisions.add(record, action, sentence))
         await self.bump()
 
     def _decide(self, record: LeaseRecord, event: Event, why: str, for_lease: str) -> DecisionRecord:
-        self._decision_seq += 1
         action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
-        other = self.leases.get(for_lease)
         facts = words.DecisionFacts(
             action=action,
             why=why,
             who=self.name_of(record),
-            for_whom=self._other_name(record, other),
+            for_whom=self._other_name(record, self.leases.get(for_lease)),
         )
-        decision = DecisionRecord(
-            seq=self._decision_seq,
-            at=self.iso_now(),
-            lease=record.id,
-            user=record.lease.user,
-            project=record.lease.project,
-            action=action,
-            why=why,
-            for_lease=for_lease or None,
-            sentence=words.decision(facts),
-        )
-        self.decisions.append(decision)
-        return decision
+        return self.decisions.add(record, action, words.decision(facts), why=why, for_lease=for_lease)
 
     def _other_name(self, record: LeaseRecord, other: LeaseRecord | None) -> str:
         """Name who profits: people and jobs only within the same project."""
@@ -500,126 +406,6 @@ class Book:
         wanted = set(uuids)
         devices = self.inventory.devices if self.inventory else ()
         return next((d.name for d in devices if d.uuid in wanted), "")
-
-    # ---- the snapshot --------------------------------------------------------
-
-    @property
-    def total_milli(self) -> int:
-        return WHOLE_GPU * len(self.inventory.devices) if self.inventory else 0
-
-    def projects(self) -> tuple[Project, ...]:
-        return tuple(p.project(self.total_milli, self.overrides.get(p.name)) for p in self.policy.projects)
-
-    def devices(self) -> Iterator[Device]:
-        if self.inventory is None:
-            return
-        # A device that the helper inventoried and does not measure any more is out of service.
-        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
-        for device in self.inventory.devices:
-            yield Device(
-                uuid=device.uuid,
-                memory_bytes=device.memory_bytes,
-                reserve_bytes=device.reserve_bytes,
-                node=self.inventory.host,
-                island=device.island,
-                name=device.name,
-                profile=device.profile,
-                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
-                and device.uuid not in self.strayed,
-                suspendable=device.suspendable,
-            )
-
-    def cluster(self, now: float, extra: Iterable[Lease] = ()) -> Cluster:
-        """Return the snapshot at ``now``; ``extra`` are leases that are only being considered."""
-        budget = self.inventory.host_budget_bytes if self.inventory else 0
-        return Cluster(
-            devices=tuple(self.devices()),
-            projects=self.projects(),
-            leases=(*(self.measured(r, now) for r in self.leases.values()), *extra),
-            settings=self.settings(budget),
-            lags_gpu_s=self._ledger.lags_gpu_s if self._ledger else {},
-        )
-
-    def add_up(self, now: float) -> None:
-        """Bring up to date what each project had against its fair share (`core.ledger`)."""
-        projects = self.projects()
-        if len(projects) < 2 or not self.policy.catch_up_s:
-            return
-        capacity = WHOLE_GPU * sum(device.usable for device in self.devices())
-        ledger = self._ledger
-        if ledger is not None:
-            ledger.advance(now)
-        if ledger is None or (ledger.projects, ledger.capacity_milli) != (projects, capacity):
-            lags = ledger.lags_gpu_s if ledger else self.lags.gpu_s
-            ledger = self._ledger = Ledger(projects, capacity, lags, now=now)
-        ledger.recount(record.lease for record in self.leases.values())
-
-    async def keep_lags(self, now: float) -> None:
-        """Store the lags now and then, so that a restart forgets minutes and not a day.
-
-        Raises:
-            StoreError: the database failed.
-        """
-        if self._ledger is None or now - self._lags_kept_at < _LAGS_S:
-            return
-        self._lags_kept_at = now
-        lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
-        if lags != self.lags:
-            self.lags = lags
-            await self.commit(lags)
-
-    def settings(self, host_budget_bytes: int = 0) -> Settings:
-        """Return the knobs of the policy."""
-        policy = self.policy
-        return Settings(
-            idle_timeout_s=policy.idle_timeout_s,
-            host_budget_bytes=host_budget_bytes,
-            order=policy.order,
-            las_thresholds_gpu_s=policy.las_thresholds_gpu_s,
-            min_run_s=policy.min_run_s,
-            preempt_cost_s=policy.preempt_cost_s,
-            guard_s=policy.guard_s,
-            skip_wait_s=policy.skip_wait_s,
-            catch_up_s=policy.catch_up_s,
-        )
-
-    def measured(self, record: LeaseRecord, now: float) -> Lease:
-        """Return a lease with what is measured about it filled in."""
-        live, lease = self.live[record.id], record.lease
-        sample = live.sample
-        return replace(
-            lease,
-            used_bytes=sum(sample.used_bytes.values()) if sample else 0,
-            idle_since_at=self.idle_since(record, now),
-            wanted=live.wanted,
-            retry_at=max(live.retry_at, self.no_job_before) if record.is_job else live.retry_at,
-            suspendable=not self.suspend_obstacle(record),
-            idle_timeout_s=self._own_timeout_s(record),
-        )
-
-    def _own_timeout_s(self, record: LeaseRecord) -> float | None:
-        if not self.policy.adaptive_idle or record.is_job:
-            return None
-        gpus = record.lease.held_milli * record.lease.device_count / WHOLE_GPU
-        return adaptive_timeout_s(self.live[record.id].habit.past, gpus) if gpus else None
-
-    def idle_since(self, record: LeaseRecord, now: float) -> float | None:
-        """Return since when neither a kernel nor the GPU of a lease did anything; None: busy."""
-        live = self.live[record.id]
-        active = max(live.active_at, live.kernel_active_at, record.lease.granted_at)
-        return None if live.kernel_busy or now - active < _ACTIVE_S else active
-
-    def suspend_obstacle(self, record: LeaseRecord) -> str:
-        """Return why a lease cannot be suspended; empty: it can."""
-        live = self.live[record.id]
-        if live.not_suspendable and self.clock() < live.retry_at:
-            return live.not_suspendable
-        if live.sample is not None and not live.sample.suspendable:
-            return live.sample.suspend_reason
-        for device in self.inventory.devices if self.inventory else ():
-            if device.uuid in record.lease.devices and not device.suspendable:
-                return device.suspend_reason
-        return ""
 
 
 _LEASE_FIELDS = frozenset(Lease.__dataclass_fields__)

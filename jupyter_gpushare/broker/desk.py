@@ -16,10 +16,12 @@ from datetime import UTC, datetime
 
 from jupyter_gpushare import wire, words
 from jupyter_gpushare.backends.base import Backend
+from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.job_request import check_job, job_lease, job_size, job_spec
+from jupyter_gpushare.broker.live import Live
 from jupyter_gpushare.broker.loop import STALE_S, granted, is_job_server
 from jupyter_gpushare.broker.policy import gpus_to_milli, parse_memory, parse_profile
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, ProjectOverride
@@ -118,7 +120,7 @@ class Desk:
         """
         least = self.book.policy.min_fraction_milli
         if size.memory_bytes:
-            smallest = min((d.grantable_bytes for d in self.book.devices()), default=0)
+            smallest = min((d.grantable_bytes for d in snapshot.devices(self.book)), default=0)
             least_bytes = smallest * least // WHOLE_GPU
             if size.memory_bytes < least_bytes:
                 raise InvalidRequest(
@@ -166,7 +168,7 @@ class Desk:
             queued_at=now,
             waits_since_at=now,
         )
-        check_request(self.book.cluster(now), lease)
+        check_request(snapshot.cluster(self.book, now), lease)
         record, grant = await self._grant_session(lease, request.uid)
         return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
 
@@ -182,7 +184,7 @@ class Desk:
 
     async def _grant_session(self, lease: Lease, uid: int) -> tuple[LeaseRecord, Grant]:
         book, now = self.book, self.book.clock()
-        cluster = book.cluster(now, extra=(lease,))
+        cluster = snapshot.cluster(book, now, extra=(lease,))
         grant = next(
             (a for a in plan(cluster, now).actions if isinstance(a, Grant) and a.lease == lease.id), None
         )
@@ -194,13 +196,15 @@ class Desk:
         record = LeaseRecord(lease=lease, uid=uid, since_at=book.iso_now(), entered_at=now)
         event = Event.GRANT_ASLEEP if grant.asleep else Event.GRANT
         # In memory first and in one step, so that nobody else is given this room meanwhile.
-        book.leases[lease.id], book.live[lease.id] = record, book.new_live()
+        book.leases[lease.id], book.live[lease.id] = record, Live.since(now)
         record = await book.advance(record, event, why=grant.why, **granted(book, record, grant))
         return record, grant
 
     async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
+        limits = record.limits
+        guaranteed = dict.fromkeys(limits, 0) if record.lease.borrowed else limits
         try:
-            env = await self.backend.prepare(record.handle, record.uid, record.limits, asleep=asleep)
+            env = await self.backend.prepare(record.handle, record.uid, limits, guaranteed, asleep=asleep)
         except (HelperError, DeviceError) as error:
             log.warning("lease=%s prepare: %s", record.handle, error)
             if not record.is_job:
@@ -211,7 +215,7 @@ class Desk:
             ) from None
         lease = record.lease
         size = words.size_of(lease)
-        limit = sum(record.limits.values())
+        limit = sum(limits.values())
         name = self.book.device_name(lease.devices)
         return wire.SpawnGrant(
             lease=record.handle,
@@ -302,7 +306,7 @@ class Desk:
             )
         job_id, now = random_id(), book.clock()
         lease = job_lease(f"j{job_id}", user, project, request, now)
-        check_request(book.cluster(now), lease)
+        check_request(snapshot.cluster(book, now), lease)
         job = JobRecord(
             id=job_id,
             user=user,
@@ -338,7 +342,7 @@ class Desk:
         await self._known()
         now = self.book.clock()
         lease = job_lease("j-", user, request.project or "", request, now)
-        cluster = self.book.cluster(now, extra=(lease,))
+        cluster = snapshot.cluster(self.book, now, extra=(lease,))
         check_request(cluster, lease)
         told = explain(cluster, lease.id, now)
         round_ = look(cluster, now).run()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from typing import Any
 
+from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.core.estimate import Estimate, estimates
 from jupyter_gpushare.core.model import Cluster, State
@@ -82,7 +83,7 @@ class Forecast:
         if not 0 < self._waiting() <= MOST_WAITING or book.inventory is None:
             self._found = {}
             return
-        self._found = await self._beside(estimates, book.cluster(now), now, self._durations_s())
+        self._found = await self._beside(estimates, snapshot.cluster(book, now), now, self._durations_s())
         self._at = now
 
     def _waiting(self) -> int:

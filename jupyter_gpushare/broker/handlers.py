@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import msgspec
 import prometheus_client
@@ -20,6 +19,7 @@ from jupyterhub.services.auth import HubOAuthenticated
 from tornado import web
 
 from jupyter_gpushare import wire
+from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import history
 from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access, Identity
 from jupyter_gpushare.broker.book import Book
@@ -321,10 +321,8 @@ class KernelRelease(Base):
     async def post(self, lease_id: str, kernel_id: str) -> None:
         identity = await self.identify()
         lease = _mine(self.service.book.get(lease_id), identity)
-        server = "/".join(quote(part, safe="") for part in (lease.lease.user, lease.server) if part)
-        base = self.hub_auth.hub_prefix.removesuffix("hub/")
-        path = f"gpushare/leases/{lease_id}/kernels/{kernel_id}/release"
-        self.redirect(f"{base}user/{server}/{path}", status=307)
+        url = await self.service.access.server_url(ServerKey(lease.lease.user, lease.server))
+        self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)
 
 
 class Projects(Base):

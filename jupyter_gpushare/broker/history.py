@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from datetime import date, timedelta
 
 from jupyter_gpushare import wire
-from jupyter_gpushare.broker.book import WEEK_DAYS, Book, use_of
+from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, UsageRecord
+from jupyter_gpushare.broker.usage import WEEK_DAYS, use_of
 
 
 async def timeline(book: Book, job: JobRecord) -> wire.JobTimeline:
@@ -40,10 +41,11 @@ async def week(book: Book, user: str) -> wire.History:
     today = book.iso_now()[:10]
     first = (date.fromisoformat(today) - timedelta(days=WEEK_DAYS - 1)).isoformat()
     now = book.clock()
-    stretches: list[UsageRecord] = [u for u in book.usage.values() if u.user == user and u.day >= first]
+    stretches: list[UsageRecord] = [u for u in book.usage.sums.values() if u.user == user and u.day >= first]
     for record in book.leases.values():
         if record.lease.user == user and (use := use_of(record, today, now - record.entered_at)):
             stretches.append(use)
+    stretches += [u for u in book.lending.open(book.leases.values(), now, today) if u.user == user]
     by_day: dict[tuple[str, str], list[UsageRecord]] = {}
     for use in stretches:
         by_day.setdefault((use.day, use.project), []).append(use)

@@ -16,8 +16,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from jupyter_gpushare.backends.base import Backend, HubError, ServerKey
-from jupyter_gpushare.broker.book import Book, Live
+from jupyter_gpushare.broker import snapshot
+from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import GONE_S, START_S, Effects, is_news
+from jupyter_gpushare.broker.live import Live
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.store import Change
 from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Suspend
@@ -143,7 +145,7 @@ class Loop:
             live.seen_alive, live.gone_since_at = True, None
             live.active_at = max(live.active_at, min(now, sample.active_at))
         if not record.is_job:
-            live.habit.saw(self.book.idle_since(record, now), now)
+            live.habit.saw(snapshot.idle_since(self.book, record, now), now)
         asleep = record.state is State.SUSPENDED and is_news(self.book, record)
         if sample is not None and sample.wanted and asleep:
             await self._wanted(record, queries_only=sample.queries_only)
@@ -213,9 +215,9 @@ class Loop:
             return  # nothing is known about the devices: nothing is changed
         for lease in list(book.leases.values()):
             self.effects.see_to(lease, now)
-        book.add_up(now)
-        decided = self._keeper.plan(book.cluster(now), now)
-        await book.keep_lags(now)
+        snapshot.add_up(book, now)
+        decided = self._keeper.plan(snapshot.cluster(book, now), now)
+        await book.keep_sums(now)
         self._next_at = decided.next_at
         moved: list[LeaseRecord] = []
         stored: list[Change] = []
@@ -310,7 +312,7 @@ def is_job_server(name: str) -> bool:
 
 def granted(book: Book, record: LeaseRecord, action: Grant) -> dict[str, Any]:
     """Return what a grant changes in a record: devices, limits, the next attempt."""
-    grantable = {d.uuid: d.grantable_bytes for d in book.devices()}
+    grantable = {d.uuid: d.grantable_bytes for d in snapshot.devices(book)}
     lease = record.lease
     limits = {
         uuid: lease.memory_bytes or grantable[uuid] * action.held_milli // 1000 for uuid in action.devices

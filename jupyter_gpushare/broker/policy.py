@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jupyter_gpushare.broker.records import ProjectOverride
-from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, parse_fraction
+from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, Settings, parse_fraction
 from jupyter_gpushare.errors import InvalidRequest
 
 
@@ -57,7 +57,7 @@ class Policy:
     preempt_cost_s: float = 30.0
     guard_s: float | None = 14 * 86_400.0
     skip_wait_s: float | None = 86_400.0
-    catch_up_s: float | None = 7_200.0
+    catch_up_s: float | None = 3_600.0
     grace_s: float = 30.0
     max_grace_s: float = 120.0
     min_fraction_milli: int = 1
@@ -74,6 +74,20 @@ class Policy:
         """Return the names of the projects that members of ``groups`` belong to, in configured order."""
         mine = set(groups)
         return tuple(p.name for p in self.projects if mine & set(p.groups))
+
+    def settings(self, host_budget_bytes: int = 0) -> Settings:
+        """Return the knobs that `core` reads."""
+        return Settings(
+            idle_timeout_s=self.idle_timeout_s,
+            host_budget_bytes=host_budget_bytes,
+            order=self.order,
+            las_thresholds_gpu_s=self.las_thresholds_gpu_s,
+            min_run_s=self.min_run_s,
+            preempt_cost_s=self.preempt_cost_s,
+            guard_s=self.guard_s,
+            skip_wait_s=self.skip_wait_s,
+            catch_up_s=self.catch_up_s,
+        )
 
 
 def gpus_to_milli(value: Any, what: str) -> int:

@@ -12,8 +12,10 @@ from datetime import datetime
 from typing import Literal
 
 from jupyter_gpushare import __version__, wire, words
+from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.forecast import Forecast
+from jupyter_gpushare.broker.lending import lent_milli
 from jupyter_gpushare.broker.loop import STALE_S
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.core import explain
@@ -67,7 +69,7 @@ class Views:
         book, now = self.book, self.book.clock()
         worked = self._worked
         if worked is None or worked.seq != book.seq or now - worked.at > _FRESH_S:
-            cluster = book.cluster(now)
+            cluster = snapshot.cluster(book, now)
             waiting = sum(
                 1 for r in book.leases.values() if r.is_job and r.state in (State.PENDING, State.SUSPENDED)
             )
@@ -119,6 +121,7 @@ class Views:
             borrowed=facts.borrowed,
             wanted=facts.wanted,
             badge=words.badge(facts),
+            lost=record.note == words.STATE_LOST and record.state is State.RUNNING,
             sentence=words.sentence(facts),
             idle_s=facts.idle_s,
             lend_in_s=facts.lend_in_s,
@@ -146,7 +149,7 @@ class Views:
     def _facts(self, record: LeaseRecord) -> words.LeaseFacts:
         book, worked, lease = self.book, self._now(), record.lease
         live = book.live[record.id]
-        measured = book.measured(record, worked.at)
+        measured = snapshot.measured(book, record, worked.at)
         idle_s = None if measured.idle_since_at is None else worked.at - measured.idle_since_at
         lend_in_s, warned = None, False
         if (
@@ -160,7 +163,7 @@ class Views:
             if eligible is not None:
                 lend_in_s = max(0.0, eligible - worked.at)
                 warned = warn is not None and worked.at >= warn
-        obstacle = book.suspend_obstacle(record)
+        obstacle = snapshot.suspend_obstacle(book, record)
         note = record.note
         if record.is_job and lease.state is State.PENDING:
             note = self._why_waiting(record)
@@ -187,11 +190,13 @@ class Views:
         )
 
     def _lent_to(self, record: LeaseRecord) -> str:
-        """Name who uses a sleeping lease's devices: a project, never a person of another one."""
-        mine = set(record.lease.devices)
-        for other in self.book.leases.values():
-            if other.is_job and mine & set(other.lease.devices) and other.state in HOLDS_ROOM:
-                return f"a training job of project {other.lease.project}"
+        """Name who uses a sleeping session's room: a project, never a person of another one."""
+        for device in record.lease.devices:
+            there = [other for other in self.book.leases.values() if device in other.lease.devices]
+            if record.id in lent_milli([other.lease for other in there]):
+                holders = (other for other in there if other.state in HOLDS_ROOM)
+                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
+                return f"a {'training job' if user.is_job else 'session'} of project {user.lease.project}"
         return ""
 
     def _why_waiting(self, record: LeaseRecord) -> str:
@@ -216,10 +221,14 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs, living ones first, then by time, newest first."""
+        """Return jobs: those that run or are paused, those in the queue, ended ones; each newest first."""
         mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
-        mine.sort(key=lambda j: (not j.result, j.submitted_at), reverse=True)
+        mine.sort(key=lambda j: (self._is_at_work(j), not j.result, j.submitted_at), reverse=True)
         return [self.job(j) for j in mine[:limit]]
+
+    def _is_at_work(self, job: JobRecord) -> bool:
+        record = self.book.leases.get(job.lease_id)
+        return record is not None and not job.result and record.state is not State.PENDING
 
     def job(self, job: JobRecord) -> wire.Job:
         """Return what people see of one job."""
@@ -273,6 +282,8 @@ class Views:
             source=request.source,
             estimate=None if record is None else self._estimate(record),
             notify=request.notify,
+            priority=request.priority,
+            grace_s=request.grace_s,
         )
 
     # ---- projects, devices, the rest ------------------------------------------
@@ -324,19 +335,19 @@ class Views:
             projects=list(names),
             offers=offers,
             use=use,
-            free_milli=max(0, book.total_milli - held),
-            total_milli=book.total_milli,
+            free_milli=max(0, snapshot.total_milli(book) - held),
+            total_milli=snapshot.total_milli(book),
             idle_timeout_s=book.policy.idle_timeout_s,
         )
 
     def _sizes(self) -> list[explain.Size]:
         """What is offered: the site's sizes where a GPU is whole, and every profile of MIG instances."""
-        profiles = dict.fromkeys(sorted(d.profile for d in self.book.devices()))
+        profiles = dict.fromkeys(sorted(d.profile for d in snapshot.devices(self.book)))
         sizes = [explain.Size(*size) for size in self.book.policy.sizes] if "" in profiles else []
         return sizes + [explain.Size(WHOLE_GPU, profile=name) for name in profiles if name]
 
     def _offer(self, offer: explain.Offer, project: str) -> wire.Offer:
-        devices = [d for d in self.book.devices() if d.profile == offer.profile]
+        devices = [d for d in snapshot.devices(self.book) if d.profile == offer.profile]
         device = max(devices, key=lambda d: d.grantable_bytes)
         label = words.size(offer.fraction_milli, offer.device_count, profile=offer.profile)
         options: dict[str, str | int] = {"fraction": f"{offer.fraction_milli / WHOLE_GPU:g}"}
@@ -411,7 +422,7 @@ class Views:
     def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:
         """Return the newest decisions about a user's leases, newest first."""
         found: list[wire.Decision] = []
-        for decision in reversed(self.book.decisions):
+        for decision in reversed(self.book.decisions.latest):
             if user is None or decision.user == user:
                 found.append(_decision(decision, show_all=user is None))
                 if len(found) == limit:

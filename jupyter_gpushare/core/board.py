@@ -357,11 +357,11 @@ class Board:
         for room in self.rooms_of(lease):
             room.holders.pop(lease.id, None)
         self.host_free += self.reserved.get(lease.id, 0) - parked_bytes(lease) * parked
-        jobs = self.standing.jobs.get(lease.project, {})
-        jobs.pop(lease.id, None)
-        for promoted in self.standing.promote(self.account(lease), jobs.values()):
-            for room in self.rooms_of(promoted):
-                self._will_change(room)
+        self.standing.jobs.get(lease.project, {}).pop(lease.id, None)
+        if lease.id in self.standing.in_quota:
+            for promoted in self.standing.promote(self.account(lease)):
+                for room in self.rooms_of(promoted):
+                    self._will_change(room)
 
     def stay(self, lease: Lease, *, parked: bool) -> None:
         """``lease`` need not leave after all."""

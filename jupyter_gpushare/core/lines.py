@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
+from typing import Any
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.idle import eligible_at
@@ -28,6 +29,14 @@ Waiting = tuple[order.Rank, Lease]
 Place = tuple[bool, float, str]
 Running = tuple[Place, Lease]
 Moment = tuple[float, int, Lease]
+
+_FIRST = itemgetter(0)
+# From so many on, leases are put in line all at once.
+_MANY = 32
+
+
+def _insert(items: list[Any], item: Any) -> None:
+    insort(items, item, key=_FIRST)
 
 
 def _place(lease: Lease, now: float, settings: Settings) -> Place:
@@ -111,13 +120,32 @@ class Lines:
     def put(self, lease: Lease, now: float) -> None:
         """A lease is new, or has changed."""
         self.drop(lease.id)
+        self._file(lease, now, _insert)
+
+    def put_all(self, leases: Collection[Lease], now: float) -> None:
+        """The same for several; many are sorted at once."""
+        if len(leases) < _MANY:
+            for lease in leases:
+                self.put(lease, now)
+            return
+        for lease in leases:
+            self.drop(lease.id)
+        for lease in leases:
+            self._file(lease, now, list.append)
+        for line in self.of.values():
+            for waiting in line.waiting.values():
+                waiting.sort(key=_FIRST)
+            for running in line.running.values():
+                running.sort(key=_FIRST)
+
+    def _file(self, lease: Lease, now: float, add: Callable[[list[Any], Any], None]) -> None:
         if lease.cancelled:
             return
         self._filed[lease.id] = lease
         if lease.kind is Kind.BUILD:
             self._file_session(lease)
         else:
-            self._file_job(lease, now)
+            self._file_job(lease, now, add)
         if lease.retry_at > now and (lease.state is State.RUNNING or order.is_waiting(lease)):
             self._at(lease.retry_at, lease)
 
@@ -130,7 +158,7 @@ class Lines:
             self.idle[lease.id] = lease
             self._at(at, lease)
 
-    def _file_job(self, lease: Lease, now: float) -> None:
+    def _file_job(self, lease: Lease, now: float, add: Callable[[list[Any], Any], None]) -> None:
         line = self.of.get(lease.project)
         if line is None:
             line = self.of[lease.project] = Line()
@@ -141,7 +169,7 @@ class Lines:
             else:
                 rank = order.rank(lease, now, settings)
                 shape = _shape(lease, rank[0], settings)
-                insort(line.waiting.setdefault(shape, []), (rank, lease), key=itemgetter(0))
+                add(line.waiting.setdefault(shape, []), (rank, lease))
                 self._waits[lease.id] = shape, rank
                 if order.is_just_demoted(lease, now, settings):
                     self._demoted.append(lease)
@@ -154,7 +182,7 @@ class Lines:
             elif order.is_just_demoted(lease, now, settings):
                 self._demoted.append(lease)
             place = _place(lease, now, settings)
-            insort(line.running.setdefault(level, []), (place, lease), key=itemgetter(0))
+            add(line.running.setdefault(level, []), (place, lease))
             self._runs[lease.id] = level, place
             if (at := order.demoted_at(lease, now, settings)) is not None:
                 heapq.heappush(line.changes, (at, next(self._count), lease))
@@ -169,13 +197,13 @@ class Lines:
         if id in self._waits:
             shape, rank = self._waits.pop(id)
             waiting = self.of[lease.project].waiting
-            del waiting[shape][bisect_left(waiting[shape], rank, key=itemgetter(0))]
+            del waiting[shape][bisect_left(waiting[shape], rank, key=_FIRST)]
             if not waiting[shape]:
                 del waiting[shape]
         elif id in self._runs:
             level, place = self._runs.pop(id)
             running = self.of[lease.project].running
-            del running[level][bisect_left(running[level], place, key=itemgetter(0))]
+            del running[level][bisect_left(running[level], place, key=_FIRST)]
             if not running[level]:
                 del running[level]
 

@@ -16,23 +16,20 @@ job that does not is stopped instead, a session never is.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.gathering import Gathering
+from jupyter_gpushare.core.gathering import Gathered, Gathering
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
 from jupyter_gpushare.core.moving import Mover
-from jupyter_gpushare.core.placement import Group, Layout, Spot, demand
+from jupyter_gpushare.core.placement import Layout, Spot, demand
+from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
-
-Price = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +49,12 @@ class Maker:
         self.asker = Asker(board, lines)
         self._layout = layout
         self._shares = shares
-        self._cheapest: dict[Price, Cheapest] = {}
-        self._everybody: dict[Rights, tuple[int, list[Victim]]] = {}  # as the log was so long
+        self._offered: dict[tuple[object, ...], Offers] = {}
+        self._cheapest: dict[tuple[object, ...], Cheapest] = {}
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
+        self._overdrawn: frozenset[str] = frozenset()  # from whom the last choice took too much
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Whom to ask so that a sleeping session can wake on its own devices; None: nobody helps."""
@@ -85,52 +83,64 @@ class Maker:
         ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        rights = self.asker.rights(job, owed=owed, below_share=below_share, lend=job.borrow)
-        made = self._for_job(job, rights, over_limit, coming)
+        spared = self._shares.within() if below_share and not owed else frozenset()
+        ask = partial(self.asker.rights, job, owed=owed, below_share=below_share)
+        made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
+            self._offered.clear()
             self._cheapest.clear()
-            self._everybody.clear()
             self._memory = self.board.host_free
-            made = self._for_job(job, rights, over_limit, coming)
+            made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
-            frugal = self.asker.rights(job, owed=owed, below_share=below_share, lend=False)
-            made = self._for_job(job, frugal, over_limit, coming)
+            made = self._for_job(job, ask(lend=False, spared=spared), over_limit, coming)
             self.obstacle = Why.HOST_MEMORY
         return made
 
     def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
-        made = None
-        if places := self.asker.places(rights):
-            if job.devices:
-                found = self._on_its_devices(job, rights)
-            else:
-                size = job.fraction_milli, job.memory_bytes, job.profile, job.device_count
-                key = (rights, *size, job.consolidate)
-                if key not in self._cheapest:
-                    self._cheapest[key] = Cheapest(self.board, self._layout, self.asker, rights, job, places)
-                found = self._cheapest[key].best()
-            made = self._settle(job, *found, rights) if found else None
+        made = self._from_others(job, rights)
+        while made is None and self._overdrawn:
+            # The cheapest would take too much of somebody: is there room without them?
+            rights = self.asker.sparing(rights, self._overdrawn)
+            made = self._from_others(job, rights)
+        if made is None and rights.spared and job.device_count > 1:
+            # What others have too much of may lie apart: somebody takes that instead.
+            made = self._from_others(job, self.asker.in_exchange(rights, job.device_count))
         return made or self._by_rank(job, rights)
 
-    def _on_its_devices(self, job: Lease, rights: Rights) -> tuple[list[Room], list[Victim]] | None:
-        union: dict[str, Victim] = {}
-        rooms = self.board.rooms_of(job)
-        for room in rooms:
-            short = held_by(job) - rights.there(room)
-            picked = _enough(room, short, self.asker.on(room, rights), [])
-            if picked is None:
-                return None
-            union |= {v.lease.id: v for v in picked}
-        return rooms, list(union.values())
+    def _from_others(self, job: Lease, rights: Rights) -> Making | None:
+        self._overdrawn = frozenset()
+        found = self._cheapest_of_others(job, rights)
+        return self._decide(job, *found, rights) if found else None
 
-    def _settle(self, job: Lease, rooms: list[Room], union: list[Victim], rights: Rights) -> Making | None:
-        """Drop who is not needed, and see that host memory holds what would be parked."""
-        need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        victims = _least([(room, need - rights.there(room)) for room in rooms], union)
-        return self._decide(job, rooms, victims, rights)
+    def _cheapest_of_others(self, job: Lease, rights: Rights) -> Gathered | None:
+        """Where room costs least without the job's juniors, and who has to leave there."""
+        places = self.asker.places(rights)
+        if not places:
+            return None
+        offers = self._offers(job, rights)
+        if job.devices:
+            rooms = self.board.rooms_of(job)
+            if any(offers.on(room).price is None for room in rooms):
+                return None
+            union = list({v.lease.id: v for room in rooms for v in offers.on(room).victims}.values())
+        else:
+            key = offers, job.device_count, job.consolidate
+            if key not in self._cheapest:
+                self._cheapest[key] = Cheapest(self.board, self._layout, offers, job, places)
+            best = self._cheapest[key].best()
+            if best is None:
+                return None
+            rooms, union = best
+        return rooms, _least([(room, offers.missing(room)) for room in rooms], union)
+
+    def _offers(self, job: Lease, rights: Rights) -> Offers:
+        key = rights, job.fraction_milli, job.memory_bytes, job.profile, held_by(job) if job.devices else 0
+        if key not in self._offered:
+            self._offered[key] = Offers(self.board, self.asker, rights, job)
+        return self._offered[key]
 
     def _decide(
         self, job: Lease, rooms: list[Room], victims: tuple[Victim, ...], rights: Rights
@@ -142,10 +152,13 @@ class Maker:
             return None
         if not self._lasts(job, need * len(rooms), victims):
             return None
-        if not rights.owed and not self._shares.are_respected(
-            v.lease for v in victims if v.why is Why.OVER_QUOTA
-        ):
-            return None
+        if not rights.owed:
+            taken = [v.lease for v in victims if v.why is Why.OVER_QUOTA]
+            if rights.below_gpus and sum(map(size_of, taken)) > self._shares.beyond():
+                return None
+            if not rights.below_gpus and (overdrawn := self._shares.overdrawn(taken)):
+                self._overdrawn = overdrawn
+                return None
         if not self._is_worth_it(job, victims):
             self.obstacle = Why.NOT_WORTH_IT
             return None
@@ -165,10 +178,11 @@ class Maker:
 
     def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
         """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
-        gathering = Gathering(self.board, self._layout, rights.there, job)
-        found = gathering.gather(chain(self._askable(rights), self.asker.juniors(job)))
-        found = found or self._by_moving(job)
+        found = self._gather(job, rights, self.asker.juniors(job)) or self._by_moving(job)
         return self._decide(job, *found, rights) if found else None
+
+    def _gather(self, job: Lease, rights: Rights, juniors: Iterable[Victim]) -> Gathered | None:
+        return Gathering(self.board, self._layout, job, self._offers(job, rights)).gather(juniors)
 
     def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """Room for a gang, where it is there in pieces."""
@@ -186,37 +200,28 @@ class Maker:
         movable = partial(self.asker.to_move, job.project)
         return Mover(self._layout, job, juniors, movable).make()
 
-    def _askable(self, rights: Rights) -> list[Victim]:
-        length = len(self.board.log)
-        known = self._everybody.get(rights)
-        if known is None or known[0] != length:
-            places = self.asker.places(rights)
-            asked = {v.lease.id: v for room in places for v in self.asker.on(room, rights)}
-            known = self._everybody[rights] = length, sorted(asked.values(), key=rank)
-        return known[1]
-
     def _under_limit(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         """Room for which so much has to leave the job's own project."""
         juniors = list(self.asker.juniors(job))
         rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
         chosen: tuple[Victim, ...] = ()
         if not coming:
-            gathering = Gathering(self.board, self._layout, rights.there, job)
-            found = gathering.gather([*self._askable(rights), *juniors])
+            found = self._cheapest_of_others(job, rights) or self._gather(job, rights, juniors)
             if found is None:
                 return None
             rooms, chosen = found
         enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
         return None if enough is None else self._decide(job, rooms, enough, rights)
 
-    def _lasts(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
+    def _lasts(self, job: Lease, size: int, victims: Sequence[Victim]) -> bool:
         """Whether no preempted junior would be served again before ``job`` gets the room.
 
         It would, where the project may have it within quota or fair share, but not ``job``.
         """
         sizes = [size_of(v.lease) for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
         account = self.board.account(job)
-        left = account.use - sum(sizes)
+        own = [v for v in victims if v.lease.project == job.project and v.why is not Why.MOVED]
+        left = account.use - sum(size_of(v.lease) for v in own)
         for most in (account.project.quota_milli, self._shares.of(job.project)):
             if left + size > most and any(left + own <= most for own in sizes):
                 return False
@@ -252,90 +257,6 @@ class Maker:
             if unclaimed < need:
                 return True
         return False
-
-
-class Cheapest:
-    """Keeps, for one kind of job, the set of devices where room costs least.
-
-    Every set of devices on which such a job may lie, and where there may be
-    somebody to ask (``places``), has a price; only those with a device that
-    changed since the last question are priced again.
-    """
-
-    def __init__(
-        self, board: Board, layout: Layout, asker: Asker, rights: Rights, job: Lease, places: set[Room]
-    ) -> None:
-        self._job = job
-        self._rights = rights
-        self.asker = asker
-        self._log = board.log
-        self._seen = len(self._log)
-        alone: list[Group] = [(room,) for room in sorted(places, key=lambda room: room.device.uuid)]
-        tiers = [alone] if job.device_count == 1 else layout.tiers(job)
-        self._sets: list[tuple[int, Group]] = [
-            (tier, group)
-            for tier, groups in enumerate(tiers)
-            for group in groups
-            if not places.isdisjoint(group)
-        ]
-        self._of: dict[Room, list[int]] = {}
-        self._victims: dict[Room, list[Victim]] = {}  # where room can be made
-        self._price: dict[Room, Price] = {}
-        self._stamp = [0] * len(self._sets)
-        self._heap: list[tuple[Price, int, int, list[Room]]] = []
-        for number, (_, group) in enumerate(self._sets):
-            for room in group:
-                self._of.setdefault(room, []).append(number)
-        for room in self._of:
-            self._price_room(room)
-        for number in range(len(self._sets)):
-            self._price_set(number)
-
-    def best(self) -> tuple[list[Room], list[Victim]] | None:
-        """The devices where room costs least, and who must leave; None: nowhere can it be made."""
-        changed = {room for room in self._log[self._seen :] if room in self._of}
-        self._seen = len(self._log)
-        for room in changed:
-            self._price_room(room)
-        for number in sorted({number for room in changed for number in self._of[room]}):
-            self._price_set(number)
-        while self._heap and self._heap[0][2] != self._stamp[self._heap[0][1]]:
-            heapq.heappop(self._heap)
-        if not self._heap:
-            return None
-        rooms = self._heap[0][3]
-        return rooms, self._union(rooms)
-
-    def _price_room(self, room: Room) -> None:
-        need = demand(self._job, room.device)
-        short = need - self._rights.there(room)
-        victims: list[Victim] | None = []
-        if short > 0:
-            victims = self.asker.on(room, self._rights)
-            victims = _enough(room, short, victims, []) if victims else None
-        if victims is None:
-            self._price.pop(room, None)
-            return
-        spare = sum([held_by(v.lease) for v in victims]) - short
-        self._victims[room] = victims
-        self._price[room] = (*_price(victims), spare, room.device.uuid)
-
-    def _price_set(self, number: int) -> None:
-        tier, group = self._sets[number]
-        self._stamp[number] += 1
-        count, prices = self._job.device_count, self._price
-        able = [room for room in group if room in prices]
-        if len(able) < count:
-            return
-        if count == 1:
-            price = prices[able[0]]
-        else:
-            able = sorted(able, key=prices.__getitem__)[:count]
-            price = (*_price(sorted(self._union(able), key=rank)), tier, *prices[able[0]][3:])
-        heapq.heappush(self._heap, (price, number, self._stamp[number], able))
-
-    def _union(self, rooms: Iterable[Room]) -> list[Victim]:
-        return list({v.lease.id: v for room in rooms for v in self._victims[room]}.values())
 
 
 def _enough(room: Room, short: int, victims: list[Victim], chosen: list[Victim]) -> list[Victim] | None:
@@ -381,8 +302,3 @@ def _enough_for_limit(
 
 def _given(room: Room, victims: Iterable[Victim]) -> int:
     return sum(held_by(v.lease) for v in victims if room.device.uuid in v.lease.devices)
-
-
-def _price(victims: Sequence[Victim]) -> Price:
-    """Compares sets of sorted victims: the dearest kind first, then how many, then who."""
-    return victims[-1].cost if victims else -1, len(victims), tuple([v.rank for v in victims])

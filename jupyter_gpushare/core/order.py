@@ -83,7 +83,7 @@ def queue_of(attained: float, settings: Settings) -> int:
 
 def _entered_at(lease: Lease, now: float, settings: Settings) -> float:
     """When a job came into its present queue: the moment of its last demotion, if that is not written yet."""
-    if settings.order is not Order.LAS or lease.attained_at is None:
+    if settings.order is not Order.LAS or lease.attained_at is None or lease.state is not State.RUNNING:
         return lease.queued_at
     queue = queue_of(attained_gpu_s(lease, now), settings)
     if queue == queue_of(lease.attained_gpu_s, settings):
@@ -114,36 +114,37 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS:
-        return False
-    if now - _entered_at(lease, now, settings) >= _DEMOTED_S:
+    if settings.order is not Order.LAS or now - _entered_at(lease, now, settings) >= _DEMOTED_S:
         return False
     return queue_of(attained_gpu_s(lease, now), settings) > 0
 
 
 def has_guard(settings: Settings) -> bool:
     """Whether jobs that have waited for long come before all others."""
-    preempts = settings.order in (Order.LAS, Order.SRTF)
-    return preempts and settings.guard_s is not None and settings.min_run_s > 0
+    if settings.guard_s is None or settings.min_run_s <= 0:
+        return False
+    return settings.order is Order.LAS or settings.order is Order.SRTF
 
 
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a waiting job comes before everybody else of its priority."""
-    return (
-        has_guard(settings) and is_waiting(lease) and now >= lease.waits_since_at + (settings.guard_s or 0.0)
-    )
+    guard_s = settings.guard_s
+    if guard_s is None or now < lease.waits_since_at + guard_s:
+        return False
+    return is_waiting(lease) and has_guard(settings)
 
 
 def rank(lease: Lease, now: float, settings: Settings) -> Rank:
     """Sorts the waiting jobs of a project."""
     group, ran_here, moment = 0.0, False, lease.queued_at
     if settings.order is Order.LAS:
-        attained, thresholds = lease.attained_gpu_s, settings.las_thresholds_gpu_s
-        queue = bisect_right(thresholds, attained + _NOTHING_GPU_S)
-        here = attained - (thresholds[queue - 1] if queue else 0.0)
-        ran_here = here > _DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it was stopped when it was demoted
-        moment = -lease.waits_since_at if ran_here else moment
-        group = queue + 0.5 * is_just_demoted(lease, now, settings)
+        if attained := lease.attained_gpu_s:
+            thresholds = settings.las_thresholds_gpu_s
+            queue = bisect_right(thresholds, attained + _NOTHING_GPU_S)
+            here = attained - (thresholds[queue - 1] if queue else 0.0)
+            ran_here = here > _DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it stopped when it was demoted
+            moment = -lease.waits_since_at if ran_here else moment
+            group = queue + 0.5 * is_just_demoted(lease, now, settings)
     elif settings.order is Order.SRTF:
         group = level(lease, now, settings)[1]
     if is_starved(lease, now, settings):
@@ -158,10 +159,10 @@ def seniority(lease: Lease, now: float, settings: Settings) -> float:
 
 def next_wait_at(lease: Lease, now: float, settings: Settings) -> float | None:
     """The next moment at which a waiting job has waited for long enough to be served in another way."""
-    found = None
-    if settings.skip_wait_s is not None and (at := lease.waits_since_at + settings.skip_wait_s) > now:
+    found, since_at = None, lease.waits_since_at
+    if settings.skip_wait_s is not None and (at := since_at + settings.skip_wait_s) > now:
         found = at
-    if has_guard(settings) and (at := lease.waits_since_at + (settings.guard_s or 0.0)) > now:
+    if settings.guard_s is not None and now < (at := since_at + settings.guard_s) and has_guard(settings):
         found = at if found is None else min(at, found)
     return found
 

@@ -67,6 +67,7 @@ class Layout:
         self.islands: list[Group] = list(islands.values())
         self.nodes: list[Group] = list(nodes.values())
         self._by_size = sorted(self.nodes, key=lambda node: (-len(node), min(r.device.uuid for r in node)))
+        self._sets: dict[bool, tuple[list[Group], dict[Room, tuple[int, ...]]]] = {}
         self.largest_node = max(map(len, self.nodes), default=0)
 
     def is_wider(self, lease: Lease) -> bool:
@@ -80,6 +81,18 @@ class Layout:
         if not lease.consolidate or self.is_wider(lease):
             return [[self.everything]]
         return [self.islands, self.nodes]
+
+    def sets(self, lease: Lease) -> tuple[list[Group], dict[Room, tuple[int, ...]]]:
+        """The sets of all tiers in a row, and in which of them each device is; not for one device alone."""
+        together = lease.consolidate and not self.is_wider(lease)
+        if together not in self._sets:
+            sets = [*self.islands, *self.nodes] if together else [self.everything]
+            of: dict[Room, tuple[int, ...]] = dict.fromkeys(self.everything, ())
+            for number, group in enumerate(sets):
+                for room in group:
+                    of[room] = (*of[room], number)
+            self._sets[together] = sets, of
+        return self._sets[together]
 
     def choose(self, lease: Lease, able: Group, room_of: RoomOf) -> list[Room] | None:
         """Which of the devices with enough room, all of one tier's set, ``lease`` takes; None: too few."""

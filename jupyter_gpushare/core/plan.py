@@ -82,8 +82,7 @@ class Planner:
     def begin(self, now: float, *, everybody: bool = False) -> Round:
         """Return a round at ``now``; ``everybody`` who gets nothing is told why, if that is asked for."""
         self.board.settle(now)
-        for lease in self._changed.values():
-            self.lines.put(lease, now)
+        self.lines.put_all(self._changed.values(), now)
         self._changed.clear()
         self.lines.catch_up(now)
         self.board.begin()

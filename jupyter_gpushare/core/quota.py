@@ -118,6 +118,7 @@ class Standing:
         self.in_quota: set[str] = set()  # leases that hold room within quota
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
+        self._next: dict[str, list[Lease]] = {}  # the same in the order in which they get into quota
         self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
         self._sessions: dict[str, Lease] = {}  # may have a claim
         self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
@@ -188,12 +189,11 @@ class Standing:
             self._beyond[job.project][job.id] = job
             account.in_quota_use -= size_of(job)
 
-    def over_quota(self, *, but: str) -> Iterator[Lease]:
-        """The leases of projects other than ``but`` that hold room beyond their quota."""
-        for name, beyond in self._beyond.items():
-            if name != but:
-                yield from beyond.values()
-        yield from (guest for guest in self._guests.values() if guest.project != but)
+    def over_quota(self) -> Iterator[Lease]:
+        """The leases that hold room beyond their project's quota."""
+        for beyond in self._beyond.values():
+            yield from beyond.values()
+        yield from self._guests.values()
 
     def claims_to_change(self) -> set[str]:
         """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""
@@ -205,6 +205,7 @@ class Standing:
     def settle(self) -> None:
         """Bring the jobs of projects that changed into quota, or out of it."""
         for name in self._unsettled:
+            self._next.pop(name, None)
             account, beyond = self.account(name), self._beyond.get(name, {})
             if not account.project.quota_milli:
                 continue  # nobody is in quota
@@ -212,23 +213,33 @@ class Standing:
                 # Not all fit: whether one does depends on those that are older.
                 for lease in self.jobs.get(name, {}).values():
                     self._put_out(account, lease)
-            for lease in self.promote(account, beyond.values()):
+            for lease in self.promote(account):
                 del beyond[lease.id]
+            self._next.pop(name, None)
         self._unsettled.clear()
 
-    def promote(self, account: Account, jobs: Iterable[Lease]) -> list[Lease]:
+    def promote(self, account: Account) -> list[Lease]:
         """Bring jobs that hold room into their project's quota as far as they fit.
 
         Those that do not borrow first, then the oldest.  Returns those that were not in quota before.
         """
-        promoted = []
-        beyond = [x for x in jobs if x.id not in self.in_quota] if account.fits_quota(1) else []
-        for lease in sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id)):
+        if not account.fits_quota(1):
+            return []
+        name, promoted = account.project.name, []
+        if name not in self._next:
+            beyond = self._beyond.get(name, {}).values()
+            self._next[name] = sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id))
+        held = self.jobs.get(name, {})
+        for lease in self._next[name]:
+            if lease.id in self.in_quota or lease.id not in held:
+                continue
             size = size_of(lease)
             if account.fits_quota(size):
                 account.in_quota_use += size
                 self.in_quota.add(lease.id)
                 promoted.append(lease)
+                if not account.fits_quota(1):
+                    break
         return promoted
 
 
@@ -341,15 +352,24 @@ class Shares:
             self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
         return self._shares.get(project, 0)
 
-    def are_respected(self, leaving: Iterable[Lease]) -> bool:
-        """Whether each of these leases may leave: its project is above its share without the others.
+    def within(self) -> frozenset[str]:
+        """The projects that hold no more than their share."""
+        return frozenset(n for n, account in self._standing.accounts.items() if account.use <= self.of(n))
 
-        It may fall below by part of a lease then, and cannot take that back: the
-        same lease would bring it above again.
+    def overdrawn(self, leaving: Iterable[Lease]) -> frozenset[str]:
+        """The projects of which not all of these leases may leave.
+
+        Each may, while its project is above its share without the others.  The
+        project may fall below by part of a lease then, and cannot take that
+        back: the same lease would bring it above again.
         """
         sizes: dict[str, list[int]] = {}
         for lease in leaving:
             sizes.setdefault(lease.project, []).append(size_of(lease))
-        return all(
-            self._standing.account(n).use - sum(own) + min(own) > self.of(n) for n, own in sizes.items()
+        return frozenset(
+            n for n, own in sizes.items() if self._standing.account(n).use - sum(own) + min(own) <= self.of(n)
         )
+
+    def beyond(self) -> int:
+        """What all projects together hold beyond their shares."""
+        return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._standing.accounts.items())

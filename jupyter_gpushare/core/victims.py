@@ -2,7 +2,9 @@
 
 Cheapest first:
 
-1. sessions whose owners offered their room, then idle ones, longest idle first;
+1. sessions whose owners offered their room, then idle ones, longest idle first
+   (biggest first, where host memory cannot hold all of them: each one parked
+   has to bring the most);
 2. jobs that can be suspended, last in first out;
 3. jobs that must start again: those that are only being started, then the
    last in;
@@ -17,7 +19,10 @@ Who may be asked depends on who needs the room:
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
 * a project *below its fair share* may take from jobs over quota (2-3) that have
-  run for their minimum time, of projects above theirs;
+  run for their minimum time, of projects above theirs (the others are *spared*);
+  where a gang finds nothing so, because what others have too much lies apart,
+  also *in exchange*: from smaller jobs that can go on elsewhere, whose projects
+  take as much back from those above their share;
 * a job may take from jobs of the same project that it outranks (2-3; `order`)
   and that have run for their minimum time, if it gains more than that costs,
   and unless these were owed the same room again before it (a job beyond quota
@@ -29,14 +34,16 @@ A lease that is just resuming is left alone until it runs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival, Why
+from jupyter_gpushare.core.quota import held_by
 
 
 class Cost(enum.IntEnum):
@@ -53,16 +60,16 @@ class Victim:
 
     __slots__ = ("cost", "lease", "park", "rank", "why")
 
-    def __init__(self, lease: Lease, cost: Cost, why: Why, *, park: bool) -> None:
+    def __init__(self, lease: Lease, cost: Cost, why: Why, *, park: bool, frees_bytes: int = 0) -> None:
         self.lease = lease
         self.cost = cost
         self.why = why
         self.park = park  # suspended, not stopped
         since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
-        self.rank = (int(cost), since_at, lease.id)  # sorts victims, the cheapest first
+        self.rank = (int(cost), -frees_bytes, since_at, lease.id)  # sorts victims, the cheapest first
 
 
-def rank(victim: Victim) -> tuple[int, float, str]:
+def rank(victim: Victim) -> tuple[int, int, float, str]:
     return victim.rank
 
 
@@ -77,6 +84,8 @@ class Rights:
     owed: bool  # its project is below quota
     below_share: bool  # its project is below its fair share
     lend: bool  # it may go where a session sleeps, or is put to sleep
+    spared: frozenset[str]  # projects that nothing is taken from
+    below_gpus: int = 0  # in exchange, from jobs of fewer GPUs; 0: not in exchange
 
     def there(self, room: Room) -> int:
         """What the job can count on without asking anybody."""
@@ -92,33 +101,59 @@ class Asker:
         self.memory_short = False  # an idle session was left alone for lack of host memory
         self.next_at: float | None = None  # when somebody may be asked who has not run for long enough
         self._lines = lines
-        self._rights: dict[tuple[str, bool, bool, bool], Rights] = {}
+        self._rights: dict[tuple[object, ...], Rights] = {}
         self._places: dict[Rights, set[Room]] = {}
-        self._lenders: set[Room] | None = None  # where an idle session may be asked
+        self._outranked: dict[tuple[str, order.Level], list[Lease]] = {}  # have run, by project and level
+        self._known: dict[tuple[str, str], Victim | None] = {}  # by question and lease
         self._found: dict[Rights, dict[Room, list[Victim]]] = {}
         self._seen: dict[Rights, int] = {}  # how much of the board's log is in `_found`
 
-    def rights(self, job: Lease, *, owed: bool, below_share: bool, lend: bool = True) -> Rights:
+    def rights(
+        self, job: Lease, *, owed: bool, below_share: bool, lend: bool, spared: frozenset[str] = frozenset()
+    ) -> Rights:
         """On what terms ``job`` may ask."""
-        key = (job.project if owed or below_share else "", owed, below_share, lend)
-        if key not in self._rights:
-            self._rights[key] = Rights(*key)
-        return self._rights[key]
+        return self._the(Rights(job.project if owed or below_share else "", owed, below_share, lend, spared))
+
+    def sparing(self, rights: Rights, more: frozenset[str]) -> Rights:
+        """The same terms, without what these projects hold."""
+        return self._the(replace(rights, spared=rights.spared | more))
+
+    def in_exchange(self, rights: Rights, gpus: int) -> Rights:
+        """The same terms for who takes room in exchange from jobs of fewer than ``gpus`` GPUs."""
+        return self._the(replace(rights, spared=frozenset(), below_gpus=gpus))
+
+    def _the(self, rights: Rights) -> Rights:
+        key = rights.project, rights.owed, rights.below_share, rights.lend, rights.spared, rights.below_gpus
+        return self._rights.setdefault(key, rights)
 
     def places(self, rights: Rights) -> set[Room]:
         """The devices on which there may be somebody to ask: few, as a rule, of many."""
-        if rights in self._places:
-            return self._places[rights]
+        if rights not in self._places:
+            found = self._places[rights] = set(self._idle_on) if rights.lend else set()
+            if rights.project:
+                found.update(
+                    room
+                    for room, beyond in self._beyond_on.items()
+                    if any(self._may_take(x, rights) for x in beyond)
+                )
+        return self._places[rights]
+
+    @cached_property
+    def _idle_on(self) -> dict[Room, list[Lease]]:
         board = self.board
-        found = self._places[rights] = set()
-        if rights.lend:
-            if self._lenders is None:
-                idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
-                self._lenders = {room for x in idle for room in board.rooms_of(x) if room.device.usable}
-            found |= self._lenders
-        if rights.project:
-            beyond = board.standing.over_quota(but=rights.project)
-            found.update(room for x in beyond for room in board.rooms_of(x) if room.device.usable)
+        idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+        return self._by_room(idle)
+
+    @cached_property
+    def _beyond_on(self) -> dict[Room, list[Lease]]:
+        return self._by_room(self.board.standing.over_quota())
+
+    def _by_room(self, leases: Iterable[Lease]) -> dict[Room, list[Lease]]:
+        found: dict[Room, list[Lease]] = {}
+        for lease in leases:
+            for room in self.board.rooms_of(lease):
+                if room.device.usable:
+                    found.setdefault(room, []).append(lease)
         return found
 
     def on(self, room: Room, rights: Rights) -> list[Victim]:
@@ -133,28 +168,57 @@ class Asker:
             self._seen[rights] = len(self.board.log)
         victims = found.get(room)
         if victims is None:
-            victims = [v for x in room.holders.values() if (v := self.for_job(x, rights))]
-            victims.sort(key=rank)
-            found[room] = victims
+            victims = found[room] = sorted(self._on(room, rights), key=rank)
         return victims
+
+    def _on(self, room: Room, rights: Rights) -> Iterable[Victim]:
+        asked: dict[str, Victim] = {}
+        if rights.lend:
+            for lease in self._idle_on.get(room, ()):
+                if lease.id in room.holders and (victim := self._once(lease, self._lender)):
+                    asked[lease.id] = victim
+        if rights.project:
+            over_quota = self._debtor if rights.owed else self._borrower
+            for lease in self._beyond_on.get(room, ()):
+                if lease.id in asked or lease.id not in room.holders or not self._may_take(lease, rights):
+                    continue
+                if victim := self._once(lease, over_quota):
+                    asked[lease.id] = victim
+        return asked.values()
+
+    def _once(self, lease: Lease, ask: Callable[[Lease], Victim | None]) -> Victim | None:
+        """What ``ask`` says of a lease: always the same, until `forget`."""
+        key = ask.__name__, lease.id
+        if key not in self._known:
+            self._known[key] = ask(lease)
+        return self._known[key]
+
+    def _may_take(self, lease: Lease, rights: Rights) -> bool:
+        """Whether what a lease has over quota may go to a project."""
+        if lease.project == rights.project or lease.project in rights.spared:
+            return False
+        if rights.below_gpus and (
+            lease.device_count >= rights.below_gpus or lease.survival is not Survival.SIGTERM
+        ):
+            return False
+        return lease.id not in self.board.standing.in_quota
 
     def forget(self) -> None:
         """Ask again: host memory is not what it was."""
         self._found.clear()
+        self._known.clear()
 
     def for_owner(self, holder: Lease) -> Victim | None:
         if holder.kind is Kind.BUILD and (lender := self._lender(holder)):
             return lender
         return None if self.board.has_claim(holder) else self._holder(holder, Why.LENDER_RETURNED)
 
-    def for_job(self, holder: Lease, rights: Rights) -> Victim | None:
-        board = self.board
-        if rights.lend and holder.kind is Kind.BUILD and (lender := self._lender(holder)):
-            return lender
-        if not rights.project or holder.project == rights.project or holder.id in board.standing.in_quota:
-            return None
-        if rights.owed:
-            return self._holder(holder, Why.OVER_QUOTA)
+    def _debtor(self, holder: Lease) -> Victim | None:
+        """A lease over quota, for a project below quota."""
+        return self._holder(holder, Why.OVER_QUOTA)
+
+    def _borrower(self, holder: Lease) -> Victim | None:
+        """A lease over quota, for a project below its share."""
         return self.job(holder, Why.OVER_QUOTA) if self._has_run(holder) else None
 
     def juniors(self, job: Lease) -> Iterator[Victim]:
@@ -166,12 +230,22 @@ class Asker:
             if not jobs:
                 return
         level = order.level(job, board.moment, board.settings)
-        line = self._lines.of.get(job.project)
-        for lease in line.outranked(level, board.moment, board.settings) if line else ():
-            if lease.id in jobs and self._has_run(lease):
-                why = Why.PRIORITY if lease.priority < job.priority else Why.ORDER
-                if victim := self.job(lease, why):
+        key = job.project, level
+        if key not in self._outranked:
+            line = self._lines.of.get(job.project)
+            worse = line.outranked(level, board.moment, board.settings) if line else ()
+            self._outranked[key] = [x for x in worse if self._has_run(x)]
+        for lease in self._outranked[key]:
+            if lease.id in jobs:
+                of = self._lesser if lease.priority < job.priority else self._later
+                if victim := self._once(lease, of):
                     yield victim
+
+    def _lesser(self, holder: Lease) -> Victim | None:
+        return self.job(holder, Why.PRIORITY)
+
+    def _later(self, holder: Lease) -> Victim | None:
+        return self.job(holder, Why.ORDER)
 
     def to_move(self, project: str, holder: Lease) -> Victim | None:
         """A job of ``project`` that may be stopped where it is, to go on elsewhere."""
@@ -212,7 +286,18 @@ class Asker:
             return None
         if lease.lend_now:
             return Victim(lease, Cost.OFFERED, Why.LEND_NOW, park=True)
-        return Victim(lease, Cost.IDLE, Why.IDLE, park=True)
+        frees_bytes = 0
+        if self._idle_exceed_memory:
+            uuids = [room.device.uuid for room in board.rooms_of(lease)]
+            frees_bytes = board.granted_bytes(uuids, held_by(lease))
+        return Victim(lease, Cost.IDLE, Why.IDLE, park=True, frees_bytes=frees_bytes)
+
+    @cached_property
+    def _idle_exceed_memory(self) -> bool:
+        """Whether host memory, as it was when the round began to ask, is too small for all idle sessions."""
+        board = self.board
+        idle = (x for x in self._lines.idle.values() if eligible(x, board.settings, board.moment))
+        return sum(parked_bytes(x) for x in idle if board.can_park(x)) > board.host_free
 
     def _parkable(self, lease: Lease) -> bool:
         board = self.board

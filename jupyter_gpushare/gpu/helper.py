@@ -91,7 +91,7 @@ class Helper:
         self._checkpoint = Checkpoint()
         self._simulated = self._checkpoint.simulated_host_memory() is not None
         self._host = HostMemory(options.host_budget_percent, self._checkpoint.simulated_host_memory)
-        self._processes = Processes()
+        self._processes = Processes(self._state.leases)
         self._events = Events()
         self._cgroups = Cgroups(options.cgroup_root, self._nvml)
         self._book = LeaseBook(

@@ -4,7 +4,9 @@ A process belongs to a lease when its user is the lease's user and
 
 1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd
    suffix), or
-2. its environment has ``GPUSHARE_LEASE=<lease>``, or
+2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is
+   that lease's directory here or is not set (another helper on this machine has
+   directories of its own, maybe with leases of the same names), or
 3. its parent belonged to the lease when it was first seen (a child that cleared
    its environment).  This is remembered, so that a child whose parent ends
    before it (double fork) stays.
@@ -34,10 +36,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-MARK = "GPUSHARE_LEASE"
+MARK = b"GPUSHARE_LEASE="
+MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
 # A larger environment can hide the mark from us; the process tree still finds it.
 ENVIRON_BYTES = 256 << 10
@@ -69,7 +73,9 @@ class Process:
 class Processes:
     """All processes of this machine by lease; one reader at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, leases: Path) -> None:
+        """``leases`` is where the directories of this helper's leases are."""
+        self._leases = leases
         self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
         self._guard = threading.Lock()
         self._pidfds: dict[tuple[int, int], int] = {}
@@ -157,7 +163,7 @@ class Processes:
             or known[0] != inode
             or (not known[1].carries and now - known[1].started_at < SETTLES_S)
         ]
-        read = [(inode, process) for pid, inode in fresh if (process := _read(pid, now)) is not None]
+        read = [(inode, process) for pid, inode in fresh if (process := _read(pid, now, self._leases))]
         # Parents first, so that a whole new tree finds its lease in one scan.
         for pid in {pid for pid, _ in fresh} - {process.pid for _, process in read}:
             self._known.pop(pid, None)
@@ -280,7 +286,7 @@ def _listing() -> dict[int, int]:
         return {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
 
 
-def _read(pid: int, now: float) -> Process | None:
+def _read(pid: int, now: float, leases: Path) -> Process | None:
     fields = _stat(pid)
     if not fields:
         return None
@@ -291,7 +297,7 @@ def _read(pid: int, now: float) -> Process | None:
         return None
     command = _bytes(f"/proc/{pid}/cmdline", 8192)
     kernel = _KERNEL.search(command)
-    carries = _named_by(pid)
+    carries = _named_by(pid, leases)
     return Process(
         pid=pid,
         start_ticks=int(fields[19]),
@@ -305,16 +311,15 @@ def _read(pid: int, now: float) -> Process | None:
     )
 
 
-def _named_by(pid: int) -> str:
-    """The lease that the cgroup or else the environment of a process names."""
+def _named_by(pid: int, leases: Path) -> str:
+    """The lease below ``leases`` that the cgroup or else the environment of a process names."""
     cgroup = _CGROUP.search(_bytes(f"/proc/{pid}/cgroup", 8192))
     if cgroup:
         return cgroup.group(1).decode()
-    mark = f"{MARK}=".encode()
-    for entry in _bytes(f"/proc/{pid}/environ", ENVIRON_BYTES).split(b"\0"):
-        if entry.startswith(mark):
-            return entry[len(mark) :].decode(errors="replace")
-    return ""
+    entries = _bytes(f"/proc/{pid}/environ", ENVIRON_BYTES).split(b"\0")
+    lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
+    directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
+    return "" if directory and Path(directory) != leases / lease else lease
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -20,7 +20,8 @@ from jupyter_gpushare.errors import GpuShareError
 
 NATIVE = Path(__file__).resolve().parent
 
-STRICT = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion")
+# Without -Werror: a compiler that is newer than the sources may warn of more.  The tests add it.
+STRICT = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Wconversion")
 SHARED = ("-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs")
 
 

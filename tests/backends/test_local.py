@@ -118,7 +118,7 @@ async def test_every_verb_is_one_the_helper_can_read(helper, backend):
         "drop": verbs.Dropped(known=True),
     }
     helper.answer = lambda request: ok(answers[request["verb"]])
-    await backend.prepare("j-1", 1000, {"GPU-1": 5, "GPU-0": 6}, asleep=True)
+    await backend.prepare("j-1", 1000, {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}, asleep=True)
     assert await backend.suspend("j-1", "calls") == moved
     assert await backend.resume("j-1") == moved
     await backend.signal("j-1", 15, "leader")
@@ -135,7 +135,13 @@ async def test_every_verb_is_one_the_helper_can_read(helper, backend):
         for a in helper.asked
     ]
     assert built == [
-        verbs.SetLimit(lease="j-1", uid=1000, limits={"GPU-1": 5, "GPU-0": 6}, suspended=True),
+        verbs.SetLimit(
+            lease="j-1",
+            uid=1000,
+            limits={"GPU-1": 5, "GPU-0": 6},
+            guaranteed={"GPU-1": 5, "GPU-0": 0},
+            suspended=True,
+        ),
         verbs.Suspend(lease="j-1", calls="calls"),
         verbs.Resume(lease="j-1"),
         verbs.Signal(lease="j-1", number=15, to="leader"),

@@ -1,4 +1,4 @@
-"""`database`: a fresh database for one test, in SQLite and in a real PostgreSQL."""
+"""`database`: a fresh one for one test, SQLite and a real PostgreSQL; `http`: a broker that listens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
 from jupyter_gpushare.broker.store import Store
+from tests.broker.http_site import Http
+from tests.broker.site import Site
 
 INSTALL_POSTGRESQL = "apt-get update && apt-get install -y postgresql"
 
@@ -66,3 +68,12 @@ def postgresql() -> Iterator[Callable[[], str]]:
     finally:
         run(control, "--pgdata", data, "--mode", "immediate", "stop")
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def http(tmp_path) -> AsyncIterator[Http]:
+    site = Site(tmp_path)
+    http = Http(site)
+    await http.open()
+    yield http
+    await http.close()

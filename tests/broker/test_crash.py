@@ -14,7 +14,10 @@ import pytest
 
 from jupyter_gpushare.core.model import Survival
 from jupyter_gpushare.errors import StoreError
-from tests.broker.fake_backend import Broker, Program, Site, in_virtual_time, until
+from tests.broker.fake_backend import Broker
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
 
 # Every third step, to be quick; GPUSHARE_EVERY_STEP=1 tries them all.
 STRIDE = 1 if os.environ.get("GPUSHARE_EVERY_STEP") else 3

@@ -7,7 +7,11 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.broker import history
-from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+from jupyter_gpushare.broker.lending import lent_milli
+from jupyter_gpushare.core.model import Kind, Lease, State
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
 
 
 @in_virtual_time
@@ -43,6 +47,49 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
         assert await history.timeline(again.book, again.book.jobs[job.id]) == told
 
 
+def bound(id: str, milli: int, state: State, kind: Kind = Kind.BUILD) -> Lease:
+    return Lease(id=id, project="p", kind=kind, state=state, devices=("gpu",), held_milli=milli)
+
+
+@pytest.mark.parametrize(
+    ("held", "lent"),
+    [
+        (0, {}),  # nobody is there
+        (250, {}),  # ... or uses what nobody sleeps on
+        (750, {"a": 333, "b": 167}),
+        (1000, {"a": 500, "b": 250}),
+    ],
+)
+def test_lent_is_what_others_hold_of_the_room_of_sleepers(held, lent):
+    asleep = [bound("a", 500, State.SUSPENDED), bound("b", 250, State.SUSPENDED)]
+    others = [
+        bound("job", held, State.RUNNING, Kind.TRAIN),
+        bound("paused", 1000, State.SUSPENDED, Kind.TRAIN),  # holds no room, and lends none
+    ]
+    assert {k: round(v) for k, v in lent_milli([*asleep, *others]).items()} == lent
+
+
+@in_virtual_time
+async def test_a_session_that_sleeps_while_nobody_needs_its_room_lends_nothing(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        await asyncio.sleep(400)
+        # What is not counted yet is told too; what is stored survives the broker.
+        so_far = (await history.week(broker.book, "ada")).lent_gpu_s
+        assert so_far == pytest.approx(0.5 * 400, rel=0.1)
+        await broker.end()
+        broker = await site.start_broker()
+        await until(lambda: broker.job(job).result, 1_500)
+        lent = (await history.week(broker.book, "ada")).lent_gpu_s
+        ran_s = broker.job(job).ran_s
+        assert 0.5 * (ran_s - 310) <= lent <= 0.5 * (ran_s + 15)
+        await asyncio.sleep(2_000)
+        assert (await history.week(broker.book, "ada")).lent_gpu_s == lent
+
+
 @in_virtual_time
 async def test_use_older_than_a_week_is_not_counted(tmp_path):
     async with Site(tmp_path) as site:
@@ -50,8 +97,8 @@ async def test_use_older_than_a_week_is_not_counted(tmp_path):
         job = await site.submit("bo", "1", program=Program(work_s=10))
         await until(lambda: broker.job(job).result, 100)
         assert (await history.week(broker.book, "bo")).used_gpu_s > 9
-        key, use = next(iter(broker.book.usage.items()))
-        broker.book.usage = {
+        key, use = next(iter(broker.book.usage.sums.items()))
+        broker.book.usage.sums = {
             ("2020-01-01", *key[1:]): use.__class__(
                 day="2020-01-01", user="bo", project="nlp", used_gpu_s=use.used_gpu_s
             )

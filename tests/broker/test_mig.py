@@ -6,7 +6,9 @@ import pytest
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest
-from tests.broker.fake_backend import Program, Site, in_virtual_time, until
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
 
 PROFILE = "1g.10gb"
 

@@ -7,13 +7,16 @@ from typing import Any
 from jupyter_gpushare.core.model import (
     Cluster,
     Device,
+    Grant,
     Kind,
     Lease,
     Project,
     Settings,
     State,
     Survival,
+    Why,
 )
+from jupyter_gpushare.core.plan import plan
 
 NOW = 10_000.0
 GIB = 1 << 30
@@ -63,4 +66,25 @@ def cluster(
     )
 
 
-__all__ = ["ASLEEP", "GIB", "NOW", "ON", "Survival", "build", "cluster", "device", "project", "train"]
+def actions(c: Cluster) -> list[object]:
+    return list(plan(c, NOW).actions)
+
+
+def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_ROOM, **more: bool) -> Grant:
+    return Grant(lease, tuple(f"gpu{n}" for n in on), milli, why, **more)
+
+
+__all__ = [
+    "ASLEEP",
+    "GIB",
+    "NOW",
+    "ON",
+    "Survival",
+    "actions",
+    "build",
+    "cluster",
+    "device",
+    "grant",
+    "project",
+    "train",
+]

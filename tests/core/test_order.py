@@ -68,6 +68,19 @@ def test_no_more_jobs_leave_than_are_needed():
     assert actions(c) == [Requeue("large", Why.ORDER, "new")]
 
 
+def test_an_idle_session_across_two_nodes_gives_what_a_gang_needs_of_it():
+    gpus = [device(n, node=f"n{n // 2}") for n in range(4)]
+    c = cluster(
+        build("nb", 1000, "1 2", idle_s=700),
+        stops("late", "0", attained_gpu_s=150.0),
+        stops("peer", "3"),
+        stops("gang", device_count=2),
+        gpus=gpus,
+        **LAS,
+    )
+    assert {a.lease for a in plan(c, NOW).actions} == {"nb", "late"}
+
+
 def test_gpu_seconds_count_all_gpus_of_a_job():
     wide = stops("wide", "0 1", attained_at=NOW - 60)
     assert order.attained_gpu_s(wide, NOW) == 120.0

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.model import Grant, Resume, State, Suspend, Why
+from jupyter_gpushare.core.board import Board
+from jupyter_gpushare.core.model import Grant, Requeue, Resume, State, Survival, Suspend, Why
 from jupyter_gpushare.core.plan import plan
 from jupyter_gpushare.core.quota import fair_shares, standing
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, train
@@ -71,6 +72,26 @@ def test_jobs_are_in_quota_oldest_first_after_the_sessions():
         projects=[project("p", 2)],
     )
     assert standing(c.projects, c.leases).in_quota == {"nb", "old", "small"}
+
+
+def test_who_leaves_within_quota_makes_room_there_for_the_next_oldest():
+    """Two that are in quota make way for higher priorities; the two borrowers are in quota then."""
+    c = cluster(
+        *[train(f"old{n}", 1000, f"{n}", granted_at=n) for n in (0, 1)],
+        *[train(f"high{n}", 1000, f"{n}", granted_at=n, priority=9) for n in (2, 3)],
+        *[train(f"mid{n}", 1000, priority=5) for n in (0, 1)],
+        gpus=4,
+        projects=[project("p", 2)],
+    )
+    board = Board.of(c)
+    assert board.standing.in_quota == {"old0", "old1"}
+    board.begin()
+    for name in ("old1", "old0"):
+        board.leave(board.leases[name], parked=False)
+    assert board.standing.in_quota == {"old0", "old1", "high2", "high3"}
+    board.undo()
+    assert board.standing.in_quota == {"old0", "old1"}
+    assert [a.lease for a in plan(c, NOW).actions] == ["old1", "old0"]
 
 
 def test_a_project_that_is_not_configured_is_owed_nothing():
@@ -196,3 +217,59 @@ def test_nothing_is_taken_from_a_project_that_has_just_its_share():
         projects=[project("p", 0), project("q", 0), project("r", 1)],
     )
     assert plan(c, NOW).actions == ()
+
+
+def thirds(*leases, nodes="000000", **more):
+    """Three projects of equal weight, nothing guaranteed; ``nodes``: which each GPU is on."""
+    gpus = [device(n, node=f"n{node}") for n, node in enumerate(nodes)]
+    return cluster(*leases, gpus=gpus, projects=[project(name, 0) for name in "pqr"], **more)
+
+
+def held(project, on, granted_at, survival=Survival.SIGTERM):
+    """Jobs of one GPU each, the youngest last, that go on elsewhere when they are stopped."""
+    more = {"project": project, "survival": survival}
+    return [train(f"{project}{n}", 1000, n, granted_at=granted_at + int(n), **more) for n in on.split()]
+
+
+def waiting(project, *names, gpus=1):
+    return [train(name, 1000, project=project, device_count=gpus) for name in names]
+
+
+def test_who_is_within_its_share_is_spared_though_its_jobs_would_be_cheapest():
+    others = [*waiting("q", "q"), *waiting("r", "r")]
+    c = thirds(*held("q", "0 1", 200), *held("r", "2 3 4 5", 100), *waiting("p", "a", "b", "c"), *others)
+    assert plan(c, NOW).actions == (
+        Requeue("r5", Why.OVER_QUOTA, "a"),
+        Requeue("r4", Why.OVER_QUOTA, "b"),
+    )
+
+
+def test_a_gang_does_not_take_two_jobs_from_a_project_that_has_one_too_many():
+    jobs = [*held("q", "0 1 2", 200), *held("r", "3 4 5 6", 100), *waiting("p", "gang", gpus=2)]
+    c = thirds(*jobs, *waiting("q", "q"), *waiting("r", "r"), nodes="0000000")
+    assert plan(c, NOW).actions == (
+        Requeue("r6", Why.OVER_QUOTA, "gang"),
+        Requeue("r5", Why.OVER_QUOTA, "gang"),
+    )
+
+
+def apart(survival=Survival.SIGTERM, p="", **more):
+    """What r has too much lies on four nodes, beside jobs of q; p wants two GPUs of one node."""
+    jobs = [*held("q", "0 2", 100, survival), *held("r", "1 3 4" if p else "1 3 4 5", 200), *held("p", p, 1)]
+    gang, others = waiting("p", "gang", gpus=2), [*waiting("q", "more"), *waiting("r", "most")]
+    return thirds(*jobs, *gang, *others, nodes="001123", **more)
+
+
+def test_a_gang_takes_room_in_exchange_where_what_others_have_too_much_lies_apart():
+    """It takes a job of q with one of r, and q what r has too much elsewhere."""
+    assert plan(apart(), NOW).actions == (
+        Requeue("r3", Why.OVER_QUOTA, "gang"),
+        Requeue("q2", Why.OVER_QUOTA, "gang"),
+        Requeue("r5", Why.OVER_QUOTA, "more"),
+    )
+
+
+def test_nothing_is_exchanged_that_could_not_go_on_elsewhere_or_is_not_there():
+    assert plan(apart(Survival.SUSPEND), NOW).actions == ()
+    lags = {"p": 3600.0, "q": 0.0, "r": 0.0}  # p may have three now, and r has only one too many
+    assert plan(replace(apart(p="5", catch_up_s=3600.0), lags_gpu_s=lags), NOW).actions == ()

@@ -217,7 +217,7 @@ def test_a_job_outlives_its_owners_server_and_is_stopped_with_grace(hub: DemoHub
     until("its room is free", lambda: all(d["used_bytes"] == 0 for d in bo.ask("devices")["devices"]))
 
 
-def test_a_terminal_in_a_server_needs_no_token_to_submit_follow_and_look(hub: DemoHub) -> None:
+def test_a_terminal_and_a_notebook_need_no_token_to_submit_follow_and_look(hub: DemoHub) -> None:
     bo = hub.person("bo")
     bo.start_server(fraction="0.5")
     shell = bo.terminal()
@@ -230,6 +230,17 @@ def test_a_terminal_in_a_server_needs_no_token_to_submit_follow_and_look(hub: De
     assert "held by preload" in shell.run("gpushare status")
     (held,) = bo.ask("leases")["leases"]
     assert (held["size"], held["level"]) == ("1/2 GPU", "preload")
+    kernel = bo.kernel()
+    assert "1/2 GPU of" in kernel.run("%load_ext jupyter_gpushare\n%gpu")
+    said = kernel.run("%%gpujob --gpus 0.5\nprint(7 * 11)")
+    (job,) = [job for job in bo.ask("jobs")["jobs"] if job["name"] == "cell"]
+    assert job["id"] in said
+    until("the cell's job ends", lambda: bo.job(job["id"])["state"] == "succeeded")
+    assert "77" in shell.run(f"gpushare logs {job['id']}")
+    # The broker knows from the Hub where the server is that can release a kernel.
+    path = f"/services/gpushare/api/v1/leases/{held['id']}/kernels/{{}}/release"
+    assert bo.http.post(path.format("none"), follow_redirects=True).status_code == 404
+    assert bo.http.post(path.format(kernel.id), follow_redirects=True).status_code == 200
 
 
 def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Path) -> None:

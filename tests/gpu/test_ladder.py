@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.backends.hub import HubClient
+from jupyter_gpushare.backends.local import HelperClient, LocalBackend
 from jupyter_gpushare.gpu.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.nvml import Gpu
 from jupyter_gpushare.gpu.verbs import Level
@@ -88,6 +91,19 @@ def test_the_drivers_own_limit_holds_without_the_library(limiting: tuple[Machine
     assert second.do(f"alloc {4 * 1024}") == "0"
     assert machine.ask("drop", lease="ada")["known"]
     assert machine.sim.group(0, root / "gpushare-ada") is None
+
+
+async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
+    limiting: tuple[Machine, Path],
+) -> None:
+    machine, root = limiting
+    gpu = machine.uuids()[0]
+    backend = LocalBackend(HelperClient(machine.socket, lambda: 1), HubClient("http://127.0.0.1", "unused"))
+    await backend.prepare("owner", os.geteuid(), {gpu: 8 * GIB}, {gpu: 8 * GIB}, asleep=False)
+    await backend.prepare("borrower", os.geteuid(), {gpu: 4 * GIB}, {gpu: 0}, asleep=False)
+    await backend.close()
+    assert machine.sim.group(0, root / "gpushare-owner") == (8 * GIB, 8 * GIB)
+    assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 
 
 def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +22,8 @@ CARRIES = {**os.environ, "GPUSHARE_LEASE": LEASE}
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    found = Processes()
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    found = Processes(tmp_path)
     yield found
     found.close()
 
@@ -65,6 +66,15 @@ def test_a_process_belongs_by_its_environment(
     until(lambda: child.pid in pids(processes), "the child is found")
     assert other.pid not in pids(processes)
     assert os.getpid() not in pids(processes)
+
+
+def test_a_lease_of_the_same_name_of_another_helper_is_another(
+    processes: Processes, started: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    mine = start(started, env={**CARRIES, "GPUSHARE_LEASE_DIR": str(tmp_path / LEASE)})
+    theirs = start(started, env={**CARRIES, "GPUSHARE_LEASE_DIR": f"/elsewhere/{LEASE}"})
+    until(lambda: mine.pid in pids(processes), "it is found")
+    assert theirs.pid not in pids(processes)
 
 
 def test_a_child_that_cleared_its_environment_still_belongs(

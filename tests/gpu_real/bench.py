@@ -15,10 +15,12 @@ from pathlib import Path
 from tests.gpu.machine import GIB, MIB
 from tests.gpu_real.one import SKIPPED
 from tests.gpu_real.order import Scenario
-from tests.gpu_real.site import ROOT, Helper
+from tests.gpu_real.site import ROOT, Helper, end
 
 # How long the helper may take over a word between two scenarios.
 CLEAR_S = 20.0
+# By how much later a scenario is ended that did not end itself.
+LATER_S = 10.0
 
 
 @dataclass
@@ -92,17 +94,18 @@ class Bench:
             sys.executable, "-m", "tests.gpu_real.one", scenario.name,
             "--folder", str(self._folder), "--said", str(said),
             "--scale-bytes", str(self._scale_bytes), "--sample-s", str(self._sample_s),
+            "--limit-s", str(limit_s),
         ]  # fmt: skip
         child = subprocess.Popen(command, cwd=ROOT, env=self._environment, start_new_session=True)
         try:
-            status = child.wait(limit_s)
+            status = child.wait(limit_s + LATER_S)
             result.outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
         except subprocess.TimeoutExpired:
             result.outcome, result.reason = "failed", f"not done after {limit_s:.0f} s"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+                end(child)
         for line in said.read_text().splitlines():
             value = json.loads(line)
             if isinstance(value, str):

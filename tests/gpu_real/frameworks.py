@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
 from tests.gpu.machine import GIB
-from tests.gpu_real.site import PATIENCE_S, Site, do, need
+from tests.gpu_real.overhead import PAIRS, added, in_turn
+from tests.gpu_real.site import PATIENCE_S, Site, do, need, without_library
 
 STEPS = 400
 
@@ -84,12 +86,14 @@ def training_that_is_stopped_has_the_same_loss_curve(site: Site) -> None:
 def what_the_library_adds_to_a_training_loop(site: Site) -> None:
     need("torch")
     leased = site.lease("loop", 6 * GIB)
-    plain = {name: value for name, value in leased.items() if name not in ("LD_PRELOAD", "GPUSHARE_LEASE")}
-    took = {}
-    for name, environment in (("alone", plain), ("with the library", leased)):
-        worker = site.worker("torch", environment)
+    alone = site.worker("torch", without_library(leased))
+    within = site.worker("torch", leased)
+    for worker in (alone, within):
         do(worker, "time 200")
-        took[name] = min(float(do(worker, "time 2000")) for _ in range(3))
-        site.end(worker)
-    added = 100 * (took["with the library"] / took["alone"] - 1)
-    site.report.add("training loop, 2000 steps", f"{took['alone']:.3f} s, with the library {added:+.1f} %")
+    pairs = in_turn(lambda: float(do(alone, "time 1000")), lambda: float(do(within, "time 1000")))
+    site.end(alone, within)
+    before, after = (median(side) for side in zip(*pairs, strict=True))
+    site.report.add(
+        f"training loop, 1000 steps, {PAIRS} times", f"{before:.3f} s, with the library {after:.3f} s"
+    )
+    site.judge("what the library adds to a training loop", added(pairs))

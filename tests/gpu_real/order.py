@@ -35,6 +35,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario(scenarios.the_driver_is_found, 60),
+    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90),
     Scenario(scenarios.the_self_test_gives_a_verdict, 30),
     Scenario(scenarios.memory_comes_back_as_it_was, 60, (1,)),
     Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("torch",)),

@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import os
 import time
+from statistics import median
 from typing import Any
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.checkpoint import Checkpoint, State
 from jupyter_gpushare.gpu.nvml import Nvml, Usage
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
-from tests.gpu_real.site import PATIENCE_S, ROOT, WORKERS, Site, Skip, do, need, run_program
+from tests.gpu_real.overhead import PAIRS, added, in_turn
+from tests.gpu_real.site import PATIENCE_S, ROOT, WORKERS, Site, Skip, do, need, run_program, without_library
+
+# How long one call of the driver may take.
+CALL_S = 30.0
 
 
 def the_driver_is_found(site: Site) -> None:
@@ -58,6 +63,36 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
     assert device["level"] in ("preload", "cgroup", "mig")
 
 
+def the_driver_moves_a_process_by_itself(site: Site) -> None:
+    """Its calls without the helper: what they do also where the helper's self-test says no."""
+    checkpoint, nvml = Checkpoint(), Nvml()
+    if checkpoint.unavailable:
+        raise Skip(checkpoint.unavailable)
+    size = site.scale_bytes
+    worker = site.worker("driver", site.lease("by-itself", size + 2 * GIB))
+    assert do(worker, f"fill {size // MIB}") == "0"
+    free = nvml.free_bytes(site.uuid)
+    began = time.monotonic()
+    checkpoint.lock(worker.pid, CALL_S)
+    locked = time.monotonic()
+    checkpoint.checkpoint(worker.pid, CALL_S)
+    parked = time.monotonic()
+    assert checkpoint.state(worker.pid) is State.CHECKPOINTED
+    given_back = nvml.free_bytes(site.uuid) - free
+    halfway = time.monotonic()
+    checkpoint.restore(worker.pid, CALL_S)
+    restored = time.monotonic()
+    checkpoint.unlock(worker.pid)
+    assert do(worker, "verify") == "ok"
+    site.report.add(
+        f"Lock, Checkpoint and Restore of {size / GIB:.3g} GiB",
+        f"{1e3 * (locked - began):.0f} ms, {parked - locked:.2f} s, {restored - halfway:.2f} s, "
+        f"{given_back / GIB:.2f} GiB given back meanwhile",
+    )
+    assert given_back >= size
+    site.end(worker)
+
+
 def a_context_has_its_price(site: Site) -> None:
     worker = site.worker("driver", site.lease("context", 4 * GIB))
     until(lambda: site.sees("context", worker.pid), "its context", PATIENCE_S)
@@ -84,11 +119,9 @@ def memory_comes_back_as_it_was(site: Site, gib: int) -> None:
     back = site.ask("resume", lease=name)
     assert back["done"], back
     assert do(worker, "verify") == "ok"
-    out_s, back_s, gb = max(moved["took_s"], 1e-6), max(back["took_s"], 1e-6), moved["bytes"] / 1e9
     site.report.add(
         f"suspend and resume {size / GIB:.3g} GiB, every byte compared",
-        f"{gb:.2f} GB out in {out_s:.2f} s ({gb / out_s:.1f} GB/s), "
-        f"back in {back_s:.2f} s ({gb / back_s:.1f} GB/s)",
+        f"{moved['bytes'] / 1e9:.2f} GB out in {site.rate(moved)}, back in {site.rate(back)}",
     )
     site.end(worker)
 
@@ -191,16 +224,19 @@ def what_the_library_adds_to_calls(site: Site) -> None:
     source = ROOT / "tests/benchmarks/calls.c"
     run_program([*build.compiler(), "-O2", "-w", "-o", str(program), str(source), "-ldl"], os.environ)
     leased = site.lease("calls", 4 * GIB)
-    plain = {name: value for name, value in leased.items() if name not in ("LD_PRELOAD", "GPUSHARE_LEASE")}
-    launches = str(1_000_000 * site.scale_bytes // GIB)
+    plain = without_library(leased)
+    launches = 1_000_000 * site.scale_bytes // GIB // PAIRS
 
     def run(environment: dict[str, str]) -> list[float]:
-        return [float(word) for word in run_program([str(program), launches], environment).split()]
+        return [float(word) for word in run_program([str(program), str(launches)], environment).split()]
 
-    without, within = run(plain), run(leased)
-    for index, name in enumerate((f"a kernel launch ({launches})", "cuMemGetInfo", "dlsym")):
-        site.report.add(name, f"{without[index]:.0f} ns, with the library {within[index]:.0f} ns")
-    assert all(each > 0 for each in within)
+    pairs = in_turn(lambda: run(plain), lambda: run(leased))
+    for index, name in enumerate((f"a kernel launch ({PAIRS} times {launches})", "cuMemGetInfo", "dlsym")):
+        without, within = (median(run[index] for run in side) for side in zip(*pairs, strict=True))
+        assert within > 0
+        site.report.add(name, f"{without:.0f} ns, with the library {within:.0f} ns")
+    launch = added((without[0], within[0]) for without, within in pairs)
+    site.judge("what the library adds to a launch", launch)
 
 
 def a_kernel_of_jupyter_sleeps_and_is_woken_by_its_cell(site: Site) -> None:

@@ -41,7 +41,7 @@ def without_aslr() -> list[str]:
 
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
-    flags = ["-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
+    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
     if reason := works(flags, tmp_path):
         pytest.skip(reason)
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB")

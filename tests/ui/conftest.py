@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,10 +25,12 @@ import pytest
 from playwright.async_api import Page, async_playwright, expect
 
 from tests.ports import free_ports
+from tests.ui.pages import BUNDLE, TOKEN
 
 ROOT = Path(__file__).parents[2]
-BUNDLE = ROOT / "jupyter_gpushare" / "labextension"
-TOKEN = "token-of-the-page"
+
+# What a page says on its console because of us.
+OURS = re.compile("gpushare|unsatisfied version", re.IGNORECASE)
 
 # A busy machine is slow; what holds is seen at once anyhow.
 expect.set_options(timeout=30_000)
@@ -67,12 +70,32 @@ def start_lab() -> Callable[[Path], AbstractContextManager[Lab]]:
     return start_lab_in
 
 
+@pytest.fixture(scope="session")
+def lab(start_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One JupyterLab for all tests that leave it as it was."""
+    with start_lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def broker(lab: Lab, golden: Any) -> Any:
+    """The broker of `lab`, with answers to what a page asks by itself."""
+    lab.broker.answers.clear()
+    for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
+        lab.broker.answer(f"GET {path}", golden(name))
+    lab.say(golden("status_active"))
+    lab.broker.seen.clear()
+    return lab.broker
+
+
 @pytest.fixture
 def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]:
     """Opens a notebook of a JupyterLab; fails the test when the page complained on its console."""
 
     @asynccontextmanager
-    async def opened(lab: Lab, *, reset: bool = True, **options: Any) -> AsyncIterator[Page]:
+    async def opened(
+        lab: Lab, path: str = "lab/tree/train.ipynb", *, reset: bool = True, **options: Any
+    ) -> AsyncIterator[Page]:
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(
                 executable_path=chromium.executable_path, args=[*chromium.args, *options.pop("args", ())]
@@ -81,13 +104,11 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
             page = await browser.new_page(**options)
             page.set_default_timeout(60_000)
             complaints: list[str] = []
-            page.on(
-                "console",
-                lambda said: complaints.append(said.text) if "gpushare" in said.text.lower() else None,
-            )
+            page.on("console", lambda said: complaints.append(said.text) if OURS.search(said.text) else None)
             page.on("pageerror", lambda error: complaints.append(str(error)))
-            await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}{'&reset' if reset else ''}")
-            await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+            await page.goto(f"{lab.url}/{path}?token={TOKEN}{'&reset' if reset else ''}")
+            if path.startswith("lab/"):
+                await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
             yield page
             await browser.close()
         assert not complaints
@@ -96,16 +117,17 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
 
 
 @contextmanager
-def start_lab_in(folder: Path) -> Iterator[Lab]:
+def start_lab_in(folder: Path, app: str = "jupyterlab", packages: Path | None = None) -> Iterator[Lab]:
+    """Start JupyterLab or ``notebook``, of a folder of packages that come before those of the tests."""
     broker = fake_broker.FakeBroker()
     broker.start()
-    with _jupyterlab(folder, broker) as url:
+    with _jupyterlab(folder, broker, app, packages) as url:
         yield Lab(url, folder, broker)
     broker.stop()
 
 
 @contextmanager
-def _jupyterlab(tmp_path: Path, broker: Any) -> Iterator[str]:
+def _jupyterlab(tmp_path: Path, broker: Any, app: str, packages: Path | None) -> Iterator[str]:
     """The address of a JupyterLab with our bundle and our server extension."""
     for name in ("config", "data", "runtime", "work", "labextensions"):
         (tmp_path / name).mkdir()
@@ -128,13 +150,16 @@ def _jupyterlab(tmp_path: Path, broker: Any) -> Iterator[str]:
         "GPUSHARE_API_URL": broker.url,
         "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN,
     }
+    if packages is not None:
+        mine["PYTHONPATH"] = f"{packages}:{ROOT}"
+        mine["JUPYTERLAB_DIR"] = str(packages / "share" / "jupyter" / "lab")
     with (tmp_path / "lab.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *[sys.executable, "-m", "jupyterlab", f"--port={port}", "--no-browser", "--allow-root"],
-                "--ServerApp.jpserver_extensions={'jupyter_gpushare.server': True}",
+                *[sys.executable, "-m", app, f"--port={port}", "--no-browser", "--allow-root"],
+                "--ServerApp.jpserver_extensions={'jupyterlab': True, 'jupyter_gpushare.server': True}",
                 "--LabApp.expose_app_in_browser=True",
-                f"--LabApp.extra_labextensions_path={tmp_path / 'labextensions'}",
+                f"--LabServerApp.extra_labextensions_path={tmp_path / 'labextensions'}",
                 f"--IdentityProvider.token={TOKEN}",
                 f"--ServerApp.root_dir={tmp_path / 'work'}",
             ],

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
-BUNDLE = Path(__file__).parents[2] / "jupyter_gpushare" / "labextension"
+from tests.ui.pages import needs_browser, picture
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
-]
+pytestmark = needs_browser
 
 
 @pytest.fixture
@@ -33,12 +28,6 @@ def broker(lab) -> Any:
 async def page(lab, open_page) -> AsyncIterator[Page]:
     async with open_page(lab) as page:
         yield page
-
-
-async def picture(page: Page, name: str) -> None:
-    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
-    if folder := os.environ.get("GPUSHARE_PICTURES"):
-        await page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_notifications(

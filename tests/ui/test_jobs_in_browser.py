@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,9 @@ from playwright.async_api import Page, expect
 
 from jupyter_gpushare.jobfiles import log_path
 from tests.server.fake_broker import eventually
+from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
 
-UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
-BUNDLE = UI.parent / "labextension"
-AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
-]
-
-
-@pytest.fixture(scope="module")
-def lab(start_lab, tmp_path_factory) -> Iterator[Any]:
-    """One JupyterLab for all tests here."""
-    with start_lab(tmp_path_factory.mktemp("lab")) as lab:
-        yield lab
-
-
-@pytest.fixture
-def broker(lab, golden) -> Any:
-    lab.broker.answers.clear()
-    for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
-        lab.broker.answer(f"GET {path}", golden(name))
-    lab.say(golden("status_active"))
-    lab.broker.seen.clear()
-    return lab.broker
+pytestmark = needs_browser
 
 
 @pytest.fixture
@@ -48,36 +24,6 @@ async def page(lab, broker, open_page) -> AsyncIterator[Page]:
     async with open_page(lab) as page:
         await expect(page.locator(".gps-status button")).to_contain_text("Active")
         yield page
-
-
-async def picture(page: Page, name: str) -> None:
-    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
-    if folder := os.environ.get("GPUSHARE_PICTURES"):
-        await page.screenshot(path=Path(folder) / f"{name}.png")
-
-
-async def accessible(page: Page, selector: str) -> None:
-    """Fail on what axe-core calls serious or critical."""
-    await page.evaluate(AXE.read_text() + "; undefined")
-    found = await page.evaluate("selector => axe.run(selector)", selector)
-    grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
-    told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
-    assert not told, json.dumps(told, indent=1)
-
-
-async def run_command(page: Page, command: str, args: dict[str, Any] | None = None) -> None:
-    """What a menu or the palette does."""
-    await page.evaluate("([c, a]) => void window.jupyterapp.commands.execute(c, a)", [command, args or {}])
-
-
-THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
-
-
-async def use_theme(page: Page, theme: str) -> None:
-    await run_command(page, "apputils:change-theme", {"theme": theme})
-    await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
-    # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
-    await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
 
 
 async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, golden):
@@ -185,7 +131,7 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     await grid.get_by_role("button", name="Ran").click()
     await grid.get_by_role("button", name="Ran").click()
     await expect(rows.first).to_contain_text("train 999")
-    await page.get_by_label("Jobs; arrow keys choose one").focus()
+    await rows.first.focus()
     await page.keyboard.press("End")
     await expect(grid.locator('[aria-selected="true"]')).to_be_visible()
     await page.keyboard.press("Home")
@@ -265,24 +211,50 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
-async def test_the_sidebar_is_accessible_in_every_theme_and_narrow(page, broker):
+# What sticks out of the panel to the right.
+TOO_WIDE = """panel => {
+    const edge = panel.getBoundingClientRect().left + panel.clientWidth;
+    return [...panel.querySelectorAll('*')]
+        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
+        .map(node => node.outerHTML.slice(0, 120));
+}"""
+# What of ours moves by itself.
+MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
+    const style = getComputedStyle(node);
+    return style.animationName !== 'none' || style.transitionDuration.split(', ').some(s => s !== '0s');
+}).map(node => node.outerHTML.slice(0, 120))"""
+
+
+async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, lab, broker, golden):
+    await page.emulate_media(reduced_motion="reduce")
     await page.locator(".gps-status button").click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("You used 14 GPU-hours.")
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gps-panel")
-        await accessible(page, ".gps-status")
-    await use_theme(page, THEMES[0])
     wide = await panel.bounding_box()
     await page.mouse.move(wide["x"] - 2, 400)
     await page.mouse.down()
     await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
     await page.mouse.up()
-    narrow = "() => document.querySelector('.gps-panel').offsetWidth <= 250"
-    await page.wait_for_function(narrow)
-    assert await panel.evaluate("node => node.scrollWidth <= node.clientWidth")
-    await picture(page, "panel-narrow")
+    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+    for theme in THEMES:
+        await use_theme(page, theme)
+        lab.say(golden("status_active"))
+        await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
+        await accessible(page, ".gps-panel")
+        await accessible(page, ".gps-status")
+        assert await panel.evaluate(TOO_WIDE) == []
+        await picture(page, f"panel-narrow-{theme.split()[-1].lower()}")
+        lab.say(golden("status_warned"))
+        await expect(panel).to_contain_text("2 jobs are waiting")
+        await expect(page.locator(".gps-banner")).to_contain_text("Lent in 5 min")
+        for selector in (".gps-panel", ".gps-banner", ".gps-status"):
+            await accessible(page, selector)
+        assert await panel.evaluate(TOO_WIDE) == []
+        assert await page.evaluate(MOVING) == []
+        await picture(page, f"panel-narrow-warned-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    lab.say(golden("status_active"))
+    await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
     await panel.get_by_role("button", name="Release the GPU memory of train.ipynb").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_contain_text("all of its variables are lost")

@@ -3,6 +3,7 @@
 import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
+import { Button } from './button';
 import { Log } from './log';
 import { ENDED } from './model';
 import { IJob, ILogPiece, IMoment } from './wire';
@@ -87,10 +88,10 @@ function Buttons(props: IDetailProps): JSX.Element {
     await action(job);
     setBusy(false);
   };
-  const button = (label: string, onClick: () => void, disabled = false): JSX.Element => (
-    <button className="jp-Button jp-mod-styled jp-mod-reject" disabled={disabled || busy} onClick={onClick}>
+  const button = (label: string, run: () => void, off = false): JSX.Element => (
+    <Button className="jp-Button jp-mod-styled jp-mod-reject" off={off || busy} run={run}>
       {label}
-    </button>
+    </Button>
   );
   const output = job.source?.output ?? '';
   return (
@@ -202,7 +203,7 @@ function LogView(props: IDetailProps): JSX.Element {
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
       <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
-        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}\n</i>}
+        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}{'\n'}</i>}
         {log.lines.length === 0 && (
           <i>
             {job.started_at === null ? trans.__('It has not started yet.') : trans.__('It has printed nothing yet.')}

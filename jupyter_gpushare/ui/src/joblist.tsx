@@ -5,6 +5,7 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
+import { Button } from './button';
 import { Column, IView, JobsModel, progressOf, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
 import { GpuModel } from './model';
@@ -41,6 +42,11 @@ export class JobList extends ReactWidget {
   override dispose(): void {
     this._model.dispose();
     super.dispose();
+  }
+
+  /** Who comes here by keyboard is at the rows at once. */
+  protected override onActivateRequest(): void {
+    this.node.querySelector<HTMLElement>('.gps-job-row[tabindex="0"]')?.focus();
   }
 
   protected override render(): JSX.Element {
@@ -119,13 +125,14 @@ export class JobList extends ReactWidget {
 }
 
 function Empty(props: { text: string; action?: string; run?: () => void }): JSX.Element {
+  const { action, run } = props;
   return (
     <div className="gps-empty">
       <p role="status">{props.text}</p>
-      {props.action !== undefined && (
-        <button className="jp-Button jp-mod-styled jp-mod-accept" onClick={props.run}>
-          {props.action}
-        </button>
+      {action !== undefined && run !== undefined && (
+        <Button className="jp-Button jp-mod-styled jp-mod-accept" run={run}>
+          {action}
+        </Button>
       )}
     </div>
   );
@@ -198,6 +205,8 @@ function Rows(props: {
     return () => observer.disconnect();
   }, []);
   const at = jobs.findIndex(job => job.id === selected);
+  // The row that the keyboard reaches is there also when it is out of sight.
+  const reached = Math.max(0, at);
   const move = (to: number): void => {
     const job = jobs[Math.max(0, Math.min(jobs.length - 1, to))];
     if (job !== undefined) {
@@ -211,6 +220,13 @@ function Rows(props: {
       }
     }
   };
+  React.useEffect(() => {
+    const node = scroller.current!;
+    const focused = document.activeElement;
+    if (node.contains(focused) || focused === node.closest('[tabindex="-1"]')) {
+      node.querySelector<HTMLElement>('.gps-job-row[tabindex="0"]')?.focus({ preventScroll: true });
+    }
+  }, [selected]);
   const page = Math.max(1, Math.floor(height / ROW_PX) - 1);
   const keys: { [key: string]: number } = {
     ArrowDown: at + 1,
@@ -222,6 +238,10 @@ function Rows(props: {
   };
   const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
   const last = Math.min(jobs.length, Math.ceil((top + height) / ROW_PX) + BEYOND);
+  const drawn = jobs.slice(first, last).map((job, n) => ({ job, n: first + n }));
+  if (reached < jobs.length && (reached < first || reached >= last)) {
+    drawn.push({ job: jobs[reached]!, n: reached });
+  }
   return (
     <div className="gps-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
       <div className="gps-row-grid gps-head" role="row" aria-rowindex={1}>
@@ -231,8 +251,6 @@ function Rows(props: {
         ref={scroller}
         className="gps-scroller"
         role="rowgroup"
-        tabIndex={0}
-        aria-label={trans.__('Jobs; arrow keys choose one')}
         onScroll={event => setTop(event.currentTarget.scrollTop)}
         onKeyDown={event => {
           const to = keys[event.key];
@@ -243,12 +261,13 @@ function Rows(props: {
         }}
       >
         <div role="presentation" style={{ height: jobs.length * ROW_PX, position: 'relative' }}>
-          {jobs.slice(first, last).map((job, n) => (
+          {drawn.map(({ job, n }) => (
             <Row
               key={job.id}
               job={job}
-              n={first + n}
-              selected={job.id === selected}
+              n={n}
+              selected={n === at}
+              reached={n === reached}
               select={select}
               trans={trans}
             />
@@ -302,6 +321,7 @@ const Row = React.memo(function Row(props: {
   job: IJob;
   n: number;
   selected: boolean;
+  reached: boolean;
   select: (id: string) => void;
   trans: TranslationBundle;
 }): JSX.Element {
@@ -313,6 +333,7 @@ const Row = React.memo(function Row(props: {
       role="row"
       aria-rowindex={n + 2}
       aria-selected={props.selected}
+      tabIndex={props.reached ? 0 : -1}
       data-job={job.id}
       style={{ transform: `translateY(${n * ROW_PX}px)`, height: ROW_PX }}
       onClick={() => props.select(job.id)}
@@ -338,10 +359,12 @@ interface IRowProps {
   readonly job: IJob;
   readonly n: number;
   readonly selected: boolean;
+  readonly reached: boolean;
 }
 
 /** Answers are new objects each time; a row is drawn again when it would look different. */
 function sameRow(a: IRowProps, b: IRowProps): boolean {
   const keys = ['id', 'name', 'state', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
-  return a.n === b.n && a.selected === b.selected && keys.every(key => a.job[key] === b.job[key]);
+  const same = a.n === b.n && a.selected === b.selected && a.reached === b.reached;
+  return same && keys.every(key => a.job[key] === b.job[key]);
 }

@@ -138,6 +138,10 @@ class Jobs {
       launch: (request, key) => requests.launch(request, key)
     });
     const job = await showLaunchDialog(model, this._trans);
+    // What the dialog was opened from may be gone.
+    if (document.activeElement === document.body) {
+      this._app.shell.currentWidget?.activate();
+    }
     if (job !== null) {
       await this._submitted(job);
     }
@@ -199,7 +203,7 @@ class Jobs {
 
   private async _submitted(job: IJob): Promise<void> {
     Notification.success(this._trans.__('Submitted %1. %2', job.name, job.reason), {
-      autoClose: 5000,
+      autoClose: 8000,
       actions: [{ label: this._trans.__('Show job'), callback: () => void this.open(job.id) }]
     });
     await this._gpu.model.refresh();

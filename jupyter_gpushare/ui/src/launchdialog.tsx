@@ -30,6 +30,7 @@ class LaunchDialog extends Dialog<void> {
     super({
       title: trans.__('Run as training job'),
       body: new LaunchBody(_model, trans),
+      focusNodeSelector: 'input',
       buttons: [
         Dialog.cancelButton({ label: trans.__('Cancel') }),
         Dialog.okButton({ label: trans.__('Submit') })
@@ -39,6 +40,25 @@ class LaunchDialog extends Dialog<void> {
 
   /** What was submitted. */
   job: IJob | null = null;
+
+  /** JupyterLab looked for the first field before there was one, and takes every Enter for a yes. */
+  override handleEvent(event: Event): void {
+    if (event instanceof KeyboardEvent && event.type === 'keydown' && event.target instanceof Element) {
+      const fields = Array.from(this.node.querySelectorAll<HTMLElement>('.gps-launch input, .jp-Dialog-button'));
+      const ends = [fields[0], fields[fields.length - 1]];
+      const [from, to] = event.shiftKey ? ends : ends.reverse();
+      if (event.key === 'Tab' && event.target === from) {
+        event.preventDefault();
+        event.stopPropagation();
+        to?.focus();
+        return;
+      }
+      if (event.key === 'Enter' && event.target.matches('summary')) {
+        return;
+      }
+    }
+    super.handleEvent(event);
+  }
 
   /** Closes with the job; a refusal leaves the dialog open. */
   override resolve(index?: number): void {
@@ -179,8 +199,6 @@ function Text(props: ITextProps): JSX.Element {
     placeholder: props.placeholder,
     spellCheck: false,
     autoComplete: 'off',
-    // Drawn after the dialog looked for what to focus.
-    autoFocus: field === 'path',
     'aria-invalid': problem !== undefined,
     'aria-describedby': problem !== undefined ? `${id}-problem` : hint && `${id}-hint`,
     onBlur: props.onBlur,

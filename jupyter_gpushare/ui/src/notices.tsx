@@ -115,10 +115,14 @@ export class Banner extends ReactWidget {
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
     private readonly _enabled: () => boolean,
+    private readonly _notebook: NotebookPanel,
     private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gps-banner');
+    this.node.tabIndex = -1;
+    this.node.setAttribute('role', 'group');
+    this.node.setAttribute('aria-label', _trans.__('GPU of this notebook'));
     this.hide();
     _model.changed.connect(this._follow, this);
     this._follow(_model, _model.state);
@@ -132,7 +136,7 @@ export class Banner extends ReactWidget {
     enabled: () => boolean,
     trans: TranslationBundle
   ): void {
-    notebook.contentHeader.addWidget(new Banner(model, actions, enabled, trans));
+    notebook.contentHeader.addWidget(new Banner(model, actions, enabled, notebook, trans));
   }
 
   override dispose(): void {
@@ -184,7 +188,11 @@ export class Banner extends ReactWidget {
   private readonly _observer = new ResizeObserver(() => this._fit());
 
   private _follow(_: GpuModel, state: GpuState): void {
+    const focused = this.node.contains(document.activeElement);
     this.setHidden(!(shows(state) && this._enabled()));
+    if (focused && this.isHidden) {
+      this._notebook.activate();
+    }
   }
 }
 

@@ -5,6 +5,7 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Action, Actions } from './actions';
+import { Button } from './button';
 import { Meter, Sparkline } from './meter';
 import { ENDED, GpuModel, GpuState, phaseOf } from './model';
 import { ISample } from './samples';
@@ -48,8 +49,13 @@ export class GpuPanel extends ReactWidget {
     super();
     _model.changed.connect(this._lookBack, this);
     this.addClass('gps-panel');
+    this.node.tabIndex = -1;
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', _trans.__('Shared GPU'));
+  }
+
+  protected override onActivateRequest(): void {
+    this.node.focus();
   }
 
   protected override onAfterShow(): void {
@@ -87,12 +93,12 @@ export class GpuPanel extends ReactWidget {
         <>
           <p role="status">{sentence(trans, state)}</p>
           {state.kind === 'silent' && (
-            <button
+            <Button
               className="jp-Button jp-mod-styled jp-mod-minimal"
-              onClick={() => void this._model.refresh()}
+              run={() => void this._model.refresh()}
             >
               {trans.__('Ask again')}
-            </button>
+            </Button>
           )}
         </>
       );
@@ -160,15 +166,15 @@ export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | 
   return (
     <div className="gps-actions">
       {props.actions.map(action => (
-        <button
+        <Button
           key={action.verb}
           className={`jp-Button jp-mod-styled ${action.accent ? 'jp-mod-accept' : 'jp-mod-reject'}`}
           title={action.caption}
-          disabled={busy}
-          onClick={() => void run(action)}
+          off={busy}
+          run={() => void run(action)}
         >
           {action.label}
-        </button>
+        </Button>
       ))}
     </div>
   );
@@ -260,16 +266,15 @@ function Process(props: {
       <span>
         {trans.__('%1 GB', gigabytes(process.used_bytes))}
         {process.kernel_id !== '' && (
-          <button
-            type="button"
+          <Button
             className="gps-link"
             title={trans.__('Free its GPU memory by restarting the kernel')}
             aria-label={trans.__('Release the GPU memory of %1', name)}
-            disabled={busy}
-            onClick={() => void release()}
+            off={busy}
+            run={() => void release()}
           >
             {trans.__('Release')}
-          </button>
+          </Button>
         )}
       </span>
     </div>

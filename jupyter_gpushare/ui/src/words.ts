@@ -250,7 +250,7 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
     used +
     ' ' +
     (week.helped_jobs === 0
-      ? trans.__('Your idle time left %1 GPU-hours to others.', lent)
+      ? trans.__('Your idle time gave %1 GPU-hours to others.', lent)
       : trans._n(
           'Your idle time gave %2 GPU-hours to %1 job.',
           'Your idle time gave %2 GPU-hours to %1 jobs.',

@@ -105,7 +105,7 @@ describe('sentences', () => {
       'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to 3 jobs.'
     );
     expect(weekText(trans, { ...HISTORY, helped_jobs: 1 })).toMatch(/to 1 job\.$/);
-    expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/left 6\.4 GPU-hours to others\.$/);
+    expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/gave 6\.4 GPU-hours to others\.$/);
     expect(weekText(trans, { ...HISTORY, lent_gpu_s: 179 })).toBe('You used 14 GPU-hours.');
     expect(weekText(trans, { ...HISTORY, used_gpu_s: 100, lent_gpu_s: 0 })).toBe(
       'You used less than 0.1 GPU-hours.'

@@ -1,0 +1,42 @@
+"""The log of decisions: what was decided or found, about whom and why, in one sentence each.
+
+Owners and administrators read it; every entry is also stored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from jupyter_gpushare.broker.records import DecisionRecord, LeaseRecord
+
+# All are on disk.
+_KEPT = 1_000
+
+
+class Decisions:
+    """The latest entries, and the only place that makes one."""
+
+    def __init__(self, wall: Callable[[], str], stored: Iterable[DecisionRecord] = ()) -> None:
+        self.latest = deque(stored, maxlen=_KEPT)
+        self._wall = wall
+        self._seq = self.latest[-1].seq if self.latest else 0
+
+    def add(
+        self, record: LeaseRecord | None, action: str, sentence: str, *, why: str = "", for_lease: str = ""
+    ) -> DecisionRecord:
+        """Return a new entry, which the caller stores; without a lease it is about the machine."""
+        self._seq += 1
+        entry = DecisionRecord(
+            seq=self._seq,
+            at=self._wall(),
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
+            action=action,
+            why=why,
+            for_lease=for_lease or None,
+            sentence=sentence,
+        )
+        self.latest.append(entry)
+        return entry

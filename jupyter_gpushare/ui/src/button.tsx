@@ -1,0 +1,28 @@
+/** A button that never drops the keyboard's focus. */
+
+import React from 'react';
+
+interface IButtonProps {
+  readonly className: string;
+  /** Nothing happens at a click; it can still be reached. */
+  readonly off?: boolean;
+  readonly run: () => void;
+  readonly title?: string;
+  readonly 'aria-label'?: string;
+  readonly children: React.ReactNode;
+}
+
+/** A browser takes the focus from a disabled button, and from one that goes: the area around it gets it then. */
+export function Button(props: IButtonProps): JSX.Element {
+  const { off = false, run, ...more } = props;
+  const button = React.useRef<HTMLButtonElement>(null);
+  React.useLayoutEffect(() => {
+    const mine = button.current!;
+    return () => {
+      if (mine === document.activeElement) {
+        mine.closest<HTMLElement>('[tabindex="-1"]')?.focus();
+      }
+    };
+  }, []);
+  return <button {...more} ref={button} type="button" aria-disabled={off} onClick={() => off || run()} />;
+}

@@ -1,0 +1,63 @@
+/** Every string that people read goes through the translator, as a literal, in the words that we use. */
+
+import ts from 'typescript';
+import { describe, expect, it } from 'vitest';
+
+const SOURCES = new URL('../src', import.meta.url).pathname;
+const SHOWN = new Set(['title', 'label', 'caption', 'aria-label', 'alt']);
+/** Never shown: what a plugin is for, and what kind of widget a panel is. */
+const NOT_SHOWN = new Set(['description', 'type']);
+const AVOIDED = /\b(reclaim|evict|oom|pending|cull|preempt)/i;
+
+interface IFound {
+  readonly translated: string[];
+  readonly bare: string[];
+}
+
+/** Looks through one module. */
+function stringsOf(path: string): IFound {
+  const found: IFound = { translated: [], bare: [] };
+  const source = ts.createSourceFile(path, ts.sys.readFile(path)!, ts.ScriptTarget.Latest, true);
+  const complain = (node: ts.Node): void => {
+    const { line } = source.getLineAndCharacterOfPosition(node.getStart());
+    found.bare.push(`${path}:${line + 1}: ${node.getText()}`);
+  };
+  const visit = (node: ts.Node): void => {
+    if (ts.isCallExpression(node) && /(^|\.)_?trans\.(__|_n)$/.test(node.expression.getText())) {
+      const many = node.expression.getText().endsWith('_n') ? 2 : 1;
+      for (const text of node.arguments.slice(0, many)) {
+        ts.isStringLiteralLike(text) ? found.translated.push(text.text) : complain(text);
+      }
+      node.arguments.slice(many).forEach(visit);
+      return;
+    }
+    if (ts.isJsxText(node) && /\p{L}/u.test(node.text)) {
+      complain(node);
+    }
+    if (ts.isStringLiteralLike(node)) {
+      const parent = node.parent;
+      const named = ts.isJsxAttribute(parent) || ts.isPropertyAssignment(parent) ? parent.name.getText() : '';
+      const sentence = /^[A-Z][a-z]* [a-z]/.test(node.text) && !ts.isNewExpression(parent);
+      if ((SHOWN.has(named) && node.text !== '') || (sentence && !NOT_SHOWN.has(named))) {
+        complain(node);
+      }
+    }
+    ts.forEachChild(node, visit);
+  };
+  visit(source);
+  return found;
+}
+
+describe('what people read', () => {
+  const all = ts.sys.readDirectory(SOURCES).map(stringsOf);
+
+  it('goes through the translator', () => {
+    expect(all.flatMap(found => found.bare)).toEqual([]);
+  });
+
+  it('is said in our words', () => {
+    const texts = all.flatMap(found => found.translated);
+    expect(texts.length).toBeGreaterThan(100);
+    expect(texts.filter(text => AVOIDED.test(text))).toEqual([]);
+  });
+});

@@ -1,0 +1,152 @@
+"""A broker that answers over real HTTP, with a Hub that knows a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+from jupyterhub.services.auth import HubOAuth
+from tornado import httpserver, web
+from tornado.testing import bind_unused_port
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.broker import metrics, openapi
+from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access
+from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
+from jupyter_gpushare.broker.pages import AdminPage
+from tests.broker.site import Site
+
+PREFIX = "/services/gpushare/"
+ACCESS = "access:services!service=gpushare"
+SPAWNER = "the-spawners-own-token"
+
+
+def person(name: str, *scopes: str) -> dict[str, Any]:
+    return {"kind": "user", "name": name, "groups": [], "admin": False, "scopes": [ACCESS, *scopes]}
+
+
+TOKENS: dict[str, dict[str, Any]] = {
+    "ada": person("ada", JOBS_SCOPE),
+    "bo": person("bo", JOBS_SCOPE),
+    "bo-reads": person("bo"),
+    "root": person("root", JOBS_SCOPE, ADMIN_SCOPE),
+    "ada-server": person("ada", JOBS_SCOPE, "access:servers!server=ada/"),
+    "ada-two": person("ada", "access:servers!server=ada/", "access:servers!server=ada/x"),
+    "bo-as-ada": person("bo", "access:servers!server=ada/"),
+    "prometheus": {"kind": "service", "name": "prometheus", "scopes": [ACCESS, "read:metrics"]},
+    "no-access": {"kind": "user", "name": "eve", "groups": [], "scopes": []},
+}
+
+
+class _HubUser(web.RequestHandler):
+    """What the Hub answers to whom it gave a token."""
+
+    def get(self) -> None:
+        known = self.application.settings["tokens"]
+        token = self.request.headers.get("Authorization", "").partition(" ")[2]
+        if token == "hub-is-down":
+            raise web.HTTPError(503)
+        if token not in known:
+            raise web.HTTPError(403)
+        self.write(known[token])
+
+
+class Http:
+    """A broker that listens, on a site in memory, in real time."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.tokens = dict(TOKENS)
+        self.servers: list[httpserver.HTTPServer] = []
+
+    async def open(self) -> None:
+        self.broker = await self.site.start_broker(running=False)
+        await self.broker.loop.measure()
+        hub_url = self._listen(
+            web.Application([("/hub/api/user", _HubUser)], tokens=self.tokens, log_function=_silent)
+        )
+        auth = HubOAuth(
+            api_url=f"{hub_url}/hub/api",
+            api_token="broker",
+            oauth_client_id="service-gpushare",
+            base_url=PREFIX,
+            hub_prefix="/hub/",
+            hub_host="",
+            access_scopes={ACCESS},
+            cache_max_age=1,
+        )
+        self.service = Service(
+            book=self.broker.book,
+            desk=self.broker.desk,
+            views=self.broker.views,
+            access=Access(auth, SPAWNER, self.broker.backend),
+            registry=metrics.registry(self.broker.book),
+            prefix=PREFIX,
+            openapi=lambda: openapi.describe(PREFIX),
+            waiting={},
+        )
+        options = {"service": self.service}
+        self.url = self._listen(
+            web.Application(
+                [
+                    *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
+                    (PREFIX + "metrics", Metrics, options),
+                    (PREFIX + "?", AdminPage, options),
+                    (".*", NoSuchPath, options),
+                ],
+                cookie_secret=b"secret",
+                log_function=_silent,
+            ),
+            max_body_size=wire.MAX_BODY_BYTES,
+        )
+        self.api = f"{self.url}{PREFIX}api/v1"
+        self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=10)
+
+    def _listen(self, application: web.Application, **options: Any) -> str:
+        socket, port = bind_unused_port()
+        server = httpserver.HTTPServer(application, **options)
+        server.add_socket(socket)
+        self.servers.append(server)
+        return f"http://127.0.0.1:{port}"
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        for server in self.servers:
+            server.stop()
+            await server.close_all_connections()
+        await self.site.close()
+
+    async def ask(self, method: str, path: str, who: str | None = "bo", **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"token {who}"} if who else {}
+        headers |= options.pop("headers", {})
+        return await self.client.request(method, path, headers=headers, **options)
+
+    async def refused(
+        self, method: str, path: str, who: str | None = "bo", **options: Any
+    ) -> wire.ErrorAnswer:
+        """Return the error of a request that must be refused; it always has the same shape."""
+        response = await self.ask(method, path, who, **options)
+        assert response.status_code >= 400, response.text
+        answer = msgspec.json.decode(response.content, type=wire.ErrorAnswer)
+        assert answer.status == response.status_code
+        assert answer.message
+        assert answer.reason
+        assert response.headers["Content-Type"] == "application/json"
+        return answer
+
+    async def submit(self, who: str = "bo", **more: Any) -> wire.Job:
+        response = await self.ask("POST", "jobs", who, json={"command": ["true"], **more})
+        assert response.status_code == 201, response.text
+        return msgspec.json.decode(response.content, type=wire.Job)
+
+
+def _silent(_handler: Any) -> None:
+    return None
+
+
+def example(path: str) -> str:
+    examples = {"id": "abc", "n": "1", "name": "nlp", "action": "lend", "kernel": "k-1"}
+    for name, value in examples.items():
+        path = path.replace("{" + name + "}", value)
+    return path

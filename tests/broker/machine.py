@@ -1,0 +1,56 @@
+"""What is on the machine of a `Site`: devices, leases with their processes, programs that run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.gpu.verbs import Phase
+
+GB = 10**9
+DEVICE_BYTES = 80 * GB
+RESERVE_BYTES = 2 * GB
+GROUPS = {"ada": ("vision",), "bo": ("nlp",), "cy": ("vision", "nlp"), "eve": ()}
+
+
+@dataclass
+class Held:
+    """A lease as the device helper knows it, with the processes that carry it."""
+
+    handle: str
+    uid: int
+    limits: dict[str, int]
+    guaranteed: dict[str, int] = field(default_factory=dict)
+    phase: Phase = Phase.RUNNING
+    alive: bool = False
+    used: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+    wanted: bool = False
+    active_at: float = 0.0
+    suspendable: bool = True
+
+
+@dataclass
+class Program:
+    """What the command of a job does."""
+
+    work_s: float = 20.0
+    exit_code: int = 0
+    memory: float = 0.5  # of its limit
+    dies_of_loss: bool = False  # when its GPU memory was lost
+    heeds_sigterm: bool = True
+    vanishes_after_s: float | None = None  # killed from outside, without a word
+    lingers_s: float = 0.0  # its memory is still on the device so long after its end
+
+
+@dataclass(eq=False)
+class Run:
+    """One attempt of a job that lives now."""
+
+    job: wire.JobSpec
+    user: str
+    told_to_stop: bool = False
+    ended: bool = False  # its processes are gone; their memory may linger
+    task: asyncio.Task[None] | None = None

@@ -1,0 +1,290 @@
+"""A site in memory: devices, device helper, Hub, servers, jobs.
+
+`Site` is everything that outlives a broker.  It watches over what must never
+happen (more memory on a device than it has, two attempts of one job at once)
+and writes that into ``site.wrong``.  `Site.start_broker` starts a real store,
+book, loop and desk on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import signal
+import tempfile
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker.policy import Policy, ProjectConfig
+from jupyter_gpushare.broker.records import JobRecord
+from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.errors import RequestError, StoreError
+from jupyter_gpushare.gpu import verbs
+from jupyter_gpushare.gpu.verbs import Moved, Phase
+from tests.broker.fake_backend import Broker
+from tests.broker.machine import DEVICE_BYTES, GROUPS, RESERVE_BYTES, Held, Program, Run
+from tests.broker.virtual_time import until
+
+
+@functools.cache
+def _empty_database() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.sqlite"
+        Store(f"sqlite:///{path}", "boot-1").close()
+        return path.read_bytes()
+
+
+class Site:
+    """Machine, Hub and people; outlives brokers."""
+
+    def __init__(
+        self, folder: Path, *, gpus: int = 2, profile: str = "", policy: Policy | None = None
+    ) -> None:
+        (folder / "broker.sqlite").write_bytes(_empty_database())
+        self.url = f"sqlite:///{folder / 'broker.sqlite'}"
+        self.policy = policy or Policy(
+            projects=tuple(ProjectConfig(name=n, quota_percent=50.0, groups=(n,)) for n in ("vision", "nlp")),
+            idle_timeout_s=60.0,
+            grace_s=5.0,
+        )
+        self.profile = profile  # of MIG instances; "": its GPUs are not divided
+        self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
+        self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
+        self.held: dict[str, Held] = {}
+        self.servers: dict[ServerKey, str] = {}
+        self.programs: dict[str, Program] = {}
+        self.runs: list[Run] = []
+        self.started: Counter[str] = Counter()  # by job id
+        self.worked_s: Counter[str] = Counter()
+        self.worked_in: dict[tuple[str, int], float] = {}
+        self.wrong: list[str] = []
+        self.effects: list[str] = []
+        self.faults: dict[str, deque[Moved | Exception]] = {}
+        self.helper_silent = False
+        self.patient = False  # people try again while a new broker looks around
+        self.unhealthy: set[str] = set()
+        self.unmeasured: set[str] = set()
+        self.spawn_s = 0.2
+        self.move_s = 1.0
+        self.epoch = 0
+        self.boot_id = "boot-1"
+        self.broker: Broker | None = None
+        self.inboxes: list[asyncio.Queue[verbs.Event]] = []
+        self._seq = itertools.count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> str:
+        moment = datetime.fromtimestamp(1_700_000_000 + self.now, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    # ---- brokers
+
+    async def start_broker(self, die_at: int | None = None, *, running: bool = True) -> Broker:
+        broker = Broker(self, die_at)
+        self.broker = broker
+        if running:
+            broker.begin()
+            await until(lambda: broker.dead.is_set() or broker.book.sample is not None, 30)
+        return broker
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.broker is not None:
+            await self.broker.end()
+        assert not self.wrong, self.wrong
+
+    async def __aenter__(self) -> Site:
+        return self
+
+    async def __aexit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self.wrong.clear()  # the first error is the one to show
+        await self.close()
+
+    def later(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def ask(self, question: Callable[[Broker], Awaitable[Any]], patience_s: float = 60.0) -> Any:
+        """Ask whatever broker is alive, as clients do: again until one answers."""
+        end = self.now + patience_s
+        while self.now < end:
+            broker = self.broker
+            if broker is not None and not broker.dead.is_set():
+                answer = asyncio.ensure_future(question(broker))
+                dead = asyncio.ensure_future(broker.dead.wait())
+                await asyncio.wait((answer, dead), return_when=asyncio.FIRST_COMPLETED)
+                dead.cancel()
+                if answer.done():
+                    try:
+                        return answer.result()
+                    except StoreError:
+                        broker.dead.set()
+                    except RequestError as refused:
+                        if not self.patient or refused.reason != "devices_unknown":
+                            raise
+                answer.cancel()
+            await asyncio.sleep(0.1)
+        raise TimeoutError("no broker answered")
+
+    # ---- people and their servers
+
+    async def session(
+        self, user: str, size: str = "1/2", *, server: str = "", use: float = 0.5, project: str | None = None
+    ) -> Held:
+        """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
+        request = spawn(user, size, server=server, project=project)
+        grant = await self.ask(lambda b: b.desk.start(request))
+        self.servers[ServerKey(user, server)] = "ready"
+        held = self.held[grant.lease]
+        held.alive = True
+        if not grant.asleep:
+            self.use(held, {uuid: int(limit * use) for uuid, limit in held.limits.items()})
+        held.active_at = self.now
+        return held
+
+    async def gpu_cell(self, held: Held) -> None:
+        """Enter a CUDA call; returns when it got through."""
+        held.calls += 1
+        held.active_at = self.now
+        if held.phase is not Phase.RUNNING:
+            held.wanted = True
+            self.tell(verbs.EventKind.WANTED, held.handle)
+            await until(lambda: held.phase is Phase.RUNNING)
+        held.active_at = self.now
+
+    async def end_session(self, user: str, server: str = "") -> None:
+        """A server ends: its processes go, the Hub forgets it, the spawner says so."""
+        for held in [h for h in self.held.values() if self.owner(h.handle) == (user, server)]:
+            held.alive, held.used, held.saved = False, {}, {}
+        self.servers.pop(ServerKey(user, server), None)
+        await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=user, server=server)))
+
+    def owner(self, handle: str) -> tuple[str, str] | None:
+        record = self.broker.book.by_handle(handle) if self.broker else None
+        return (record.lease.user, record.server) if record else None
+
+    async def submit(self, user: str, gpus: str = "1", key: str | None = None, **more: Any) -> JobRecord:
+        program = more.pop("program", None)
+        request = wire.JobRequest(command=["python", "train.py"], gpus=gpus, **more)
+        key = key or f"key-{next(self._seq)}"
+        job: JobRecord = await self.ask(lambda b: b.desk.submit(user, self.groups[user], request, key))
+        if program is not None:
+            self.programs[job.id] = program
+        return job
+
+    # ---- device memory
+
+    def use(self, held: Held, used: dict[str, int]) -> None:
+        held.used = used
+        for uuid in self.uuids:
+            total = sum(h.used.get(uuid, 0) for h in self.held.values())
+            if total > DEVICE_BYTES - RESERVE_BYTES:
+                self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
+
+    def tell(self, kind: verbs.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
+        event = verbs.Event(
+            seq=next(self._seq), at=self.now, kind=kind, lease=lease, reason=reason, fields=fields
+        )
+        for inbox in self.inboxes:
+            inbox.put_nowait(event)
+
+    def fault(self, name: str, *outcomes: Moved | Exception) -> None:
+        """Let the next calls of ``name`` end like this."""
+        self.faults.setdefault(name, deque()).extend(outcomes)
+
+    # ---- the Hub
+
+    async def spawn_job(self, key: ServerKey) -> None:
+        """What the Hub does once it took the request to start a job's server."""
+        await asyncio.sleep(self.spawn_s)
+        request = spawn(key.user, None, server=key.server)
+        try:
+            grant = await self.ask(lambda b: b.desk.start(request))
+        except RequestError:
+            self.servers.pop(key, None)
+            await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            return
+        await asyncio.sleep(self.spawn_s)
+        self.servers[key] = "ready"
+        run = Run(job=grant.job, user=key.user)
+        run.task = asyncio.current_task()
+        if any(r.job.id == run.job.id for r in self.runs):
+            self.wrong.append(f"two attempts of {run.job.id} at once")
+        self.runs.append(run)
+        self.started[run.job.id] += 1
+        held = self.held.get(grant.lease) or Held(grant.lease, 0, {})
+        try:
+            await self._work(run, held)
+        finally:
+            self.runs.remove(run)
+        self.servers.pop(key, None)
+        await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=key.user, server=key.server)))
+
+    async def _work(self, run: Run, held: Held) -> None:
+        program = self.programs.get(run.job.id, Program())
+        held.alive = True
+        self.use(held, {u: int(x * program.memory) for u, x in held.limits.items()})
+        done_s, code = 0.0, program.exit_code
+        try:
+            await self._report(run, state="started")
+            while done_s < program.work_s:
+                await asyncio.sleep(0.5)
+                if run.told_to_stop and program.heeds_sigterm:
+                    code = -signal.SIGTERM
+                    break
+                if held.phase is Phase.LOST and program.dies_of_loss:
+                    code = 1
+                    break
+                if held.phase is not Phase.RUNNING:
+                    held.wanted = True
+                    continue
+                done_s += 0.5
+                held.active_at = self.now
+                self.worked_s[run.job.id] += 0.5
+                self.worked_in[run.job.id, run.job.attempt] = done_s
+                if program.vanishes_after_s is not None and done_s >= program.vanishes_after_s:
+                    return
+            stopped = run.told_to_stop and done_s < program.work_s
+            await self._report(run, state="ended", exit_code=code, stopped=stopped)
+            await asyncio.sleep(0.3)
+        finally:
+            held.alive, run.ended = False, True
+            if program.lingers_s:
+                await asyncio.sleep(program.lingers_s)
+            held.used, held.saved = {}, {}
+            self.tell(verbs.EventKind.ENDED, held.handle)
+
+    async def _report(self, run: Run, **report: Any) -> None:
+        message = wire.JobReport(**report)
+        await self.ask(lambda b: b.desk.report(run.user, run.job.id, run.job.attempt, message))
+
+    def kill_job(self, job_id: str) -> None:
+        """kill -9 of everything that belongs to a job."""
+        for run in [r for r in self.runs if r.job.id == job_id and not r.ended]:
+            assert run.task is not None
+            run.task.cancel()
+            self.servers.pop(ServerKey(run.user, f"j{job_id}-{run.job.attempt}"), None)
+
+
+def spawn(
+    user: str, size: str | None, *, server: str = "", project: str | None = None, groups: Sequence[str] = ()
+) -> wire.SpawnRequest:
+    options = None if size is None else wire.GpuRequest(fraction=size, project=project)
+    return wire.SpawnRequest(
+        user=user, server=server, groups=list(groups or GROUPS[user]), uid=1000, options=options
+    )

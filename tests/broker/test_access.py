@@ -1,0 +1,195 @@
+"""Who may ask for what, over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker.access import JOBS_SCOPE
+from jupyter_gpushare.broker.handlers import ROUTES
+from tests.broker.http_site import PREFIX, SPAWNER, Http, example, person
+from tests.broker.machine import GROUPS
+
+
+async def test_without_a_token_everything_but_health_is_401(http):
+    for route in ROUTES:
+        if route.path.startswith(("health", "openapi", "spawner/")):
+            continue
+        for method in route.answers:
+            path = example(route.path)
+            answer = await http.refused(method.upper(), path, None, json={})
+            assert (route.path, answer.status, answer.reason) == (route.path, 401, "login")
+    assert (await http.ask("GET", "health", None)).status_code == 200
+
+
+async def test_an_unknown_token_is_401_and_one_without_access_403(http):
+    assert (await http.refused("GET", "status", "unknown")).status == 401
+    answer = await http.refused("GET", "status", "no-access")
+    assert (answer.status, answer.reason) == (403, "not_allowed")
+
+
+async def test_a_hub_that_does_not_answer_is_503_not_401(http):
+    answer = await http.refused("GET", "status", "hub-is-down")
+    assert (answer.status, answer.reason) == (503, "unavailable")
+
+
+async def test_groups_that_cannot_be_read_are_503(http, monkeypatch):
+    async def groups(_user):
+        raise HubError("the Hub does not answer")
+
+    monkeypatch.setattr(http.broker.backend, "groups", groups)
+    assert (await http.refused("GET", "offers")).status == 503
+
+
+async def test_bearer_tokens_work_too(http):
+    response = await http.ask("GET", "status", None, headers={"Authorization": "Bearer bo"})
+    assert response.status_code == 200
+
+
+async def test_jobs_need_their_scope(http):
+    for method, path in [("POST", "jobs"), ("DELETE", "jobs/abc"), ("POST", "jobs/abc/retry")]:
+        answer = await http.refused(
+            method, path, "bo-reads", json={"command": ["true"]} if path == "jobs" else None
+        )
+        assert answer.status == 403
+        assert JOBS_SCOPE in answer.message
+
+
+async def test_jobs_and_leases_of_others_are_404_not_403(http):
+    job = await http.submit("bo")
+    lease = f"j{job.id}"
+    for method, path in [
+        ("GET", f"jobs/{job.id}"),
+        ("DELETE", f"jobs/{job.id}"),
+        ("POST", f"jobs/{job.id}/retry"),
+        ("POST", f"leases/{lease}/resume"),
+        ("POST", f"leases/{lease}/keep"),
+        ("POST", f"leases/{lease}/lend"),
+        ("POST", f"leases/{lease}/kernels/k-1/release"),
+    ]:
+        there = await http.refused(method, path, "ada")
+        nowhere = await http.refused(method, path.replace(job.id, "aaaaaaaaaa"), "ada")
+        assert (there.status, there.reason) == (404, "not_found")
+        assert there.message.replace(job.id, "X") == nowhere.message.replace("aaaaaaaaaa", "X")
+    assert http.broker.book.jobs[job.id].result == ""
+    assert (await http.ask("GET", f"jobs/{job.id}", "root")).status_code == 200
+
+
+async def test_a_kernel_is_released_by_its_own_server(http):
+    job = await http.submit("bo")
+    path = f"leases/j{job.id}/kernels/k-1/release"
+    assert (await http.refused("POST", path, "bo")).status == 409  # it does not run yet
+    server = http.broker.book.get(f"j{job.id}").server
+    http.site.servers[ServerKey("bo", server)] = "ready"
+    response = await http.ask("POST", path, "bo")
+    assert response.status_code == 307
+    # The Hub says where: each user may have a host of their own.
+    assert response.headers["Location"] == f"https://bo.hub.test/user/bo/{server}/gpushare/{path}"
+
+
+async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):
+    mine, other = await http.submit("bo"), await http.submit("ada")
+
+    async def ids(path: str, who: str) -> set[str]:
+        response = (await http.ask("GET", path, who)).json()
+        return {x["id"] for x in response.get("jobs", response.get("leases", ()))}
+
+    assert await ids("jobs", "bo") == {mine.id}
+    assert await ids("jobs?all=1", "bo") == {mine.id}
+    assert await ids("jobs?all=1", "root") == {mine.id, other.id}
+    assert await ids("leases?all=1", "ada") == {f"j{other.id}"}
+    assert await ids("leases?all=1", "root") == {f"j{mine.id}", f"j{other.id}"}
+    status = (await http.ask("GET", "status", "bo")).json()
+    assert [j["id"] for j in status["jobs"]] == [mine.id]
+    assert [p["name"] for p in status["projects"]] == ["nlp"]
+    for path in ("decisions", "projects", "devices"):
+        assert (await http.ask("GET", path, "bo")).status_code == 200
+
+
+async def test_the_spawners_paths_take_its_token_only(http):
+    start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"fraction": "1/2"}}
+    for who in ("bo", "root", None, "", SPAWNER + "x"):
+        for method, path in [
+            ("GET", "spawner/offers?user=bo"),
+            ("POST", "spawner/start"),
+            ("POST", "spawner/stop"),
+        ]:
+            assert (await http.refused(method, path, who, json=start)).status == 403
+    assert not http.broker.book.leases
+    offers = await http.ask("GET", "spawner/offers?user=bo&group=nlp&group=x,y", SPAWNER)
+    assert [o["label"] for o in offers.json()["offers"]] == ["1/4 GPU", "1/2 GPU", "1 GPU"]
+    grant = (await http.ask("POST", "spawner/start", SPAWNER, json=start)).json()
+    assert grant["lease"] in http.site.held
+    stop = {"user": "bo", "server": ""}
+    for _ in range(2):
+        assert (await http.ask("POST", "spawner/stop", SPAWNER, json=stop)).status_code == 204
+
+
+async def test_an_empty_spawner_token_lets_nobody_in(http):
+    http.service.access._spawner_token = ""
+    for header in ("token", "token x", "x"):
+        assert (
+            await http.refused("POST", "spawner/stop", None, headers={"Authorization": header})
+        ).status == 403
+
+
+async def test_a_start_beyond_what_is_there_is_409_no_room(http):
+    start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"gpus": 2}}
+    assert (await http.ask("POST", "spawner/start", SPAWNER, json=start)).status_code == 200
+    answer = await http.refused("POST", "spawner/start", SPAWNER, json=start | {"server": "more"})
+    assert (answer.status, answer.reason) == (409, "no_room")
+    forged = start | {"server": "jabcdefghij-1"}
+    answer = await http.refused("POST", "spawner/start", SPAWNER, json=forged)
+    assert (answer.status, answer.reason) == (409, "not_expected")
+
+
+async def test_only_the_server_of_an_attempt_may_report_about_it(http):
+    job = await http.submit("bo", gpus="2")
+    await http.broker.loop.decide()
+    name = f"j{job.id}-1"
+    http.tokens["its-server"] = person("bo", f"access:servers!server=bo/{name}")
+    http.tokens["older"] = person("bo", f"access:servers!server=bo/j{job.id}-0")
+    http.tokens["other"] = person("bo", "access:servers!server=bo/jaaaaaaaaaa-1")
+    http.tokens["stolen"] = person("ada", f"access:servers!server=bo/{name}")
+    path, ended = f"jobs/{job.id}/attempts/1/report", {"state": "ended", "exit_code": 0}
+    for who in ("bo", "ada", "root", "ada-server", "older", "other", "stolen"):
+        assert (await http.refused("POST", path, who, json=ended)).status == 403
+    assert http.broker.job(_record(http, job)).exit_code is None
+    assert (await http.ask("POST", path, "its-server", json=ended)).status_code == 204
+    assert http.broker.job(_record(http, job)).exit_code == 0
+
+
+def _record(http: Http, job: wire.Job) -> Any:
+    return http.broker.book.jobs[job.id]
+
+
+async def test_activity_comes_from_the_server_it_is_about(http):
+    report = {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]}
+    for who in ("ada", "ada-two", "bo-as-ada"):
+        assert (await http.refused("POST", "servers/activity", who, json=report)).status == 403
+    assert (await http.ask("POST", "servers/activity", "ada-server", json=report)).status_code == 204
+
+
+async def test_only_an_admin_changes_projects(http):
+    assert (await http.refused("PUT", "projects/nlp", "bo", json={"quota": 2})).status == 403
+    changed = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 1.5})).json()
+    assert {p["name"]: (p["quota_milli"], p["overridden"]) for p in changed["projects"]} == {
+        "nlp": (1500, True),
+        "vision": (1000, False),
+    }
+    assert (await http.refused("PUT", "projects/nosuch", "root", json={})).status == 404
+
+
+async def test_metrics_need_their_scope_and_name_no_user(http):
+    await http.submit("bo")
+    path = f"{http.url}{PREFIX}metrics"
+    assert (await http.refused("GET", path, "bo")).status == 403
+    assert (await http.refused("GET", path, "root")).status == 403
+    text = (await http.ask("GET", path, "prometheus")).text
+    assert 'gpushare_leases{kind="train",project="nlp",state="pending"} 1.0' in text
+    assert "bo" not in text.replace("broker", "")
+
+
+def test_the_people_of_these_tests_are_those_of_the_site():
+    assert {"ada", "bo"} <= GROUPS.keys()

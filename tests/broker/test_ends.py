@@ -1,0 +1,175 @@
+"""How jobs end: by themselves, after their grace, cancelled in every state."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpushare.core.model import Survival
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+@in_virtual_time
+async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=5, exit_code=7))
+        await until(lambda: broker.job(job).result, 60)
+        seen = broker.seen(job)
+        assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
+        assert "exit code 7" in seen.reason
+        assert not broker.book.leases
+        assert not site.held
+
+
+@in_virtual_time
+async def test_a_job_that_ends_at_once_is_a_result(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=0))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "succeeded"
+        assert broker.seen(job).started_at is not None
+
+
+@in_virtual_time
+async def test_a_job_whose_processes_vanish_has_failed(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "failed"
+        assert "vanished" in broker.seen(job).reason
+        assert broker.seen(job).exit_code is None
+
+
+@in_virtual_time
+async def test_a_job_with_retries_is_tried_again_and_counts(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=2, program=Program(work_s=5, exit_code=1))
+        await until(lambda: broker.job(job).result, 200)
+        assert site.started[job.id] == 3
+        assert (broker.job(job).failures, broker.job(job).attempts) == (3, 3)
+        assert broker.seen(job).state == "failed"
+
+
+@pytest.mark.parametrize("survival", [Survival.SIGTERM, Survival.NONE])
+@in_virtual_time
+async def test_a_job_that_cannot_sleep_is_stopped_with_grace_and_starts_again(tmp_path, survival):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", checkpoint=survival, program=Program(work_s=90))
+        await until(lambda: broker.state(job) == "running", 120)
+        await site.gpu_cell(ada)
+        assert f"signal SIGTERM leader j{job.id}-1" in site.effects
+        await until(lambda: broker.state(job) == "pending", 10)
+        assert broker.job(job).preemptions == 1
+        assert broker.job(job).exit_code is None
+        await until(lambda: broker.job(job).result, 300)
+        assert broker.seen(job).state == "succeeded"
+        assert broker.seen(job).attempt == 2
+        assert site.worked_in[job.id, 2] == 90
+        assert not any("SIGKILL" in e for e in site.effects)
+
+
+@in_virtual_time
+async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", grace_s=7.0, program=Program(work_s=900, heeds_sigterm=False))
+        await until(lambda: broker.state(job) == "running", 60)
+        await broker.desk.cancel(broker.job(job))
+        asked = site.now
+        await until(lambda: broker.job(job).result, 60)
+        assert f"signal SIGKILL all j{job.id}-1" in site.effects
+        assert 7 <= site.now - asked < 20
+        assert broker.seen(job).state == "cancelled"
+
+
+@in_virtual_time
+async def test_room_is_given_on_only_when_the_driver_shows_the_memory_gone(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "2", program=Program(work_s=10, lingers_s=40, memory=1.0))
+        second = await site.submit("bo", "2", program=Program(work_s=5, memory=1.0))
+        await until(lambda: broker.job(first).exit_code == 0, 60)
+        ended = site.now
+        await until(lambda: broker.state(second) == "granted", 120)
+        assert site.now - ended >= 40
+        await until(lambda: broker.job(second).result, 60)
+
+
+@in_virtual_time
+async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=100))
+        job = await site.submit("bo", "2")
+        cancelled = await broker.desk.cancel(job)
+        assert cancelled.result == "cancelled"
+        assert job.lease_id not in broker.book.leases
+        assert (await broker.desk.cancel(cancelled)) == cancelled
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
+@in_virtual_time
+async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_path, after_s):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "granted", 10)
+        began = site.now
+        await until(lambda: site.now >= began + after_s)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        await until(lambda: not site.runs and not site.servers, 60)
+        assert not site.held
+
+
+@in_virtual_time
+async def test_a_starting_job_whose_lease_the_helper_does_not_know_is_cancelled(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 3.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.state(job) == "granted", 10)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        await until(lambda: not site.servers, 60)
+        assert site.started[job.id] == 0
+
+
+@in_virtual_time
+async def test_a_sleeping_job_is_cancelled(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        await site.gpu_cell(ada)
+        assert broker.state(job) == "suspended"
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert broker.state(ada.handle) == "running"
+
+
+@pytest.mark.parametrize("state", ["suspending", "resuming", "stopping"])
+@in_virtual_time
+async def test_a_moving_job_is_cancelled(tmp_path, state):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        how = Survival.SIGTERM if state == "stopping" else Survival.SUSPEND
+        job = await site.submit("bo", "2", checkpoint=how, program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == state, 300)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert not site.runs

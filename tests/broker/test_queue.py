@@ -1,0 +1,161 @@
+"""The order of jobs, quotas and estimates, as the loop carries them out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.broker import snapshot
+from jupyter_gpushare.broker.policy import Policy, ProjectConfig
+from jupyter_gpushare.core.plan import Keeper, plan
+from jupyter_gpushare.errors import InvalidRequest
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+@in_virtual_time
+async def test_a_job_of_higher_priority_goes_first_inside_its_project(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=20))
+        late = await site.submit("bo", "2", priority=-5, program=Program(work_s=5))
+        urgent = await site.submit("bo", "2", priority=-1, program=Program(work_s=5))
+        assert broker.seen(late).position == 2
+        assert broker.seen(urgent).position == 1
+        await until(lambda: broker.job(late).result, 200)
+        assert broker.job(urgent).ended_at <= broker.job(late).ended_at
+        assert broker.job(urgent).result == "succeeded"
+
+
+@in_virtual_time
+async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(tmp_path):
+    """Least attained service: the long job has had its share, the short one comes first, nothing is lost."""
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        long = await site.submit("bo", "2", program=Program(work_s=8_000))
+        await until(lambda: broker.state(long) == "running", 60)
+        await asyncio.sleep(1_000)  # 2,000 GPU-seconds: still in the first queue
+        short = await site.submit("bo", "2", program=Program(work_s=100))
+        await asyncio.sleep(60)
+        assert (broker.state(long), broker.state(short)) == ("running", "pending")
+        await asyncio.sleep(700)  # 3,250 are over
+        await until(lambda: broker.job(short).result == "succeeded", 300)
+        assert broker.job(long).result == ""
+        await until(lambda: broker.job(long).result == "succeeded", 8_000)
+        assert broker.job(long).preemptions == 1
+
+
+@in_virtual_time
+async def test_a_short_list_of_jobs_has_those_that_run_before_those_that_wait(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        over = await site.submit("bo", "1", program=Program(work_s=5))
+        await until(lambda: broker.job(over).result, 120)
+        runs = await site.submit("bo", "2", program=Program(work_s=500))
+        await until(lambda: broker.state(runs) == "running", 60)
+        waits = [(await site.submit("bo", "2")).id for _ in range(3)]
+        listed = [job.id for job in broker.views.jobs("bo", limit=100)]
+        assert listed[0] == runs.id
+        assert set(listed[1:4]) == set(waits)
+        assert listed[4:] == [over.id]
+        assert [job.id for job in broker.views.jobs("bo", limit=1)] == [runs.id]
+
+
+@in_virtual_time
+async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        forecast = broker.views.forecast
+        for _ in range(10):
+            ended = await site.submit("bo", "2", program=Program(work_s=60))
+            await forecast.look()
+            assert broker.seen(ended).estimate is None
+            asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
+            assert "Starts in" not in (await broker.desk.outlook("bo", asked)).sentence
+            await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
+        await site.submit("bo", "2", program=Program(work_s=60))
+        job = await site.submit("bo", "2", program=Program(work_s=60))
+        await asyncio.sleep(10)
+        await forecast.look()
+        seen = broker.seen(job)
+        assert seen.estimate.low_s <= seen.estimate.likely_s <= seen.estimate.high_s
+        assert 30 < seen.estimate.likely_s < 70
+        assert "Starts in about 1 min (1-1)." in seen.reason
+        # So is that of a job which somebody only thinks of: it would be behind both.
+        asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
+        answers = await asyncio.gather(*(broker.desk.outlook("bo", asked) for _ in range(2)))
+        assert answers[0].sentence.endswith("Starts in about 2 min (2-2).")
+        assert answers[0].position == 2
+        await asyncio.sleep(20)
+        assert broker.seen(job).estimate.likely_s == seen.estimate.likely_s - 20
+
+
+@in_virtual_time
+async def test_a_job_that_does_not_borrow_waits_for_its_quota_though_a_gpu_is_free(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "1", borrow=False, program=Program(work_s=100))
+        second = await site.submit("bo", "1", borrow=False, program=Program(work_s=100))
+        await until(lambda: broker.state(first) == "running", 120)
+        assert broker.state(second) == "pending"
+        assert not broker.seen(second).borrow
+        assert "guaranteed" in broker.seen(second).reason
+        await until(lambda: broker.job(second).result, 400)
+        assert broker.job(first).result == broker.job(second).result == "succeeded"
+
+
+@in_virtual_time
+async def test_what_the_quota_can_never_cover_without_borrowing_is_refused(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        with pytest.raises(InvalidRequest, match="without borrowing; project nlp is guaranteed 1 GPU"):
+            await site.submit("bo", "2", borrow=False)
+        outlook = await broker.desk.outlook("bo", wire.JobRequest(command=["-"], project="nlp", borrow=False))
+        assert outlook.starts == "now"
+        assert not outlook.borrowed
+
+
+@in_virtual_time
+async def test_who_lags_behind_its_fair_share_is_remembered_over_a_restart(tmp_path):
+    policy = Policy(
+        projects=tuple(ProjectConfig(name=n, quota_milli=0, groups=(n,)) for n in ("vision", "nlp")),
+        grace_s=5.0,
+        min_run_s=100_000.0,
+    )
+    async with Site(tmp_path, policy=policy) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "2", program=Program(work_s=10_000))
+        await until(lambda: broker.state(first) == "running", 120)
+        await site.submit("ada", "2", program=Program(work_s=10))
+        await until(lambda: broker.book.balance.stored.gpu_s, 2_000)
+        lags = dict(broker.book.balance.stored.gpu_s)
+        assert lags["vision"] > 0
+        assert lags["nlp"] == pytest.approx(-lags["vision"], abs=0.2)
+        await broker.end()
+        broker = await site.start_broker()
+        assert snapshot.cluster(broker.book, site.now).lags_gpu_s["vision"] >= 0.9 * lags["vision"]
+
+
+@in_virtual_time
+async def test_every_round_decides_as_one_that_looks_at_everything_anew(tmp_path, monkeypatch):
+    rounds = []
+
+    def both(keeper, cluster, now):
+        rounds.append(planned := of_the_keeper(keeper, cluster, now))
+        assert planned == plan(cluster, now)
+        return planned
+
+    of_the_keeper = Keeper.plan
+    monkeypatch.setattr(Keeper, "plan", both)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        jobs = [await site.submit("bo", size, program=Program(work_s=100)) for size in ("2", "1", "1/2")]
+        await until(lambda: broker.state(ada.handle) == "suspended", 400)
+        await site.gpu_cell(ada)
+        await until(lambda: all(broker.job(job).result for job in jobs), 2_000)
+        assert {broker.job(job).result for job in jobs} == {"succeeded"}
+    assert sum(bool(planned.actions) for planned in rounds) >= 4

@@ -1,0 +1,145 @@
+"""Starts that fail, or of which nobody knows how they went."""
+
+from __future__ import annotations
+
+import asyncio
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.backends.base import HubError, ServerKey
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+@in_virtual_time
+async def test_a_start_that_the_hub_refuses_for_good_fails_the_job(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", HubError("no such user", permanent=True))
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "failed"
+        assert "no such user" in broker.seen(job).reason
+
+
+@in_virtual_time
+async def test_a_start_that_fails_is_tried_again_with_longer_pauses_then_given_up(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", *[HubError("the Hub is busy")] * 5)
+        job = await site.submit("bo", "1")
+        began = site.now
+        await until(lambda: broker.job(job).result, 300)
+        assert broker.seen(job).state == "failed"
+        assert "the Hub is busy" in broker.seen(job).reason
+        assert site.now - began >= 2 + 4 + 8 + 16
+
+
+@in_virtual_time
+async def test_a_start_that_fails_once_succeeds_the_next_time(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.fault("start_server", HubError("the Hub is busy"))
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started[job.id] == 1
+
+
+@in_virtual_time
+async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        real, asked = broker.backend.start_server, []
+
+        async def refuse(key):
+            asked.append(site.now)
+            raise HubError("Missing or invalid credentials.", not_now=True)
+
+        monkeypatch.setattr(broker.backend, "start_server", refuse)
+        jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(8)]
+        began = site.now
+        await asyncio.sleep(1800)
+        assert [broker.job(job).result for job in jobs] == [""] * 8
+        assert "Missing or invalid credentials" in broker.lease(jobs[0]).note
+        # The pauses grow to a minute; a round asks once for each GPU.
+        assert len(asked) <= 2 * (6 + 1800 / 60)
+        assert all(at - began < 60 or b - a <= 62 for at, a, b in zip(asked, asked, asked[1:], strict=False))
+        monkeypatch.setattr(broker.backend, "start_server", real)
+        await until(lambda: all(broker.job(job).result == "succeeded" for job in jobs), 300)
+
+
+@in_virtual_time
+async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_of_it(tmp_path):
+    """Its spawn timed out, but processes of it are there: they go first (the fake tells of two at once)."""
+    async with Site(tmp_path) as site:
+        site.spawn_s = 5.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=1, program=Program(work_s=10))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
+        for task in list(site._tasks):
+            task.cancel()  # the Hub kills the runner ...
+        site.servers.clear()
+        held = site.held[f"j{job.id}-1"]
+        held.alive = True  # ... and not what it had started
+        site.use(held, dict(held.limits))
+        await broker.desk.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        assert broker.state(job) == "stopping"
+        site.spawn_s = 0.2
+        await asyncio.sleep(5)
+        assert site.started[job.id] == 0
+        held.alive, held.used = False, {}
+        await until(lambda: broker.job(job).result, 200)
+        assert broker.job(job).result == "succeeded"
+        assert broker.job(job).attempts == 2
+
+
+@in_virtual_time
+async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1")
+        await until(lambda: broker.state(job) == "granted", 10)
+        key = ServerKey("bo", f"j{job.id}-1")
+        site.spawn_s = 1e5  # this one hangs for ever
+        await until(lambda: key in site.servers, 10)
+        for task in list(site._tasks):
+            task.cancel()
+        site.servers.pop(key)
+        await until(lambda: broker.state(job) == "pending", 120)
+        site.spawn_s = 0.2
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_start_whose_answer_was_lost_is_not_started_a_second_time(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        real = broker.backend.start_server
+
+        async def answer_lost(key):
+            await real(key)
+            raise HubError("the Hub does not answer (ReadTimeout)")
+
+        monkeypatch.setattr(broker.backend, "start_server", answer_lost)
+        job = await site.submit("bo", "1", program=Program(work_s=20))
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started[job.id] == 1
+        assert broker.seen(job).attempt == 1
+
+
+@in_virtual_time
+async def test_a_job_cancelled_while_its_server_starts_ends_only_with_that_server(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 6.0
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1000))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
+        await broker.desk.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result, 60)
+        assert broker.seen(job).state == "cancelled"
+        assert not site.runs
+        assert not site.servers
+        assert not site.held

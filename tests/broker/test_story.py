@@ -1,0 +1,145 @@
+"""Sessions that lend and wake, and the jobs that run meanwhile: the loop on a site in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.broker import snapshot
+from jupyter_gpushare.gpu.verbs import EventKind
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+@in_virtual_time
+async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        used = dict(ada.used)
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        assert broker.state(ada.handle) == "suspended"
+        assert ada.used == {}
+        assert ada.saved == used
+        assert broker.lease(ada.handle).lease.saved_bytes == sum(used.values())
+        await site.gpu_cell(ada)
+        assert ada.used == used
+        assert broker.state(job) == "suspended"
+        assert "owner of the GPU came back" in broker.seen(job).reason
+        await until(lambda: broker.job(job).result, 400)
+        assert broker.job(job).result == "succeeded"
+        assert broker.job(job).exit_code == 0
+        assert broker.job(job).preemptions >= 1
+        assert site.worked_s[job.id] == 100
+        assert site.started[job.id] == 1
+        assert site.held.keys() == {ada.handle}
+
+
+@in_virtual_time
+async def test_an_idle_session_keeps_its_gpu_while_nobody_waits(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await until(lambda: site.now - ada.active_at > 500, 600)
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
+async def test_a_session_is_put_to_sleep_exactly_when_its_idle_time_is_over(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2")
+        await until(lambda: broker.state(ada.handle) == "suspending", 120)
+        idle_s = site.now - ada.active_at
+        assert site.policy.idle_timeout_s <= idle_s <= site.policy.idle_timeout_s + 2
+
+
+@in_virtual_time
+async def test_a_busy_kernel_is_never_idle(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
+        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        job = await site.submit("bo", "2")
+        await until(lambda: site.now - ada.active_at > 1_000, 2_000)
+        assert broker.state(ada.handle) == "running"
+        assert broker.state(job) == "pending"
+
+
+@in_virtual_time
+async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        began = site.now
+        await until(lambda: site.now - began > 30)
+        assert broker.state(ada.handle) == "suspended"
+        kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
+        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+
+
+@in_virtual_time
+async def test_a_wish_that_no_event_told_is_seen_in_the_samples(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        ada.wanted = True
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+
+
+@in_virtual_time
+async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=300))
+        await until(lambda: broker.state(job) == "running", 60)
+        ada = await site.session("ada", "1/2")
+        assert broker.state(ada.handle) == "suspended"
+        await site.gpu_cell(ada)
+        assert broker.state(job) == "suspended"
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
+async def test_a_session_is_lent_sooner_after_long_work_and_later_after_a_break(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, adaptive_idle=True)
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1")
+        await asyncio.sleep(5)
+        record = broker.lease(ada.handle)
+        live, now = broker.book.live[record.id], broker.book.clock()
+        assert live.habit.idle_from is not None  # the loop has seen her idle
+        usual = snapshot.measured(broker.book, record, now).idle_timeout_s
+        timeouts = []
+        for _ in range(2):  # works for five hours, and after a break of an hour once more
+            live.habit.saw(None, now)
+            now += 5 * 3600
+            live.habit.saw(now, now)
+            timeouts.append(snapshot.measured(broker.book, record, now).idle_timeout_s)
+            now += 3600
+        assert timeouts[0] < timeouts[1] < usual
+
+
+@in_virtual_time
+async def test_the_machine_is_told_what_stays_a_leases_own_and_what_is_only_borrowed(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        assert ada.guaranteed == ada.limits
+        job = await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 120)
+        borrower = site.held[broker.lease(job).handle]
+        assert borrower.guaranteed == dict.fromkeys(borrower.limits, 0)

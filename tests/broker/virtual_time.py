@@ -1,0 +1,58 @@
+"""A clock that jumps: an hour takes milliseconds, and nothing races."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+START_AT = 1_000.0
+# A story that is not over after so long never ends.
+TOO_LONG_S = 50_000.0
+
+
+class _Impatient(selectors.DefaultSelector):
+    """Never waits: where the event loop would sleep, its clock moves on."""
+
+    now = START_AT
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise RuntimeError("everybody waits for ever")
+        self.now += max(0.0, timeout)
+        if self.now > START_AT + TOO_LONG_S:
+            raise RuntimeError("this story never ends")
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._impatient = _Impatient()
+        super().__init__(self._impatient)
+
+    def time(self) -> float:
+        return self._impatient.now
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test to its end on a `VirtualLoop`."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
+
+
+async def until(condition: Callable[[], Any], within_s: float = 600.0, step_s: float = 0.05) -> None:
+    """Return when ``condition`` holds; fail when it does not within virtual seconds."""
+    end = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "the condition never came true"
+        await asyncio.sleep(step_s)

@@ -1,0 +1,52 @@
+"""What a test does with a page of JupyterLab."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
+BUNDLE = UI.parent / "labextension"
+AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
+TOKEN = "token-of-the-page"
+THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
+
+needs_browser = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
+]
+
+
+async def picture(page: Page, name: str) -> None:
+    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
+    if folder := os.environ.get("GPUSHARE_PICTURES"):
+        await page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+async def accessible(page: Page, selector: str) -> None:
+    """Fail on what axe-core calls serious or critical."""
+    await page.evaluate(AXE.read_text() + "; undefined")
+    # JupyterLab's body has no height and hides what is beyond: axe would not look at colours at all.
+    await page.evaluate("document.body.style.height = '100vh'")
+    found = await page.evaluate("selector => axe.run(selector)", selector)
+    assert "color-contrast" in [rule["id"] for rule in found["passes"] + found["violations"]]
+    grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
+    assert not told, json.dumps(told, indent=1)
+
+
+async def run_command(page: Page, command: str, args: dict[str, Any] | None = None) -> None:
+    """What a menu or the palette does."""
+    await page.evaluate("([c, a]) => void window.jupyterapp.commands.execute(c, a)", [command, args or {}])
+
+
+async def use_theme(page: Page, theme: str) -> None:
+    await run_command(page, "apputils:change-theme", {"theme": theme})
+    await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
+    # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
+    await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
