@@ -31,7 +31,6 @@ from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
-
 # So often room is looked for once more without those who have not enough too much.
 _TRIES = 8
 
