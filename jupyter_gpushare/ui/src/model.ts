@@ -31,6 +31,8 @@ export type Phase =
   | 'falling-asleep'
   | 'asleep'
   | 'waking'
+  /** The driver could not bring its memory back. */
+  | 'lost'
   | 'ended';
 
 /** What people are told when it happens. */
@@ -40,7 +42,9 @@ export type Notice =
   | { readonly kind: 'waking'; readonly lease: ILease }
   /** `seconds` since it began to wake; null where that was not seen. */
   | { readonly kind: 'back'; readonly lease: ILease; readonly seconds: number | null }
-  /** A warning that no longer holds. */
+  /** Its memory could not be brought back. */
+  | { readonly kind: 'lost'; readonly lease: ILease }
+  /** A warning, or a loss, that no longer holds. */
   | { readonly kind: 'calm' }
   | { readonly kind: 'job-ended'; readonly job: IJob }
   /** Its room was needed: it sleeps, or is back in the queue. */
@@ -62,6 +66,9 @@ export function phaseOf(lease: ILease): Phase {
     case 'granted':
       return 'starting';
     case 'running':
+      if (lease.lost) {
+        return 'lost';
+      }
       if (lease.idle_s === null) {
         return 'active';
       }
@@ -96,13 +103,13 @@ export function leaseNotice(
   if (now === before) {
     return null;
   }
-  if (now === 'warned' || now === 'asleep' || now === 'waking') {
+  if (now === 'warned' || now === 'asleep' || now === 'waking' || now === 'lost') {
     return { kind: now, lease };
   }
   if ((before === 'waking' || before === 'asleep') && (now === 'active' || now === 'idle')) {
     return { kind: 'back', lease, seconds: wakingSeconds };
   }
-  return before === 'warned' ? { kind: 'calm' } : null;
+  return before === 'warned' || before === 'lost' ? { kind: 'calm' } : null;
 }
 
 /** What an answer said of jobs, as far as a later one is compared with it. */
@@ -312,7 +319,7 @@ export class GpuModel implements IDisposable {
       if (notice !== null) {
         this._noticed.emit(notice);
       }
-    } else if (last !== null && last.phase === 'warned') {
+    } else if (last !== null && (last.phase === 'warned' || last.phase === 'lost')) {
       this._noticed.emit({ kind: 'calm' });
     }
     if (phase !== 'waking') {

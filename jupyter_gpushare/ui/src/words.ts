@@ -87,7 +87,7 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
 
 /** Whether the status bar item wants to be looked at. */
 export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
-  return state.kind === 'silent' || phase === 'warned' || phase === 'waking';
+  return state.kind === 'silent' || phase === 'warned' || phase === 'waking' || phase === 'lost';
 }
 
 /** What a meter of GPU memory says aloud. */
@@ -162,6 +162,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
       return warningText(trans, notice.lease);
     case 'asleep':
     case 'waking':
+    case 'lost':
       return notice.lease.sentence;
     case 'back':
       return notice.seconds === null

@@ -17,11 +17,19 @@ function ready(plain: unknown): Ready {
   return { ...(plain as Ready), enabled: true, server: '', silent_since: null };
 }
 
+/** The driver could not bring its GPU memory back: it runs, and holds nothing. */
+function lostOf(answer: Ready): Ready {
+  const sentence = 'Your GPU memory could not be brought back, so the kernels that used it have to restart.';
+  const lost = { lost: true, suspendable: false, badge: 'GPU state lost', sentence };
+  return { ...answer, leases: answer.leases.map(lease => ({ ...lease, ...lost })) };
+}
+
 export const ANSWERS = {
   active: ready(active),
   warned: ready(warned),
   asleep: ready(asleep),
   waking: ready(waking),
+  lost: lostOf(ready(active)),
   empty: ready(empty)
 };
 

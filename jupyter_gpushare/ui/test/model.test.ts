@@ -25,6 +25,12 @@ describe('phaseOf', () => {
     expect(phaseOf(lease('warned'))).toBe('warned');
     expect(phaseOf(lease('asleep'))).toBe('asleep');
     expect(phaseOf(lease('waking'))).toBe('waking');
+    expect(phaseOf(lease('lost'))).toBe('lost');
+  });
+
+  it('is lost, idle or not, until its kernels were restarted', () => {
+    expect(phaseOf(lease('lost', { idle_s: 600, lend_in_s: 10 }))).toBe('lost');
+    expect(phaseOf(lease('lost', { state: 'released' }))).toBe('ended');
   });
 
   it('is waking as soon as a process wants the GPU', () => {
@@ -188,6 +194,26 @@ describe('GpuModel', () => {
     await say(ANSWERS.active);
     expect(notices.map(notice => notice.kind)).toEqual(['warned', 'asleep', 'waking', 'back']);
     expect(notices[3]).toMatchObject({ seconds: 7 });
+  });
+
+  it('never says that nothing was lost where the memory could not be brought back', async () => {
+    const notices = await start(ANSWERS.asleep);
+    await say(ANSWERS.waking);
+    await say(ANSWERS.lost);
+    await say(ANSWERS.lost);
+    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost']);
+    expect(noticeText(trans, notices[1] as Extract<Notice, { kind: 'lost' }>)).toBe(
+      ANSWERS.lost.leases[0]!.sentence
+    );
+    await say(ANSWERS.active);
+    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost', 'calm']);
+  });
+
+  it('takes back that the memory is lost when the lease is gone', async () => {
+    const notices = await start(ANSWERS.waking);
+    await say(ANSWERS.lost);
+    await say(ANSWERS.empty);
+    expect(notices.map(notice => notice.kind)).toEqual(['lost', 'calm']);
   });
 
   it('tells nothing for what it finds at the start', async () => {

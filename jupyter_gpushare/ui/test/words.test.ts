@@ -59,6 +59,7 @@ describe('status bar', () => {
       false
     ]);
     expect(wantsAttention(ready, 'warned')).toBe(true);
+    expect(wantsAttention(ready, 'lost')).toBe(true);
     expect(wantsAttention(stateOf(SILENT), null)).toBe(true);
   });
 });
