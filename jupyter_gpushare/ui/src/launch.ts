@@ -254,23 +254,35 @@ export class LaunchModel implements IDisposable {
         return;
       }
       this._form = form;
+      this._read = path;
       this._refusal = '';
       this._propose({ cwd: form.cwd, kernel: form.kernel, parameters: lines(form.parameters) });
     } catch (error) {
-      this._refusal = error instanceof Error ? error.message : String(error);
+      if (this._fields.path === path) {
+        this._refusal = error instanceof Error ? error.message : String(error);
+      }
     }
     this._emit();
   }
 
-  /** Submits; null when it was refused (`refusal` says why). */
+  /**
+   * Submits, with what the file says also where it was named a moment ago; null when it
+   * was refused (`refusal` says why), or when it is not clear any more what to submit.
+   */
   async submit(): Promise<IJob | null> {
-    if (this._busy || Object.keys(this.problems).length > 0) {
+    if (this._busy || !this._isRight()) {
       return null;
     }
     this._busy = true;
     this._refusal = '';
     this._emit();
     try {
+      if (this._read !== this._fields.path) {
+        await this.readFile();
+      }
+      if (this._read !== this._fields.path || !this._isRight()) {
+        return null;
+      }
       return await this._options.launch(requestOf(this._fields), this._key);
     } catch (error) {
       this._refusal = error instanceof Error ? error.message : String(error);
@@ -285,6 +297,10 @@ export class LaunchModel implements IDisposable {
     this._disposed = true;
     clearTimeout(this._timer);
     Signal.clearData(this);
+  }
+
+  private _isRight(): boolean {
+    return Object.keys(this.problems).length === 0;
   }
 
   private _propose(proposed: Partial<IFields>): void {
@@ -343,6 +359,8 @@ export class LaunchModel implements IDisposable {
   ).join('');
   private _fields: IFields;
   private _form: ILaunchForm | null = null;
+  /** The path that `_form` is of, as typed. */
+  private _read: string | null = null;
   private _offers: IOffers | null = null;
   private _outlook: Outlook = { kind: 'none' };
   private _refusal = '';

@@ -108,14 +108,18 @@ describe('LaunchModel', () => {
 
   function open(
     first: Partial<IFields>,
-    options: { offers?: () => Promise<IOffers>; launch?: () => Promise<IJob> } = {}
+    options: {
+      form?: (path: string) => Promise<ILaunchForm>;
+      offers?: () => Promise<IOffers>;
+      launch?: () => Promise<IJob>;
+    } = {}
   ): void {
     vi.useFakeTimers();
     asked.length = sent.length = 0;
     model = new LaunchModel({
       trans,
       fields: first,
-      launchForm: async () => form,
+      launchForm: async path => (options.form === undefined ? form : options.form(path)),
       offers: async query => {
         asked.push(query);
         return options.offers === undefined ? OFFERS : options.offers();
@@ -183,6 +187,43 @@ describe('LaunchModel', () => {
     open({ path: 'a.ipynb' }, { launch: () => Promise.reject(new Error('the queue is full')) });
     expect(await model.submit()).toBeNull();
     expect([model.refusal, model.busy]).toEqual(['the queue is full', false]);
+  });
+
+  const formOf = async (path: string): Promise<ILaunchForm> => {
+    if (path === 'gone.ipynb') {
+      throw new Error('there is no file gone.ipynb');
+    }
+    return { ...form, path, cwd: `/home/${path}`, kernel: `of ${path}`, parameters: { from: path } };
+  };
+
+  it('reads a file that was named at last before it is submitted', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'b.ipynb' });
+    expect(await model.submit()).toEqual(JOB);
+    expect(sent.map(([request]) => request)).toMatchObject([
+      { path: 'b.ipynb', cwd: '/home/b.ipynb', kernel: 'of b.ipynb', parameters: { from: 'b.ipynb' } }
+    ]);
+  });
+
+  it('submits nothing of a file that cannot be read, and says why', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'gone.ipynb' });
+    expect(await model.submit()).toBeNull();
+    expect([model.refusal, model.busy, sent.length]).toEqual(['there is no file gone.ipynb', false, 0]);
+    model.set({ path: 'a.ipynb' });
+    expect(await model.submit()).toEqual(JOB);
+  });
+
+  it('submits nothing when yet another file is named while one is read', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'b.ipynb' });
+    const submitted = model.submit();
+    model.set({ path: 'gone.ipynb' });
+    expect(await submitted).toBeNull();
+    expect([model.refusal, sent.length]).toEqual(['', 0]);
   });
 
   it('sends nothing while something is wrong', async () => {
