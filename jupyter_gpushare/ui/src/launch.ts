@@ -283,7 +283,8 @@ export class LaunchModel implements IDisposable {
       if (this._read !== this._fields.path || !this._isRight()) {
         return null;
       }
-      return await this._options.launch(requestOf(this._fields), this._key);
+      const request = requestOf(this._fields);
+      return await this._options.launch(request, this._keyOf(request));
     } catch (error) {
       this._refusal = error instanceof Error ? error.message : String(error);
       return null;
@@ -297,6 +298,18 @@ export class LaunchModel implements IDisposable {
     this._disposed = true;
     clearTimeout(this._timer);
     Signal.clearData(this);
+  }
+
+  /** One key for one request: a repeated click is the same job, what was changed since is another. */
+  private _keyOf(request: ILaunchRequest): string {
+    const text = JSON.stringify(request);
+    if (text !== this._sent) {
+      this._sent = text;
+      this._key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
+        byte.toString(16).padStart(2, '0')
+      ).join('');
+    }
+    return this._key;
   }
 
   private _isRight(): boolean {
@@ -353,10 +366,8 @@ export class LaunchModel implements IDisposable {
 
   private readonly _changed = new Signal<this, void>(this);
   private readonly _touched: Set<keyof IFields>;
-  /** One key for one dialog: a repeated click is the same job. */
-  private readonly _key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
-    byte.toString(16).padStart(2, '0')
-  ).join('');
+  private _sent = '';
+  private _key = '';
   private _fields: IFields;
   private _form: ILaunchForm | null = null;
   /** The path that `_form` is of, as typed. */

@@ -172,15 +172,28 @@ describe('LaunchModel', () => {
     expect(outlookText(trans, model.outlook)).toMatch(/^Asks for 8 GPUs/);
   });
 
-  it('submits once, with one key for the dialog', async () => {
+  it('submits once, and the same again with the same key', async () => {
     open({ path: 'a.ipynb' });
     await vi.advanceTimersByTimeAsync(0);
     const [first, second] = await Promise.all([model.submit(), model.submit()]);
     expect([first, second]).toEqual([JOB, null]);
+    model.set({ name: ' ' });
     await model.submit();
     expect(sent.length).toBe(2);
     expect(sent[0]![1]).toMatch(/^[0-9a-f]{32}$/);
     expect(sent[1]![1]).toBe(sent[0]![1]);
+  });
+
+  it('submits what was changed since as a job of its own', async () => {
+    open({ path: 'a.ipynb' }, { launch: () => Promise.reject(new Error('no answer')) });
+    await model.submit();
+    model.set({ gpus: '2' });
+    await model.submit();
+    await model.submit();
+    const keys = sent.map(([, key]) => key);
+    expect(keys.length).toBe(3);
+    expect(keys[1]).not.toBe(keys[0]);
+    expect(keys[2]).toBe(keys[1]);
   });
 
   it('says why it was refused, and can be tried again', async () => {
