@@ -62,6 +62,10 @@ def duration(seconds: float) -> str:
     return f"{round(seconds / 3600)} h"
 
 
+# Note of a lease whose memory the driver could not bring back, and reason why a job starts again.
+STATE_LOST = "state_lost"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseFacts:
     """What a sentence about a lease depends on."""
@@ -92,6 +96,8 @@ def badge(facts: LeaseFacts) -> str:
     match facts.state:
         case State.RUNNING if facts.kind is Kind.TRAIN:
             return "Running, borrowed" if facts.borrowed else "Running"
+        case State.RUNNING if facts.note == STATE_LOST:
+            return "GPU state lost"
         case State.RUNNING if facts.idle_s is None:
             return "Active"
         case State.RUNNING if facts.warned and facts.lend_in_s is not None:
@@ -158,7 +164,7 @@ def _session_sentence(facts: LeaseFacts) -> str:
 
 
 def _awake_sentence(facts: LeaseFacts, used: str) -> str:
-    if facts.note == "state_lost":
+    if facts.note == STATE_LOST:
         return (
             "Your GPU memory could not be brought back, so the kernels that used it have to restart. "
             "Files are safe."
@@ -211,6 +217,7 @@ _BECAUSE: Mapping[str, str] = {
     Why.MOVED: "a larger job needs GPUs that lie together; it goes on elsewhere",
     Why.IDLE: "it was idle and others wait",
     Why.LEND_NOW: "its owner lent the GPU",
+    STATE_LOST: "its GPU memory could not be brought back",
 }
 
 

@@ -121,6 +121,7 @@ class Views:
             borrowed=facts.borrowed,
             wanted=facts.wanted,
             badge=words.badge(facts),
+            lost=record.note == words.STATE_LOST and record.state is State.RUNNING,
             sentence=words.sentence(facts),
             idle_s=facts.idle_s,
             lend_in_s=facts.lend_in_s,
@@ -220,10 +221,14 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs, living ones first, then by time, newest first."""
+        """Return jobs: those that run or are paused, those in the queue, ended ones; each newest first."""
         mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
-        mine.sort(key=lambda j: (not j.result, j.submitted_at), reverse=True)
+        mine.sort(key=lambda j: (self._is_at_work(j), not j.result, j.submitted_at), reverse=True)
         return [self.job(j) for j in mine[:limit]]
+
+    def _is_at_work(self, job: JobRecord) -> bool:
+        record = self.book.leases.get(job.lease_id)
+        return record is not None and not job.result and record.state is not State.PENDING
 
     def job(self, job: JobRecord) -> wire.Job:
         """Return what people see of one job."""
@@ -277,6 +282,8 @@ class Views:
             source=request.source,
             estimate=None if record is None else self._estimate(record),
             notify=request.notify,
+            priority=request.priority,
+            grace_s=request.grace_s,
         )
 
     # ---- projects, devices, the rest ------------------------------------------

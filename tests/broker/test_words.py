@@ -92,7 +92,9 @@ def test_a_session_that_cannot_sleep_says_why():
 
 
 def test_lost_state_says_what_to_do():
-    text = words.sentence(facts(State.RUNNING, note="state_lost"))
+    lost = facts(State.RUNNING, note=words.STATE_LOST)
+    text = words.sentence(lost)
+    assert words.badge(lost) == "GPU state lost"
     assert "restart" in text
     assert "Files are safe" in text
 
