@@ -7,6 +7,7 @@ import offers from '../../../tests/wire/golden/offers.json';
 import active from '../../../tests/wire/golden/status_active.json';
 import asleep from '../../../tests/wire/golden/status_asleep.json';
 import empty from '../../../tests/wire/golden/status_empty.json';
+import lost from '../../../tests/wire/golden/status_lost.json';
 import waking from '../../../tests/wire/golden/status_waking.json';
 import warned from '../../../tests/wire/golden/status_warned.json';
 import { IHistory, IJob, IJobList, IOffers, StatusAnswer } from '../src/wire';
@@ -17,19 +18,12 @@ function ready(plain: unknown): Ready {
   return { ...(plain as Ready), enabled: true, server: '', silent_since: null };
 }
 
-/** The driver could not bring its GPU memory back: it runs, and holds nothing. */
-function lostOf(answer: Ready): Ready {
-  const sentence = 'Your GPU memory could not be brought back, so the kernels that used it have to restart.';
-  const lost = { lost: true, suspendable: false, badge: 'GPU state lost', sentence };
-  return { ...answer, leases: answer.leases.map(lease => ({ ...lease, ...lost })) };
-}
-
 export const ANSWERS = {
   active: ready(active),
   warned: ready(warned),
   asleep: ready(asleep),
   waking: ready(waking),
-  lost: lostOf(ready(active)),
+  lost: ready(lost),
   empty: ready(empty)
 };
 
