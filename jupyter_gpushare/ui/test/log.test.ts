@@ -1,6 +1,6 @@
 import { describe, expect, it } from 'vitest';
 
-import { FIRST_BYTES, Log, plain } from '../src/log';
+import { FIRST_BYTES, Log, plain, seen } from '../src/log';
 import { points, Samples } from '../src/samples';
 
 /** A log of one attempt that grows. */
@@ -23,6 +23,23 @@ describe('plain', () => {
     expect(plain('\x1b[31mred\x1b[0m')).toBe('red');
     expect(plain(' 1%|#\r 50%|##\r100%|###')).toBe('100%|###');
     expect(plain('a\r\nb')).toBe('a\nb');
+  });
+});
+
+describe('seen', () => {
+  it('is of a bar how it was drawn last', () => {
+    expect(seen('\r\x1b[32m 10%\x1b[0m|#\r 20%|##\r 30%|###')).toBe(' 30%|###');
+  });
+
+  it('is what nothing was written over yet', () => {
+    expect(seen(' 10%|#\r 20%|##\r')).toBe(' 20%|##\r');
+    expect(seen(' 20%|##\r\r')).toBe(' 20%|##\r\r');
+    expect(seen(' 20%|##\r\x1b[3')).toBe(' 20%|##\r\x1b[3');
+  });
+
+  it('is bounded', () => {
+    expect(seen('x'.repeat(1e6)).length).toBe(64 * 1024);
+    expect(seen(' 50%|###\r'.repeat(1e5)).length).toBe(9);
   });
 });
 
@@ -62,6 +79,32 @@ describe('Log', () => {
       await log.readOn();
     }
     expect(log.lines).toEqual([' 30%|###']);
+  });
+
+  it.each([
+    ['a bar that ends with \\r', ['\r 10%|#\r', ' 20%|##\r', '\n']],
+    ['colours cut in two', ['\r\x1b[3', '2m 10%\x1b[', '0m|#\r\x1b', '[0m 20%|##', '\n']],
+    ['lines that end with \\r\\n, cut in two', ['\r 10%|#\r 20%|##\r', '\r', '\r\n']]
+  ])('draws %s the same however it is cut', async (_, pieces) => {
+    const file = new File();
+    const log = new Log(file.read, 0);
+    for (const piece of pieces) {
+      file.text += piece;
+      await log.readOn();
+    }
+    expect(log.lines).toEqual([' 20%|##', '']);
+  });
+
+  it('keeps the end of a line without an end', async () => {
+    const file = new File();
+    file.most = 1 << 20;
+    const log = new Log(file.read, 0);
+    for (const text of ['x'.repeat(60_000), 'y'.repeat(60_000), 'end']) {
+      file.text += text;
+      await log.readOn();
+    }
+    expect(log.lines).toEqual([`${'x'.repeat(5_533)}${'y'.repeat(60_000)}end`]);
+    expect(log.isCut).toBe(true);
   });
 
   it('begins near the end of a long one, and says so', async () => {
