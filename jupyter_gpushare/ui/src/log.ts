@@ -29,7 +29,9 @@ export class Log {
   constructor(
     private readonly _fetch: (attempt: number, offset: number) => Promise<ILogPiece>,
     /** 0: the newest. */
-    readonly attempt: number
+    readonly attempt: number,
+    /** Says that so many bytes are missing in the middle. */
+    private readonly _gap: (bytes: number) => string
   ) {}
 
   get lines(): readonly string[] {
@@ -41,7 +43,7 @@ export class Log {
     return this._attempts;
   }
 
-  /** Whether the beginning is not here; the whole is in the file. */
+  /** Whether the beginning is not here; the file has it, as far as it is kept. */
   get isCut(): boolean {
     return this._isCut;
   }
@@ -65,12 +67,14 @@ export class Log {
       return true;
     }
     this._attempts = piece.attempts;
-    this._isCut = this._isCut || (this._next === null ? piece.offset > 0 : piece.offset > this._next);
+    this._isCut = this._isCut || (this._next === null && piece.offset > 0);
+    const missing = this._next === null ? 0 : piece.offset - this._next;
     this._next = piece.next;
     if (piece.text === '') {
       return false;
     }
-    const all = (this._rest + piece.text).split('\n');
+    const gap = missing > 0 ? `\n${this._gap(missing)}\n` : '';
+    const all = (this._rest + gap + piece.text).split('\n');
     this._rest = all[all.length - 1] = seen(all[all.length - 1]!);
     const whole = this._lines.slice(0, Math.max(0, this._lines.length - 1));
     const lines = whole.concat(all.map(plain));

@@ -299,6 +299,11 @@ export function wakingStep(trans: TranslationBundle, lease: ILease, seconds: num
   return trans.__('Step %1 of 2, %2 s so far.', lease.state === 'resuming' ? 2 : 1, Math.floor(seconds));
 }
 
+/** Stands in a log where a part of it is missing; the download and `gpushare logs` say the same. */
+export function gapText(trans: TranslationBundle, bytes: number): string {
+  return trans.__('[%1 bytes of this log were not kept]', bytes);
+}
+
 /** A word for a step in the life of a job. */
 export function momentText(trans: TranslationBundle, what: string): string {
   switch (what) {

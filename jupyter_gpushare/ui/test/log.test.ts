@@ -9,13 +9,19 @@ class File {
   attempts = 1;
   asked: [number, number][] = [];
   most = 1000;
+  /** Where what is kept begins. */
+  lost = 0;
 
   readonly read = async (attempt: number, offset: number) => {
     this.asked.push([attempt, offset]);
-    const from = offset < 0 ? Math.max(0, this.text.length + offset) : offset;
+    const from = Math.max(this.lost, offset < 0 ? this.text.length + offset : offset);
     const text = this.text.slice(from, from + this.most);
     return { text, offset: from, next: from + text.length, attempts: this.attempts };
   };
+}
+
+function logOf(file: File, attempt = 0): Log {
+  return new Log(file.read, attempt, bytes => `[${bytes} bytes were not kept]`);
 }
 
 describe('plain', () => {
@@ -46,7 +52,7 @@ describe('seen', () => {
 describe('Log', () => {
   it('reads on where it was, and completes a line', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     expect(await log.readOn()).toBe(false);
     file.text = 'one\ntw';
     expect(await log.readOn()).toBe(true);
@@ -64,7 +70,7 @@ describe('Log', () => {
 
   it('reads every piece once, also when asked twice at the same time', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     file.text = 'one\ntwo\n';
     expect(await Promise.all([log.readOn(), log.readOn()])).toEqual([true, true]);
     expect(log.lines).toEqual(['one', 'two', '']);
@@ -73,7 +79,7 @@ describe('Log', () => {
 
   it('shows a bar once, however often it was drawn', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     for (const text of ['\r 10%|#', '\r 20%|##', '\r 30%|###']) {
       file.text += text;
       await log.readOn();
@@ -87,7 +93,7 @@ describe('Log', () => {
     ['lines that end with \\r\\n, cut in two', ['\r 10%|#\r 20%|##\r', '\r', '\r\n']]
   ])('draws %s the same however it is cut', async (_, pieces) => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     for (const piece of pieces) {
       file.text += piece;
       await log.readOn();
@@ -98,7 +104,7 @@ describe('Log', () => {
   it('keeps the end of a line without an end', async () => {
     const file = new File();
     file.most = 1 << 20;
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     for (const text of ['x'.repeat(60_000), 'y'.repeat(60_000), 'end']) {
       file.text += text;
       await log.readOn();
@@ -111,16 +117,31 @@ describe('Log', () => {
     const file = new File();
     file.text = 'x\n'.repeat(FIRST_BYTES);
     file.most = 10 * FIRST_BYTES;
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     await log.readOn();
     expect(log.isCut).toBe(true);
     expect(log.lines.length).toBeLessThanOrEqual(10_000);
   });
 
+  it('says where a part of it was not kept', async () => {
+    const file = new File();
+    const log = logOf(file);
+    file.text = 'one\ntw';
+    await log.readOn();
+    file.text += 'o\nthree\nfour\n';
+    file.lost = 8;
+    await log.readOn();
+    expect(log.lines).toEqual(['one', 'tw', '[2 bytes were not kept]', 'three', 'four', '']);
+    expect(log.isCut).toBe(false);
+    file.text += 'five\n';
+    await log.readOn();
+    expect(log.lines.slice(-2)).toEqual(['five', '']);
+  });
+
   it('begins anew with a new attempt, unless an old one is looked at', async () => {
     const file = new File();
     file.text = 'first';
-    const [newest, fixed] = [new Log(file.read, 0), new Log(file.read, 1)];
+    const [newest, fixed] = [logOf(file), logOf(file, 1)];
     await newest.readOn();
     await fixed.readOn();
     file.text = 'second';
@@ -136,7 +157,7 @@ describe('Log', () => {
   it('finds lines, whatever their case', async () => {
     const file = new File();
     file.text = 'Loss 1\nacc 2\nloss 3';
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     await log.readOn();
     expect(log.find('LOSS')).toEqual([0, 2]);
     expect(log.find('')).toEqual([]);
