@@ -47,8 +47,8 @@ export type Notice =
   /** A warning, or a loss, that no longer holds. */
   | { readonly kind: 'calm' }
   | { readonly kind: 'job-ended'; readonly job: IJob }
-  /** Its room was needed: it sleeps, or is back in the queue. */
-  | { readonly kind: 'job-paused'; readonly job: IJob }
+  /** Its room was needed: it sleeps, or is back in the queue; `again`: it began once more since. */
+  | { readonly kind: 'job-paused'; readonly job: IJob; readonly again: boolean }
   /** More at once than anybody wants to be told one by one. */
   | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
 
@@ -114,11 +114,13 @@ export function leaseNotice(
 
 /** What an answer said of jobs, as far as a later one is compared with it. */
 export interface ISeenJobs {
-  /** How often each job that had not ended had been paused. */
-  readonly living: { readonly [id: string]: number };
+  /** How often each job that had not ended had been paused, and had begun. */
+  readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
   /** When the newest was submitted; empty: there was none. */
   readonly newest: string;
 }
+
+const UNSEEN = { preemptions: 0, attempt: 0 };
 
 /** So many are told one by one. */
 const MOST_NOTICES = 3;
@@ -127,7 +129,7 @@ const MOST_NOTICES = 3;
 export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
   const living = jobs.filter(job => !ENDED.has(job.state));
   return {
-    living: Object.fromEntries(living.map(job => [job.id, job.preemptions])),
+    living: Object.fromEntries(living.map(({ id, preemptions, attempt }) => [id, { preemptions, attempt }])),
     newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), '')
   };
 }
@@ -135,25 +137,22 @@ export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
 /** Returns what to tell of jobs that ended or were paused since, also of those that began since. */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
   const ended: IJob[] = [];
-  const paused: IJob[] = [];
+  const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {
-    const pauses = before.living[job.id] ?? (job.submitted_at > before.newest ? 0 : null);
-    if (pauses === null || !job.notify) {
+    const seen = before.living[job.id] ?? (job.submitted_at > before.newest ? UNSEEN : null);
+    if (seen === null || !job.notify) {
       continue;
     }
     if (ENDED.has(job.state)) {
       ended.push(job);
-    } else if (job.preemptions > pauses) {
-      paused.push(job);
+    } else if (job.preemptions > seen.preemptions) {
+      paused.push({ kind: 'job-paused', job, again: job.attempt > Math.max(1, seen.attempt) });
     }
   }
   if (ended.length + paused.length > MOST_NOTICES) {
-    return [{ kind: 'jobs', ended, paused }];
+    return [{ kind: 'jobs', ended, paused: paused.map(notice => notice.job) }];
   }
-  return [
-    ...ended.map(job => ({ kind: 'job-ended', job }) as const),
-    ...paused.map(job => ({ kind: 'job-paused', job }) as const)
-  ];
+  return [...ended.map(job => ({ kind: 'job-ended', job }) as const), ...paused];
 }
 
 /** Returns what the page shows for an answer of the server. */

@@ -172,9 +172,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
             duration(trans, Math.max(1, notice.seconds))
           );
     case 'job-paused':
-      return PAUSED.has(notice.job.state)
-        ? trans.__('%1: %2', shortName(notice.job), notice.job.reason)
-        : trans.__('%1 was paused meanwhile. Nothing was lost.', shortName(notice.job));
+      return pausedText(trans, notice.job, notice.again);
     case 'job-ended':
       return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), notice.job.reason);
     case 'jobs':
@@ -193,6 +191,16 @@ function warningText(trans: TranslationBundle, lease: ILease): string {
 
 const PAUSED: ReadonlySet<string> = new Set(['suspended', 'queued', 'stopping']);
 const NAME_LENGTH = 40;
+
+function pausedText(trans: TranslationBundle, job: IJob, again: boolean): string {
+  const name = shortName(job);
+  if (PAUSED.has(job.state)) {
+    return trans.__('%1: %2', name, job.reason);
+  }
+  return again
+    ? trans.__('%1 had to give up its GPU meanwhile, and started again as attempt %2.', name, job.attempt)
+    : trans.__('%1 was paused meanwhile. Nothing was lost.', name);
+}
 
 function shortName(job: IJob): string {
   return job.name.length > NAME_LENGTH ? `${job.name.slice(0, NAME_LENGTH - 1)}…` : job.name;
