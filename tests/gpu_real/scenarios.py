@@ -68,6 +68,8 @@ def the_driver_moves_a_process_by_itself(site: Site) -> None:
     checkpoint, nvml = Checkpoint(), Nvml()
     if checkpoint.unavailable:
         raise Skip(checkpoint.unavailable)
+    if site.device["profile"]:
+        raise Skip("the driver cannot checkpoint on MIG")
     size = site.scale_bytes
     worker = site.worker("driver", site.lease("by-itself", size + 2 * GIB))
     assert do(worker, f"fill {size // MIB}") == "0"
