@@ -39,7 +39,7 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
-from jupyter_gpushare.broker.listener import Listener, connections_allowed
+from jupyter_gpushare.broker.listener import SHARE, Listener, connections_allowed
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
@@ -399,7 +399,8 @@ class GPUShareBroker(Application):
                 f"port {port} on {host} is in use ({error.strerror}): stop what listens there, "
                 "or change the url of the service gpushare"
             ) from None
-        server = Listener(application, max_connections=connections_allowed())
+        most = connections_allowed()
+        server = Listener(application, max_connections=most, max_per_source=max(1, most // SHARE))
         server.add_sockets(sockets)
         return server
 
