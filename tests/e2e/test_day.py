@@ -151,6 +151,7 @@ class Visitor:
             return
         for theme in ("Dark", "Light"):
             self.use_theme(theme)
+            self.page.wait_for_timeout(1_000)  # bars move
             self.page.screenshot(path=Path(PICTURES) / f"day-{name}-{theme.lower()}.png")
 
 

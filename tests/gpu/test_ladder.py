@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,20 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
     assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 
 
+def test_the_driver_guarantees_a_sleeper_nothing_of_what_it_has_lent(limiting: tuple[Machine, Path]) -> None:
+    machine, root = limiting
+    machine.lease("ada", 8 * GIB)
+    machine.worker("ada", mib=64)
+    group = root / "gpushare-ada"
+    assert machine.sim.group(0, group) == (8 * GIB, 8 * GIB)
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.sim.group(0, group) == (0, 8 * GIB)
+    assert machine.ask("resume", lease="ada")["done"]
+    assert machine.sim.group(0, group) == (8 * GIB, 8 * GIB)
+    machine.lease("next", 4 * GIB, suspended=True)
+    assert machine.sim.group(0, root / "gpushare-next") == (0, 4 * GIB)
+
+
 def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path: Path) -> None:
     """The self-test's child is put into another cgroup than the limited one."""
     elsewhere = tmp_path / "elsewhere"
@@ -149,7 +164,8 @@ def test_a_lease_that_could_not_be_placed_is_not_called_limited(limiting: tuple[
     not (UNIFIED / "cgroup.procs").exists(), reason=f"no cgroup (v2) at {UNIFIED} to make others in"
 )
 def test_real_cgroups_take_the_processes_of_a_lease(tmp_path: Path) -> None:
-    root = UNIFIED / f"gpushare-test-{tmp_path.name}"
+    # No other run may have the same; and no lease is called so.
+    root = UNIFIED / f"gpushare_test_{uuid.uuid4().hex}"
     try:
         root.mkdir()
     except OSError as error:

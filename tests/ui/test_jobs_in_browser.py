@@ -300,6 +300,22 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     await expect(page.locator(".gps-banner")).to_be_hidden()
 
 
+async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, golden):
+    banner, toasts = page.locator(".gps-banner"), page.locator(".Toastify")
+    lab.say(golden("status_waking"))
+    await expect(banner).to_contain_text("Getting the GPU back")
+    lab.say(golden("status_lost"))
+    told = "Your GPU memory could not be brought back, so the kernels that used it have to restart."
+    await expect(banner).to_contain_text(f"GPU state lost. {told}")
+    await expect(toasts).to_contain_text(told)
+    await expect(page.locator(".gps-status button.gps-attention")).to_contain_text("GPU state lost")
+    await accessible(page, ".gps-banner")
+    await picture(page, "banner-lost")
+    lab.say(golden("status_active"))
+    await expect(banner).to_be_hidden()
+    await expect(toasts).not_to_contain_text(told)
+
+
 async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, broker, golden, open_page):
     living = golden("job") | {"state": "running"}
     lab.say(golden("status_active") | {"jobs": [living]})

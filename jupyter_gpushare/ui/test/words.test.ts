@@ -55,6 +55,7 @@ describe('status bar', () => {
     expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GB Asleep, GPU lent');
     const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
     expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
+    expect(statusText(trans, stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
     expect(statusText(trans, stateOf(SILENT))).toBe('GPU: no data');
     expect(statusText(trans, { kind: 'off' })).toBe('');
@@ -68,6 +69,7 @@ describe('status bar', () => {
       false
     ]);
     expect(wantsAttention(ready, 'warned')).toBe(true);
+    expect(wantsAttention(ready, 'lost')).toBe(true);
     expect(wantsAttention(stateOf(SILENT), null)).toBe(true);
   });
 });
