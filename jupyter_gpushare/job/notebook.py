@@ -54,7 +54,7 @@ def parameter_cell(parameters: Mapping[str, str]) -> str:
             raise Unusable(f"{name[:60]!r} is not a name of a parameter")
         try:
             value = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = text
         lines.append(f"{name} = {value!r}")
     return "\n".join(lines)
@@ -68,7 +68,8 @@ def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
     """
     if not parameters:
         return notebook
-    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
+    kernelspec, info = (notebook.metadata.get(key) or {} for key in ("kernelspec", "language_info"))
+    language = (kernelspec.get("language") or info.get("name") or "python").lower()
     if language != "python":
         raise Unusable(f"parameters are for Python notebooks, and this is one in {language}")
     cell = nbformat.v4.new_code_cell(parameter_cell(parameters), metadata={"tags": ["injected-parameters"]})
@@ -156,7 +157,7 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) 
         output,
         timeout=None,
         startup_timeout=STARTUP_S,
-        kernel_name=kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+        kernel_name=kernel or (notebook.metadata.get("kernelspec") or {}).get("name") or "python3",
         resources={"metadata": {"path": os.getcwd()}},
     )
     client.save()

@@ -52,6 +52,9 @@ def test_parameters_go_behind_the_tagged_cell_else_to_the_top_and_replace_earlie
     assert with_parameters(notebook("lr"), {"lr": "2"}).cells[0].source == "# Parameters\nlr = 2"
     with pytest.raises(Unusable, match="in julia"):
         with_parameters(notebook("1", language="julia"), {"lr": "2"})
+    unnamed = nbformat.v4.new_notebook(metadata={"kernelspec": None, "language_info": {"name": "R"}})
+    with pytest.raises(Unusable, match=r"in r$"):
+        with_parameters(unnamed, {"lr": "2"})
 
 
 class Ran:
