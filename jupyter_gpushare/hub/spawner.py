@@ -118,12 +118,14 @@ class GPUShareMixin(_Before):
     ).tag(config=True)
 
     job_cmd = Command(
-        [sys.executable, "-m", "jupyter_gpushare.job"],
+        [sys.executable, "-P", "-m", "jupyter_gpushare.job"],
         help="""
         Command that runs a training job, instead of `Spawner.cmd`.
 
         Must have this package and the users' programs in its PATH: in an image or
-        environment of its own, name that environment's python.
+        environment of its own, name that environment's python. Keep `-P`: without it
+        a file like `random.py` in a user's home is imported in place of Python's own,
+        and every job of that user fails.
         """,
     ).tag(config=True)
 

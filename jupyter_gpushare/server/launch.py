@@ -1,6 +1,6 @@
 """From the page's dialog to a job: which command a notebook or a script becomes.
 
-    name.ipynb     python -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
+    name.ipynb     python -P -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
     name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment)
     name.sh        bash name.sh ARGUMENTS
     other          ./name ARGUMENTS              (if it may be executed)
@@ -8,7 +8,8 @@
 
 The command runs in the folder of the file.  A job is started by the Hub, with the
 Hub's environment for servers: what else of this server's environment it needs is
-chosen by name.
+chosen by name.  The user's folder shadows no module of the notebook runner (``-P``); the
+notebook's kernel and scripts import what is beside them, as ever.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def job_of(
 
 
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:
-    command = [sys.executable, "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
+    command = [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
     if asked.kernel:
         command += ["--kernel", asked.kernel]
     notebook = _notebook(file)

@@ -44,7 +44,7 @@ def test_both_spawners_take_the_settings_of_the_mixin() -> None:
 
 
 def test_jobs_run_with_the_hubs_python_by_default() -> None:
-    assert configured().job_cmd == [sys.executable, "-m", "jupyter_gpushare.job"]
+    assert configured().job_cmd == [sys.executable, "-P", "-m", "jupyter_gpushare.job"]
 
 
 def test_every_setting_says_what_it_does_and_what_it_costs() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from jupyter_gpushare.hub import GPUShareSimpleSpawner
 from tests.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -214,9 +215,7 @@ def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
             "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port}{PREFIX}",
             **(runner_env or {}),
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpushare.job"], env=env, cwd=home, start_new_session=True
-        )
+        process = subprocess.Popen(GPUShareSimpleSpawner().job_cmd, env=env, cwd=home, start_new_session=True)
         jobs.append(Job(home, port, others, process))
         if probe:
             jobs[-1].probe()

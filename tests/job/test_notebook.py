@@ -60,7 +60,7 @@ def test_parameters_go_behind_the_tagged_cell_else_to_the_top_and_replace_earlie
 class Ran:
     """One run in a process of its own, with a socket for its progress."""
 
-    def __init__(self, folder: Path, made: Any, *arguments: str) -> None:
+    def __init__(self, folder: Path, made: Any, *arguments: str, **env: str) -> None:
         self.folder = folder
         self.output = folder / "out.ipynb"
         self.progress: list[tuple[float, float]] = []
@@ -69,9 +69,17 @@ class Ran:
         self.runner.bind(str(folder / "s"))
         self.runner.setblocking(False)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpushare.job.notebook", "in.ipynb", "out.ipynb", *arguments],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "jupyter_gpushare.job.notebook",
+                "in.ipynb",
+                "out.ipynb",
+                *arguments,
+            ],
             cwd=folder,
-            env={**os.environ, SOCKET_VARIABLE: str(folder / "s"), "PYTHONPATH": os.getcwd()},
+            env={**os.environ, SOCKET_VARIABLE: str(folder / "s"), "PYTHONPATH": os.getcwd(), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -87,6 +87,18 @@ def test_a_missing_working_directory_fails_with_a_reason(start: Start) -> None:
     assert report["reason"] == "The folder /no/such/folder does not exist."
 
 
+def test_a_file_of_the_user_shadows_nothing_of_the_runner_but_its_script_imports_its_neighbours(
+    start: Start, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "random.py").write_text("print('mine')")
+    (home / "train.py").write_text("import random")
+    job = start(sys.executable, "train.py")
+    assert job.ended()["exit_code"] == 0
+    assert job.log == "mine\n"
+
+
 def test_it_runs_in_its_directory_and_in_the_home_by_default(start: Start, tmp_path: Path) -> None:
     job = start("pwd")
     job.ended()

@@ -49,7 +49,7 @@ def test_a_notebook_writes_another_one_beside_itself(root):
     job = asked(root, path="vision/train.ipynb", kernel="torch", parameters=parameters, gpus="2")
     source, output = root / "vision" / "train.ipynb", root / "vision" / "train-20310506-140203.ipynb"
     assert job.command == [
-        *[sys.executable, "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
+        *[sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
         *["--kernel", "torch", "-p", "lr", "0.1", "-p", "name", "a b"],
     ]
     assert (job.cwd, job.name, job.gpus) == (str(root / "vision"), "train.ipynb", "2")
@@ -136,7 +136,7 @@ def test_a_broken_notebook_has_no_parameters(root, text):
     (root / "broken.ipynb").write_text(text)
     told = form(root, "broken.ipynb", SPECS)
     assert (told.kernel, told.parameters) == ("python3", {})
-    assert asked(root, path="broken.ipynb").command[3] == str(root / "broken.ipynb")
+    assert asked(root, path="broken.ipynb").command[4] == str(root / "broken.ipynb")
 
 
 def test_only_values_that_mean_the_same_anywhere_are_defaults():
@@ -166,7 +166,7 @@ def test_a_notebook_in_another_language_has_no_parameters(root, metadata):
 def test_values_that_the_notebook_has_anyway_are_not_set_again(root):
     parameters = {"lr": "0.001", "epochs": "20", "name": "'x'"}
     job = asked(root, path="vision/train.ipynb", parameters=parameters)
-    assert job.command[5:] == ["-p", "epochs", "20"]
+    assert job.command[6:] == ["-p", "epochs", "20"]
     assert job.source is not None
     assert job.source.parameters == parameters
 
