@@ -52,6 +52,11 @@ def log_path(home: Path, job: str, attempt: int) -> Path:
     return jobs_dir(home) / job / f"attempt-{attempt}.log"
 
 
+def own_output(output: Path, job: str) -> Path:
+    """Where a job writes its notebook when another job has written ``output``."""
+    return output.with_name(f"{output.stem}-{job}{output.suffix}")
+
+
 def attempts_of(folder: Path) -> list[int]:
     """Return the numbers of a job's attempts that left a log in its folder, in order."""
     found = []

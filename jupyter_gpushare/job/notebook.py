@@ -4,6 +4,8 @@
   cell tagged ``parameters`` (else at the top), as papermill does it.
 * The output notebook is written after every cell, in one step, so that it can be
   opened and read at any time; what cells print also goes to the log.
+* It belongs to its job (``metadata.gpushare.job``): a new attempt replaces it, another
+  job (a retry, one submitted in the same second) writes `own_output` beside it.
 * Cells done of all cells is the job's progress.
 
 Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook or environment) or
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import json
 import os
 import re
 import signal
@@ -30,6 +33,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from jupyter_gpushare.job.progress import progress
+from jupyter_gpushare.jobfiles import own_output
 
 STARTUP_S = 300
 # While a cell runs; after it at once.
@@ -88,6 +92,26 @@ def write(notebook: Any, path: Path) -> None:
     fresh.replace(path)
 
 
+def place(output: Path, job: str) -> Path:
+    """Return where ``job`` writes, and hold that place: ``output``, or beside it if that is another's."""
+    try:
+        os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        if _writer(output) != job:
+            return own_output(output, job)
+    except OSError:
+        pass  # the first save says why
+    return output
+
+
+def _writer(path: Path) -> str:
+    """The job that wrote a notebook; "" if none did, or it cannot be read."""
+    try:
+        return str(json.loads(path.read_bytes())["metadata"]["gpushare"]["job"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+
+
 class _Run(NotebookClient):
     """One run: copies what cells print to the log, tells progress, writes the output notebook."""
 
@@ -138,8 +162,8 @@ class _Run(NotebookClient):
         os._exit(STOPPED)
 
 
-def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) -> int:
-    """Run a notebook into another and return the exit code.
+def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], job: str) -> int:
+    """Run a notebook into another and return the exit code; ``job`` is "" outside a job.
 
     Raises:
         Unusable: it cannot be read or written, or its environment is not there.
@@ -152,6 +176,10 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) 
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    if job:
+        notebook.metadata["gpushare"] = {"job": job}
+        output = place(output, job)
+        print(f"[gpushare] the output notebook is {output}", flush=True)
     client = _Run(
         notebook,
         output,
@@ -185,8 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="name of the environment; default: the notebook's")
     parser.add_argument("-p", dest="parameters", nargs=2, action="append", metavar=("NAME", "VALUE"))
     asked = parser.parse_args(arguments)
+    job = os.environ.get("GPUSHARE_JOB_ID", "")
     try:
-        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()))
+        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()), job)
     except Unusable as error:
         print(f"[gpushare] {error}", file=sys.stderr)
         return 2

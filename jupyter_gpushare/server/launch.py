@@ -26,8 +26,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
+from jupyter_gpushare.jobfiles import own_output
 
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
@@ -214,6 +217,16 @@ def job_of(
         else None,
         notify=asked.notify,
     )
+
+
+def with_output(job: wire.Job, root: Path) -> wire.Job:
+    """Return the job with the notebook that it really writes (see `jobfiles.own_output`)."""
+    if job.source is None or not job.source.output.endswith(".ipynb"):
+        return job
+    own = own_output(Path(job.source.output), job.id)
+    if not (root / own).is_file():
+        return job
+    return structs.replace(job, source=structs.replace(job.source, output=str(own)))
 
 
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, with_parameters
+from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, place, with_parameters
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
 
 
@@ -52,7 +52,9 @@ def test_parameters_go_behind_the_tagged_cell_else_to_the_top_and_replace_earlie
     assert with_parameters(notebook("lr"), {"lr": "2"}).cells[0].source == "# Parameters\nlr = 2"
     with pytest.raises(Unusable, match="in julia"):
         with_parameters(notebook("1", language="julia"), {"lr": "2"})
-    unnamed = nbformat.v4.new_notebook(metadata={"kernelspec": None, "language_info": {"name": "R"}})
+    unnamed = nbformat.from_dict(
+        {"metadata": {"kernelspec": None, "language_info": {"name": "R"}}, "cells": []}
+    )
     with pytest.raises(Unusable, match=r"in r$"):
         with_parameters(unnamed, {"lr": "2"})
 
@@ -101,6 +103,10 @@ class Ran:
         return self.process.returncode, log
 
 
+def text_of(path: Path) -> str:
+    return str(nbformat.read(path, as_version=4).cells[0].outputs[0].text)
+
+
 def until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -137,6 +143,35 @@ def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> 
     assert [c.execution_count for c in cells] == [1, 2, None]
     assert cells[1].outputs[0].ename == "ZeroDivisionError"
     assert ran.progress[-1] == (1, 3)
+
+
+def test_a_retry_leaves_the_output_of_the_earlier_job_alone(tmp_path: Path) -> None:
+    made = notebook("import os\nprint(os.environ['GPUSHARE_JOB_ID'], os.environ['ATTEMPT'])")
+    texts = []
+    for job, attempt in [("jaaa", "1"), ("jbbb", "1"), ("jaaa", "2"), ("jbbb", "2")]:
+        (tmp_path / "s").unlink(missing_ok=True)
+        code, log = Ran(tmp_path, made, GPUSHARE_JOB_ID=job, ATTEMPT=attempt).end()
+        assert code == 0, log
+        texts.append({path.name: text_of(path) for path in sorted(tmp_path.glob("out*.ipynb"))})
+    assert texts == [
+        {"out.ipynb": "jaaa 1\n"},
+        {"out-jbbb.ipynb": "jbbb 1\n", "out.ipynb": "jaaa 1\n"},
+        {"out-jbbb.ipynb": "jbbb 1\n", "out.ipynb": "jaaa 2\n"},
+        {"out-jbbb.ipynb": "jbbb 2\n", "out.ipynb": "jaaa 2\n"},
+    ]
+
+
+@pytest.mark.parametrize("there", ["", "{", "[]", '{"metadata": {"gpushare": []}}', '{"metadata": {}}'])
+def test_a_file_that_no_job_wrote_is_not_replaced(tmp_path: Path, there: str) -> None:
+    (tmp_path / "out.ipynb").write_text(there)
+    assert place(tmp_path / "out.ipynb", "jaaa") == tmp_path / "out-jaaa.ipynb"
+    assert (tmp_path / "out.ipynb").read_text() == there
+
+
+def test_of_two_jobs_that_begin_together_only_one_gets_the_place(tmp_path: Path) -> None:
+    places = {place(tmp_path / "out.ipynb", job) for job in ("jaaa", "jbbb")}
+    assert places == {tmp_path / "out.ipynb", tmp_path / "out-jbbb.ipynb"}
+    assert place(tmp_path / "none" / "out.ipynb", "jaaa") == tmp_path / "none" / "out.ipynb"
 
 
 def test_sigterm_ends_the_kernel_and_keeps_what_was_done(tmp_path: Path) -> None:
