@@ -50,7 +50,15 @@ from jupyter_gpushare.job.command import (
 )
 from jupyter_gpushare.job.progress import bar
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
-from jupyter_gpushare.jobfiles import BoundedLog, Record, forget_old_jobs, jobs_dir, log_path, write_record
+from jupyter_gpushare.jobfiles import (
+    BoundedLog,
+    Record,
+    forget_old_attempts,
+    forget_old_jobs,
+    jobs_dir,
+    log_path,
+    write_record,
+)
 from jupyter_gpushare.wire import JobReport, JobSpec, decode
 
 # The Hub probes as soon as the process is there; later it has given up or is gone.
@@ -108,6 +116,7 @@ class Runner:
         try:
             forget_old_jobs(jobs_dir(Path(self._home)))
             self._log = BoundedLog(self._log_path)
+            forget_old_attempts(self._log_path.parent)
             self._keep(self._record)
             with _ProgressSocket(self._on_progress) as progress_socket:
                 await self._run_command(reports, progress_socket)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.jobfiles import (
+    LIVE_S,
     BoundedLog,
     Record,
+    attempts_of,
+    forget_old_attempts,
     forget_old_jobs,
     log_end,
     log_path,
@@ -102,6 +107,27 @@ def test_a_disk_that_takes_nothing_is_survived_and_counted(
     assert log_end(tmp_path / "log") == 18
 
 
+def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = small(tmp_path / "log")
+    log.write(b"0123456789abcdefgh")
+    kept = [(0, b"0123456789"), (10, b"abcd"), (14, b"efgh")]
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for _ in range(9):
+            log.write(b"x")
+    assert log.left_out_bytes == 9
+    assert [piece for piece in read_all(tmp_path / "log") if piece[1]] == kept
+    assert len(list(tmp_path.iterdir())) <= 4
+    log.write(b"back")
+    log.close()
+    assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, b"back")]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:
     first = small(tmp_path / "log")
     first.write(b"x" * 30)
@@ -139,6 +165,44 @@ def test_only_the_folders_that_were_written_to_last_are_kept(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(tmp_path / "job4")
     forget_old_jobs(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Not a job", "job1", "job4", "link"]
+
+
+def record(folder: Path, attempt: int, state: Any, written_at: float) -> None:
+    made = Record(id=folder.name, attempt=attempt, name="n", command=["x"], state=state, log="l")
+    assert write_record(folder / f"attempt-{attempt}.json", made)
+    for path in (folder / f"attempt-{attempt}.json", folder):
+        os.utime(path, (written_at, written_at))
+
+
+def test_a_quiet_job_keeps_its_folder_until_it_has_ended(tmp_path: Path) -> None:
+    now = time.time()
+    for name, states in {
+        "running": ["running"],
+        "again": ["ended", "starting"],
+        "ended": ["running", "ended"],
+        "newest": ["ended"],
+    }.items():
+        for attempt, state in enumerate(states, 1):
+            record(tmp_path / name, attempt, state, now - (0 if name == "newest" else 86400))
+    record(tmp_path / "forgotten", 1, "running", now - LIVE_S - 86400)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "attempt-1.json").write_text("[")
+    for path in (tmp_path / "broken" / "attempt-1.json", tmp_path / "broken"):
+        os.utime(path, (now - 9, now - 9))
+    forget_old_jobs(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "newest", "running"]
+
+
+def test_of_many_attempts_the_newest_logs_are_kept(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3, 9, 10):
+        log = small(tmp_path / f"attempt-{attempt}.log")
+        log.write(b"x" * 20)
+        log.close()
+        record(tmp_path, attempt, "ended", 0)
+    forget_old_attempts(tmp_path)
+    assert attempts_of(tmp_path) == [3, 9, 10]
+    assert len(list(tmp_path.glob("*.log*"))) == 3 * 3
+    assert len(list(tmp_path.glob("*.json"))) == 3
 
 
 def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
