@@ -38,6 +38,10 @@ from jupyter_gpushare.jobfiles import own_output
 STARTUP_S = 300
 # While a cell runs; after it at once.
 SAVE_EVERY_S = 5.0
+# A big notebook is saved less often: between two saves at least so many times what one takes.
+SAVE_SPACING = 20
+# Of what one cell prints, in the notebook; the log has it all.
+CELL_TEXT_CHARS = 1 << 20
 STOPPED = 128 + signal.SIGTERM
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -121,24 +125,47 @@ class _Run(NotebookClient):
         )
         self._output = output
         self._saved_at = 0.0
+        self._saving_s = 0.0
         self.total = sum(1 for c in notebook.cells if c.cell_type == "code" and c.source.strip())
         self.done = 0
 
     def save(self) -> None:
         """Write the output notebook; a disk that does not take it does not end the run."""
-        self._saved_at = time.monotonic()
+        began_at = time.monotonic()
         try:
             write(self.nb, self._output)
         except OSError as error:
             text = f"{self._output} cannot be written: {error.strerror}"
             print(f"[gpushare] {text}", file=sys.stderr, flush=True)
+        self._saved_at = time.monotonic()
+        self._saving_s = self._saved_at - began_at
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if msg["msg_type"] == "stream":
             print(msg["content"]["text"], end="", flush=True)
         said = super().process_message(msg, cell, cell_index)
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+        if time.monotonic() - self._saved_at > max(SAVE_EVERY_S, SAVE_SPACING * self._saving_s):
             self.save()
+        return said
+
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
+        """Add what a cell put out to ``outs``: text joined, and at most `CELL_TEXT_CHARS` of it."""
+        if msg["msg_type"] != "stream":
+            return super().output(outs, msg, display_id, cell_index)
+        told = [] if self.clear_before_next_output else [o.text for o in outs if o.output_type == "stream"]
+        room = CELL_TEXT_CHARS - sum(map(len, told))
+        if room <= 0:
+            return None
+        text = msg["content"]["text"]
+        if len(text) >= room:
+            text = f"{text[:room]}\n... see the log: it has all of it\n"
+        said = super().output(
+            outs, {**msg, "content": {**msg["content"], "text": text}}, display_id, cell_index
+        )
+        before = outs[-2] if len(outs) > 1 else None
+        if said is not None and before is not None and before.get("name") == said.name:
+            before.text += outs.pop().text
+            said = before
         return said
 
     async def async_start_new_kernel(self, **options: Any) -> None:

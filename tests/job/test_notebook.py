@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -12,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import pytest
 
+from jupyter_gpushare.job import notebook as module
 from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, place, with_parameters
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
 
@@ -131,6 +134,60 @@ def test_cells_run_with_parameters_and_the_output_grows(tmp_path: Path) -> None:
     assert ran.texts() == ["", "", "rate 0.5\n", "end\n"]
     assert ran.progress == [(n, 4) for n in range(5)]
     assert nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs == []
+
+
+def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+    content = {"name": name, "text": text}
+    header = {"msg_type": "stream"}
+    return {**header, "header": header, "content": content, "parent_header": {"msg_id": "1"}}
+
+
+def test_of_what_a_cell_prints_the_notebook_keeps_the_beginning_and_the_log_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "CELL_TEXT_CHARS", 100)
+    made = notebook("1")
+    client, cell = module._Run(made, tmp_path / "out.ipynb"), made.cells[0]
+    client.reset_execution_trackers()
+    client.clear_before_next_output = False
+    for n in range(50):
+        client.process_message(stream(f"{n:09d}\n"), cell, 0)
+        if n == 5:
+            client.process_message(stream("w", "stderr"), cell, 0)
+    assert capsys.readouterr().out == "".join(f"{n:09d}\n" + "w" * (n == 5) for n in range(50))
+    texts = [(o.name, o.text) for o in cell.outputs]
+    lines = [f"{n:09d}\n" for n in range(10)]
+    assert texts == [
+        ("stdout", "".join(lines[:6])),
+        ("stderr", "w"),
+        ("stdout", "".join(lines[6:])[:39] + "\n... see the log: it has all of it\n"),
+    ]
+    clear = {"msg_type": "clear_output", "content": {"wait": True}, "parent_header": {"msg_id": "1"}}
+    client.process_message(clear, cell, 0)
+    client.process_message(stream("anew"), cell, 0)
+    assert [o.text for o in cell.outputs] == ["anew"]
+
+
+def test_a_notebook_that_is_slow_to_save_is_saved_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved_at = [1000.0], []
+
+    def slow(*_: object) -> None:
+        saved_at.append(now[0])
+        now[0] += 10.0
+
+    monkeypatch.setattr(module, "write", slow)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = notebook("1")
+    client = module._Run(made, tmp_path / "out.ipynb")
+    client.reset_execution_trackers()
+    client.clear_before_next_output = False
+    for _ in range(1000):
+        now[0] += 1.0
+        client.process_message(stream("."), made.cells[0], 0)
+    assert len(saved_at) > 2
+    assert all(after - before > 200 for before, after in itertools.pairwise(saved_at))
 
 
 def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> None:
