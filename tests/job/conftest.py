@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import threading
 import time
@@ -55,6 +56,7 @@ class HubAndBroker:
     paths: list[str] = field(default_factory=list)
     activity: list[dict[str, Any]] = field(default_factory=list)
     broker_down: bool = False
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         both = self
@@ -85,6 +87,8 @@ class HubAndBroker:
             daemon_threads = True
 
         self._server = Server(("127.0.0.1", self.port), Handler)
+        if self.tls is not None:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
