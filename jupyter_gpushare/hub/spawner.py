@@ -323,7 +323,8 @@ class GPUShareMixin(_Before):
         user, server, _ = self._who()
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                await self._client().post("spawner/stop", SpawnStop(user=user, server=server), type(None))
+                stop = SpawnStop(user=user, server=server)
+                await self._client().post("spawner/stop", stop, type(None), repeatable=True)
         except (GpuShareError, TimeoutError) as error:
             self.log.warning(
                 "user=%s server=%s release not delivered: %s", user, server, error or "no answer"

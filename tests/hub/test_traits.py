@@ -3,10 +3,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import httpx
 import pytest
 from traitlets import TraitError
 from traitlets.config import Config
 
+from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
 from jupyter_gpushare.hub import spawner as module
 
@@ -70,3 +72,23 @@ def test_a_hub_without_that_scope_still_starts_servers() -> None:
 def test_the_scopes_of_the_site_stand() -> None:
     spawner = GPUShareSimpleSpawner(config=Config({"Spawner": {"server_token_scopes": ["inherit"]}}))
     assert spawner.server_token_scopes == ["inherit"]
+
+
+async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if len(asked) == 1:
+            raise httpx.ReadError("the broker ended")
+        return httpx.Response(204)
+
+    client = BrokerClient("http://broker/api/v1", "token")
+    spawner = configured()
+    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(spawner, "_client", lambda: client)
+    monkeypatch.setattr(spawner, "_who", lambda: ("ada", "", []))
+    monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 30.0)
+    await spawner._release()
+    assert asked == ["/api/v1/spawner/stop"] * 2
+    assert not spawner._lease_possible
