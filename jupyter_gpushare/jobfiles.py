@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -39,6 +40,9 @@ LIVE_S = 30 * 86400.0
 
 _LOG = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
 _RECORD = re.compile(r"attempt-([1-9][0-9]{0,6})\.json")
+# UTF-8 (RFC 3629): the bytes a character goes on with, and how many it has.
+_CONTINUED = bytes(range(0x80, 0xC0))
+_LONGEST_CHARACTER = 4
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
 
 
@@ -109,6 +113,35 @@ def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
         except OSError:
             continue  # rotated away meanwhile
     return Piece(offset, b"")
+
+
+def read_text(path: Path, offset: int, at_most_bytes: int, *, anywhere: bool = False) -> Piece:
+    """Return what `read_log` does, in whole characters of UTF-8 (so a few bytes more or less).
+
+    ``offset`` is where a piece ended, or ``anywhere``: then, as behind a gap, the rest of a character
+    that began earlier is skipped.  One that is not printed to its end waits for the next reading.
+    """
+    piece = read_log(path, offset, at_most_bytes)
+    if anywhere or piece.offset > offset:
+        rest = piece.data.lstrip(_CONTINUED)
+        piece = Piece(piece.next_offset - len(rest), rest)
+    for _ in range(_LONGEST_CHARACTER - 1):
+        if not (begun := _begun_bytes(piece.data)):
+            return piece
+        more = read_log(path, piece.next_offset, 1)
+        if more.offset > piece.next_offset:
+            return piece  # the rest of the character was left out
+        if not more.data:
+            return Piece(piece.offset, piece.data[:-begun])
+        piece = Piece(piece.offset, piece.data + more.data)
+    return Piece(piece.offset, piece.data[: len(piece.data) - _begun_bytes(piece.data)])
+
+
+def _begun_bytes(data: bytes) -> int:
+    """How many bytes at the end belong to a character that goes on."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[1 - _LONGEST_CHARACTER :])
+    return len(decoder.getstate()[0])
 
 
 def log_end(path: Path) -> int:

@@ -41,7 +41,7 @@ from tornado import web
 from jupyter_gpushare import wire
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
-from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log
+from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log, read_text
 from jupyter_gpushare.server import launch
 from jupyter_gpushare.server.watch import Watch, iso
 
@@ -214,7 +214,7 @@ class RetryHandler(_Handler):
 
 
 class LogHandler(_Handler):
-    """What a job printed, from the user's own files: at most `LOG_BYTES` from ``offset`` on.
+    """What a job printed, from the user's own files: `LOG_BYTES` and a few from ``offset`` on, as UTF-8.
 
     ``offset`` below zero counts from the end; ``attempt`` is the newest if it is not
     given; ``download`` gives all that is kept as a file.  Headers: X-Gpushare-Attempts (how
@@ -240,9 +240,9 @@ class LogHandler(_Handler):
             await self._send_all(path)
             return
         offset = self._number("offset", 0)
-        if offset < 0:
+        if from_end := offset < 0:
             offset = max(0, await asyncio.to_thread(log_end, path) + offset)
-        piece = await asyncio.to_thread(read_log, path, offset, LOG_BYTES)
+        piece = await asyncio.to_thread(read_text, path, offset, LOG_BYTES, anywhere=from_end)
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))
         self.finish(piece.data, set_content_type=_TEXT)

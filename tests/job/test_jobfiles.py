@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from jupyter_gpushare.jobfiles import (
     log_end,
     log_path,
     read_log,
+    read_text,
     write_record,
 )
 
@@ -80,6 +82,50 @@ def test_a_reader_behind_what_was_left_out_goes_on_behind_it(tmp_path: Path) -> 
     piece = read_log(tmp_path / "log", 10, 100)
     assert piece.offset > 10
     assert piece.data == b"aaaa"
+
+
+@given(st.text(max_size=30), st.integers(1, 9), st.lists(st.integers(1, 40), max_size=6))
+def test_pieces_of_text_are_whole_characters(
+    tmp_path_factory: pytest.TempPathFactory, text: str, at_most: int, cuts: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    log = BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=99)
+    printed, read, offset = text.encode(), "", 0
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(printed)]):
+        log.write(printed[begin:end])
+        while (piece := read_text(path, offset, at_most)).data:
+            assert piece.offset == offset
+            assert piece.data.decode() in text
+            read, offset = read + piece.data.decode(), piece.next_offset
+    log.close()
+    assert read == text
+
+
+def test_a_piece_of_text_behind_a_gap_or_anywhere_begins_with_a_character(tmp_path: Path) -> None:
+    log = small(tmp_path / "log")
+    log.write("€€€€€€€€".encode())  # 3 bytes each; kept: 0-10 and 18-24
+    log.write(b"\xe2")
+    assert read_text(tmp_path / "log", 0, 100).data == b"\xe2\x82\xac" * 3 + b"\xe2"  # it was cut
+    piece = read_text(tmp_path / "log", 10, 100)
+    assert (piece.offset, piece.data.decode()) == (18, "€€")
+    assert read_text(tmp_path / "log", 24, 100).data == b""
+    for offset in (19, 20, 21):
+        piece = read_text(tmp_path / "log", offset, 100, anywhere=True)
+        assert (piece.offset, piece.data.decode()) == (21, "€")
+
+
+@given(st.binary(max_size=60), st.integers(1, 9))
+def test_what_is_no_text_is_read_to_its_end(
+    tmp_path_factory: pytest.TempPathFactory, printed: bytes, at_most: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    path.write_bytes(printed)
+    read = b""
+    while (piece := read_text(path, len(read), at_most)).data:
+        read += piece.data
+    assert printed.startswith(read)
+    assert len(printed) - len(read) < 4
+    assert (printed + b".").decode(errors="replace").startswith(read.decode(errors="replace"))
 
 
 def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
