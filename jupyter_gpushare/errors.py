@@ -62,10 +62,17 @@ class Conflict(RequestError):
 
 
 class TooMany(RequestError):
-    """A bound of the service is reached."""
+    """A bound of the service is reached.
+
+    ``retry_after_s``: when it will not be any more; None: that depends on the caller.
+    """
 
     status = 429
     default_reason = "too_many"
+
+    def __init__(self, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_s = retry_after_s
 
 
 class BrokerUnavailable(GpuShareError):

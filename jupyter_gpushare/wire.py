@@ -275,6 +275,7 @@ class LeaseStatus(Answer, frozen=True):
     since_at: str  # of this state
     job: str | None = None
     processes: list[ProcessUse] = []
+    lost: bool = False  # its GPU memory could not be brought back; until who used it has ended
 
 
 JobState = Literal[
@@ -323,6 +324,8 @@ class Job(Answer, frozen=True):
     source: JobSource | None = None
     estimate: StartEstimate | None = None  # of a job that waits, once ended jobs tell how long jobs take
     notify: bool = True
+    priority: int = 0
+    grace_s: float | None = None  # None: the site's
 
 
 class JobMoment(Answer, frozen=True):

@@ -103,6 +103,10 @@ class Backend(abc.ABC):
         """Return the servers that are starting, running or stopping in the Hub."""
 
     @abc.abstractmethod
+    async def has_server(self, key: ServerKey) -> bool:
+        """Return whether one of them is there; surer than the list, whose pages may miss one that moves."""
+
+    @abc.abstractmethod
     async def groups(self, user: str) -> tuple[str, ...]:
         """Return the Hub groups of a user; empty for an unknown one."""
 

@@ -120,6 +120,16 @@ class HubClient:
                 return frozenset(found)
         raise HubError("the Hub has more users than the broker reads")
 
+    async def has_server(self, key: ServerKey) -> bool:
+        """Return whether a server is not stopped.
+
+        Raises:
+            HubError: the Hub did not answer.
+        """
+        found = await self._user(key.user)
+        server = found.servers.get(key.server) if found else None
+        return server is not None and not server.stopped
+
     async def groups(self, user: str) -> tuple[str, ...]:
         """Return the groups of a user; none for an unknown one."""
         found = await self._user(user)

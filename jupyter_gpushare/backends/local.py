@@ -155,6 +155,9 @@ class LocalBackend(Backend):
     async def servers(self) -> frozenset[ServerKey]:
         return await self._hub.servers()
 
+    async def has_server(self, key: ServerKey) -> bool:
+        return await self._hub.has_server(key)
+
     async def groups(self, user: str) -> tuple[str, ...]:
         return await self._hub.groups(user)
 

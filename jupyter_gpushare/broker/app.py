@@ -39,7 +39,7 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
-from jupyter_gpushare.broker.listener import Listener, connections_allowed
+from jupyter_gpushare.broker.listener import SHARE, Listener, connections_allowed
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
@@ -110,8 +110,8 @@ class GPUShareBroker(Application):
     adaptive_idle = Bool(
         False,
         help="Learn from the pauses of each session when its GPU may be lent (after 10 min to 4 h), instead "
-        "of idle_timeout: sooner where pauses are long and GPUs are many, later where a delay costs more "
-        "than the room is worth.",
+        "of idle_timeout: sooner where GPUs are many and after a long cell, later where the owner took many "
+        "breaks within the last days and was back each time.",
     ).tag(config=True)
     order = Enum(
         [order.value for order in Order if order is not Order.SRTF],
@@ -399,7 +399,8 @@ class GPUShareBroker(Application):
                 f"port {port} on {host} is in use ({error.strerror}): stop what listens there, "
                 "or change the url of the service gpushare"
             ) from None
-        server = Listener(application, max_connections=connections_allowed())
+        most = connections_allowed()
+        server = Listener(application, max_connections=most, max_per_source=max(1, most // SHARE))
         server.add_sockets(sockets)
         return server
 

@@ -176,7 +176,7 @@ class Book:
             await self.put_job(job)
         elif (job.done, job.total) != (self.jobs[job.id].done, self.jobs[job.id].total):
             self._keep_job(job)
-            await self.bump()
+            self._tell_soon()  # nothing to decide
 
     async def add(self, record: LeaseRecord, *also: Change) -> None:
         """Store a new lease."""
@@ -320,6 +320,7 @@ class Book:
             action=action,
             why=why,
             who=self.name_of(record),
+            kind=record.lease.kind,
             for_whom=self._other_name(record, self.leases.get(for_lease)),
         )
         return self.decisions.add(record, action, words.decision(facts), why=why, for_lease=for_lease)
@@ -352,8 +353,11 @@ class Book:
 
     async def bump(self) -> None:
         """Wake the loop, and tell everybody who waits that something changed, at most every `_GATHER_S`."""
-        self.seq += 1
         self.woken.set()
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        self.seq += 1
         if self._telling is None:
             loop = asyncio.get_running_loop()
             self._telling = loop.call_at(max(loop.time(), self._told_at + _GATHER_S), self._tell)

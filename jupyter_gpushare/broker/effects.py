@@ -24,6 +24,7 @@ from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
 from jupyter_gpushare.core.model import Event, State, Why
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Moved, Phase, Refusal
+from jupyter_gpushare.words import STATE_LOST
 
 log = logging.getLogger("gpushare.broker")
 
@@ -89,6 +90,10 @@ class Effects:
         if record.is_job and (vanished or job is None or job.exit_code is not None):
             return self._end_job
         phase = live.sample.phase if live.sample and is_news(self.book, record) else None
+        if record.note == STATE_LOST and record.state is State.RUNNING:
+            if record.is_job:
+                return self._start_anew
+            return self._found_whole if phase is not None and phase is not Phase.LOST else None
         if record.state is State.SUSPENDED and phase is Phase.RUNNING:
             return self._found_awake
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
@@ -163,13 +168,21 @@ class Effects:
                 live.sample = found.get(record.handle, live.sample)
             await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
         elif moved.refused == "lost":
-            live.wanted, live.lost = False, True
-            await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note="state_lost")
+            live.wanted = False
+            await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note=STATE_LOST)
         else:
             again_s = _RESUME_AGAIN_S if moved.refused == "no_lease" else 0.25 * 2.0**live.resumes_refused
             live.retry_at = now + min(again_s, _RESUME_AGAIN_S)
             live.resumes_refused = min(live.resumes_refused + 1, 10)
             await self.book.advance(record, Event.RESUME_REFUSED, note=moved.reason)
+
+    async def _start_anew(self, record: LeaseRecord) -> None:
+        """A job's memory could not be brought back: it starts again, which is not a failure of its own."""
+        await self.book.advance(record, Event.STOP, why=STATE_LOST, requeue=True)
+
+    async def _found_whole(self, record: LeaseRecord) -> None:
+        """The processes whose memory was lost have ended, so the session is as good as new."""
+        await self.book.put_lease(replace(record, note=""))
 
     async def _found_awake(self, record: LeaseRecord) -> None:
         """The helper rolled a suspension back: its memory is on the device."""
@@ -219,7 +232,7 @@ class Effects:
     async def _may_come(self, record: LeaseRecord, key: ServerKey) -> bool:
         """Return whether processes of this attempt are there, or the Hub may still start them."""
         sample = self.book.live[record.id].sample
-        return (sample is not None and sample.alive) or key in await self.backend.servers()
+        return (sample is not None and sample.alive) or await self.backend.has_server(key)
 
     def _still(self, record: LeaseRecord, state: State) -> bool:
         current = self.book.leases.get(record.id)
@@ -279,7 +292,7 @@ class Effects:
     async def _until_forgotten(self, record: LeaseRecord) -> None:
         """Return when the Hub has no server of this attempt: one under way would bring its processes yet."""
         key = ServerKey(record.lease.user, record.handle)
-        while key in await self.backend.servers():
+        while await self.backend.has_server(key):
             with contextlib.suppress(HubError):  # not while it is being started
                 await self.backend.stop_server(key)
             await asyncio.sleep(LOOK_S)
@@ -308,11 +321,12 @@ class Effects:
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """Decide what becomes of a job whose attempt is over."""
         record = self.book.leases.get(record.id, record)  # its owner may have cancelled it meanwhile
+        lost = record.why == STATE_LOST and job.exit_code != 0
         if record.lease.cancelled:
             await self.finish(record, "cancelled", "Stopped by its owner.")
-        elif job.exit_code is not None and not job.stopped:
+        elif job.exit_code is not None and not job.stopped and not lost:
             if job.exit_code == 0:
-                await self.finish(record, "succeeded", "It ended with exit code 0.")
+                await self.finish(record, "succeeded", "It ran to its end.")
             else:
                 await self._failed_attempt(
                     record, job, job.reason or f"It ended with exit code {job.exit_code}."
@@ -336,7 +350,7 @@ class Effects:
 
     async def _requeue(self, record: LeaseRecord, job: JobRecord) -> None:
         book, live = self.book, self.book.live[record.id]
-        live.seen_alive = live.lost = False
+        live.seen_alive = False
         live.gone_since_at, live.sample = None, None
         await book.advance(
             record,

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from jupyter_gpushare.broker import history
 from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access, Identity
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
+from jupyter_gpushare.broker.rates import Rate
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.errors import (
@@ -56,6 +58,8 @@ class Service:
     prefix: str
     openapi: Callable[[], dict[str, Any]]
     waiting: dict[str, int]  # long polls per user
+    # Of a server about itself: a job's runner tells every 2 s, a server extension every second.
+    reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
 
 
 class Base(HubOAuthenticated, web.RequestHandler):
@@ -133,6 +137,8 @@ class Base(HubOAuthenticated, web.RequestHandler):
         elif isinstance(error, web.HTTPError):
             reason = {404: "not_found", 405: "wrong_method", 413: "invalid"}.get(status_code, "refused")
             message = error.log_message or self._reason
+        if isinstance(error, TooMany) and error.retry_after_s is not None:
+            self.set_header("Retry-After", str(ceil(error.retry_after_s)))
         if status_code == 403 and reason == "login":
             status_code = 401
         self.answer(wire.ErrorAnswer(status=status_code, reason=reason, message=message), status_code)
@@ -274,6 +280,7 @@ class JobReport(Base):
         identity = await self.identify()
         if identity.server != f"j{job_id}-{attempt}":
             raise NotAllowed("only the server of this attempt may report about it")
+        self.service.reports.take(f"{identity.user}/{identity.server}")
         await self.service.desk.report(identity.user, job_id, int(attempt), self.body(wire.JobReport))
         self.set_status(204)
 
@@ -285,6 +292,7 @@ class Activity(Base):
         identity = await self.identify()
         if identity.server is None:
             raise NotAllowed("only a server may report its kernels, with its own token")
+        self.service.reports.take(f"{identity.user}/{identity.server}")
         await self.service.desk.activity(identity.user, identity.server, self.body(wire.ActivityReport))
         self.set_status(204)
 

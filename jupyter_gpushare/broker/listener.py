@@ -1,9 +1,9 @@
 """The HTTP server with bounds: so many connections, and none that only sits there.
 
-Everybody comes through the Hub's proxy, or from this machine: an address tells
-nobody from anybody, so there is one bound for all.  It leaves file descriptors
-to the database and the device helper, without which nothing could be done for
-those who are connected.
+There is a bound for all, and a smaller one for each user of this machine (`peers`)
+and each other machine, so that one program cannot take every connection.  The
+former leaves file descriptors to the database and the device helper, without
+which nothing could be done for those who are connected.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 from tornado import httpserver, iostream, web
 
 from jupyter_gpushare import wire
+from jupyter_gpushare.broker.peers import source_of
 
 log = logging.getLogger("gpushare.broker")
 
 MAX_CONNECTIONS = 2_000
+# What one user of this machine, or another machine (such as one with the Hub's proxy), may have of them.
+SHARE = 4
 # File descriptors for everything else: database, helper, Hub, log.
 _OTHER_FILES = 128
 # An idle connection is closed after this long, and a request that does not come to its end.
@@ -41,10 +44,10 @@ def connections_allowed() -> int:
 
 
 class Listener(httpserver.HTTPServer):
-    """Closes connections beyond ``max_connections`` as they come."""
+    """Closes connections beyond ``max_connections``, or ``max_per_source``, as they come."""
 
     def initialize(  # type: ignore[override]
-        self, application: web.Application, max_connections: int, **options: Any
+        self, application: web.Application, max_connections: int, max_per_source: int, **options: Any
     ) -> None:
         super().initialize(
             application,
@@ -55,14 +58,28 @@ class Listener(httpserver.HTTPServer):
             **options,
         )
         self._max_connections = max_connections
-        self._full = False
+        self._max_per_source = max_per_source
+        self._sources: dict[iostream.IOStream, str] = {}
+        self._full = ""  # who has too many
 
     def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
-        full = len(self._connections) >= self._max_connections
-        if full and not self._full:
-            log.warning("%d connections are open: more are refused", self._max_connections)
+        try:
+            source = source_of(stream.socket)
+        except OSError:
+            return stream.close()  # gone already
+        full = ""
+        if len(self._sources) >= self._max_connections:
+            full = "all"
+        elif sum(each == source for each in self._sources.values()) >= self._max_per_source:
+            full = source
+        if full and full != self._full:
+            log.warning("%d connections are open, by %s: more are refused", len(self._sources), full)
         self._full = full
         if full:
-            stream.close()
-        else:
-            super().handle_stream(stream, address)
+            return stream.close()
+        self._sources[stream] = source
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: Any) -> None:
+        self._sources.pop(server_conn.stream, None)
+        super().on_close(server_conn)

@@ -43,7 +43,6 @@ class Live:
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
-    lost: bool = False  # its device state was lost
     progress_stored_at: float = float("-inf")
 
     @classmethod

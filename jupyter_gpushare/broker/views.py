@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from jupyter_gpushare import __version__, wire, words
@@ -121,6 +121,7 @@ class Views:
             borrowed=facts.borrowed,
             wanted=facts.wanted,
             badge=words.badge(facts),
+            lost=record.note == words.STATE_LOST and record.state is State.RUNNING,
             sentence=words.sentence(facts),
             idle_s=facts.idle_s,
             lend_in_s=facts.lend_in_s,
@@ -186,6 +187,17 @@ class Views:
             lent_to=self._lent_to(record) if lease.state is State.SUSPENDED else "",
             suspendable=not obstacle,
             suspend_reason=obstacle,
+            kept_until=self._clock_time_of(lease.keep_until_at),
+            lend_now=lease.lend_now,
+        )
+
+    def _clock_time_of(self, moment: float) -> str:
+        """Return the local time, HH:MM, of a monotonic moment to come; empty for a past one."""
+        left_s = moment - self.book.clock()
+        if left_s <= 0:
+            return ""
+        return _clock_time(
+            (datetime.fromisoformat(self.book.iso_now()) + timedelta(seconds=left_s)).isoformat()
         )
 
     def _lent_to(self, record: LeaseRecord) -> str:
@@ -201,7 +213,7 @@ class Views:
     def _why_waiting(self, record: LeaseRecord) -> str:
         worked, lease = self._now(), record.lease
         why = words.waiting(
-            worked.why.get(record.id, Why.NO_ROOM),
+            worked.why.get(record.id, ""),  # none: it is granted with the next plan
             needs=words.size_of(lease),
             free_milli=worked.free_milli,
             position=worked.position.get(record.id),
@@ -220,10 +232,14 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs, living ones first, then by time, newest first."""
+        """Return jobs: those that run or are paused, those in the queue, ended ones; each newest first."""
         mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
-        mine.sort(key=lambda j: (not j.result, j.submitted_at), reverse=True)
+        mine.sort(key=lambda j: (self._is_at_work(j), not j.result, j.submitted_at), reverse=True)
         return [self.job(j) for j in mine[:limit]]
+
+    def _is_at_work(self, job: JobRecord) -> bool:
+        record = self.book.leases.get(job.lease_id)
+        return record is not None and not job.result and record.state is not State.PENDING
 
     def job(self, job: JobRecord) -> wire.Job:
         """Return what people see of one job."""
@@ -277,6 +293,8 @@ class Views:
             source=request.source,
             estimate=None if record is None else self._estimate(record),
             notify=request.notify,
+            priority=request.priority,
+            grace_s=request.grace_s,
         )
 
     # ---- projects, devices, the rest ------------------------------------------

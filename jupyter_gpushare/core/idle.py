@@ -10,60 +10,63 @@ when
 
 where the price says how many idle GPU-seconds one undelayed cell is worth.
 
-The rate is estimated from the session's own past.  Pauses are heavy-tailed: the
-longer one has lasted, the longer it will (Pareto), so that the rate after t
-seconds is 1 / (y t), where y is the mean of log(pause / `_SHORT_S`) over the
-pauses that were not short (Hill's estimator).  It is learned with less weight
-for what is long ago, and begins at what is usual; after a long cell the owner
-tends to stay away for longer.  Short pauses between cells teach nothing about
-it and are never worth a suspension.
+Pauses are heavy-tailed: the longer one has lasted, the longer it will (Pareto),
+so that after t seconds the rate of return is k / t.  Who took many breaks
+lately comes back from the next one soon, and after a long cell the owner stays
+away for longer:
 
-The constants were fitted to the pauses of 337 notebook sessions (Adobe, June
-2021); sessions of one half do as well with the constants of the other half.
+    k  =  0.38 (1 + breaks) ** 0.4 / (1 + minutes of the last cell) ** 0.2
+
+A break is a pause that was not short; each counts the less the longer ago it
+was.  Short pauses, between one cell and the next, teach nothing about it and
+are never worth a suspension.
+
+The constants are those of the pauses of 337 notebook sessions (Adobe, June
+2021); docs/benchmarks.md says how well they do where they were not fitted, and
+why more features would hardly do better.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log, log1p
+from math import exp2
 
 from jupyter_gpushare.core.model import Kind, Lease, Settings, State
 
-# At this price 7.4 % of those sessions' cells are delayed, and 94.4 % of their idle GPU-hours can be lent.
-PRICE_GPU_S = 42_700.0
+# At this price 7.5 % of those sessions' cells are delayed, and 94.5 % of their idle GPU-hours can be lent.
+PRICE_GPU_S = 46_500.0
 
 # Pauses up to this are short, and no timeout is shorter.
 _SHORT_S = 600.0
 # No timeout is longer.
 _MOST_S = 4 * 3600.0
-# What is usual: the mean log of pauses, counted as so many pauses of its own.
-_USUAL, _USUAL_COUNT = 1.7, 3.0
-# What an observed pause still weighs one pause later: half after 30.
-_FADING = 0.5 ** (1 / 30)
-# By how much the mean log grows with the log of the last cell's minutes, and for how it is shrunk.
-_BASE, _OWN, _AFTER_CELL = 0.17, 0.68, 0.24
+# After so long a break counts half.
+_HALF_LIFE_S = 24 * 3600.0
+# The rate of return as above.
+_RATE, _BREAKS_POWER, _CELL_POWER = 0.38, 0.4, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
     """What a session's pauses taught so far."""
 
-    count: float = 0.0  # of pauses that were not short, faded
-    log_sum: float = 0.0  # of their lengths over `_SHORT_S`, faded
+    breaks: float = 0.0  # pauses that were not short, each faded by the time since
     busy_s: float = 0.0  # the last cell (or cells without a pause) ran for so long
 
     def after(self, pause_s: float, busy_s: float) -> Past:
         """What is known after one more pause and the work that followed it."""
-        if pause_s <= _SHORT_S:
-            return Past(self.count, self.log_sum, busy_s)
-        return Past(self.count * _FADING + 1.0, self.log_sum * _FADING + log(pause_s / _SHORT_S), busy_s)
+        breaks = _faded(self.breaks, pause_s) + (pause_s > _SHORT_S)
+        return Past(_faded(breaks, busy_s), busy_s)
+
+
+def _faded(breaks: float, age_s: float) -> float:
+    return breaks * exp2(-age_s / _HALF_LIFE_S)
 
 
 def adaptive_timeout_s(past: Past, gpus: float, price_gpu_s: float = PRICE_GPU_S) -> float:
     """Return the seconds of idleness after which the room of a session with this past may be lent."""
-    own = (past.log_sum + _USUAL * _USUAL_COUNT) / (past.count + _USUAL_COUNT)
-    mean_log = _BASE + _OWN * own + _AFTER_CELL * log1p(past.busy_s / 60)
-    return min(_MOST_S, max(_SHORT_S, price_gpu_s / (gpus * mean_log)))
+    rate: float = _RATE * (1 + past.breaks) ** _BREAKS_POWER / (1 + past.busy_s / 60) ** _CELL_POWER
+    return min(_MOST_S, max(_SHORT_S, price_gpu_s * rate / gpus))
 
 
 def idle_timeout_s(lease: Lease, settings: Settings) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jupyter_gpushare.core.board import Board, Room
 from jupyter_gpushare.core.model import Lease
@@ -18,8 +18,7 @@ from jupyter_gpushare.core.victims import Asker, Rights, Victim, rank
 Price = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """Room on one device for one kind of job."""
 
     short: int  # what is missing if everybody leaves who may be asked; thousandths
@@ -64,10 +63,12 @@ class Offers:
     def _offer(self, room: Room) -> Offer:
         short = self.missing(room)
         if short <= 0:
-            return Offer(short, (*price([]), -short, room.device.uuid), ())
+            return Offer(short, (*_FREE, -short, room.device.uuid), ())
+        others = self.others(room)
+        if not others:
+            return Offer(short, None, ())
         picked: list[Victim] = []
         spare = -short
-        others = self.others(room)
         for v in others:
             if spare >= 0:
                 break
@@ -125,21 +126,27 @@ class Cheapest:
     def _price_set(self, number: int) -> None:
         tier, group = self._sets[number]
         self._stamp[number] += 1
+        if self._count == 1:
+            alone = self._offers.on(group[0]).price
+            if alone is not None:
+                heapq.heappush(self._heap, (alone, number, self._stamp[number], [group[0]]))
+            return
         able = [(offer.price, room) for room in group if (offer := self._offers.on(room)).price]
         if len(able) < self._count:
             return
-        if self._count > 1:
-            able.sort(key=lambda offered: offered[0])
+        able.sort(key=lambda offered: offered[0])
         rooms = [room for _, room in able[: self._count]]
-        found = able[0][0]
-        if self._count > 1:
-            found = (*price(sorted(self._union(rooms), key=rank)), tier, *found[3:])
+        found = (*price(sorted(self._union(rooms), key=rank)), tier, *able[0][0][3:])
         heapq.heappush(self._heap, (found, number, self._stamp[number], rooms))
 
     def _union(self, rooms: Iterable[Room]) -> list[Victim]:
         return list({v.lease.id: v for room in rooms for v in self._offers.on(room).victims}.values())
 
 
+# Of room for which nobody has to leave.
+_FREE: Price = (-1, 0, ())
+
+
 def price(victims: Sequence[Victim]) -> Price:
     """Compares sets of sorted victims: the dearest kind first, then how many, then who."""
-    return victims[-1].cost if victims else -1, len(victims), tuple([v.rank for v in victims])
+    return (victims[-1].cost, len(victims), tuple([v.rank for v in victims])) if victims else _FREE

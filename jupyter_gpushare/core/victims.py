@@ -89,7 +89,9 @@ class Rights:
 
     def there(self, room: Room) -> int:
         """What the job can count on without asking anybody."""
-        there = room.soon if self.lend else room.soon - room.asleep
+        there = room.free + room.coming - room.pledged  # as `Room.soon`, which this is asked for most
+        if not self.lend:
+            there -= room.asleep
         return there if self.owed else there - room.awaited
 
 
@@ -168,7 +170,8 @@ class Asker:
             self._seen[rights] = len(self.board.log)
         victims = found.get(room)
         if victims is None:
-            victims = found[room] = sorted(self._on(room, rights), key=rank)
+            somebody = room in self._idle_on or room in self._beyond_on
+            victims = found[room] = sorted(self._on(room, rights), key=rank) if somebody else []
         return victims
 
     def _on(self, room: Room, rights: Rights) -> Iterable[Victim]:

@@ -50,7 +50,7 @@ LIMIT_BYTES = CANARY_BYTES + CANARY_BYTES // 2
 ROOM_BYTES = 1 << 30
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
-# The driver's list of processes may lag behind an allocation.
+# The driver's list of processes may lag behind an allocation, or a checkpoint.
 SHOWN_TIMEOUT_S = 2.0
 NO_ROOM = "no room on the device for its self-test"
 # Nobody could tell then what is to be suspended, nor when its memory is gone.
@@ -208,7 +208,7 @@ class Canary:
             began = time.monotonic()
             checkpoint.checkpoint(child.pid, CALL_TIMEOUT_S)
             parked = time.monotonic()
-            if nvml.processes(gpu.uuid).get(child.pid, 0):
+            if not self._gone(gpu, child.pid):
                 raise _Failed("the driver still shows its memory after the checkpoint")
             halfway = time.monotonic()
             checkpoint.restore(child.pid, CALL_TIMEOUT_S)
@@ -236,6 +236,13 @@ class Canary:
         while (held := self._nvml.processes(gpu.uuid).get(pid)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return held
+
+    def _gone(self, gpu: Gpu, pid: int) -> bool:
+        """Whether the driver shows no memory of the child any more."""
+        deadline = time.monotonic() + SHOWN_TIMEOUT_S
+        while (held := self._nvml.processes(gpu.uuid).get(pid, 0)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not held
 
 
 class _Failed(Exception):

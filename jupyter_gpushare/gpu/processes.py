@@ -75,7 +75,8 @@ class Processes:
 
     def __init__(self, leases: Path) -> None:
         """``leases`` is where the directories of this helper's leases are."""
-        self._leases = leases
+        # Both ways to write it; what a process says is never looked up, which may take for ever.
+        self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
         self._guard = threading.Lock()
         self._pidfds: dict[tuple[int, int], int] = {}
@@ -286,7 +287,7 @@ def _listing() -> dict[int, int]:
         return {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
 
 
-def _read(pid: int, now: float, leases: Path) -> Process | None:
+def _read(pid: int, now: float, leases: frozenset[Path]) -> Process | None:
     fields = _stat(pid)
     if not fields:
         return None
@@ -311,15 +312,16 @@ def _read(pid: int, now: float, leases: Path) -> Process | None:
     )
 
 
-def _named_by(pid: int, leases: Path) -> str:
+def _named_by(pid: int, leases: frozenset[Path]) -> str:
     """The lease below ``leases`` that the cgroup or else the environment of a process names."""
-    cgroup = _CGROUP.search(_bytes(f"/proc/{pid}/cgroup", 8192))
-    if cgroup:
-        return cgroup.group(1).decode()
+    # The innermost: a helper may make them below its own service, gpushare-helper.
+    if cgroups := _CGROUP.findall(_bytes(f"/proc/{pid}/cgroup", 8192)):
+        return str(cgroups[-1].decode())
     entries = _bytes(f"/proc/{pid}/environ", ENVIRON_BYTES).split(b"\0")
     lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
     directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
-    return "" if directory and Path(directory) != leases / lease else lease
+    ours = not directory or Path(os.path.normpath(directory)) in {path / lease for path in leases}
+    return lease if ours else ""
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -139,6 +139,17 @@ async def test_servers_are_read_page_by_page_without_the_stopped_ones(hub):
     assert found == {ServerKey(f"u{n}", "") for n in range(400)} | {ServerKey("u400", "starting")}
 
 
+async def test_one_server_is_asked_for_by_its_user(hub):
+    servers = {"": {"name": ""}, "over": {"name": "over", "stopped": True}}
+    hub.status, hub.body = 200, {"name": "bo", "groups": [], "servers": servers}
+    assert await hub.client.has_server(ServerKey("bo", ""))
+    assert not await hub.client.has_server(ServerKey("bo", "over"))
+    assert not await hub.client.has_server(ServerKey("bo", "none"))
+    hub.status = 500
+    with pytest.raises(HubError):
+        await hub.client.has_server(ServerKey("bo", ""))
+
+
 async def test_a_list_that_cannot_be_read_is_an_error_not_an_empty_list(hub):
     hub.status, hub.body = 403, {"message": "no"}
     with pytest.raises(HubError, match="did not list"):

@@ -267,7 +267,7 @@ class SiteBackend(Backend):
             moved = waiting.popleft()
             assert isinstance(moved, Moved)
             if moved.refused is Refusal.LOST:
-                held.phase, held.saved = Phase.RUNNING, {}
+                held.phase, held.saved = Phase.LOST, {}
             return moved
         await asyncio.sleep(self.site.move_s)
         return move(held)
@@ -333,6 +333,9 @@ class SiteBackend(Backend):
         if self.broker.dead.is_set():
             await asyncio.Event().wait()
         return frozenset(self.site.servers)
+
+    async def has_server(self, key: ServerKey) -> bool:
+        return key in await self.servers()
 
     async def groups(self, user: str) -> tuple[str, ...]:
         return self.site.groups.get(user, ())

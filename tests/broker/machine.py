@@ -39,6 +39,7 @@ class Program:
     work_s: float = 20.0
     exit_code: int = 0
     memory: float = 0.5  # of its limit
+    dies_of_loss: bool = False  # when its GPU memory was lost
     heeds_sigterm: bool = True
     vanishes_after_s: float | None = None  # killed from outside, without a word
     lingers_s: float = 0.0  # its memory is still on the device so long after its end

@@ -247,6 +247,9 @@ class Site:
                 if run.told_to_stop and program.heeds_sigterm:
                     code = -signal.SIGTERM
                     break
+                if held.phase is Phase.LOST and program.dies_of_loss:
+                    code = 1
+                    break
                 if held.phase is not Phase.RUNNING:
                     held.wanted = True
                     continue

@@ -8,6 +8,7 @@ from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.access import JOBS_SCOPE
 from jupyter_gpushare.broker.handlers import ROUTES
+from jupyter_gpushare.broker.rates import Rate
 from tests.broker.http_site import PREFIX, SPAWNER, Http, example, person
 from tests.broker.machine import GROUPS
 
@@ -162,6 +163,16 @@ async def test_only_the_server_of_an_attempt_may_report_about_it(http):
 
 def _record(http: Http, job: wire.Job) -> Any:
     return http.broker.book.jobs[job.id]
+
+
+async def test_a_server_that_reports_all_the_time_is_told_when_to_come_again(http):
+    http.service.reports = Rate(per_s=0.5, burst=3, clock=lambda: 0.0)
+    report = {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]}
+    for _ in range(3):
+        assert (await http.ask("POST", "servers/activity", "ada-server", json=report)).status_code == 204
+    refused = await http.ask("POST", "servers/activity", "ada-server", json=report)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "2")
+    assert "at most 0.5 of these a second" in refused.json()["message"]
 
 
 async def test_activity_comes_from_the_server_it_is_about(http):

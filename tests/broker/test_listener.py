@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
+import socket
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from tornado.testing import bind_unused_port
 
 from jupyter_gpushare.broker import listener
 from jupyter_gpushare.broker.listener import Listener, connections_allowed
+from jupyter_gpushare.broker.peers import source_of
 
 
 class Hello(web.RequestHandler):
@@ -21,9 +25,9 @@ class Hello(web.RequestHandler):
 
 @pytest.fixture
 async def port():
-    server = Listener(web.Application([("/", Hello)]), max_connections=2)
-    socket, number = bind_unused_port()
-    server.add_socket(socket)
+    server = Listener(web.Application([("/", Hello)]), max_connections=2, max_per_source=2)
+    listening, number = bind_unused_port()
+    server.add_socket(listening)
     yield number
     server.stop()
     await server.close_all_connections()
@@ -48,11 +52,55 @@ async def test_connections_beyond_the_bound_are_refused_and_room_comes_back(port
     assert answer.text == "hello"
 
 
+async def test_one_source_cannot_take_every_connection(monkeypatch):
+    sources = {}
+    monkeypatch.setattr(listener, "source_of", lambda connection: sources[connection.getpeername()[1]])
+    server = Listener(web.Application([("/", Hello)]), max_connections=10, max_per_source=2)
+    listening, port = bind_unused_port()
+    server.add_socket(listening)
+    opened = contextlib.ExitStack()
+
+    async def answer_to(source):
+        """The first bytes that a new connection reads, none when it is refused; and the connection."""
+        ours = opened.enter_context(socket.socket())
+        ours.setblocking(False)
+        ours.bind(("127.0.0.1", 0))
+        sources[ours.getsockname()[1]] = source
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_connect(ours, ("127.0.0.1", port))
+            await loop.sock_sendall(ours, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            return await loop.sock_recv(ours, 12), ours
+        except ConnectionError:
+            return b"", ours
+
+    good = b"HTTP/1.1 200"
+    with opened:
+        async with asyncio.timeout(30):
+            first, held = await answer_to("ada")
+            assert first == good
+            assert (await answer_to("ada"))[0] == good
+            assert (await answer_to("ada"))[0] == b""
+            assert (await answer_to("bo"))[0] == good
+            held.close()
+            while (await answer_to("ada"))[0] != good:
+                await asyncio.sleep(0.05)
+    server.stop()
+    await server.close_all_connections()
+
+
+async def test_a_program_of_this_machine_is_known_by_its_user():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        with accepted:
+            assert source_of(accepted) == f"uid {os.geteuid()}"
+
+
 async def test_a_connection_that_only_sits_there_is_closed(monkeypatch):
     monkeypatch.setattr(listener, "IDLE_S", 0.1)
-    server = Listener(web.Application([("/", Hello)]), max_connections=2)
-    socket, port = bind_unused_port()
-    server.add_socket(socket)
+    server = Listener(web.Application([("/", Hello)]), max_connections=2, max_per_source=2)
+    listening, port = bind_unused_port()
+    server.add_socket(listening)
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read() == b""

@@ -114,9 +114,36 @@ async def test_a_lost_state_is_told_and_the_session_keeps_its_room(tmp_path):
         job = await site.submit("bo", "2", program=Program(work_s=100))
         await until(lambda: broker.state(job) == "running", 120)
         site.fault("resume", LOST)
+        cell = site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(ada.handle) == "running", 60)
+        await asyncio.sleep(20)
+        seen = broker.views.lease(broker.lease(ada.handle))
+        assert (seen.lost, seen.badge) == (True, "GPU state lost")
+        assert "have to restart" in seen.sentence
+        ada.phase = Phase.RUNNING  # the kernel was restarted: the processes that were lost have ended
+        await cell
+        await until(lambda: not broker.views.lease(broker.lease(ada.handle)).lost, 30)
+        assert broker.views.lease(broker.lease(ada.handle)).badge == "Active"
+
+
+@in_virtual_time
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_job_whose_state_is_lost_starts_again_which_is_no_failure_of_its_own(tmp_path, dies):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=100, dies_of_loss=dies))
+        await until(lambda: broker.state(job) == "running", 120)
         await site.gpu_cell(ada)
-        await until(lambda: broker.state(ada.handle) == "running", 5)
-        assert "have to restart" in broker.views.lease(broker.lease(ada.handle)).sentence
+        await until(lambda: broker.state(job) == "suspended", 60)
+        site.fault("resume", LOST)
+        await site.end_session("ada")
+        await until(lambda: broker.job(job).preemptions == 2, 120)
+        again = broker.job(job)
+        assert (again.failures, again.result) == (0, "")
+        assert any("could not be brought back" in d.sentence for d in broker.book.decisions.latest)
+        await until(lambda: broker.job(job).result, 600)
+        assert (broker.job(job).result, broker.job(job).attempts) == ("succeeded", 2)
 
 
 @in_virtual_time

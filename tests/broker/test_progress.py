@@ -72,3 +72,17 @@ async def test_progress_is_seen_at_once_and_stored_now_and_then(tmp_path):
         assert 3 <= sum(stored) <= 4
         await broker.desk.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=0))
         assert (await broker.store.job(job.id, "bo")).done == 300.0
+
+
+@in_virtual_time
+async def test_progress_is_news_for_pages_and_nothing_to_decide(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=100))
+        await until(lambda: broker.state(job) == "running", 60)
+        for step in (1.0, 2.0):
+            broker.book.woken.clear()
+            seq = broker.book.seq
+            await broker.desk.report("bo", job.id, 1, wire.JobReport(state="progress", done=step))
+            assert broker.book.seq == seq + 1
+        assert not broker.book.woken.is_set()

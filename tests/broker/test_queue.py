@@ -49,6 +49,22 @@ async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(t
 
 
 @in_virtual_time
+async def test_a_short_list_of_jobs_has_those_that_run_before_those_that_wait(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        over = await site.submit("bo", "1", program=Program(work_s=5))
+        await until(lambda: broker.job(over).result, 120)
+        runs = await site.submit("bo", "2", program=Program(work_s=500))
+        await until(lambda: broker.state(runs) == "running", 60)
+        waits = [(await site.submit("bo", "2")).id for _ in range(3)]
+        listed = [job.id for job in broker.views.jobs("bo", limit=100)]
+        assert listed[0] == runs.id
+        assert set(listed[1:4]) == set(waits)
+        assert listed[4:] == [over.id]
+        assert [job.id for job in broker.views.jobs("bo", limit=1)] == [runs.id]
+
+
+@in_virtual_time
 async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

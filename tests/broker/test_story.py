@@ -113,7 +113,7 @@ async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tm
 
 
 @in_virtual_time
-async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
+async def test_a_session_is_lent_sooner_after_long_work_and_later_after_a_break(tmp_path):
     async with Site(tmp_path) as site:
         site.policy = replace(site.policy, adaptive_idle=True)
         broker = await site.start_broker()
@@ -123,11 +123,14 @@ async def test_a_session_of_long_pauses_is_lent_sooner(tmp_path):
         live, now = broker.book.live[record.id], broker.book.clock()
         assert live.habit.idle_from is not None  # the loop has seen her idle
         usual = snapshot.measured(broker.book, record, now).idle_timeout_s
-        for _ in range(20):  # works for a minute a day
+        timeouts = []
+        for _ in range(2):  # works for five hours, and after a break of an hour once more
             live.habit.saw(None, now)
-            live.habit.saw(now + 60, now + 60)
-            now += 86_400
-        assert snapshot.measured(broker.book, record, now).idle_timeout_s < usual
+            now += 5 * 3600
+            live.habit.saw(now, now)
+            timeouts.append(snapshot.measured(broker.book, record, now).idle_timeout_s)
+            now += 3600
+        assert timeouts[0] < timeouts[1] < usual
 
 
 @in_virtual_time

@@ -52,6 +52,24 @@ def test_a_driver_that_does_not_show_our_pids_cannot_suspend(bare: Machine) -> N
     assert worker.do("check") == "ok"
 
 
+LATE = """
+import time
+from jupyter_gpushare.gpu import nvml
+look, seen = nvml._processes, {}
+def late(handle):
+    now = time.monotonic()
+    seen.update((pid, (now, used)) for pid, used in look(handle).items())
+    return {pid: used for pid, (at, used) in seen.items() if now - at < 0.3}
+nvml._processes = late
+"""
+
+
+def test_a_driver_whose_list_of_processes_lags_behind_is_given_a_moment(bare: Machine) -> None:
+    bare.start(examine=True, before=LATE)
+    (device,) = bare.ask("inventory")["devices"]
+    assert (device["suspendable"], device["suspend_reason"]) == (True, "")
+
+
 def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
     holder = bare.worker(mib=79 * 1024)
     bare.start(examine=True)

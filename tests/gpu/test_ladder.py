@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,7 +150,8 @@ def test_a_lease_that_could_not_be_placed_is_not_called_limited(limiting: tuple[
     not (UNIFIED / "cgroup.procs").exists(), reason=f"no cgroup (v2) at {UNIFIED} to make others in"
 )
 def test_real_cgroups_take_the_processes_of_a_lease(tmp_path: Path) -> None:
-    root = UNIFIED / f"gpushare-test-{tmp_path.name}"
+    # No other run may have the same; and no lease is called so.
+    root = UNIFIED / f"gpushare_test_{uuid.uuid4().hex}"
     try:
         root.mkdir()
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.gpu import processes as found_by
 from jupyter_gpushare.gpu.processes import Processes, leader, start_of
 from tests.gpu.machine import PATIENCE_S, Machine, until
 
@@ -71,10 +72,16 @@ def test_a_process_belongs_by_its_environment(
 def test_a_lease_of_the_same_name_of_another_helper_is_another(
     processes: Processes, started: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    mine = start(started, env={**CARRIES, "GPUSHARE_LEASE_DIR": str(tmp_path / LEASE)})
+    mine = start(started, env={**CARRIES, "GPUSHARE_LEASE_DIR": f"{tmp_path}/./{LEASE}/"})
     theirs = start(started, env={**CARRIES, "GPUSHARE_LEASE_DIR": f"/elsewhere/{LEASE}"})
     until(lambda: mine.pid in pids(processes), "it is found")
     assert theirs.pid not in pids(processes)
+
+
+def test_the_innermost_cgroup_names_the_lease(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = "0::/system.slice/gpushare-helper.service/gpushare-ada/kernels\n"
+    monkeypatch.setattr(found_by, "_bytes", lambda name, most: path.encode() if "cgroup" in name else b"")
+    assert found_by._named_by(1, frozenset({tmp_path})) == "ada"
 
 
 def test_a_child_that_cleared_its_environment_still_belongs(

@@ -17,8 +17,10 @@ arrays: list[tuple[Any, int]] = []
 
 
 @partial(jax.jit, static_argnums=0)
-def numbers(count: int, factor: int) -> Any:
-    return jnp.arange(count, dtype=jnp.int32) * factor
+def numbers(mib: int, factor: int) -> Any:
+    """So many MiB; in two dimensions, for 8 GiB of them are too many for an index of 32 bits."""
+    rows, columns = jnp.arange(mib, dtype=jnp.int32), jnp.arange(1 << 18, dtype=jnp.int32)
+    return (rows[:, None] + columns) * factor
 
 
 def total_of(array: Any) -> int:
@@ -28,7 +30,7 @@ def total_of(array: Any) -> int:
 def alloc(mib: int) -> int:
     try:
         # One fused operation: nothing of its size beside it.
-        array = numbers(mib << 18, 2 * len(arrays) + 3)
+        array = numbers(mib, 2 * len(arrays) + 3)
         arrays.append((array.block_until_ready(), total_of(array)))
     except (RuntimeError, ValueError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

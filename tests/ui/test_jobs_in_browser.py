@@ -120,6 +120,15 @@ def many(golden: Any, count: int) -> dict[str, Any]:
     }
 
 
+# What sticks out of an area to the right.
+TOO_WIDE = """area => {
+    const edge = area.getBoundingClientRect().left + area.clientWidth;
+    return [...area.querySelectorAll('*')]
+        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
+        .map(node => node.outerHTML.slice(0, 120));
+}"""
+
+
 async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     broker.answer("GET jobs", many(golden, 1000))
     await run_command(page, "gpushare:jobs")
@@ -142,6 +151,12 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("of 1003 jobs")
     await page.get_by_label("Filter jobs").fill("no such job")
     await expect(grid).to_contain_text("No job is like that.")
+    # Narrow, it keeps what matters.
+    await page.get_by_label("Filter jobs").fill("")
+    await page.set_viewport_size({"width": 700, "height": 700})
+    await expect(rows.first.get_by_role("gridcell")).to_have_count(2)
+    await expect(rows.first.locator(".gps-state")).to_be_in_viewport()
+    assert await page.locator(".gps-jobs").evaluate(TOO_WIDE) == []
 
 
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
@@ -211,13 +226,6 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
-# What sticks out of the panel to the right.
-TOO_WIDE = """panel => {
-    const edge = panel.getBoundingClientRect().left + panel.clientWidth;
-    return [...panel.querySelectorAll('*')]
-        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
-        .map(node => node.outerHTML.slice(0, 120));
-}"""
 # What of ours moves by itself.
 MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
     const style = getComputedStyle(node);
@@ -290,6 +298,22 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     assert "Waking up" not in (lab.work / "train.ipynb").read_text()
     lab.say(golden("status_active"))
     await expect(page.locator(".gps-banner")).to_be_hidden()
+
+
+async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, golden):
+    banner, toasts = page.locator(".gps-banner"), page.locator(".Toastify")
+    lab.say(golden("status_waking"))
+    await expect(banner).to_contain_text("Getting the GPU back")
+    lab.say(golden("status_lost"))
+    told = "Your GPU memory could not be brought back, so the kernels that used it have to restart."
+    await expect(banner).to_contain_text(f"GPU state lost. {told}")
+    await expect(toasts).to_contain_text(told)
+    await expect(page.locator(".gps-status button.gps-attention")).to_contain_text("GPU state lost")
+    await accessible(page, ".gps-banner")
+    await picture(page, "banner-lost")
+    lab.say(golden("status_active"))
+    await expect(banner).to_be_hidden()
+    await expect(toasts).not_to_contain_text(told)
 
 
 async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, broker, golden, open_page):

@@ -24,6 +24,7 @@ KINDS: dict[str, type[Any]] = {
     "status_active": wire.Status,
     "status_asleep": wire.Status,
     "status_empty": wire.Status,
+    "status_lost": wire.Status,
     "status_waking": wire.Status,
     "status_warned": wire.Status,
     "timeline": wire.JobTimeline,

@@ -37,6 +37,7 @@ export class Actions {
       case 'starting':
       case 'falling-asleep':
       case 'waking':
+      case 'lost':
       case 'ended':
         return [];
     }

@@ -7,7 +7,7 @@ import { Button } from './button';
 import { Log } from './log';
 import { ENDED } from './model';
 import { IJob, ILogPiece, IMoment } from './wire';
-import { clockTime, duration, jobBadge, momentText } from './words';
+import { clockTime, duration, gapText, jobBadge, momentText } from './words';
 
 const READ_EVERY_MS = 1000;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
@@ -115,7 +115,10 @@ function LogView(props: IDetailProps): JSX.Element {
   const [at, setAt] = React.useState(0);
   const [refusal, setRefusal] = React.useState('');
   const [, setRead] = React.useState(0);
-  const log = React.useMemo(() => new Log((n, from) => props.readLog(job.id, n, from), attempt), [job.id, attempt]);
+  const log = React.useMemo(
+    () => new Log((n, from) => props.readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
+    [job.id, attempt]
+  );
   const box = React.useRef<HTMLPreElement>(null);
   React.useEffect(() => {
     let over = false;
@@ -197,13 +200,15 @@ function LogView(props: IDetailProps): JSX.Element {
             ))}
           </select>
         )}
-        <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
-          {trans.__('Download')}
-        </a>
+        {log.attempts > 0 && (
+          <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
+            {trans.__('Download')}
+          </a>
+        )}
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
       <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
-        {log.isCut && <i>{trans.__('The beginning is left out here; the download has it.')}{'\n'}</i>}
+        {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
         {log.lines.length === 0 && (
           <i>
             {job.started_at === null ? trans.__('It has not started yet.') : trans.__('It has printed nothing yet.')}

@@ -254,24 +254,37 @@ export class LaunchModel implements IDisposable {
         return;
       }
       this._form = form;
+      this._read = path;
       this._refusal = '';
       this._propose({ cwd: form.cwd, kernel: form.kernel, parameters: lines(form.parameters) });
     } catch (error) {
-      this._refusal = error instanceof Error ? error.message : String(error);
+      if (this._fields.path === path) {
+        this._refusal = error instanceof Error ? error.message : String(error);
+      }
     }
     this._emit();
   }
 
-  /** Submits; null when it was refused (`refusal` says why). */
+  /**
+   * Submits, with what the file says also where it was named a moment ago; null when it
+   * was refused (`refusal` says why), or when it is not clear any more what to submit.
+   */
   async submit(): Promise<IJob | null> {
-    if (this._busy || Object.keys(this.problems).length > 0) {
+    if (this._busy || !this._isRight()) {
       return null;
     }
     this._busy = true;
     this._refusal = '';
     this._emit();
     try {
-      return await this._options.launch(requestOf(this._fields), this._key);
+      if (this._read !== this._fields.path) {
+        await this.readFile();
+      }
+      if (this._read !== this._fields.path || !this._isRight()) {
+        return null;
+      }
+      const request = requestOf(this._fields);
+      return await this._options.launch(request, this._keyOf(request));
     } catch (error) {
       this._refusal = error instanceof Error ? error.message : String(error);
       return null;
@@ -285,6 +298,22 @@ export class LaunchModel implements IDisposable {
     this._disposed = true;
     clearTimeout(this._timer);
     Signal.clearData(this);
+  }
+
+  /** One key for one request: a repeated click is the same job, what was changed since is another. */
+  private _keyOf(request: ILaunchRequest): string {
+    const text = JSON.stringify(request);
+    if (text !== this._sent) {
+      this._sent = text;
+      this._key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
+        byte.toString(16).padStart(2, '0')
+      ).join('');
+    }
+    return this._key;
+  }
+
+  private _isRight(): boolean {
+    return Object.keys(this.problems).length === 0;
   }
 
   private _propose(proposed: Partial<IFields>): void {
@@ -337,12 +366,12 @@ export class LaunchModel implements IDisposable {
 
   private readonly _changed = new Signal<this, void>(this);
   private readonly _touched: Set<keyof IFields>;
-  /** One key for one dialog: a repeated click is the same job. */
-  private readonly _key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
-    byte.toString(16).padStart(2, '0')
-  ).join('');
+  private _sent = '';
+  private _key = '';
   private _fields: IFields;
   private _form: ILaunchForm | null = null;
+  /** The path that `_form` is of, as typed. */
+  private _read: string | null = null;
   private _offers: IOffers | null = null;
   private _outlook: Outlook = { kind: 'none' };
   private _refusal = '';

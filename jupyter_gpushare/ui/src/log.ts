@@ -5,19 +5,33 @@ import { ILogPiece } from './wire';
 /** Where reading begins: the end of a long log. */
 export const FIRST_BYTES = 256 * 1024;
 const MOST_LINES = 10_000;
+/** Characters of a line that has not ended. */
+const MOST_REST = 64 * 1024;
+// eslint-disable-next-line no-control-regex
+const COLOURS = /\x1b\[[0-9;?]*[ -/]*[@-~]/g;
 
 /** Returns a text as a terminal would leave it: without colours, a line overwritten by `\\r` once. */
 export function plain(text: string): string {
+  const colourless = text.replace(COLOURS, '').replace(/\r+(?=\n|$)/g, '');
+  return colourless.includes('\r') ? colourless.replace(/[^\n]*\r/g, '') : colourless;
+}
+
+/** Returns what of a line that has not ended can still be seen, at most `MOST_REST` of it. */
+export function seen(rest: string): string {
+  const colourless = rest.replace(COLOURS, '');
+  // What stands before a `\\r` is there until something, not half of a colour, is written over it.
   // eslint-disable-next-line no-control-regex
-  const colourless = text.replace(/\x1b\[[0-9;?]*[ -/]*[@-~]/g, '').replace(/\r+\n/g, '\n');
-  return colourless.includes('\r') ? colourless.replace(/[^\n]*\r(?=[^\n])/g, '') : colourless;
+  const overwritten = /^[^]*\r(?=[^\r\x1b])/.exec(colourless)?.[0].length ?? 0;
+  return colourless.slice(Math.max(overwritten, colourless.length - MOST_REST));
 }
 
 export class Log {
   constructor(
     private readonly _fetch: (attempt: number, offset: number) => Promise<ILogPiece>,
     /** 0: the newest. */
-    readonly attempt: number
+    readonly attempt: number,
+    /** Says that so many bytes are missing in the middle. */
+    private readonly _gap: (bytes: number) => string
   ) {}
 
   get lines(): readonly string[] {
@@ -29,7 +43,7 @@ export class Log {
     return this._attempts;
   }
 
-  /** Whether the beginning is not here; the whole is in the file. */
+  /** Whether the beginning is not here; the file has it, as far as it is kept. */
   get isCut(): boolean {
     return this._isCut;
   }
@@ -53,16 +67,18 @@ export class Log {
       return true;
     }
     this._attempts = piece.attempts;
-    this._isCut = this._isCut || (this._next === null ? piece.offset > 0 : piece.offset > this._next);
+    this._isCut = this._isCut || (this._next === null && piece.offset > 0);
+    const missing = this._next === null ? 0 : piece.offset - this._next;
     this._next = piece.next;
     if (piece.text === '') {
       return false;
     }
-    const all = (this._rest + piece.text).split('\n');
-    this._rest = all[all.length - 1]!;
+    const gap = missing > 0 ? `\n${this._gap(missing)}\n` : '';
+    const all = (this._rest + gap + piece.text).split('\n');
+    this._rest = all[all.length - 1] = seen(all[all.length - 1]!);
     const whole = this._lines.slice(0, Math.max(0, this._lines.length - 1));
     const lines = whole.concat(all.map(plain));
-    this._isCut = this._isCut || lines.length > MOST_LINES;
+    this._isCut = this._isCut || lines.length > MOST_LINES || this._rest.length === MOST_REST;
     this._lines = lines.slice(-MOST_LINES);
     return true;
   }

@@ -31,6 +31,8 @@ export type Phase =
   | 'falling-asleep'
   | 'asleep'
   | 'waking'
+  /** The driver could not bring its memory back. */
+  | 'lost'
   | 'ended';
 
 /** What people are told when it happens. */
@@ -40,11 +42,13 @@ export type Notice =
   | { readonly kind: 'waking'; readonly lease: ILease }
   /** `seconds` since it began to wake; null where that was not seen. */
   | { readonly kind: 'back'; readonly lease: ILease; readonly seconds: number | null }
-  /** A warning that no longer holds. */
+  /** Its memory could not be brought back. */
+  | { readonly kind: 'lost'; readonly lease: ILease }
+  /** A warning, or a loss, that no longer holds. */
   | { readonly kind: 'calm' }
   | { readonly kind: 'job-ended'; readonly job: IJob }
-  /** Its room was needed: it sleeps, or is back in the queue. */
-  | { readonly kind: 'job-paused'; readonly job: IJob }
+  /** Its room was needed: it sleeps, or is back in the queue; `again`: it began once more since. */
+  | { readonly kind: 'job-paused'; readonly job: IJob; readonly again: boolean }
   /** More at once than anybody wants to be told one by one. */
   | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
 
@@ -62,6 +66,9 @@ export function phaseOf(lease: ILease): Phase {
     case 'granted':
       return 'starting';
     case 'running':
+      if (lease.lost) {
+        return 'lost';
+      }
       if (lease.idle_s === null) {
         return 'active';
       }
@@ -96,22 +103,24 @@ export function leaseNotice(
   if (now === before) {
     return null;
   }
-  if (now === 'warned' || now === 'asleep' || now === 'waking') {
+  if (now === 'warned' || now === 'asleep' || now === 'waking' || now === 'lost') {
     return { kind: now, lease };
   }
   if ((before === 'waking' || before === 'asleep') && (now === 'active' || now === 'idle')) {
     return { kind: 'back', lease, seconds: wakingSeconds };
   }
-  return before === 'warned' ? { kind: 'calm' } : null;
+  return before === 'warned' || before === 'lost' ? { kind: 'calm' } : null;
 }
 
 /** What an answer said of jobs, as far as a later one is compared with it. */
 export interface ISeenJobs {
-  /** How often each job that had not ended had been paused. */
-  readonly living: { readonly [id: string]: number };
+  /** How often each job that had not ended had been paused, and had begun. */
+  readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
   /** When the newest was submitted; empty: there was none. */
   readonly newest: string;
 }
+
+const UNSEEN = { preemptions: 0, attempt: 0 };
 
 /** So many are told one by one. */
 const MOST_NOTICES = 3;
@@ -120,7 +129,7 @@ const MOST_NOTICES = 3;
 export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
   const living = jobs.filter(job => !ENDED.has(job.state));
   return {
-    living: Object.fromEntries(living.map(job => [job.id, job.preemptions])),
+    living: Object.fromEntries(living.map(({ id, preemptions, attempt }) => [id, { preemptions, attempt }])),
     newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), '')
   };
 }
@@ -128,25 +137,22 @@ export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
 /** Returns what to tell of jobs that ended or were paused since, also of those that began since. */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
   const ended: IJob[] = [];
-  const paused: IJob[] = [];
+  const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {
-    const pauses = before.living[job.id] ?? (job.submitted_at > before.newest ? 0 : null);
-    if (pauses === null || !job.notify) {
+    const seen = before.living[job.id] ?? (job.submitted_at > before.newest ? UNSEEN : null);
+    if (seen === null || !job.notify) {
       continue;
     }
     if (ENDED.has(job.state)) {
       ended.push(job);
-    } else if (job.preemptions > pauses) {
-      paused.push(job);
+    } else if (job.preemptions > seen.preemptions) {
+      paused.push({ kind: 'job-paused', job, again: job.attempt > Math.max(1, seen.attempt) });
     }
   }
   if (ended.length + paused.length > MOST_NOTICES) {
-    return [{ kind: 'jobs', ended, paused }];
+    return [{ kind: 'jobs', ended, paused: paused.map(notice => notice.job) }];
   }
-  return [
-    ...ended.map(job => ({ kind: 'job-ended', job }) as const),
-    ...paused.map(job => ({ kind: 'job-paused', job }) as const)
-  ];
+  return [...ended.map(job => ({ kind: 'job-ended', job }) as const), ...paused];
 }
 
 /** Returns what the page shows for an answer of the server. */
@@ -312,7 +318,7 @@ export class GpuModel implements IDisposable {
       if (notice !== null) {
         this._noticed.emit(notice);
       }
-    } else if (last !== null && last.phase === 'warned') {
+    } else if (last !== null && (last.phase === 'warned' || last.phase === 'lost')) {
       this._noticed.emit({ kind: 'calm' });
     }
     if (phase !== 'waking') {

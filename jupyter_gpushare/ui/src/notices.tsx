@@ -13,7 +13,7 @@ import { noticeText, wakingStep } from './words';
 
 const LEAST_PX = 40;
 const PADDING_PX = 10;
-const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking']);
+const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking', 'lost']);
 
 /** Shows a notification for each notice, one of a lease at a time. */
 export class Toasts {
@@ -75,6 +75,9 @@ export class Toasts {
         break;
       case 'waking':
         this._shown = Notification.info(text, { autoClose: 8000 });
+        break;
+      case 'lost':
+        this._shown = Notification.error(text, { autoClose: false });
         break;
       case 'back':
         this._shown = Notification.success(text, { autoClose: 4000 });

@@ -37,6 +37,8 @@ export interface ILease {
   readonly suspendable: boolean;
   readonly borrowed: boolean;
   readonly wanted: boolean;
+  /** The driver could not bring its GPU memory back: its kernels have to restart. */
+  readonly lost: boolean;
   readonly badge: string;
   readonly sentence: string;
   readonly idle_s: number | null;

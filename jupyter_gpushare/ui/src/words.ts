@@ -41,6 +41,12 @@ export function clockTime(moment: Date, seconds = false): string {
   });
 }
 
+/** What a server refuses, which it says as the end of a line, as a sentence. */
+export function asSentence(text: string): string {
+  const begun = /^[a-z]+[ ,]/.test(text) ? text[0]!.toUpperCase() + text.slice(1) : text;
+  return /[.!?]$/.test(begun) ? begun : `${begun}.`;
+}
+
 /** `1/2 GPU 6.8/40 GB Active`; empty: show nothing. */
 export function statusText(trans: TranslationBundle, state: GpuState): string {
   switch (state.kind) {
@@ -87,7 +93,7 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
 
 /** Whether the status bar item wants to be looked at. */
 export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
-  return state.kind === 'silent' || phase === 'warned' || phase === 'waking';
+  return state.kind === 'silent' || phase === 'warned' || phase === 'waking' || phase === 'lost';
 }
 
 /** What a meter of GPU memory says aloud. */
@@ -162,6 +168,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
       return warningText(trans, notice.lease);
     case 'asleep':
     case 'waking':
+    case 'lost':
       return notice.lease.sentence;
     case 'back':
       return notice.seconds === null
@@ -171,9 +178,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
             duration(trans, Math.max(1, notice.seconds))
           );
     case 'job-paused':
-      return PAUSED.has(notice.job.state)
-        ? trans.__('%1: %2', shortName(notice.job), notice.job.reason)
-        : trans.__('%1 was paused meanwhile. Nothing was lost.', shortName(notice.job));
+      return pausedText(trans, notice.job, notice.again);
     case 'job-ended':
       return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), notice.job.reason);
     case 'jobs':
@@ -192,6 +197,16 @@ function warningText(trans: TranslationBundle, lease: ILease): string {
 
 const PAUSED: ReadonlySet<string> = new Set(['suspended', 'queued', 'stopping']);
 const NAME_LENGTH = 40;
+
+function pausedText(trans: TranslationBundle, job: IJob, again: boolean): string {
+  const name = shortName(job);
+  if (PAUSED.has(job.state)) {
+    return trans.__('%1: %2', name, job.reason);
+  }
+  return again
+    ? trans.__('%1 had to give up its GPU meanwhile, and started again as attempt %2.', name, job.attempt)
+    : trans.__('%1 was paused meanwhile. Nothing was lost.', name);
+}
 
 function shortName(job: IJob): string {
   return job.name.length > NAME_LENGTH ? `${job.name.slice(0, NAME_LENGTH - 1)}…` : job.name;
@@ -296,6 +311,11 @@ export function wakingSteps(trans: TranslationBundle, lease: ILease, seconds: nu
 /** The same in short, beside the sentence that says what is done. */
 export function wakingStep(trans: TranslationBundle, lease: ILease, seconds: number): string {
   return trans.__('Step %1 of 2, %2 s so far.', lease.state === 'resuming' ? 2 : 1, Math.floor(seconds));
+}
+
+/** Stands in a log where a part of it is missing; the download and `gpushare logs` say the same. */
+export function gapText(trans: TranslationBundle, bytes: number): string {
+  return trans.__('[%1 bytes of this log were not kept]', bytes);
 }
 
 /** A word for a step in the life of a job. */

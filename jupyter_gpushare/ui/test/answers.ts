@@ -7,6 +7,7 @@ import offers from '../../../tests/wire/golden/offers.json';
 import active from '../../../tests/wire/golden/status_active.json';
 import asleep from '../../../tests/wire/golden/status_asleep.json';
 import empty from '../../../tests/wire/golden/status_empty.json';
+import lost from '../../../tests/wire/golden/status_lost.json';
 import waking from '../../../tests/wire/golden/status_waking.json';
 import warned from '../../../tests/wire/golden/status_warned.json';
 import { IHistory, IJob, IJobList, IOffers, StatusAnswer } from '../src/wire';
@@ -22,6 +23,7 @@ export const ANSWERS = {
   warned: ready(warned),
   asleep: ready(asleep),
   waking: ready(waking),
+  lost: ready(lost),
   empty: ready(empty)
 };
 

@@ -108,14 +108,18 @@ describe('LaunchModel', () => {
 
   function open(
     first: Partial<IFields>,
-    options: { offers?: () => Promise<IOffers>; launch?: () => Promise<IJob> } = {}
+    options: {
+      form?: (path: string) => Promise<ILaunchForm>;
+      offers?: () => Promise<IOffers>;
+      launch?: () => Promise<IJob>;
+    } = {}
   ): void {
     vi.useFakeTimers();
     asked.length = sent.length = 0;
     model = new LaunchModel({
       trans,
       fields: first,
-      launchForm: async () => form,
+      launchForm: async path => (options.form === undefined ? form : options.form(path)),
       offers: async query => {
         asked.push(query);
         return options.offers === undefined ? OFFERS : options.offers();
@@ -168,21 +172,71 @@ describe('LaunchModel', () => {
     expect(outlookText(trans, model.outlook)).toMatch(/^Asks for 8 GPUs/);
   });
 
-  it('submits once, with one key for the dialog', async () => {
+  it('submits once, and the same again with the same key', async () => {
     open({ path: 'a.ipynb' });
     await vi.advanceTimersByTimeAsync(0);
     const [first, second] = await Promise.all([model.submit(), model.submit()]);
     expect([first, second]).toEqual([JOB, null]);
+    model.set({ name: ' ' });
     await model.submit();
     expect(sent.length).toBe(2);
     expect(sent[0]![1]).toMatch(/^[0-9a-f]{32}$/);
     expect(sent[1]![1]).toBe(sent[0]![1]);
   });
 
+  it('submits what was changed since as a job of its own', async () => {
+    open({ path: 'a.ipynb' }, { launch: () => Promise.reject(new Error('no answer')) });
+    await model.submit();
+    model.set({ gpus: '2' });
+    await model.submit();
+    await model.submit();
+    const keys = sent.map(([, key]) => key);
+    expect(keys.length).toBe(3);
+    expect(keys[1]).not.toBe(keys[0]);
+    expect(keys[2]).toBe(keys[1]);
+  });
+
   it('says why it was refused, and can be tried again', async () => {
     open({ path: 'a.ipynb' }, { launch: () => Promise.reject(new Error('the queue is full')) });
     expect(await model.submit()).toBeNull();
     expect([model.refusal, model.busy]).toEqual(['the queue is full', false]);
+  });
+
+  const formOf = async (path: string): Promise<ILaunchForm> => {
+    if (path === 'gone.ipynb') {
+      throw new Error('there is no file gone.ipynb');
+    }
+    return { ...form, path, cwd: `/home/${path}`, kernel: `of ${path}`, parameters: { from: path } };
+  };
+
+  it('reads a file that was named at last before it is submitted', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'b.ipynb' });
+    expect(await model.submit()).toEqual(JOB);
+    expect(sent.map(([request]) => request)).toMatchObject([
+      { path: 'b.ipynb', cwd: '/home/b.ipynb', kernel: 'of b.ipynb', parameters: { from: 'b.ipynb' } }
+    ]);
+  });
+
+  it('submits nothing of a file that cannot be read, and says why', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'gone.ipynb' });
+    expect(await model.submit()).toBeNull();
+    expect([model.refusal, model.busy, sent.length]).toEqual(['there is no file gone.ipynb', false, 0]);
+    model.set({ path: 'a.ipynb' });
+    expect(await model.submit()).toEqual(JOB);
+  });
+
+  it('submits nothing when yet another file is named while one is read', async () => {
+    open({ path: 'a.ipynb' }, { form: formOf });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ path: 'b.ipynb' });
+    const submitted = model.submit();
+    model.set({ path: 'gone.ipynb' });
+    expect(await submitted).toBeNull();
+    expect([model.refusal, sent.length]).toEqual(['', 0]);
   });
 
   it('sends nothing while something is wrong', async () => {

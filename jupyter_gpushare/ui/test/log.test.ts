@@ -1,6 +1,6 @@
 import { describe, expect, it } from 'vitest';
 
-import { FIRST_BYTES, Log, plain } from '../src/log';
+import { FIRST_BYTES, Log, plain, seen } from '../src/log';
 import { points, Samples } from '../src/samples';
 
 /** A log of one attempt that grows. */
@@ -9,13 +9,19 @@ class File {
   attempts = 1;
   asked: [number, number][] = [];
   most = 1000;
+  /** Where what is kept begins. */
+  lost = 0;
 
   readonly read = async (attempt: number, offset: number) => {
     this.asked.push([attempt, offset]);
-    const from = offset < 0 ? Math.max(0, this.text.length + offset) : offset;
+    const from = Math.max(this.lost, offset < 0 ? this.text.length + offset : offset);
     const text = this.text.slice(from, from + this.most);
     return { text, offset: from, next: from + text.length, attempts: this.attempts };
   };
+}
+
+function logOf(file: File, attempt = 0): Log {
+  return new Log(file.read, attempt, bytes => `[${bytes} bytes were not kept]`);
 }
 
 describe('plain', () => {
@@ -26,10 +32,27 @@ describe('plain', () => {
   });
 });
 
+describe('seen', () => {
+  it('is of a bar how it was drawn last', () => {
+    expect(seen('\r\x1b[32m 10%\x1b[0m|#\r 20%|##\r 30%|###')).toBe(' 30%|###');
+  });
+
+  it('is what nothing was written over yet', () => {
+    expect(seen(' 10%|#\r 20%|##\r')).toBe(' 20%|##\r');
+    expect(seen(' 20%|##\r\r')).toBe(' 20%|##\r\r');
+    expect(seen(' 20%|##\r\x1b[3')).toBe(' 20%|##\r\x1b[3');
+  });
+
+  it('is bounded', () => {
+    expect(seen('x'.repeat(1e6)).length).toBe(64 * 1024);
+    expect(seen(' 50%|###\r'.repeat(1e5)).length).toBe(9);
+  });
+});
+
 describe('Log', () => {
   it('reads on where it was, and completes a line', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     expect(await log.readOn()).toBe(false);
     file.text = 'one\ntw';
     expect(await log.readOn()).toBe(true);
@@ -47,7 +70,7 @@ describe('Log', () => {
 
   it('reads every piece once, also when asked twice at the same time', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     file.text = 'one\ntwo\n';
     expect(await Promise.all([log.readOn(), log.readOn()])).toEqual([true, true]);
     expect(log.lines).toEqual(['one', 'two', '']);
@@ -56,7 +79,7 @@ describe('Log', () => {
 
   it('shows a bar once, however often it was drawn', async () => {
     const file = new File();
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     for (const text of ['\r 10%|#', '\r 20%|##', '\r 30%|###']) {
       file.text += text;
       await log.readOn();
@@ -64,20 +87,61 @@ describe('Log', () => {
     expect(log.lines).toEqual([' 30%|###']);
   });
 
+  it.each([
+    ['a bar that ends with \\r', ['\r 10%|#\r', ' 20%|##\r', '\n']],
+    ['colours cut in two', ['\r\x1b[3', '2m 10%\x1b[', '0m|#\r\x1b', '[0m 20%|##', '\n']],
+    ['lines that end with \\r\\n, cut in two', ['\r 10%|#\r 20%|##\r', '\r', '\r\n']]
+  ])('draws %s the same however it is cut', async (_, pieces) => {
+    const file = new File();
+    const log = logOf(file);
+    for (const piece of pieces) {
+      file.text += piece;
+      await log.readOn();
+    }
+    expect(log.lines).toEqual([' 20%|##', '']);
+  });
+
+  it('keeps the end of a line without an end', async () => {
+    const file = new File();
+    file.most = 1 << 20;
+    const log = logOf(file);
+    for (const text of ['x'.repeat(60_000), 'y'.repeat(60_000), 'end']) {
+      file.text += text;
+      await log.readOn();
+    }
+    expect(log.lines).toEqual([`${'x'.repeat(5_533)}${'y'.repeat(60_000)}end`]);
+    expect(log.isCut).toBe(true);
+  });
+
   it('begins near the end of a long one, and says so', async () => {
     const file = new File();
     file.text = 'x\n'.repeat(FIRST_BYTES);
     file.most = 10 * FIRST_BYTES;
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     await log.readOn();
     expect(log.isCut).toBe(true);
     expect(log.lines.length).toBeLessThanOrEqual(10_000);
   });
 
+  it('says where a part of it was not kept', async () => {
+    const file = new File();
+    const log = logOf(file);
+    file.text = 'one\ntw';
+    await log.readOn();
+    file.text += 'o\nthree\nfour\n';
+    file.lost = 8;
+    await log.readOn();
+    expect(log.lines).toEqual(['one', 'tw', '[2 bytes were not kept]', 'three', 'four', '']);
+    expect(log.isCut).toBe(false);
+    file.text += 'five\n';
+    await log.readOn();
+    expect(log.lines.slice(-2)).toEqual(['five', '']);
+  });
+
   it('begins anew with a new attempt, unless an old one is looked at', async () => {
     const file = new File();
     file.text = 'first';
-    const [newest, fixed] = [new Log(file.read, 0), new Log(file.read, 1)];
+    const [newest, fixed] = [logOf(file), logOf(file, 1)];
     await newest.readOn();
     await fixed.readOn();
     file.text = 'second';
@@ -93,7 +157,7 @@ describe('Log', () => {
   it('finds lines, whatever their case', async () => {
     const file = new File();
     file.text = 'Loss 1\nacc 2\nloss 3';
-    const log = new Log(file.read, 0);
+    const log = logOf(file);
     await log.readOn();
     expect(log.find('LOSS')).toEqual([0, 2]);
     expect(log.find('')).toEqual([]);

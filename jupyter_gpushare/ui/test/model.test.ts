@@ -25,6 +25,12 @@ describe('phaseOf', () => {
     expect(phaseOf(lease('warned'))).toBe('warned');
     expect(phaseOf(lease('asleep'))).toBe('asleep');
     expect(phaseOf(lease('waking'))).toBe('waking');
+    expect(phaseOf(lease('lost'))).toBe('lost');
+  });
+
+  it('is lost, idle or not, until its kernels were restarted', () => {
+    expect(phaseOf(lease('lost', { idle_s: 600, lend_in_s: 10 }))).toBe('lost');
+    expect(phaseOf(lease('lost', { state: 'released' }))).toBe('ended');
   });
 
   it('is waking as soon as a process wants the GPU', () => {
@@ -75,6 +81,29 @@ describe('jobNotices', () => {
     expect(jobNotices(seenJobs(paused), paused)).toEqual([]);
     const again = with_({ state: 'queued', preemptions: 2 });
     expect(jobNotices(seenJobs(paused), again)).toMatchObject([{ kind: 'job-paused' }]);
+  });
+
+  const textOf = (before: readonly IJob[], now: readonly IJob[]): string =>
+    noticeText(trans, jobNotices(seenJobs(before), now.slice(0, 1))[0] as Extract<Notice, { kind: 'job-paused' }>);
+
+  it('says that nothing was lost only of a job that goes on where it was', () => {
+    const queued = with_({ state: 'queued', attempt: 0 });
+    const resumed = with_({ state: 'running', attempt: 1, preemptions: 1 });
+    for (const before of [queued, with_({ attempt: 1 }), []]) {
+      expect(textOf(before, resumed)).toBe('night was paused meanwhile. Nothing was lost.');
+    }
+    const again = with_({ state: 'running', attempt: 2, preemptions: 1 });
+    for (const before of [queued, with_({ attempt: 1 })]) {
+      expect(textOf(before, again)).toBe(
+        'night had to give up its GPU meanwhile, and started again as attempt 2.'
+      );
+    }
+    expect(textOf(again, with_({ state: 'running', attempt: 2, preemptions: 2 }))).toMatch(/Nothing was lost/);
+  });
+
+  it('says what the broker says of a job that is paused', () => {
+    const requeued = with_({ state: 'queued', attempt: 1, preemptions: 1, reason: 'Number 1.' });
+    expect(textOf(jobs, requeued)).toBe('night: Number 1.');
   });
 
   it('tells nothing of jobs that had ended when the others were seen', () => {
@@ -190,6 +219,26 @@ describe('GpuModel', () => {
     expect(notices[3]).toMatchObject({ seconds: 7 });
   });
 
+  it('never says that nothing was lost where the memory could not be brought back', async () => {
+    const notices = await start(ANSWERS.asleep);
+    await say(ANSWERS.waking);
+    await say(ANSWERS.lost);
+    await say(ANSWERS.lost);
+    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost']);
+    expect(noticeText(trans, notices[1] as Extract<Notice, { kind: 'lost' }>)).toBe(
+      ANSWERS.lost.leases[0]!.sentence
+    );
+    await say(ANSWERS.active);
+    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost', 'calm']);
+  });
+
+  it('takes back that the memory is lost when the lease is gone', async () => {
+    const notices = await start(ANSWERS.waking);
+    await say(ANSWERS.lost);
+    await say(ANSWERS.empty);
+    expect(notices.map(notice => notice.kind)).toEqual(['lost', 'calm']);
+  });
+
   it('tells nothing for what it finds at the start', async () => {
     expect(await start(ANSWERS.asleep)).toEqual([]);
   });
@@ -197,7 +246,7 @@ describe('GpuModel', () => {
   it('tells what became of jobs that an earlier page saw alive, once', async () => {
     const ended = ANSWERS.active.jobs.find(job => job.state === 'failed')!;
     const notices = await start(ANSWERS.active);
-    model.catchUp({ living: { [ended.id]: 0 }, newest: ended.submitted_at });
+    model.catchUp({ living: { [ended.id]: { preemptions: 0, attempt: 1 } }, newest: ended.submitted_at });
     expect(notices).toMatchObject([{ kind: 'job-ended', job: { id: ended.id } }]);
     await say(ANSWERS.active);
     expect(notices.length).toBe(1);

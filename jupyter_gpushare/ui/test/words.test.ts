@@ -2,6 +2,7 @@ import { describe, expect, it } from 'vitest';
 
 import { stateOf } from '../src/model';
 import {
+  asSentence,
   duration,
   gigabytes,
   jobBadge,
@@ -16,6 +17,14 @@ import {
 } from '../src/words';
 import { ANSWERS, HISTORY, SILENT } from './answers';
 import { trans } from './trans';
+
+describe('a refusal', () => {
+  it('is a sentence, whatever a server says', () => {
+    expect(asSentence("there is no file 'a.py' on this server")).toBe("There is no file 'a.py' on this server.");
+    expect(asSentence('grace_s is at most 60 here')).toBe('grace_s is at most 60 here.');
+    expect(asSentence('No half GPU is free just now.')).toBe('No half GPU is free just now.');
+  });
+});
 
 describe('sizes and times', () => {
   it('has one digit below ten gigabytes and none above', () => {
@@ -46,6 +55,7 @@ describe('status bar', () => {
     expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GB Asleep, GPU lent');
     const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
     expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
+    expect(statusText(trans, stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
     expect(statusText(trans, stateOf(SILENT))).toBe('GPU: no data');
     expect(statusText(trans, { kind: 'off' })).toBe('');
@@ -59,6 +69,7 @@ describe('status bar', () => {
       false
     ]);
     expect(wantsAttention(ready, 'warned')).toBe(true);
+    expect(wantsAttention(ready, 'lost')).toBe(true);
     expect(wantsAttention(stateOf(SILENT), null)).toBe(true);
   });
 });
