@@ -12,17 +12,20 @@ Rules:
 * Writing never fails and never ends a job: what a full disk does not take is
   counted as left out.
 * Everything is readable with a pager and by `read_log`, with or without a runner.
-* The folders of the newest `KEEP_JOBS` jobs are kept.
+* The folders of jobs that have not ended are kept, and of the newest `KEEP_JOBS` that
+  have; in each the logs of the newest `KEEP_ATTEMPTS` attempts.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
 import re
 import shutil
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,8 +34,15 @@ HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 TAIL_PARTS = 4
 KEEP_JOBS = 200
+KEEP_ATTEMPTS = 3
+# Longer than any job is silent.
+LIVE_S = 30 * 86400.0
 
 _LOG = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
+_RECORD = re.compile(r"attempt-([1-9][0-9]{0,6})\.json")
+# UTF-8 (RFC 3629): the bytes a character goes on with, and how many it has.
+_CONTINUED = bytes(range(0x80, 0xC0))
+_LONGEST_CHARACTER = 4
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
 
 
@@ -50,6 +60,11 @@ def log_path(home: Path, job: str, attempt: int) -> Path:
     if not _JOB_ID.fullmatch(job) or attempt < 1:
         raise ValueError(f"{job[:60]!r}, attempt {attempt}: no such job")
     return jobs_dir(home) / job / f"attempt-{attempt}.log"
+
+
+def own_output(output: Path, job: str) -> Path:
+    """Where a job writes its notebook when another job has written ``output``."""
+    return output.with_name(f"{output.stem}-{job}{output.suffix}")
 
 
 def attempts_of(folder: Path) -> list[int]:
@@ -100,6 +115,35 @@ def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
     return Piece(offset, b"")
 
 
+def read_text(path: Path, offset: int, at_most_bytes: int, *, anywhere: bool = False) -> Piece:
+    """Return what `read_log` does, in whole characters of UTF-8 (so a few bytes more or less).
+
+    ``offset`` is where a piece ended, or ``anywhere``: then, as behind a gap, the rest of a character
+    that began earlier is skipped.  One that is not printed to its end waits for the next reading.
+    """
+    piece = read_log(path, offset, at_most_bytes)
+    if anywhere or piece.offset > offset:
+        rest = piece.data.lstrip(_CONTINUED)
+        piece = Piece(piece.next_offset - len(rest), rest)
+    for _ in range(_LONGEST_CHARACTER - 1):
+        if not (begun := _begun_bytes(piece.data)):
+            return piece
+        more = read_log(path, piece.next_offset, 1)
+        if more.offset > piece.next_offset:
+            return piece  # the rest of the character was left out
+        if not more.data:
+            return Piece(piece.offset, piece.data[:-begun])
+        piece = Piece(piece.offset, piece.data + more.data)
+    return Piece(piece.offset, piece.data[: len(piece.data) - _begun_bytes(piece.data)])
+
+
+def _begun_bytes(data: bytes) -> int:
+    """How many bytes at the end belong to a character that goes on."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[1 - _LONGEST_CHARACTER :])
+    return len(decoder.getstate()[0])
+
+
 def log_end(path: Path) -> int:
     """The offset behind the last byte that is kept."""
     ends = [0]
@@ -129,6 +173,7 @@ class BoundedLog:
         self._file: int | None = None
         self._room = head_bytes
         self._tail: list[Path] = []
+        self._part: Path | None = None  # the open part, as long as it is empty
         self._end = 0
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -161,6 +206,13 @@ class BoundedLog:
                     os.fsync(self._file)
                 os.close(self._file)
                 self._file = None
+            self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        if self._part is not None:
+            with contextlib.suppress(OSError):
+                self._part.unlink(missing_ok=True)
+            self._part = None
 
     def _open(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -176,6 +228,8 @@ class BoundedLog:
             written = os.write(self._file, data)
         except OSError:
             written = 0
+        if written and self._part is not None:
+            self._keep_part(self._part)
         if written < len(data):
             # The next part is named by its offset: no byte ever moves to another one's place.
             self.left_out_bytes += len(data) - written
@@ -184,11 +238,15 @@ class BoundedLog:
     def _next_part(self) -> None:
         if self._file is not None:
             os.close(self._file)
-        path = self.path.with_name(f"{self.path.name}.{self._end:015d}")
-        self._open(path)
+        self._drop_empty()
+        self._part = self.path.with_name(f"{self.path.name}.{self._end:015d}")
+        self._open(self._part)
         self._room = self._part_bytes
-        if self._file is not None:
-            self._tail.append(path)
+
+    def _keep_part(self, part: Path) -> None:
+        """Count a part now that something is in it: a full disk costs no older one."""
+        self._part = None
+        self._tail.append(part)
         while len(self._tail) > self._tail_parts:
             with contextlib.suppress(OSError):
                 self._tail.pop(0).unlink()
@@ -228,12 +286,41 @@ def write_record(path: Path, record: Record) -> bool:
 
 
 def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
-    """Remove the folders of all jobs but the ``keep`` in which something was written last."""
+    """Remove the folders of ended jobs but the ``keep`` in which something was written last.
+
+    A job that has not ended keeps its folder however long it is silent, up to `LIVE_S`:
+    a machine that failed leaves jobs behind that never end.
+    """
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for job in folder.iterdir():
             if _JOB_ID.fullmatch(job.name) and not job.is_symlink() and job.is_dir():
-                # Its own time says when a file came or went, not that a log is being written.
-                found.append((max(f.lstat().st_mtime for f in (job, *job.iterdir())), job))
+                with contextlib.suppress(OSError):
+                    # Its own time says when a file came or went, not that a log is being written.
+                    written_at = max(f.lstat().st_mtime for f in (job, *job.iterdir()))
+                    if _has_ended(job) or time.time() - written_at > LIVE_S:
+                        found.append((written_at, job))
     for _, job in sorted(found, reverse=True)[keep:]:
         shutil.rmtree(job, ignore_errors=True)
+
+
+def _has_ended(job: Path) -> bool:
+    """Whether the newest record in a job's folder says so, or there is none."""
+    records = {int(m[1]): path for path in job.iterdir() if (m := _RECORD.fullmatch(path.name))}
+    if not records:
+        return True
+    try:
+        said = json.loads(records[max(records)].read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return True
+    return not isinstance(said, dict) or said.get("state") == "ended"
+
+
+def forget_old_attempts(folder: Path, keep: int = KEEP_ATTEMPTS) -> None:
+    """Remove the logs and records of all attempts of one job but the newest ``keep``."""
+    for attempt in attempts_of(folder)[:-keep]:
+        log = folder / f"attempt-{attempt}.log"
+        # The head goes last: by it an attempt is found again.
+        for path in (log.with_suffix(".json"), *(part for _, part in reversed(_parts(log)))):
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -39,8 +39,8 @@ def submit_words(line: str, cell: str | None) -> list[str]:
     words = shlex.split(line)
     if cell is None:
         return ["submit", *words]
-    named = [] if "--name" in words else ["--name", "cell"]
-    return ["submit", *words, *named, "--", sys.executable, "-u", "-c", cell]
+    # The last of two names counts.
+    return ["submit", "--name", "cell", *words, "--", sys.executable, "-u", "-c", cell]
 
 
 @magics_class

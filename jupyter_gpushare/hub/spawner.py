@@ -118,12 +118,14 @@ class GPUShareMixin(_Before):
     ).tag(config=True)
 
     job_cmd = Command(
-        [sys.executable, "-m", "jupyter_gpushare.job"],
+        [sys.executable, "-P", "-m", "jupyter_gpushare.job"],
         help="""
         Command that runs a training job, instead of `Spawner.cmd`.
 
         Must have this package and the users' programs in its PATH: in an image or
-        environment of its own, name that environment's python.
+        environment of its own, name that environment's python. Keep `-P`: without it
+        a file like `random.py` in a user's home is imported in place of Python's own,
+        and every job of that user fails.
         """,
     ).tag(config=True)
 
@@ -321,7 +323,8 @@ class GPUShareMixin(_Before):
         user, server, _ = self._who()
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                await self._client().post("spawner/stop", SpawnStop(user=user, server=server), type(None))
+                stop = SpawnStop(user=user, server=server)
+                await self._client().post("spawner/stop", stop, type(None), repeatable=True)
         except (GpuShareError, TimeoutError) as error:
             self.log.warning(
                 "user=%s server=%s release not delivered: %s", user, server, error or "no answer"

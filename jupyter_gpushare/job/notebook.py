@@ -4,6 +4,8 @@
   cell tagged ``parameters`` (else at the top), as papermill does it.
 * The output notebook is written after every cell, in one step, so that it can be
   opened and read at any time; what cells print also goes to the log.
+* It belongs to its job (``metadata.gpushare.job``): a new attempt replaces it, another
+  job (a retry, one submitted in the same second) writes `own_output` beside it.
 * Cells done of all cells is the job's progress.
 
 Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook or environment) or
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import json
 import os
 import re
 import signal
@@ -30,10 +33,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from jupyter_gpushare.job.progress import progress
+from jupyter_gpushare.jobfiles import own_output
 
 STARTUP_S = 300
 # While a cell runs; after it at once.
 SAVE_EVERY_S = 5.0
+# A big notebook is saved less often: between two saves at least so many times what one takes.
+SAVE_SPACING = 20
+# Of what one cell prints, in the notebook; the log has it all.
+CELL_TEXT_CHARS = 1 << 20
 STOPPED = 128 + signal.SIGTERM
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -54,7 +62,7 @@ def parameter_cell(parameters: Mapping[str, str]) -> str:
             raise Unusable(f"{name[:60]!r} is not a name of a parameter")
         try:
             value = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = text
         lines.append(f"{name} = {value!r}")
     return "\n".join(lines)
@@ -68,7 +76,8 @@ def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
     """
     if not parameters:
         return notebook
-    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
+    kernelspec, info = (notebook.metadata.get(key) or {} for key in ("kernelspec", "language_info"))
+    language = (kernelspec.get("language") or info.get("name") or "python").lower()
     if language != "python":
         raise Unusable(f"parameters are for Python notebooks, and this is one in {language}")
     cell = nbformat.v4.new_code_cell(parameter_cell(parameters), metadata={"tags": ["injected-parameters"]})
@@ -87,6 +96,26 @@ def write(notebook: Any, path: Path) -> None:
     fresh.replace(path)
 
 
+def place(output: Path, job: str) -> Path:
+    """Return where ``job`` writes, and hold that place: ``output``, or beside it if that is another's."""
+    try:
+        os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        if _writer(output) != job:
+            return own_output(output, job)
+    except OSError:
+        pass  # the first save says why
+    return output
+
+
+def _writer(path: Path) -> str:
+    """The job that wrote a notebook; "" if none did, or it cannot be read."""
+    try:
+        return str(json.loads(path.read_bytes())["metadata"]["gpushare"]["job"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+
+
 class _Run(NotebookClient):
     """One run: copies what cells print to the log, tells progress, writes the output notebook."""
 
@@ -96,24 +125,47 @@ class _Run(NotebookClient):
         )
         self._output = output
         self._saved_at = 0.0
+        self._saving_s = 0.0
         self.total = sum(1 for c in notebook.cells if c.cell_type == "code" and c.source.strip())
         self.done = 0
 
     def save(self) -> None:
         """Write the output notebook; a disk that does not take it does not end the run."""
-        self._saved_at = time.monotonic()
+        began_at = time.monotonic()
         try:
             write(self.nb, self._output)
         except OSError as error:
             text = f"{self._output} cannot be written: {error.strerror}"
             print(f"[gpushare] {text}", file=sys.stderr, flush=True)
+        self._saved_at = time.monotonic()
+        self._saving_s = self._saved_at - began_at
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if msg["msg_type"] == "stream":
             print(msg["content"]["text"], end="", flush=True)
         said = super().process_message(msg, cell, cell_index)
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+        if time.monotonic() - self._saved_at > max(SAVE_EVERY_S, SAVE_SPACING * self._saving_s):
             self.save()
+        return said
+
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
+        """Add what a cell put out to ``outs``: text joined, and at most `CELL_TEXT_CHARS` of it."""
+        if msg["msg_type"] != "stream":
+            return super().output(outs, msg, display_id, cell_index)
+        told = [] if self.clear_before_next_output else [o.text for o in outs if o.output_type == "stream"]
+        room = CELL_TEXT_CHARS - sum(map(len, told))
+        if room <= 0:
+            return None
+        text = msg["content"]["text"]
+        if len(text) >= room:
+            text = f"{text[:room]}\n... see the log: it has all of it\n"
+        said = super().output(
+            outs, {**msg, "content": {**msg["content"], "text": text}}, display_id, cell_index
+        )
+        before = outs[-2] if len(outs) > 1 else None
+        if said is not None and before is not None and before.get("name") == said.name:
+            before.text += outs.pop().text
+            said = before
         return said
 
     async def async_start_new_kernel(self, **options: Any) -> None:
@@ -137,8 +189,8 @@ class _Run(NotebookClient):
         os._exit(STOPPED)
 
 
-def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) -> int:
-    """Run a notebook into another and return the exit code.
+def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], job: str) -> int:
+    """Run a notebook into another and return the exit code; ``job`` is "" outside a job.
 
     Raises:
         Unusable: it cannot be read or written, or its environment is not there.
@@ -151,12 +203,16 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str]) 
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    if job:
+        notebook.metadata["gpushare"] = {"job": job}
+        output = place(output, job)
+        print(f"[gpushare] the output notebook is {output}", flush=True)
     client = _Run(
         notebook,
         output,
         timeout=None,
         startup_timeout=STARTUP_S,
-        kernel_name=kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+        kernel_name=kernel or (notebook.metadata.get("kernelspec") or {}).get("name") or "python3",
         resources={"metadata": {"path": os.getcwd()}},
     )
     client.save()
@@ -184,8 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="name of the environment; default: the notebook's")
     parser.add_argument("-p", dest="parameters", nargs=2, action="append", metavar=("NAME", "VALUE"))
     asked = parser.parse_args(arguments)
+    job = os.environ.get("GPUSHARE_JOB_ID", "")
     try:
-        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()))
+        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()), job)
     except Unusable as error:
         print(f"[gpushare] {error}", file=sys.stderr)
         return 2

@@ -7,11 +7,14 @@ Both may be away for minutes.  `Reports` keeps one message of each kind at most:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from jupyterhub.utils import make_ssl_context
 from tornado.escape import json_encode
 from tornado.httpclient import AsyncHTTPClient, HTTPError
 
@@ -19,13 +22,13 @@ from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, InvalidRequest, NotFound, RequestError
 from jupyter_gpushare.wire import JobReport, JobSpec
 
-# A broker that is upgraded or waits for its database is back within minutes; the result stays on disk.
-ENDED_PATIENCE_S = 600.0
+# A broker that is repaired is back within a day; the result stays on disk.
+ENDED_PATIENCE_S = 86400.0
 # Who told it to stop waits for it, and knows; at the end of a Hub nobody is left to take a report.
 STOPPED_PATIENCE_S = 3.0
 PROGRESS_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 15.0
+_LONGEST_PAUSE_S = 60.0
 # Well below the time-outs of idle cullers, which count minutes.
 ACTIVITY_EVERY_S = 120.0
 
@@ -35,8 +38,9 @@ log = logging.getLogger("gpushare.job")
 class Reports:
     """Tells the broker about one attempt, with the token of its server."""
 
-    def __init__(self, client: BrokerClient, spec: JobSpec) -> None:
+    def __init__(self, client: BrokerClient, spec: JobSpec, stop: asyncio.Event) -> None:
         self._client = client
+        self._stop = stop  # the runner is told to stop: nobody waits for long any more
         self._path = f"jobs/{spec.id}/attempts/{spec.attempt}/report"
         self._started: asyncio.Task[bool] | None = None
 
@@ -50,16 +54,20 @@ class Reports:
             await self._tell(JobReport(state="progress", done=done, total=total), 0.0)
 
     async def ended(self, report: JobReport) -> bool:
-        """Tell how it ended; False when the broker did not take it in time (less when it was stopped)."""
+        """Tell how it ended; False when the broker did not take it in time (less once told to stop)."""
         if self._started is not None:
             self._started.cancel()
             await asyncio.wait([self._started])
-        return await self._tell(report, STOPPED_PATIENCE_S if report.stopped else ENDED_PATIENCE_S)
+        return await self._tell(report, ENDED_PATIENCE_S)
 
     async def _tell(self, report: JobReport, patience_s: float) -> bool:
         until = time.monotonic() + patience_s
         pause_s = _FIRST_PAUSE_S
+        stopping = False
         while True:
+            if self._stop.is_set() and not stopping:
+                stopping = True
+                until, pause_s = min(until, time.monotonic() + STOPPED_PATIENCE_S), _FIRST_PAUSE_S
             try:
                 await self._client.post(self._path, report, type(None), repeatable=True)
             except (NotFound, Conflict, InvalidRequest) as error:
@@ -72,8 +80,33 @@ class Reports:
                     return False
             else:
                 return True
-            await asyncio.sleep(pause_s)
+            await self._pause(pause_s, stopping)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _pause(self, pause_s: float, stopping: bool) -> None:
+        """Return after ``pause_s``, or when the runner is told to stop."""
+        if stopping:
+            await asyncio.sleep(pause_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stop.wait()
+
+
+def hub_tls(env: Mapping[str, str], purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH) -> ssl.SSLContext | None:
+    """Return the Hub's internal TLS where the site uses it (`JupyterHub.internal_ssl`), to ask others with.
+
+    ``purpose`` is what the other side's certificate is for: CLIENT_AUTH to be asked.
+    """
+    if not env.get("JUPYTERHUB_SSL_KEYFILE"):
+        return None
+    context: ssl.SSLContext = make_ssl_context(
+        env["JUPYTERHUB_SSL_KEYFILE"],
+        env["JUPYTERHUB_SSL_CERTFILE"],
+        cafile=env["JUPYTERHUB_SSL_CLIENT_CA"],
+        purpose=purpose,
+    )
+    return context
 
 
 async def keep_active(env: Mapping[str, str]) -> None:
@@ -81,13 +114,19 @@ async def keep_active(env: Mapping[str, str]) -> None:
     url, server = env.get("JUPYTERHUB_ACTIVITY_URL"), env.get("JUPYTERHUB_SERVER_NAME", "")
     if not url:
         return
-    client = AsyncHTTPClient(force_instance=True)
+    client = AsyncHTTPClient(force_instance=True, defaults={"ssl_options": hub_tls(env)})
     headers = {"Authorization": f"token {env['JUPYTERHUB_API_TOKEN']}", "Content-Type": "application/json"}
+    warned = False
     while True:
         now = datetime.now(UTC).isoformat()
         body = json_encode({"servers": {server: {"last_activity": now}}, "last_activity": now})
         try:
             await client.fetch(url, method="POST", headers=headers, body=body, request_timeout=30.0)
         except (HTTPError, OSError) as error:
-            log.info("the Hub was not told of activity: %s", error)
+            log.log(
+                logging.INFO if warned else logging.WARNING, "the Hub was not told of activity: %s", error
+            )
+            warned = True
+        else:
+            warned = False
         await asyncio.sleep(ACTIVITY_EVERY_S)

@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 import threading
@@ -49,8 +50,16 @@ from jupyter_gpushare.job.command import (
     working_directory,
 )
 from jupyter_gpushare.job.progress import bar
-from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
-from jupyter_gpushare.jobfiles import BoundedLog, Record, forget_old_jobs, jobs_dir, log_path, write_record
+from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, hub_tls, keep_active
+from jupyter_gpushare.jobfiles import (
+    BoundedLog,
+    Record,
+    forget_old_attempts,
+    forget_old_jobs,
+    jobs_dir,
+    log_path,
+    write_record,
+)
 from jupyter_gpushare.wire import JobReport, JobSpec, decode
 
 # The Hub probes as soon as the process is there; later it has given up or is gone.
@@ -101,13 +110,13 @@ class Runner:
         server = await self._serve()
         become_subreaper()
         self._listen_to_signals()
-        reports = Reports(
-            BrokerClient(self._env["GPUSHARE_API_URL"], self._env["JUPYTERHUB_API_TOKEN"]), self._spec
-        )
+        broker = BrokerClient(self._env["GPUSHARE_API_URL"], self._env["JUPYTERHUB_API_TOKEN"])
+        reports = Reports(broker, self._spec, self._stop)
         activity = asyncio.create_task(keep_active(self._env))
         try:
             forget_old_jobs(jobs_dir(Path(self._home)))
             self._log = BoundedLog(self._log_path)
+            forget_old_attempts(self._log_path.parent)
             self._keep(self._record)
             with _ProgressSocket(self._on_progress) as progress_socket:
                 await self._run_command(reports, progress_socket)
@@ -129,7 +138,7 @@ class Runner:
         if not url.port:
             raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
         app = pages.application(prefix, now=self._now, log=self._log_path, seen=self._on_seen)
-        server = HTTPServer(app, ssl_options=self._ssl(), xheaders=True)
+        server = HTTPServer(app, ssl_options=hub_tls(self._env, ssl.Purpose.CLIENT_AUTH), xheaders=True)
         until = time.monotonic() + _BIND_PATIENCE_S
         while True:
             try:
@@ -141,18 +150,6 @@ class Runner:
                 await asyncio.sleep(_LOOK_EVERY_S)
             else:
                 return server
-
-    def _ssl(self) -> object:
-        """The Hub's internal TLS, where the site uses it."""
-        if "JUPYTERHUB_SSL_KEYFILE" not in self._env:
-            return None
-        from jupyterhub.utils import make_ssl_context
-
-        return make_ssl_context(
-            self._env["JUPYTERHUB_SSL_KEYFILE"],
-            self._env["JUPYTERHUB_SSL_CERTFILE"],
-            cafile=self._env["JUPYTERHUB_SSL_CLIENT_CA"],
-        )
 
     def _now(self) -> tuple[Record, Mapping[str, float | None]]:
         return self._record, self._progress
@@ -340,8 +337,9 @@ class _ProgressSocket:
         return address
 
     def __exit__(self, *_: object) -> None:
-        self._read()
         asyncio.get_running_loop().remove_reader(self._socket)
+        with contextlib.suppress(OSError):
+            self._read()
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -356,7 +354,7 @@ class _ProgressSocket:
             said = json.loads(line)
             done, total = float(said["done"]), said.get("total")
             total = None if total is None else float(total)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return
         if math.isfinite(done) and (total is None or math.isfinite(total)):
             self._on_progress(done, total)

@@ -35,12 +35,13 @@ from typing import Any, TypeVar
 from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
+from msgspec import structs
 from tornado import web
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
-from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log
+from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log, read_text
 from jupyter_gpushare.server import launch
 from jupyter_gpushare.server.watch import Watch, iso
 
@@ -84,6 +85,13 @@ class _Handler(APIHandler):
             raise _Answered(error.status, error.reason, str(error)) from None
         except BrokerUnavailable as error:
             raise _Answered(503, "unreachable", str(error)) from None
+
+    async def with_outputs(self, jobs: list[wire.Job]) -> list[wire.Job]:
+        """Return the jobs with the notebooks that they really write, as far as this server sees them."""
+        root = getattr(self.contents_manager, "root_dir", "")
+        if not root or all(job.source is None for job in jobs):
+            return jobs
+        return await asyncio.to_thread(lambda: [launch.with_output(job, Path(root)) for job in jobs])
 
     def send(self, message: Any, status: int = 200) -> None:
         self.set_status(status)
@@ -135,6 +143,7 @@ class StatusHandler(_Handler):
             silent = {"silent_since": iso(since), "message": str(error)}
             self.send(mine | silent)
             return
+        status = structs.replace(status, jobs=await self.with_outputs(status.jobs))
         self.send(json.loads(wire.encode(status)) | mine | {"silent_since": None})
 
 
@@ -159,7 +168,7 @@ class JobsHandler(_Handler):
     @authorized
     async def get(self) -> None:
         limit = self.get_query_argument("limit", "100")
-        await self.answer(self.connected().client.get("jobs", wire.JobList, params={"limit": limit}))
+        await self.answer(self._jobs(self.connected().client, limit))
 
     @web.authenticated
     @authorized
@@ -169,12 +178,20 @@ class JobsHandler(_Handler):
         key = self.request.headers.get("Idempotency-Key")
         await self.answer(client.post("jobs", body, wire.Job, key=key), 201)
 
+    async def _jobs(self, client: BrokerClient, limit: str) -> wire.JobList:
+        found = await client.get("jobs", wire.JobList, params={"limit": limit})
+        return structs.replace(found, jobs=await self.with_outputs(found.jobs))
+
 
 class JobHandler(_Handler):
     @web.authenticated
     @authorized
     async def get(self, job: str) -> None:
-        await self.answer(self.connected().client.get(f"jobs/{job}", wire.Job))
+        await self.answer(self._job(self.connected().client, job))
+
+    async def _job(self, client: BrokerClient, job: str) -> wire.Job:
+        (found,) = await self.with_outputs([await client.get(f"jobs/{job}", wire.Job)])
+        return found
 
     @web.authenticated
     @authorized
@@ -197,7 +214,7 @@ class RetryHandler(_Handler):
 
 
 class LogHandler(_Handler):
-    """What a job printed, from the user's own files: at most `LOG_BYTES` from ``offset`` on.
+    """What a job printed, from the user's own files: `LOG_BYTES` and a few from ``offset`` on, as UTF-8.
 
     ``offset`` below zero counts from the end; ``attempt`` is the newest if it is not
     given; ``download`` gives all that is kept as a file.  Headers: X-Gpushare-Attempts (how
@@ -223,9 +240,9 @@ class LogHandler(_Handler):
             await self._send_all(path)
             return
         offset = self._number("offset", 0)
-        if offset < 0:
+        if from_end := offset < 0:
             offset = max(0, await asyncio.to_thread(log_end, path) + offset)
-        piece = await asyncio.to_thread(read_log, path, offset, LOG_BYTES)
+        piece = await asyncio.to_thread(read_text, path, offset, LOG_BYTES, anywhere=from_end)
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))
         self.finish(piece.data, set_content_type=_TEXT)

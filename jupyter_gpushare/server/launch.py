@@ -1,6 +1,6 @@
 """From the page's dialog to a job: which command a notebook or a script becomes.
 
-    name.ipynb     python -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
+    name.ipynb     python -P -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
     name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment)
     name.sh        bash name.sh ARGUMENTS
     other          ./name ARGUMENTS              (if it may be executed)
@@ -8,12 +8,14 @@
 
 The command runs in the folder of the file.  A job is started by the Hub, with the
 Hub's environment for servers: what else of this server's environment it needs is
-chosen by name.
+chosen by name.  The user's folder shadows no module of the notebook runner (``-P``); the
+notebook's kernel and scripts import what is beside them, as ever.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import shlex
@@ -24,11 +26,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
+from jupyter_gpushare.jobfiles import own_output
 
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
+_PYTHON = "python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ def form(root: Path, path: str, specs: Iterable[Spec]) -> wire.LaunchForm:
         )
     file = find(root, path)
     notebook = _notebook(file) if file.suffix == ".ipynb" else {}
-    kernel = str(notebook.get("metadata", {}).get("kernelspec", {}).get("name", ""))
+    kernel = str(_object(_object(notebook.get("metadata")).get("kernelspec")).get("name") or "")
     known = {environment.name for environment in environments}
     default = _DEFAULT_KERNEL if _DEFAULT_KERNEL in known else ""
     return wire.LaunchForm(
@@ -102,31 +108,59 @@ def _notebook(file: Path) -> dict[str, Any]:
     return plain if isinstance(plain, dict) else {}
 
 
+def _object(value: Any) -> Mapping[str, Any]:
+    """Return a JSON object as it is, anything else as an empty one: notebooks come from everywhere."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def language_of(notebook: Mapping[str, Any]) -> str:
+    """Return the language of the notebook's code; Python if it does not say."""
+    metadata = _object(notebook.get("metadata"))
+    kernelspec, info = _object(metadata.get("kernelspec")), _object(metadata.get("language_info"))
+    return str(kernelspec.get("language") or info.get("name") or _PYTHON).lower()
+
+
 def defaults(notebook: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the cell tagged ``parameters`` assigns, as it is written there."""
-    for cell in notebook.get("cells", []):
-        if "parameters" in cell.get("metadata", {}).get("tags", []):
+    """Return the values that the cell tagged ``parameters`` of a Python notebook assigns.
+
+    Only what means the same anywhere: a number, a text, a list of them.  What has to be
+    computed first (``Path("x")``, ``2**10``) would come back as text.
+    """
+    if language_of(notebook) != _PYTHON:
+        return {}
+    for cell in map(_object, _list(notebook.get("cells"))):
+        if "parameters" in _list(_object(cell.get("metadata")).get("tags")):
             source = cell.get("source", "")
-            text = source if isinstance(source, str) else "".join(source)
-            return dict(_assignments(text))
+            return _literals(source if isinstance(source, str) else "".join(map(str, _list(source))))
     return {}
 
 
-def _assignments(text: str) -> Iterable[tuple[str, str]]:
+def _literals(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return
+        return found
     for line in tree.body:
         if isinstance(line, ast.Assign) and len(line.targets) == 1:
             target: ast.expr = line.targets[0]
             value: ast.expr | None = line.value
-        elif isinstance(line, ast.AnnAssign):
+        elif isinstance(line, ast.AnnAssign | ast.AugAssign):
             target, value = line.target, line.value
         else:
             continue
-        if isinstance(target, ast.Name) and value is not None:
-            yield target.id, ast.unparse(value)
+        if not isinstance(target, ast.Name) or value is None:
+            continue
+        found.pop(target.id, None)
+        with contextlib.suppress(ValueError, TypeError, MemoryError, RecursionError):
+            if not isinstance(line, ast.AugAssign):
+                ast.literal_eval(value)
+                found[target.id] = ast.unparse(value)
+    return found
 
 
 def job_of(
@@ -185,11 +219,26 @@ def job_of(
     )
 
 
+def with_output(job: wire.Job, root: Path) -> wire.Job:
+    """Return the job with the notebook that it really writes (see `jobfiles.own_output`)."""
+    if job.source is None or not job.source.output.endswith(".ipynb"):
+        return job
+    own = own_output(Path(job.source.output), job.id)
+    if not (root / own).is_file():
+        return job
+    return structs.replace(job, source=structs.replace(job.source, output=str(own)))
+
+
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:
-    command = [sys.executable, "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
+    command = [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
     if asked.kernel:
         command += ["--kernel", asked.kernel]
-    for name, value in asked.parameters.items():
+    notebook = _notebook(file)
+    already = defaults(notebook)
+    changed = {name: value for name, value in asked.parameters.items() if already.get(name) != value}
+    if changed and (language := language_of(notebook)) != _PYTHON:
+        raise InvalidRequest(f"parameters are for Python notebooks, and this is one in {language}")
+    for name, value in changed.items():
         command += ["-p", name, value]
     return command
 

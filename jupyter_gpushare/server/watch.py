@@ -4,6 +4,8 @@ The first request, and the first after any failure, asks without ``after``: a
 broker that was restarted counts from elsewhere.  A broker that does not answer
 is asked again after 1, 2, 4, ... `MAX_PAUSE_S` seconds; since when it has been
 silent is known meanwhile, and what it said before is not shown as news.
+A user's servers have a number of long polls in common: a server that gets none asks
+every `NO_POLL_S` seconds instead, until one is free.
 
 An event is emitted for this server's own lease and for the user's jobs, when a
 person would call it a change (`lease_key`, `job_key`), never for numbers; and
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.errors import BrokerUnavailable, RequestError
+from jupyter_gpushare.errors import BrokerUnavailable, RequestError, TooMany
 from jupyter_gpushare.wire import Job, LeaseStatus, Status
 
 # The broker answers after WAIT_S at the latest; then a little for the way.
@@ -30,6 +32,7 @@ ANSWER_S = 10.0
 # Changes that come closer together are one answer.
 GATHER_S = 0.1
 MAX_PAUSE_S = 60.0
+NO_POLL_S = 30.0
 
 EVENTS_DIR = Path(__file__).parent / "events"
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
@@ -117,6 +120,11 @@ def _job_data(seq: int, before: Job | None, job: Job) -> dict[str, Any]:
     }
 
 
+async def _pause(about_s: float) -> None:
+    """Many servers ask one broker: not all at once."""
+    await asyncio.sleep(about_s * random.uniform(0.8, 1.2))  # noqa: S311
+
+
 class Watch:
     """What the broker last said, and since when it has been silent."""
 
@@ -137,9 +145,13 @@ class Watch:
             try:
                 status = await self._ask(after)
             except (BrokerUnavailable, RequestError) as error:
+                if after is not None and isinstance(error, TooMany):
+                    after = None
+                    await _pause(NO_POLL_S)
+                    continue
                 self._is_silent(error)
                 after = None
-                await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # noqa: S311  (many servers, one broker)
+                await _pause(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
             self._hears(status)

@@ -70,6 +70,14 @@ def test_wrong_usage_is_said_and_ends_nothing(shell, broker, capsys):
 
 def test_the_words_of_a_magic_are_those_of_submit():
     assert submit_words("--gpus 1 --name 'a b'", "x") == [
-        *["submit", "--gpus", "1", "--name", "a b", "--"],
+        *["submit", "--name", "cell", "--gpus", "1", "--name", "a b", "--"],
         *[sys.executable, "-u", "-c", "x"],
     ]
+
+
+@pytest.mark.parametrize("line", ["--name=night --gpus 0.5", "--gpus 0.5 --name night"])
+def test_a_cell_is_called_what_its_line_says(shell, broker, golden, line):
+    broker.answer("POST jobs", golden("job"), 201)
+    shell.run_cell(f"%%gpujob {line}\nprint(1)\n")
+    (asked,) = broker.asked("POST jobs")
+    assert (asked.json["gpus"], asked.json["name"]) == ("0.5", "night")

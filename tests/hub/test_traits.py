@@ -3,10 +3,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import httpx
 import pytest
 from traitlets import TraitError
 from traitlets.config import Config
 
+from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
 from jupyter_gpushare.hub import spawner as module
 
@@ -44,7 +46,7 @@ def test_both_spawners_take_the_settings_of_the_mixin() -> None:
 
 
 def test_jobs_run_with_the_hubs_python_by_default() -> None:
-    assert configured().job_cmd == [sys.executable, "-m", "jupyter_gpushare.job"]
+    assert configured().job_cmd == [sys.executable, "-P", "-m", "jupyter_gpushare.job"]
 
 
 def test_every_setting_says_what_it_does_and_what_it_costs() -> None:
@@ -70,3 +72,23 @@ def test_a_hub_without_that_scope_still_starts_servers() -> None:
 def test_the_scopes_of_the_site_stand() -> None:
     spawner = GPUShareSimpleSpawner(config=Config({"Spawner": {"server_token_scopes": ["inherit"]}}))
     assert spawner.server_token_scopes == ["inherit"]
+
+
+async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if len(asked) == 1:
+            raise httpx.ReadError("the broker ended")
+        return httpx.Response(204)
+
+    client = BrokerClient("http://broker/api/v1", "token")
+    spawner = configured()
+    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(spawner, "_client", lambda: client)
+    monkeypatch.setattr(spawner, "_who", lambda: ("ada", "", []))
+    monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 30.0)
+    await spawner._release()
+    assert asked == ["/api/v1/spawner/stop"] * 2
+    assert not spawner._lease_possible

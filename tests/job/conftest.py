@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from jupyter_gpushare.hub import GPUShareSimpleSpawner
 from tests.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,6 +56,7 @@ class HubAndBroker:
     paths: list[str] = field(default_factory=list)
     activity: list[dict[str, Any]] = field(default_factory=list)
     broker_down: bool = False
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         both = self
@@ -85,6 +87,8 @@ class HubAndBroker:
             daemon_threads = True
 
         self._server = Server(("127.0.0.1", self.port), Handler)
+        if self.tls is not None:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
@@ -214,9 +218,7 @@ def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
             "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port}{PREFIX}",
             **(runner_env or {}),
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpushare.job"], env=env, cwd=home, start_new_session=True
-        )
+        process = subprocess.Popen(GPUShareSimpleSpawner().job_cmd, env=env, cwd=home, start_new_session=True)
         jobs.append(Job(home, port, others, process))
         if probe:
             jobs[-1].probe()

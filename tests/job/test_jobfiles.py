@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.jobfiles import (
+    LIVE_S,
     BoundedLog,
     Record,
+    attempts_of,
+    forget_old_attempts,
     forget_old_jobs,
     log_end,
     log_path,
     read_log,
+    read_text,
     write_record,
 )
 
@@ -77,6 +84,50 @@ def test_a_reader_behind_what_was_left_out_goes_on_behind_it(tmp_path: Path) -> 
     assert piece.data == b"aaaa"
 
 
+@given(st.text(max_size=30), st.integers(1, 9), st.lists(st.integers(1, 40), max_size=6))
+def test_pieces_of_text_are_whole_characters(
+    tmp_path_factory: pytest.TempPathFactory, text: str, at_most: int, cuts: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    log = BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=99)
+    printed, read, offset = text.encode(), "", 0
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(printed)]):
+        log.write(printed[begin:end])
+        while (piece := read_text(path, offset, at_most)).data:
+            assert piece.offset == offset
+            assert piece.data.decode() in text
+            read, offset = read + piece.data.decode(), piece.next_offset
+    log.close()
+    assert read == text
+
+
+def test_a_piece_of_text_behind_a_gap_or_anywhere_begins_with_a_character(tmp_path: Path) -> None:
+    log = small(tmp_path / "log")
+    log.write("€€€€€€€€".encode())  # 3 bytes each; kept: 0-10 and 18-24
+    log.write(b"\xe2")
+    assert read_text(tmp_path / "log", 0, 100).data == b"\xe2\x82\xac" * 3 + b"\xe2"  # it was cut
+    piece = read_text(tmp_path / "log", 10, 100)
+    assert (piece.offset, piece.data.decode()) == (18, "€€")
+    assert read_text(tmp_path / "log", 24, 100).data == b""
+    for offset in (19, 20, 21):
+        piece = read_text(tmp_path / "log", offset, 100, anywhere=True)
+        assert (piece.offset, piece.data.decode()) == (21, "€")
+
+
+@given(st.binary(max_size=60), st.integers(1, 9))
+def test_what_is_no_text_is_read_to_its_end(
+    tmp_path_factory: pytest.TempPathFactory, printed: bytes, at_most: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    path.write_bytes(printed)
+    read = b""
+    while (piece := read_text(path, len(read), at_most)).data:
+        read += piece.data
+    assert printed.startswith(read)
+    assert len(printed) - len(read) < 4
+    assert (printed + b".").decode(errors="replace").startswith(read.decode(errors="replace"))
+
+
 def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert read_log(tmp_path / "none" / "log", 7, 10).data == b""
     assert log_end(tmp_path / "none" / "log") == 0
@@ -100,6 +151,27 @@ def test_a_disk_that_takes_nothing_is_survived_and_counted(
     assert read_all(tmp_path / "log")[0] == (0, b"good")
     assert read_all(tmp_path / "log")[1:] == [(8, b"good again")]
     assert log_end(tmp_path / "log") == 18
+
+
+def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = small(tmp_path / "log")
+    log.write(b"0123456789abcdefgh")
+    kept = [(0, b"0123456789"), (10, b"abcd"), (14, b"efgh")]
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for _ in range(9):
+            log.write(b"x")
+    assert log.left_out_bytes == 9
+    assert [piece for piece in read_all(tmp_path / "log") if piece[1]] == kept
+    assert len(list(tmp_path.iterdir())) <= 4
+    log.write(b"back")
+    log.close()
+    assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, b"back")]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:
@@ -139,6 +211,44 @@ def test_only_the_folders_that_were_written_to_last_are_kept(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(tmp_path / "job4")
     forget_old_jobs(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Not a job", "job1", "job4", "link"]
+
+
+def record(folder: Path, attempt: int, state: Any, written_at: float) -> None:
+    made = Record(id=folder.name, attempt=attempt, name="n", command=["x"], state=state, log="l")
+    assert write_record(folder / f"attempt-{attempt}.json", made)
+    for path in (folder / f"attempt-{attempt}.json", folder):
+        os.utime(path, (written_at, written_at))
+
+
+def test_a_quiet_job_keeps_its_folder_until_it_has_ended(tmp_path: Path) -> None:
+    now = time.time()
+    for name, states in {
+        "running": ["running"],
+        "again": ["ended", "starting"],
+        "ended": ["running", "ended"],
+        "newest": ["ended"],
+    }.items():
+        for attempt, state in enumerate(states, 1):
+            record(tmp_path / name, attempt, state, now - (0 if name == "newest" else 86400))
+    record(tmp_path / "forgotten", 1, "running", now - LIVE_S - 86400)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "attempt-1.json").write_text("[")
+    for path in (tmp_path / "broken" / "attempt-1.json", tmp_path / "broken"):
+        os.utime(path, (now - 9, now - 9))
+    forget_old_jobs(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "newest", "running"]
+
+
+def test_of_many_attempts_the_newest_logs_are_kept(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3, 9, 10):
+        log = small(tmp_path / f"attempt-{attempt}.log")
+        log.write(b"x" * 20)
+        log.close()
+        record(tmp_path, attempt, "ended", 0)
+    forget_old_attempts(tmp_path)
+    assert attempts_of(tmp_path) == [3, 9, 10]
+    assert len(list(tmp_path.glob("*.log*"))) == 3 * 3
+    assert len(list(tmp_path.glob("*.json"))) == 3
 
 
 def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:

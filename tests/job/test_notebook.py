@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -12,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import pytest
 
-from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, with_parameters
+from jupyter_gpushare.job import notebook as module
+from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, place, with_parameters
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
 
 
@@ -52,12 +55,17 @@ def test_parameters_go_behind_the_tagged_cell_else_to_the_top_and_replace_earlie
     assert with_parameters(notebook("lr"), {"lr": "2"}).cells[0].source == "# Parameters\nlr = 2"
     with pytest.raises(Unusable, match="in julia"):
         with_parameters(notebook("1", language="julia"), {"lr": "2"})
+    unnamed = nbformat.from_dict(
+        {"metadata": {"kernelspec": None, "language_info": {"name": "R"}}, "cells": []}
+    )
+    with pytest.raises(Unusable, match=r"in r$"):
+        with_parameters(unnamed, {"lr": "2"})
 
 
 class Ran:
     """One run in a process of its own, with a socket for its progress."""
 
-    def __init__(self, folder: Path, made: Any, *arguments: str) -> None:
+    def __init__(self, folder: Path, made: Any, *arguments: str, **env: str) -> None:
         self.folder = folder
         self.output = folder / "out.ipynb"
         self.progress: list[tuple[float, float]] = []
@@ -66,9 +74,17 @@ class Ran:
         self.runner.bind(str(folder / "s"))
         self.runner.setblocking(False)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpushare.job.notebook", "in.ipynb", "out.ipynb", *arguments],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "jupyter_gpushare.job.notebook",
+                "in.ipynb",
+                "out.ipynb",
+                *arguments,
+            ],
             cwd=folder,
-            env={**os.environ, SOCKET_VARIABLE: str(folder / "s"), "PYTHONPATH": os.getcwd()},
+            env={**os.environ, SOCKET_VARIABLE: str(folder / "s"), "PYTHONPATH": os.getcwd(), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -88,6 +104,10 @@ class Ran:
                 said = json.loads(self.runner.recv(1000))
                 self.progress.append((said["done"], said["total"]))
         return self.process.returncode, log
+
+
+def text_of(path: Path) -> str:
+    return str(nbformat.read(path, as_version=4).cells[0].outputs[0].text)
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -116,6 +136,60 @@ def test_cells_run_with_parameters_and_the_output_grows(tmp_path: Path) -> None:
     assert nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs == []
 
 
+def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+    content = {"name": name, "text": text}
+    header = {"msg_type": "stream"}
+    return {**header, "header": header, "content": content, "parent_header": {"msg_id": "1"}}
+
+
+def test_of_what_a_cell_prints_the_notebook_keeps_the_beginning_and_the_log_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "CELL_TEXT_CHARS", 100)
+    made = notebook("1")
+    client, cell = module._Run(made, tmp_path / "out.ipynb"), made.cells[0]
+    client.reset_execution_trackers()
+    client.clear_before_next_output = False
+    for n in range(50):
+        client.process_message(stream(f"{n:09d}\n"), cell, 0)
+        if n == 5:
+            client.process_message(stream("w", "stderr"), cell, 0)
+    assert capsys.readouterr().out == "".join(f"{n:09d}\n" + "w" * (n == 5) for n in range(50))
+    texts = [(o.name, o.text) for o in cell.outputs]
+    lines = [f"{n:09d}\n" for n in range(10)]
+    assert texts == [
+        ("stdout", "".join(lines[:6])),
+        ("stderr", "w"),
+        ("stdout", "".join(lines[6:])[:39] + "\n... see the log: it has all of it\n"),
+    ]
+    clear = {"msg_type": "clear_output", "content": {"wait": True}, "parent_header": {"msg_id": "1"}}
+    client.process_message(clear, cell, 0)
+    client.process_message(stream("anew"), cell, 0)
+    assert [o.text for o in cell.outputs] == ["anew"]
+
+
+def test_a_notebook_that_is_slow_to_save_is_saved_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved_at = [1000.0], []
+
+    def slow(*_: object) -> None:
+        saved_at.append(now[0])
+        now[0] += 10.0
+
+    monkeypatch.setattr(module, "write", slow)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = notebook("1")
+    client = module._Run(made, tmp_path / "out.ipynb")
+    client.reset_execution_trackers()
+    client.clear_before_next_output = False
+    for _ in range(1000):
+        now[0] += 1.0
+        client.process_message(stream("."), made.cells[0], 0)
+    assert len(saved_at) > 2
+    assert all(after - before > 200 for before, after in itertools.pairwise(saved_at))
+
+
 def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> None:
     ran = Ran(tmp_path, notebook("1", "1 / 0", "2"))
     code, log = ran.end()
@@ -126,6 +200,35 @@ def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> 
     assert [c.execution_count for c in cells] == [1, 2, None]
     assert cells[1].outputs[0].ename == "ZeroDivisionError"
     assert ran.progress[-1] == (1, 3)
+
+
+def test_a_retry_leaves_the_output_of_the_earlier_job_alone(tmp_path: Path) -> None:
+    made = notebook("import os\nprint(os.environ['GPUSHARE_JOB_ID'], os.environ['ATTEMPT'])")
+    texts = []
+    for job, attempt in [("jaaa", "1"), ("jbbb", "1"), ("jaaa", "2"), ("jbbb", "2")]:
+        (tmp_path / "s").unlink(missing_ok=True)
+        code, log = Ran(tmp_path, made, GPUSHARE_JOB_ID=job, ATTEMPT=attempt).end()
+        assert code == 0, log
+        texts.append({path.name: text_of(path) for path in sorted(tmp_path.glob("out*.ipynb"))})
+    assert texts == [
+        {"out.ipynb": "jaaa 1\n"},
+        {"out-jbbb.ipynb": "jbbb 1\n", "out.ipynb": "jaaa 1\n"},
+        {"out-jbbb.ipynb": "jbbb 1\n", "out.ipynb": "jaaa 2\n"},
+        {"out-jbbb.ipynb": "jbbb 2\n", "out.ipynb": "jaaa 2\n"},
+    ]
+
+
+@pytest.mark.parametrize("there", ["", "{", "[]", '{"metadata": {"gpushare": []}}', '{"metadata": {}}'])
+def test_a_file_that_no_job_wrote_is_not_replaced(tmp_path: Path, there: str) -> None:
+    (tmp_path / "out.ipynb").write_text(there)
+    assert place(tmp_path / "out.ipynb", "jaaa") == tmp_path / "out-jaaa.ipynb"
+    assert (tmp_path / "out.ipynb").read_text() == there
+
+
+def test_of_two_jobs_that_begin_together_only_one_gets_the_place(tmp_path: Path) -> None:
+    places = {place(tmp_path / "out.ipynb", job) for job in ("jaaa", "jbbb")}
+    assert places == {tmp_path / "out.ipynb", tmp_path / "out-jbbb.ipynb"}
+    assert place(tmp_path / "none" / "out.ipynb", "jaaa") == tmp_path / "none" / "out.ipynb"
 
 
 def test_sigterm_ends_the_kernel_and_keeps_what_was_done(tmp_path: Path) -> None:

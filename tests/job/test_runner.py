@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from certipy import Certipy
 
+from jupyter_gpushare.job.reports import hub_tls
 from tests.job.conftest import (
     OWNER_TOKEN,
+    PREFIX,
     SERVER_TOKEN,
     STRANGER_TOKEN,
     HubAndBroker,
@@ -85,6 +90,18 @@ def test_a_missing_working_directory_fails_with_a_reason(start: Start) -> None:
     report = start("true", cwd="/no/such/folder").ended()
     assert report["exit_code"] == 126
     assert report["reason"] == "The folder /no/such/folder does not exist."
+
+
+def test_a_file_of_the_user_shadows_nothing_of_the_runner_but_its_script_imports_its_neighbours(
+    start: Start, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "random.py").write_text("print('mine')")
+    (home / "train.py").write_text("import random")
+    job = start(sys.executable, "train.py")
+    assert job.ended()["exit_code"] == 0
+    assert job.log == "mine\n"
 
 
 def test_it_runs_in_its_directory_and_in_the_home_by_default(start: Start, tmp_path: Path) -> None:
@@ -325,11 +342,24 @@ def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
             b'{"done": NaN}',
             b'{"done": "x"}',
             b'{"done": {}}',
+            b'{"done": 1' + b"0" * 400 + b"}",
+            b'{"done": 1, "total": 1' + b"0" * 400 + b"}",
             b"\xff" * 9000,
         ):
             sender.send(line)
         sender.send(b'{"done": 2}')
     assert wait_for(lambda: job.others.reported("progress"), "progress is reported")["done"] == 2
+
+
+def test_garbage_that_waits_in_the_socket_at_the_end_does_no_harm(start: Start) -> None:
+    code = (
+        "import os, socket\n"
+        "sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "sender.connect(os.environ['GPUSHARE_PROGRESS_SOCKET'])\n"
+        "for _ in range(3): sender.send(b'{\"done\": 1' + b'0' * 400 + b'}')\n"
+        "os._exit(3)"
+    )
+    assert start(*python(code)).ended()["exit_code"] == 3
 
 
 def test_while_the_broker_is_away_the_result_is_kept_and_told_later(
@@ -362,6 +392,39 @@ def test_a_runner_that_is_stopped_while_the_broker_is_away_ends_its_command(
     job.process.terminate()
     wait_for(lambda: not is_alive(pid), "the command is gone")
     wait_for(lambda: job.record["state"] == "ended", "the result is on disk")
+
+
+def test_a_runner_that_waits_for_the_broker_leaves_when_it_is_stopped(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "exit 5")
+    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    job.process.terminate()
+    assert job.exited() == 1
+    assert (job.record["exit_code"], job.record["stopped"], job.record["reported"]) == (5, False, False)
+
+
+def test_with_the_hubs_internal_tls_it_is_asked_and_tells_through_it(start: Start, tmp_path: Path) -> None:
+    made = Certipy(store_dir=str(tmp_path / "tls"))
+    made.create_ca("ca")
+    files = made.create_signed_pair("both", "ca", alt_names=["DNS:localhost", "IP:127.0.0.1"])["files"]
+    names = (files["key"], files["cert"], files["ca"])
+    tls = dict(zip(("KEYFILE", "CERTFILE", "CLIENT_CA"), names, strict=True))
+    env = {f"JUPYTERHUB_SSL_{name}": path for name, path in tls.items()}
+    hub = HubAndBroker(tls=hub_tls(env, ssl.Purpose.CLIENT_AUTH))
+    try:
+        env["JUPYTERHUB_ACTIVITY_URL"] = f"https://127.0.0.1:{hub.port}/hub/api/users/ada/activity"
+        job = start("sleep", "600", probe=False, runner_env=env)
+        assert "j0123456789-1" in wait_for(lambda: hub.activity, "the Hub is told")[0]["servers"]
+        asking = hub_tls(env)
+        assert asking is not None
+        address = f"https://127.0.0.1:{job.port}{PREFIX}api"
+        assert httpx.get(address, verify=asking, trust_env=False).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{job.port}{PREFIX}api", trust_env=False)
+    finally:
+        hub.close()
 
 
 def test_nothing_is_left_in_the_folder_of_temporary_files(start: Start, tmp_path: Path) -> None:

@@ -147,6 +147,26 @@ def test_a_dialog_for_a_script_becomes_a_job(server, broker, golden, folder):
     assert (refused.status_code, refused.json()["reason"]) == (404, "not_found")
 
 
+def test_the_output_of_a_retry_is_the_notebook_that_it_really_writes(server, broker, golden, folder):
+    job = golden("job") | {"source": {"path": "a.ipynb", "output": "a-1.ipynb"}}
+    (folder / "work" / "a-1.ipynb").write_text("{}")
+    broker.answer("GET jobs/k3v9m2x7qa", job)
+    broker.answer("GET jobs", golden("job_list") | {"jobs": [job]})
+    broker.status = golden("status_active") | {"jobs": [job]}
+
+    def outputs() -> list[str]:
+        jobs = [server.get("gpushare/jobs/k3v9m2x7qa")]
+        jobs += server.get("gpushare/jobs")["jobs"] + server.get("gpushare/status")["jobs"]
+        return [each["source"]["output"] for each in jobs]
+
+    try:
+        assert outputs() == ["a-1.ipynb"] * 3
+        (folder / "work" / f"a-1-{job['id']}.ipynb").write_text("{}")
+        assert outputs() == [f"a-1-{job['id']}.ipynb"] * 3
+    finally:
+        broker.status = golden("status_active")
+
+
 def test_a_log_is_read_on_from_the_users_own_files(server, folder):
     path = log_path(folder, "k3v9m2x7qa", 2)
     path.parent.mkdir(parents=True)
@@ -168,6 +188,8 @@ def test_a_log_is_read_on_from_the_users_own_files(server, folder):
     with path.open("a") as file:
         file.write("two\n")
     assert read("offset=9")[0] == "two\n"
+    path.write_text("a€b")
+    assert [read(f"offset=-{n}")[0] for n in (1, 2, 3, 4)] == ["b", "b", "b", "€b"]
     assert 'filename="k3v9m2x7qa-2.log"' in read("download=1")[1]["content-disposition"]
     none = server.request("GET", "gpushare/jobs/aaaaaaaaaa/log")
     assert (none.status_code, none.text, none.headers["x-gpushare-attempts"]) == (200, "", "0")

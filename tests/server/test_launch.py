@@ -49,7 +49,7 @@ def test_a_notebook_writes_another_one_beside_itself(root):
     job = asked(root, path="vision/train.ipynb", kernel="torch", parameters=parameters, gpus="2")
     source, output = root / "vision" / "train.ipynb", root / "vision" / "train-20310506-140203.ipynb"
     assert job.command == [
-        *[sys.executable, "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
+        *[sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
         *["--kernel", "torch", "-p", "lr", "0.1", "-p", "name", "a b"],
     ]
     assert (job.cwd, job.name, job.gpus) == (str(root / "vision"), "train.ipynb", "2")
@@ -118,10 +118,57 @@ def test_the_dialog_begins_with_what_the_file_says(root):
     assert (form(root, "", SPECS).kind, form(root, "", SPECS).cwd) == ("command", str(root))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"cells": [{}]}',
+        '{"metadata": []}',
+        '{"metadata": {"kernelspec": null, "language_info": 1}, "cells": null}',
+        '{"cells": ["text", null, {"metadata": null}, {"metadata": {"tags": null}}]}',
+        '{"cells": [{"metadata": {"tags": ["parameters"]}, "source": null}]}',
+        '{"cells": [{"metadata": {"tags": ["parameters"]}, "source": [1, null]}]}',
+    ],
+)
 def test_a_broken_notebook_has_no_parameters(root, text):
     (root / "broken.ipynb").write_text(text)
-    assert form(root, "broken.ipynb", ()).parameters == {}
+    told = form(root, "broken.ipynb", SPECS)
+    assert (told.kernel, told.parameters) == ("python3", {})
+    assert asked(root, path="broken.ipynb").command[4] == str(root / "broken.ipynb")
+
+
+def test_only_values_that_mean_the_same_anywhere_are_defaults():
+    computed = "batch = 2**10\ndata = Path('x')\nthird = 1/3\nname = OTHER\nf = f'{name}'\nbad = {[]: 1}"
+    assert defaults({"cells": [cell(computed, "parameters")]}) == {}
+    plain = "a = -1\nb: float = 1e-3\nc = ['x', (1, None)]\nd = {'k': True}"
+    told = {"a": "-1", "b": "0.001", "c": "['x', (1, None)]", "d": "{'k': True}"}
+    assert defaults({"cells": [cell(plain, "parameters")]}) == told
+
+
+def test_a_value_that_the_cell_computes_later_is_no_default():
+    text = "a = 1\na = Path('x')\nb = 2\nb += 1\nc = load()\nc = 3"
+    assert defaults({"cells": [cell(text, "parameters")]}) == {"c": "3"}
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"kernelspec": {"language": "julia"}}, {"language_info": {"name": "R"}}]
+)
+def test_a_notebook_in_another_language_has_no_parameters(root, metadata):
+    plain = {"cells": [cell("lr = 0.1", "parameters")], "metadata": metadata}
+    (root / "other.ipynb").write_text(json.dumps(plain))
+    assert form(root, "other.ipynb", SPECS).parameters == {}
+    with pytest.raises(InvalidRequest, match="parameters are for Python notebooks, and this is one in"):
+        asked(root, path="other.ipynb", parameters={"lr": "0.2"})
+
+
+def test_values_that_the_notebook_has_anyway_are_not_set_again(root):
+    parameters = {"lr": "0.001", "epochs": "20", "name": "'x'"}
+    job = asked(root, path="vision/train.ipynb", parameters=parameters)
+    assert job.command[6:] == ["-p", "epochs", "20"]
+    assert job.source is not None
+    assert job.source.parameters == parameters
 
 
 def test_a_cell_that_is_no_python_has_no_defaults():

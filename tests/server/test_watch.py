@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
 from jupyter_gpushare.core.model import State
-from jupyter_gpushare.server.watch import JOB_EVENT, LEASE_EVENT, changes, is_warned
+from jupyter_gpushare.errors import TooMany
+from jupyter_gpushare.server import watch as module
+from jupyter_gpushare.server.watch import BROKER_EVENT, JOB_EVENT, LEASE_EVENT, Watch, changes, is_warned
 from jupyter_gpushare.wire import Status
 
 
@@ -61,3 +69,67 @@ def test_new_job_and_new_attempt_are_changes(said):
     assert (schema, data["job"], data["attempt"], data["previous"]) == (JOB_EVENT, again.id, 2, "running")
     ((_, data),) = changes(msgspec.structs.replace(before, jobs=before.jobs[1:]), before, "")
     assert (data["job"], data["previous"]) == (again.id, "")
+
+
+class Told:
+    """A broker that gives the user's server no long poll, or nothing at all."""
+
+    def __init__(self, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.status: Status = said("status_active")
+        self.polls, self.refuses = 0, False
+        self.asked: list[bool] = []
+        self.pauses: list[float] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.enough = asyncio.Event()
+        monkeypatch.setattr(module, "_pause", self._pause)
+        client: Any = SimpleNamespace(get=self._get)
+        self.watch = Watch(client, "", lambda *event: self.events.append(event), logging.getLogger("told"))
+
+    async def _pause(self, about_s: float) -> None:
+        self.pauses.append(about_s)
+        if len(self.pauses) >= 6:
+            self.enough.set()
+        await asyncio.sleep(0)
+
+    async def _get(self, *_: object, params: Any = None, **__: object) -> Status:
+        self.asked.append(params is not None)
+        if self.refuses or (params is not None and not self.polls):
+            raise TooMany("8 requests of yours already wait")
+        if params is not None:
+            self.enough.set()
+            await asyncio.Event().wait()
+        self.status = msgspec.structs.replace(self.status, seq=self.status.seq + 1)
+        return self.status
+
+    async def run(self) -> None:
+        running = asyncio.create_task(self.watch.run())
+        async with asyncio.timeout(30):
+            await self.enough.wait()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+@pytest.fixture
+def told(said, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_S", 0.0)
+    return Told(said, monkeypatch)
+
+
+async def test_a_server_without_a_long_poll_asks_now_and_then_and_says_nothing(told, caplog):
+    caplog.set_level(logging.DEBUG, "told")
+    await told.run()
+    assert told.pauses == [module.NO_POLL_S] * 6
+    assert told.asked == [False, True] * 6
+    assert (told.watch.silent_since, told.events, caplog.records) == (None, [], [])
+    told.polls, told.enough = 1, asyncio.Event()
+    await told.run()
+    assert told.asked[-2:] == [False, True]
+    assert len(told.pauses) == 6
+
+
+async def test_a_broker_that_refuses_even_a_plain_question_is_silent(told):
+    told.refuses = True
+    await told.run()
+    assert told.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert [schema for schema, _ in told.events] == [BROKER_EVENT]

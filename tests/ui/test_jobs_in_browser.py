@@ -62,9 +62,9 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     assert len(sent) == 2
     assert sent[0].headers["Idempotency-Key"] == sent[1].headers["Idempotency-Key"]
     asked = sent[1].json
-    assert asked["command"][:3] == [sys.executable, "-m", "jupyter_gpushare.job.notebook"]
-    assert asked["command"][3] == str(lab.work / "train.ipynb")
-    assert asked["command"][5:] == ["--kernel", "python3", "-p", "lr", "0.1"]
+    assert asked["command"][:4] == [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook"]
+    assert asked["command"][4] == str(lab.work / "train.ipynb")
+    assert asked["command"][6:] == ["--kernel", "python3", "-p", "lr", "0.1"]
     assert (asked["gpus"], asked["source"]["parameters"]) == ("2", {"lr": "0.1"})
     assert (asked["borrow"], asked["notify"]) == (False, False)
     await page.get_by_role("button", name="Show job").click()
