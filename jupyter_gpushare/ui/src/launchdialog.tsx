@@ -5,7 +5,7 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { FieldOf, IFields, isNotebook, LaunchModel } from './launch';
+import { FieldOf, IFields, isNotebook, LaunchModel, takenFromServer } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
 import { checkpointLabel, checkpointText } from './words';
@@ -97,6 +97,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
   const { model, trans } = props;
   const { fields } = model;
   const file = fields.path !== '';
+  const taken = takenFromServer(fields);
   const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
     <Text model={model} field={field} label={label} {...more} />
   );
@@ -164,6 +165,14 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {text('variables', trans.__('Variables'), { rows: 2, placeholder: 'SEED=1' })}
         {text('retries', trans.__('Tries after a failure'))}
       </details>
+      {taken.length > 0 && (
+        <p className="gps-muted">
+          {trans.__('Variables with the value that this server has: %1', taken.join(', '))}
+        </p>
+      )}
+      {fields.priority !== 0 && (
+        <p className="gps-muted">{trans.__('Priority in its project: %1', fields.priority)}</p>
+      )}
       <div className="gps-verdict">
         <p className="gps-outlook" role="status">
           {outlookText(trans, model.outlook)}
@@ -285,7 +294,7 @@ function Switch(props: {
 
 function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
-  const { size, gpus } = model.fields;
+  const { size, gpus, profile } = model.fields;
   const choice = (value: IFields['size'], label: string): JSX.Element => (
     <label>
       <input
@@ -303,8 +312,9 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       <div className="gps-choices">
         {choice('gpus', trans.__('GPUs'))}
         {choice('memory', trans.__('GPU memory of one GPU'))}
+        {profile !== '' && choice('profile', trans.__('MIG instance %1', profile))}
       </div>
-      {size === 'gpus' ? (
+      {size === 'gpus' && (
         <Text
           model={model}
           field="gpus"
@@ -312,7 +322,8 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
           placeholder="0.5"
           hint={Number(gpus) > 1 ? trans.__('All of them together, or none.') : undefined}
         />
-      ) : (
+      )}
+      {size === 'memory' && (
         <Text model={model} field="memory" label={trans.__('Size')} placeholder="20GiB" />
       )}
     </fieldset>
