@@ -44,6 +44,13 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.get_by_label("May use borrowed GPUs").uncheck()
     await expect(dialog).to_contain_text("guaranteed to its project")
     await dialog.get_by_label("Notify me").uncheck()
+    await dialog.locator("summary").click()
+    retries = dialog.get_by_label("Tries after a failure")
+    await retries.fill("11")
+    await expect(dialog).to_contain_text("A number from 0 to 10")
+    await retries.fill("0")
+    await expect(dialog).not_to_contain_text("A number from 0 to 10")
+    await expect(retries).to_be_visible()
     for theme in THEMES:
         await use_theme(page, theme)
         await accessible(page, ".gps-launch-dialog")
@@ -146,6 +153,7 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
 
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
     running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z"}
+    running |= {"profile": "1g.10gb", "priority": 5}
     broker.answer("GET jobs", {"jobs": [running]})
     lab.say(golden("status_active") | {"jobs": [running]})
     broker.answer(f"GET jobs/{running['id']}/timeline", golden("timeline"))
@@ -193,6 +201,11 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("vision/train.ipynb")
     await expect(dialog.get_by_label("Parameters")).to_have_value("lr = 0.1")
+    await expect(dialog.get_by_role("radio", name="MIG instance 1g.10gb")).to_be_checked()
+    await expect(dialog).to_contain_text("Variables with the value that this server has: WANDB_MODE")
+    await expect(dialog).to_contain_text("Priority in its project: 5")
+    await accessible(page, ".gps-launch-dialog")
+    await picture(page, "dialog-duplicate")
     await page.keyboard.press("Escape")
 
 

@@ -96,6 +96,8 @@ class LaunchBody extends ReactWidget {
 function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
   const { fields } = model;
+  // Open when something in it is wrong, and then until somebody closes it.
+  const [more, setMore] = React.useState(false);
   const file = fields.path !== '';
   const taken = takenFromServer(fields);
   const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
@@ -145,7 +147,10 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         ])}
       />
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
-      <details open={['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}>
+      <details
+        open={more || ['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}
+        onToggle={event => setMore(event.currentTarget.open)}
+      >
         <summary>{trans.__('Name, environment, retries')}</summary>
         {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
         {file && (
@@ -166,12 +171,14 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {text('retries', trans.__('Tries after a failure'))}
       </details>
       {taken.length > 0 && (
-        <p className="gps-muted">
+        <div className="gps-field gps-muted">
           {trans.__('Variables with the value that this server has: %1', taken.join(', '))}
-        </p>
+        </div>
       )}
       {fields.priority !== 0 && (
-        <p className="gps-muted">{trans.__('Priority in its project: %1', fields.priority)}</p>
+        <div className="gps-field gps-muted">
+          {trans.__('Priority in its project: %1', fields.priority)}
+        </div>
       )}
       <div className="gps-verdict">
         <p className="gps-outlook" role="status">
