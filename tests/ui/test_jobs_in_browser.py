@@ -301,6 +301,21 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     (lab.work / "told").touch()
     await expect(line).to_have_count(0)
     assert "Waking up" not in (lab.work / "train.ipynb").read_text()
+
+    # What was cancelled by a restart of the kernel does not wait for anything.
+    (lab.work / "told").unlink()
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    cell = page.locator(".jp-Notebook .jp-CodeCell").first
+    await cell.click()
+    await page.keyboard.press("Control+Enter")
+    lab.say(golden("status_waking"))
+    await expect(line).to_contain_text("Waking up: step")
+    await run_command(page, "kernelmenu:restart")
+    await page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+    await expect(line).to_have_count(0)
+    await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    (lab.work / "told").touch()
     lab.say(golden("status_active"))
     await expect(page.locator(".gps-banner")).to_be_hidden()
 
