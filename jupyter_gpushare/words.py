@@ -89,6 +89,8 @@ class LeaseFacts:
     lent_to: str  # "a training job of project nlp"
     suspendable: bool
     suspend_reason: str
+    kept_until: str = ""  # local time, HH:MM: its owner keeps it, idle or not
+    lend_now: bool = False  # its owner lends it to whoever comes
 
 
 def badge(facts: LeaseFacts) -> str:
@@ -171,7 +173,8 @@ def _awake_sentence(facts: LeaseFacts, used: str) -> str:
         )
     borrowed = " It is borrowed: it may sleep when its project needs it." if facts.borrowed else ""
     if facts.idle_s is None:
-        return f"Your {facts.size} is in use.{borrowed}"
+        kept = f" You keep it until {facts.kept_until}." if facts.kept_until else ""
+        return f"Your {facts.size} is in use.{borrowed}{kept}"
     idle = f"Idle for {duration(facts.idle_s)}."
     if not facts.suspendable:
         return f"{idle} This session cannot be put to sleep ({facts.suspend_reason}), so it keeps its GPU."
@@ -181,6 +184,10 @@ def _awake_sentence(facts: LeaseFacts, used: str) -> str:
             f"{idle} {who}. In {duration(facts.lend_in_s)} your GPU memory ({used}) moves to this "
             "machine's RAM and the GPU is lent. Your variables stay."
         )
+    if facts.lend_now:
+        return f"{idle} Nobody is waiting; the next who needs a GPU gets yours. Your variables stay."
+    if facts.kept_until:
+        return f"{idle} Your GPU stays with you until {facts.kept_until}."
     return f"{idle} Nobody is waiting, so your GPU stays with you."
 
 
@@ -226,6 +233,7 @@ class DecisionFacts:
     action: str  # "grant", "suspend", "resume", "requeue", ...
     why: str
     who: str  # "bo's job train (2 GPUs)", "ada's session (1/2 GPU)"
+    kind: Kind
     for_whom: str = ""
 
 
@@ -235,13 +243,14 @@ def decision(facts: DecisionFacts) -> str:
         Why.FREE_ROOM: "there is free room",
         Why.CLAIM: "it is guaranteed to its project",
         Why.ROOM_BACK: "there is room again",
-        Why.WANTED: "its owner runs a GPU cell",
+        Why.WANTED: "its owner needs the GPU again",
         **_BECAUSE,
     }.get(facts.why, facts.why.replace("_", " "))
+    job = facts.kind is Kind.TRAIN
     done = {
         "grant": "gets its room",
-        "suspend": "is put to sleep",
-        "resume": "is woken",
+        "suspend": "is paused" if job else "is put to sleep",
+        "resume": "goes on" if job else "is woken",
         "requeue": "is stopped and goes back to the queue",
     }.get(facts.action, facts.action)
     whom = f" for {facts.for_whom}" if facts.for_whom else ""
@@ -262,6 +271,8 @@ def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> s
     number = f"Number {position}. " if position else ""
     free = f"{free_milli / WHOLE_GPU:g}"
     match why:
+        case "":
+            return f"Needs {needs}; there is room, so it starts in a moment."
         case Why.PROJECT_LIMIT:
             return f"{number}Its project is at its limit; it starts when other work of the project ends."
         case Why.QUOTA:

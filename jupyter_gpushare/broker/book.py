@@ -320,6 +320,7 @@ class Book:
             action=action,
             why=why,
             who=self.name_of(record),
+            kind=record.lease.kind,
             for_whom=self._other_name(record, self.leases.get(for_lease)),
         )
         return self.decisions.add(record, action, words.decision(facts), why=why, for_lease=for_lease)

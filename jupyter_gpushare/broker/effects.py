@@ -326,7 +326,7 @@ class Effects:
             await self.finish(record, "cancelled", "Stopped by its owner.")
         elif job.exit_code is not None and not job.stopped and not lost:
             if job.exit_code == 0:
-                await self.finish(record, "succeeded", "It ended with exit code 0.")
+                await self.finish(record, "succeeded", "It ran to its end.")
             else:
                 await self._failed_attempt(
                     record, job, job.reason or f"It ended with exit code {job.exit_code}."

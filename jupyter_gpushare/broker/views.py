@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from jupyter_gpushare import __version__, wire, words
@@ -187,6 +187,17 @@ class Views:
             lent_to=self._lent_to(record) if lease.state is State.SUSPENDED else "",
             suspendable=not obstacle,
             suspend_reason=obstacle,
+            kept_until=self._clock_time_of(lease.keep_until_at),
+            lend_now=lease.lend_now,
+        )
+
+    def _clock_time_of(self, moment: float) -> str:
+        """Return the local time, HH:MM, of a monotonic moment to come; empty for a past one."""
+        left_s = moment - self.book.clock()
+        if left_s <= 0:
+            return ""
+        return _clock_time(
+            (datetime.fromisoformat(self.book.iso_now()) + timedelta(seconds=left_s)).isoformat()
         )
 
     def _lent_to(self, record: LeaseRecord) -> str:
@@ -202,7 +213,7 @@ class Views:
     def _why_waiting(self, record: LeaseRecord) -> str:
         worked, lease = self._now(), record.lease
         why = words.waiting(
-            worked.why.get(record.id, Why.NO_ROOM),
+            worked.why.get(record.id, ""),  # none: it is granted with the next plan
             needs=words.size_of(lease),
             free_milli=worked.free_milli,
             position=worked.position.get(record.id),

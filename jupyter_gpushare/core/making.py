@@ -31,6 +31,9 @@ from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
+# So often room is looked for once more without those who have not enough too much.
+_TRIES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Making:
@@ -100,9 +103,10 @@ class Maker:
     def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
-        made = self._from_others(job, rights)
-        while made is None and self._overdrawn:
+        made, tries = self._from_others(job, rights), _TRIES
+        while made is None and self._overdrawn and tries:
             # The cheapest would take too much of somebody: is there room without them?
+            tries -= 1
             rights = self.asker.sparing(rights, self._overdrawn)
             made = self._from_others(job, rights)
         if made is None and rights.spared and job.device_count > 1:

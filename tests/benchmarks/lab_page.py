@@ -113,7 +113,7 @@ async def list_ms(page: Page, lab: Any) -> float:
     began = time.perf_counter()
     await page.evaluate("() => void window.jupyterapp.commands.execute('gpushare:jobs')")
     await page.locator(".gps-job-row").first.wait_for()
-    await page.locator(".gps-scroller").focus()
+    await page.locator(".gps-job-row").first.focus()
     await page.keyboard.press("ArrowDown")
     await page.locator('.gps-job-row[aria-selected="true"]').wait_for()
     return (time.perf_counter() - began) * 1000

@@ -76,12 +76,25 @@ def test_an_owner_whom_nobody_waits_for_keeps_the_gpu():
     assert words.badge(case) == "Idle 10 min"
 
 
+def test_who_keeps_or_lends_the_gpu_reads_it():
+    alone = {"waiting": 0, "lend_in_s": None, "warned": False}
+    kept = facts(State.RUNNING, kept_until="15:10", **alone)
+    assert words.sentence(kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
+    busy = facts(State.RUNNING, idle_s=None, kept_until="15:10", **alone)
+    assert words.sentence(busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
+    assert "the next who needs a GPU gets yours" in words.sentence(
+        facts(State.RUNNING, lend_now=True, **alone)
+    )
+
+
 def test_a_sleeping_session_says_since_when_to_whom_and_how_to_wake():
     text = words.sentence(facts(State.SUSPENDED))
     assert "since 14:20" in text
     assert "training job of project nlp" in text
     assert "Run any GPU cell" in text
     assert "Nobody uses your GPU" in words.sentence(facts(State.SUSPENDED, lent_to=""))
+    assert words.badge(facts(State.SUSPENDED)) == "Asleep, GPU lent"
+    assert words.badge(facts(State.SUSPENDED, lent_to="")) == "Asleep"
     assert words.badge(facts(State.SUSPENDED, wanted=True)) == "Waiting to wake"
 
 
@@ -111,6 +124,7 @@ def test_waiting_says_number_need_and_what_is_free():
     assert words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1250, position=3) == (
         "Number 3. Needs 2 GPUs; 1.25 are free."
     )
+    assert "starts in a moment" in words.waiting("", needs="2 GPUs", free_milli=2000, position=None)
     assert "1 is free" in words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1000, position=None)
 
 
@@ -122,8 +136,9 @@ def test_what_can_never_run_has_no_number():
 @pytest.mark.parametrize("action", ["grant", "suspend", "resume", "requeue"])
 def test_every_decision_is_a_sentence(action, why):
     text = words.decision(
-        DecisionFacts(action=action, why=why, who="bo's job train", for_whom="ada's session")
+        DecisionFacts(action=action, why=why, who="bo's job train", kind=Kind.TRAIN, for_whom="ada's session")
     )
+    assert "sleep" not in text
     assert text.startswith("bo's job train ")
     assert "for ada's session: " in text
     assert text.endswith(".")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from jupyter_gpushare.magics import submit_words
 
@@ -16,7 +17,8 @@ def shell(broker, monkeypatch):
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "token-of-ada")
     monkeypatch.delenv("GPUSHARE_API_TOKEN", raising=False)
     monkeypatch.setenv("JUPYTERHUB_SERVER_NAME", "")
-    shell = InteractiveShell.instance()
+    # No history: it would be a database in the home of whoever runs the tests.
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_line_magic("load_ext", "jupyter_gpushare")
     yield shell
     InteractiveShell.clear_instance()

@@ -151,7 +151,21 @@ class Visitor:
             return
         for theme in ("Dark", "Light"):
             self.use_theme(theme)
+            self.page.wait_for_timeout(1_000)  # bars move
             self.page.screenshot(path=Path(PICTURES) / f"day-{name}-{theme.lower()}.png")
+
+
+def picture_of_the_admin_page(browser: Browser, hub: DemoHub) -> None:
+    for scheme in ("dark", "light"):
+        context = browser.new_context(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
+        page = context.new_page()
+        page.goto(f"{hub.url}/services/gpushare/")
+        page.get_by_label("Username").fill("admin")
+        page.get_by_label("Password").fill("any")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.locator("body")).to_contain_text("Asleep, GPU lent")
+        page.screenshot(path=Path(str(PICTURES)) / f"admin-page-{scheme}.png", full_page=True)
+        context.close()
 
 
 def ask_for_a_job(page: Page) -> Locator:
@@ -226,6 +240,8 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(detail.locator(".gps-log")).to_contain_text("step 5")
     expect(page.get_by_role("grid")).to_contain_text("3 of 5")
     bo.picture("running")
+    if PICTURES:
+        picture_of_the_admin_page(browser, hub)
     page.reload()
     bo.settle()
     page.get_by_role("grid").get_by_text("train.ipynb").click()

@@ -127,6 +127,15 @@ def many(golden: Any, count: int) -> dict[str, Any]:
     }
 
 
+# What sticks out of an area to the right.
+TOO_WIDE = """area => {
+    const edge = area.getBoundingClientRect().left + area.clientWidth;
+    return [...area.querySelectorAll('*')]
+        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
+        .map(node => node.outerHTML.slice(0, 120));
+}"""
+
+
 async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     broker.answer("GET jobs", many(golden, 1000))
     await run_command(page, "gpushare:jobs")
@@ -149,6 +158,12 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("of 1003 jobs")
     await page.get_by_label("Filter jobs").fill("no such job")
     await expect(grid).to_contain_text("No job is like that.")
+    # Narrow, it keeps what matters.
+    await page.get_by_label("Filter jobs").fill("")
+    await page.set_viewport_size({"width": 700, "height": 700})
+    await expect(rows.first.get_by_role("gridcell")).to_have_count(2)
+    await expect(rows.first.locator(".gps-state")).to_be_in_viewport()
+    assert await page.locator(".gps-jobs").evaluate(TOO_WIDE) == []
 
 
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
@@ -224,13 +239,6 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
-# What sticks out of the panel to the right.
-TOO_WIDE = """panel => {
-    const edge = panel.getBoundingClientRect().left + panel.clientWidth;
-    return [...panel.querySelectorAll('*')]
-        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
-        .map(node => node.outerHTML.slice(0, 120));
-}"""
 # What of ours moves by itself.
 MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
     const style = getComputedStyle(node);

@@ -200,9 +200,11 @@ function LogView(props: IDetailProps): JSX.Element {
             ))}
           </select>
         )}
-        <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
-          {trans.__('Download')}
-        </a>
+        {log.attempts > 0 && (
+          <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
+            {trans.__('Download')}
+          </a>
+        )}
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
       <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>

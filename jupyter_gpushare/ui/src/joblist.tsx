@@ -347,7 +347,7 @@ const Row = React.memo(function Row(props: {
       </span>
       <span role="gridcell">{job.size}</span>
       <span role="gridcell">{duration(trans, job.waited_s)}</span>
-      <span role="gridcell">{duration(trans, job.ran_s)}</span>
+      <span role="gridcell">{job.started_at === null ? '' : duration(trans, job.ran_s)}</span>
       <span role="gridcell">
         {progress === null ? '' : trans.__('%1 of %2', job.done, job.total)}
       </span>

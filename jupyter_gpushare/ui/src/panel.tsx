@@ -62,11 +62,16 @@ export class GpuPanel extends ReactWidget {
     this._lookBack();
   }
 
-  /** Asks for the week while somebody looks, and not for every figure. */
+  /** Asks for the week while somebody looks, when something began or ended, and now and then. */
   private _lookBack(): void {
     const now = Date.now();
-    const ready = this._model.state.kind === 'ready';
-    if (this.isVisible && ready && now - this._weekAt > WEEK_EVERY_MS) {
+    const state = this._model.state;
+    if (!this.isVisible || state.kind !== 'ready') {
+      return;
+    }
+    const states = [state.lease?.state, ...state.status.jobs.map(job => job.id + job.state)].join();
+    if (states !== this._weekOf || now - this._weekAt > WEEK_EVERY_MS) {
+      this._weekOf = states;
       this._weekAt = now;
       this._links()
         .history()
@@ -150,6 +155,7 @@ export class GpuPanel extends ReactWidget {
 
   private _week: IHistory | null = null;
   private _weekAt = -Infinity;
+  private _weekOf = '';
 }
 
 /** The buttons for what can be done now; none while one of them is under way. */
@@ -370,12 +376,14 @@ function Job(props: {
       </div>
       <div className="gps-muted">{job.reason}</div>
       <div className="gps-muted">
-        {trans.__(
-          '%1, waited %2, ran %3',
-          job.size,
-          duration(trans, job.waited_s),
-          duration(trans, job.ran_s)
-        )}
+        {job.started_at === null
+          ? trans.__('%1, waited %2', job.size, duration(trans, job.waited_s))
+          : trans.__(
+              '%1, waited %2, ran %3',
+              job.size,
+              duration(trans, job.waited_s),
+              duration(trans, job.ran_s)
+            )}
       </div>
       {job.done !== null && job.total !== null && job.total > 0 && (
         <Meter

@@ -15,6 +15,7 @@ import {
   ITimeline,
   StatusAnswer
 } from './wire';
+import { asSentence } from './words';
 
 export type LeaseVerb = 'resume' | 'keep' | 'lend';
 
@@ -127,7 +128,8 @@ export class Requests {
 
 function messageOf(text: string): string | undefined {
   try {
-    return (JSON.parse(text) as Partial<IErrorAnswer>).message;
+    const said = (JSON.parse(text) as Partial<IErrorAnswer>).message;
+    return said === undefined ? undefined : asSentence(said);
   } catch {
     return undefined;
   }

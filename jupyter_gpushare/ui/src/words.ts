@@ -41,6 +41,12 @@ export function clockTime(moment: Date, seconds = false): string {
   });
 }
 
+/** What a server refuses, which it says as the end of a line, as a sentence. */
+export function asSentence(text: string): string {
+  const begun = /^[a-z]+[ ,]/.test(text) ? text[0]!.toUpperCase() + text.slice(1) : text;
+  return /[.!?]$/.test(begun) ? begun : `${begun}.`;
+}
+
 /** `1/2 GPU 6.8/40 GB Active`; empty: show nothing. */
 export function statusText(trans: TranslationBundle, state: GpuState): string {
   switch (state.kind) {

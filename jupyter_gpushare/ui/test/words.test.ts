@@ -2,6 +2,7 @@ import { describe, expect, it } from 'vitest';
 
 import { stateOf } from '../src/model';
 import {
+  asSentence,
   duration,
   gigabytes,
   jobBadge,
@@ -16,6 +17,14 @@ import {
 } from '../src/words';
 import { ANSWERS, HISTORY, SILENT } from './answers';
 import { trans } from './trans';
+
+describe('a refusal', () => {
+  it('is a sentence, whatever a server says', () => {
+    expect(asSentence("there is no file 'a.py' on this server")).toBe("There is no file 'a.py' on this server.");
+    expect(asSentence('grace_s is at most 60 here')).toBe('grace_s is at most 60 here.');
+    expect(asSentence('No half GPU is free just now.')).toBe('No half GPU is free just now.');
+  });
+});
 
 describe('sizes and times', () => {
   it('has one digit below ten gigabytes and none above', () => {
