@@ -22,6 +22,7 @@ from pathlib import Path
 from ..errors import DeviceError
 from .lease import Lease
 from .nvml import NO_LIMIT, Nvml
+from .verbs import Phase
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +65,21 @@ class Cgroups:
 
     def limit(self, lease: Lease) -> None:
         """Let the driver limit a lease, where it can; ``lease.in_cgroup`` says whether it does."""
+        # What a sleeping lease has lent must be there for who borrows it.
+        asleep = lease.phase is Phase.SUSPENDED
+        guaranteed = dict.fromkeys(lease.limits, 0) if asleep else lease.guaranteed
         try:
-            self.make(lease.name, lease.limits, lease.guaranteed)
+            self.make(lease.name, lease.limits, guaranteed)
             lease.in_cgroup = True
         except (DeviceError, OSError) as error:
             log.warning("lease=%s is not limited by the driver: %s", lease.name, error)
             lease.in_cgroup = False
         lease.placed = frozenset()
+
+    def follow(self, lease: Lease) -> None:
+        """Limit a lease as its phase, which has changed, asks for."""
+        if lease.in_cgroup:
+            self.limit(lease)
 
     def place(self, lease: Lease) -> None:
         """Put the processes of a lease where they are limited."""

@@ -130,6 +130,7 @@ class Helper:
             margin_bytes=self._examiner.margin_bytes,
             leases=self._book.all,
             on_suspended=self._waker.kick,
+            on_phase=self._cgroups.follow,
             step=step,
         )
         self._sampler = Sampler(

@@ -68,15 +68,18 @@ class Mover:
         margin_bytes: Callable[[str], int],
         leases: Callable[[], Iterable[Lease]],
         on_suspended: Callable[[], None],
+        on_phase: Callable[[Lease], None],
         step: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Wire it up.
 
         ``hindrance`` says why nothing on a device can be suspended (or ""), ``out_of_service``
         why nothing can be restored there, ``margin_bytes`` what a restore may take beyond its
-        bytes; ``on_driver_error`` is told of devices on which the driver failed, ``step`` each step.
+        bytes; ``on_driver_error`` is told of devices on which the driver failed, ``on_phase`` of
+        leases whose phase changed, ``step`` of each step.
         """
         self._on_suspended = on_suspended
+        self._on_phase = on_phase
         self._nvml = nvml
         self._checkpoint = checkpoint
         self._processes = processes
@@ -413,6 +416,7 @@ class Mover:
                 log.error("lease=%s phase=%s is not written down: %s", lease.name, phase, error)
         if before is phase:
             return
+        self._on_phase(lease)
         if phase in ASLEEP:
             self._on_suspended()
         log.info(

@@ -107,6 +107,20 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
     assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 
 
+def test_the_driver_guarantees_a_sleeper_nothing_of_what_it_has_lent(limiting: tuple[Machine, Path]) -> None:
+    machine, root = limiting
+    machine.lease("ada", 8 * GIB)
+    machine.worker("ada", mib=64)
+    group = root / "gpushare-ada"
+    assert machine.sim.group(0, group) == (8 * GIB, 8 * GIB)
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.sim.group(0, group) == (0, 8 * GIB)
+    assert machine.ask("resume", lease="ada")["done"]
+    assert machine.sim.group(0, group) == (8 * GIB, 8 * GIB)
+    machine.lease("next", 4 * GIB, suspended=True)
+    assert machine.sim.group(0, root / "gpushare-next") == (0, 4 * GIB)
+
+
 def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path: Path) -> None:
     """The self-test's child is put into another cgroup than the limited one."""
     elsewhere = tmp_path / "elsewhere"

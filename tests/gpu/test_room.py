@@ -147,7 +147,7 @@ def mover_on(paper: Paper, **other: Any) -> Mover:
         "host": SimpleNamespace(promise=lambda by_pid, held: NoLimit()),
         "events": Events(), "boot_id": "b", "hindrance": lambda uuid: "", "out_of_service": lambda uuid: "",
         "on_driver_error": lambda uuid: None, "margin_bytes": lambda uuid: room.MARGIN_BYTES,
-        "leases": lambda: paper.leases, "on_suspended": lambda: None,
+        "leases": lambda: paper.leases, "on_suspended": lambda: None, "on_phase": lambda lease: None,
     }  # fmt: skip
     return Mover(**(everything | other))
 
