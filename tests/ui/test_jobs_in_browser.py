@@ -44,6 +44,13 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.get_by_label("May use borrowed GPUs").uncheck()
     await expect(dialog).to_contain_text("guaranteed to its project")
     await dialog.get_by_label("Notify me").uncheck()
+    await dialog.locator("summary").click()
+    retries = dialog.get_by_label("Tries after a failure")
+    await retries.fill("11")
+    await expect(dialog).to_contain_text("A number from 0 to 10")
+    await retries.fill("0")
+    await expect(dialog).not_to_contain_text("A number from 0 to 10")
+    await expect(retries).to_be_visible()
     for theme in THEMES:
         await use_theme(page, theme)
         await accessible(page, ".gps-launch-dialog")
@@ -161,6 +168,7 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
 
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
     running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z"}
+    running |= {"profile": "1g.10gb", "priority": 5}
     broker.answer("GET jobs", {"jobs": [running]})
     lab.say(golden("status_active") | {"jobs": [running]})
     broker.answer(f"GET jobs/{running['id']}/timeline", golden("timeline"))
@@ -208,6 +216,11 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("vision/train.ipynb")
     await expect(dialog.get_by_label("Parameters")).to_have_value("lr = 0.1")
+    await expect(dialog.get_by_role("radio", name="MIG instance 1g.10gb")).to_be_checked()
+    await expect(dialog).to_contain_text("Variables with the value that this server has: WANDB_MODE")
+    await expect(dialog).to_contain_text("Priority in its project: 5")
+    await accessible(page, ".gps-launch-dialog")
+    await picture(page, "dialog-duplicate")
     await page.keyboard.press("Escape")
 
 
@@ -296,6 +309,21 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     (lab.work / "told").touch()
     await expect(line).to_have_count(0)
     assert "Waking up" not in (lab.work / "train.ipynb").read_text()
+
+    # What was cancelled by a restart of the kernel does not wait for anything.
+    (lab.work / "told").unlink()
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    cell = page.locator(".jp-Notebook .jp-CodeCell").first
+    await cell.click()
+    await page.keyboard.press("Control+Enter")
+    lab.say(golden("status_waking"))
+    await expect(line).to_contain_text("Waking up: step")
+    await run_command(page, "kernelmenu:restart")
+    await page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+    await expect(line).to_have_count(0)
+    await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    (lab.work / "told").touch()
     lab.say(golden("status_active"))
     await expect(page.locator(".gps-banner")).to_be_hidden()
 

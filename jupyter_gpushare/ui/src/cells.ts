@@ -4,14 +4,17 @@
  */
 
 import { Cell } from '@jupyterlab/cells';
-import { Notebook, NotebookActions } from '@jupyterlab/notebook';
+import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { TranslationBundle } from '@jupyterlab/translation';
 
 import { GpuModel, phaseOf } from './model';
+import { Running } from './running';
 import { wakingSteps } from './words';
 
 /** A short wake-up needs no words. */
 const AFTER_MS = 2000;
+/** Of a kernel: what ran in it does not end any more. */
+const OVER: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'terminating', 'dead']);
 
 export class CellLines {
   constructor(
@@ -20,7 +23,7 @@ export class CellLines {
     private readonly _trans: TranslationBundle
   ) {
     NotebookActions.executionScheduled.connect((_, { notebook, cell }) => {
-      this._running.set(cell, notebook);
+      this._running.add(cell, notebook);
       this._follow();
     });
     NotebookActions.executed.connect((_, { cell }) => {
@@ -30,6 +33,16 @@ export class CellLines {
     _model.changed.connect(() => this._follow());
   }
 
+  /** JupyterLab does not tell of cells that end with their kernel. */
+  watch({ content, sessionContext }: NotebookPanel): void {
+    const forget = (): void => {
+      this._running.forget(content);
+      this._follow();
+    };
+    sessionContext.kernelChanged.connect(forget);
+    sessionContext.statusChanged.connect((_, status) => OVER.has(status) && forget());
+  }
+
   private _follow(): void {
     clearTimeout(this._timer);
     const since = this._model.wakingSince;
@@ -37,10 +50,11 @@ export class CellLines {
     const lease = state.kind === 'ready' ? state.lease : null;
     const waking = since !== null && lease !== null && phaseOf(lease) === 'waking' && this._enabled();
     const shown = new Set<Cell>();
-    if (waking && this._running.size > 0) {
+    const first = waking ? this._running.first() : [];
+    if (waking && first.length > 0) {
       const passed_ms = Date.now() - since;
       if (passed_ms >= AFTER_MS) {
-        for (const cell of this._first()) {
+        for (const cell of first) {
           this._show(cell, wakingSteps(this._trans, lease, passed_ms / 1000));
           shown.add(cell);
         }
@@ -55,19 +69,6 @@ export class CellLines {
     }
   }
 
-  /** The first waiting cell of each notebook: the others wait for it. */
-  private _first(): Cell[] {
-    const first = new Map<Notebook, Cell>();
-    for (const [cell, notebook] of this._running) {
-      if (cell.isDisposed) {
-        this._running.delete(cell);
-      } else if (!first.has(notebook)) {
-        first.set(notebook, cell);
-      }
-    }
-    return [...first.values()];
-  }
-
   private _show(cell: Cell, text: string): void {
     let line = this._lines.get(cell);
     if (line === undefined) {
@@ -80,7 +81,7 @@ export class CellLines {
     line.textContent = text;
   }
 
-  private readonly _running = new Map<Cell, Notebook>();
+  private readonly _running = new Running<Cell, Notebook>();
   private readonly _lines = new Map<Cell, HTMLElement>();
   private _timer: ReturnType<typeof setTimeout> | undefined;
 }

@@ -223,11 +223,13 @@ const banner: JupyterFrontEndPlugin<void> = {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
     const enabled = (): boolean => gpu.options().banner;
-    const add = (notebook: NotebookPanel): void =>
+    const lines = new CellLines(gpu.model, enabled, trans);
+    const add = (notebook: NotebookPanel): void => {
       Banner.addTo(notebook, gpu.model, actions, enabled, trans);
+      lines.watch(notebook);
+    };
     notebooks.forEach(add);
     notebooks.widgetAdded.connect((_, notebook) => add(notebook));
-    new CellLines(gpu.model, enabled, trans);
   }
 };
 

@@ -1,6 +1,7 @@
 /**
  * The list of jobs: all of them fetched when it is opened, then kept current with
- * what the status says anyway (the living ones come first in it).  Knows no widget.
+ * what the status says anyway (the living ones come first in it), and fetched again
+ * now and then while it has living ones that the status has no room for.  Knows no widget.
  */
 
 import { IDisposable } from '@lumino/disposable';
@@ -28,6 +29,8 @@ export type JobsState =
 export const FIRST_VIEW: IView = { text: '', show: 'all', column: 'state', descending: false };
 
 const MOST_JOBS = 2000;
+/** Between two fetches for jobs that the status does not tell of. */
+const AGAIN_MS = 30_000;
 const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed', 'succeeded', 'cancelled'];
 
 const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
@@ -71,7 +74,9 @@ export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
 export class JobsModel implements IDisposable {
   constructor(
     gpu: GpuModel,
-    private readonly _fetch: (limit: number) => Promise<readonly IJob[]>
+    private readonly _fetch: (limit: number) => Promise<readonly IJob[]>,
+    /** Milliseconds; tests bring their own clock. */
+    private readonly _now: () => number = Date.now
   ) {
     gpu.changed.connect(this._follow, this);
   }
@@ -103,6 +108,7 @@ export class JobsModel implements IDisposable {
 
   /** Fetches everything. */
   async refresh(): Promise<void> {
+    this._fetchedAt = this._now();
     try {
       const jobs = await this._fetch(MOST_JOBS);
       this._jobs = new Map(jobs.map(job => [job.id, job]));
@@ -122,7 +128,7 @@ export class JobsModel implements IDisposable {
       this._wasSilent = true;
     } else if (state.kind === 'ready') {
       // A list that could not be fetched is fetched with the next news.
-      if (this._wasSilent || this._state.kind === 'refused') {
+      if (this._wasSilent || this._state.kind === 'refused' || this._isBehind(state.status.jobs)) {
         this._wasSilent = false;
         void this.refresh();
       }
@@ -137,6 +143,14 @@ export class JobsModel implements IDisposable {
     this._changed.emit();
   }
 
+  private _isBehind(told: readonly IJob[]): boolean {
+    if (this._now() - this._fetchedAt < AGAIN_MS) {
+      return false;
+    }
+    const ids = new Set(told.map(job => job.id));
+    return [...this._jobs.values()].some(job => !ENDED.has(job.state) && !ids.has(job.id));
+  }
+
   private _become(state: JobsState): void {
     if (!this._disposed) {
       this._state = state;
@@ -149,5 +163,6 @@ export class JobsModel implements IDisposable {
   private _state: JobsState = { kind: 'loading' };
   private _view: IView = FIRST_VIEW;
   private _wasSilent = false;
+  private _fetchedAt = 0;
   private _disposed = false;
 }

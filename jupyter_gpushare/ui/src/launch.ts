@@ -18,9 +18,11 @@ export interface IFields {
   readonly cwd: string;
   /** `NAME=VALUE` or `NAME` lines. */
   readonly variables: string;
-  readonly size: 'gpus' | 'memory';
+  readonly size: 'gpus' | 'memory' | 'profile';
   readonly gpus: string;
   readonly memory: string;
+  /** Of one MIG instance; nobody types it, a duplicate has it. */
+  readonly profile: string;
   readonly project: string;
   readonly name: string;
   /** May start on GPUs that others own. */
@@ -29,6 +31,8 @@ export interface IFields {
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
   readonly retries: string;
+  /** Within the project; nobody types it, a duplicate has it. */
+  readonly priority: number;
 }
 
 /** Fields of one kind. */
@@ -49,12 +53,14 @@ export const BLANK: IFields = {
   size: 'gpus',
   gpus: '1',
   memory: '',
+  profile: '',
   project: '',
   name: '',
   borrow: true,
   checkpoint: 'suspend',
   notify: true,
-  retries: '0'
+  retries: '0',
+  priority: 0
 };
 
 /** The live line above the button. */
@@ -78,15 +84,17 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     kernel: source?.kernel ?? '',
     cwd: job.cwd ?? '',
     variables: job.variables.filter(name => name !== 'PYTHONUNBUFFERED').join('\n'),
-    size: job.memory === null ? 'gpus' : 'memory',
+    size: job.profile !== null ? 'profile' : job.memory !== null ? 'memory' : 'gpus',
     gpus: job.gpus,
     memory: job.memory ?? '',
+    profile: job.profile ?? '',
     project: job.project,
     name: job.name,
     borrow: job.borrow,
     checkpoint: job.checkpoint,
     notify: job.notify,
-    retries: String(job.retries)
+    retries: String(job.retries),
+    priority: job.priority
   };
 }
 
@@ -118,6 +126,11 @@ function nonEmpty(text: string): string[] {
     .split('\n')
     .map(line => line.trim())
     .filter(line => line !== '');
+}
+
+/** Returns the variables that are named without a value: they get the one that this server has. */
+export function takenFromServer(fields: IFields): string[] {
+  return nonEmpty(fields.variables).filter(line => !line.includes('='));
 }
 
 /** Whether `text` is `0.5`, `1/2`, `1` or `2`; what is too fine is left to the broker to say. */
@@ -174,12 +187,14 @@ export function requestOf(fields: IFields): ILaunchRequest {
     variables: nonEmpty(fields.variables),
     gpus: fields.size === 'gpus' ? fields.gpus.trim() : '1',
     memory: fields.size === 'memory' ? fields.memory.trim().replace(/\s/g, '') : null,
+    profile: fields.size === 'profile' ? fields.profile : null,
     project: fields.project || null,
     name: fields.name.trim() || null,
     borrow: fields.borrow,
     checkpoint: fields.checkpoint,
     notify: fields.notify,
-    retries: Number(fields.retries)
+    retries: Number(fields.retries),
+    priority: fields.priority
   };
 }
 
@@ -327,7 +342,7 @@ export class LaunchModel implements IDisposable {
   }
 
   private async _ask(): Promise<void> {
-    const { size, gpus, memory, project, borrow } = this._fields;
+    const { size, gpus, memory, profile, project, borrow } = this._fields;
     const problems = this.problems;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
       this._outlook = { kind: 'none' };
@@ -343,6 +358,7 @@ export class LaunchModel implements IDisposable {
         project,
         gpus: size === 'gpus' ? gpus.trim() : '',
         memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : '',
+        profile: size === 'profile' ? profile : '',
         borrow: borrow ? '' : '0'
       });
       this._offers = offers;

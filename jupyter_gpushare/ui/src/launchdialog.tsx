@@ -5,7 +5,7 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { FieldOf, IFields, isNotebook, LaunchModel } from './launch';
+import { FieldOf, IFields, isNotebook, LaunchModel, takenFromServer } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
 import { checkpointLabel, checkpointText } from './words';
@@ -96,7 +96,10 @@ class LaunchBody extends ReactWidget {
 function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
   const { fields } = model;
+  // Open when something in it is wrong, and then until somebody closes it.
+  const [more, setMore] = React.useState(false);
   const file = fields.path !== '';
+  const taken = takenFromServer(fields);
   const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
     <Text model={model} field={field} label={label} {...more} />
   );
@@ -144,7 +147,10 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         ])}
       />
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
-      <details open={['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}>
+      <details
+        open={more || ['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}
+        onToggle={event => setMore(event.currentTarget.open)}
+      >
         <summary>{trans.__('Name, environment, retries')}</summary>
         {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
         {file && (
@@ -164,6 +170,16 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {text('variables', trans.__('Variables'), { rows: 2, placeholder: 'SEED=1' })}
         {text('retries', trans.__('Tries after a failure'))}
       </details>
+      {taken.length > 0 && (
+        <div className="gps-field gps-muted">
+          {trans.__('Variables with the value that this server has: %1', taken.join(', '))}
+        </div>
+      )}
+      {fields.priority !== 0 && (
+        <div className="gps-field gps-muted">
+          {trans.__('Priority in its project: %1', fields.priority)}
+        </div>
+      )}
       <div className="gps-verdict">
         <p className="gps-outlook" role="status">
           {outlookText(trans, model.outlook)}
@@ -285,7 +301,7 @@ function Switch(props: {
 
 function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
-  const { size, gpus } = model.fields;
+  const { size, gpus, profile } = model.fields;
   const choice = (value: IFields['size'], label: string): JSX.Element => (
     <label>
       <input
@@ -303,8 +319,9 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       <div className="gps-choices">
         {choice('gpus', trans.__('GPUs'))}
         {choice('memory', trans.__('GPU memory of one GPU'))}
+        {profile !== '' && choice('profile', trans.__('MIG instance %1', profile))}
       </div>
-      {size === 'gpus' ? (
+      {size === 'gpus' && (
         <Text
           model={model}
           field="gpus"
@@ -312,7 +329,8 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
           placeholder="0.5"
           hint={Number(gpus) > 1 ? trans.__('All of them together, or none.') : undefined}
         />
-      ) : (
+      )}
+      {size === 'memory' && (
         <Text model={model} field="memory" label={trans.__('Size')} placeholder="20GiB" />
       )}
     </fieldset>

@@ -82,8 +82,10 @@ export interface IJob {
   readonly variables: readonly string[];
   readonly gpus: string;
   readonly memory: string | null;
+  readonly profile: string | null;
   readonly retries: number;
   readonly borrow: boolean;
+  readonly priority: number;
   readonly source: IJobSource | null;
   /** Whether its owner wants to be told when it ends or is paused. */
   readonly notify: boolean;
@@ -162,12 +164,14 @@ export interface ILaunchRequest {
   readonly variables: readonly string[];
   readonly gpus: string;
   readonly memory: string | null;
+  readonly profile: string | null;
   readonly project: string | null;
   readonly name: string | null;
   readonly checkpoint: Checkpoint;
   readonly borrow: boolean;
   readonly notify: boolean;
   readonly retries: number;
+  readonly priority: number;
 }
 
 /** A piece of what a job printed. */

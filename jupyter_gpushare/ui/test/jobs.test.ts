@@ -90,6 +90,47 @@ describe('JobsModel', () => {
     gpu.dispose();
   });
 
+  it('fetches the list again when it has a living job that the status does not tell of', async () => {
+    let answer: StatusAnswer = ANSWERS.active;
+    let clock_ms = 0;
+    const gpu = new GpuModel({
+      fetchStatus: async () => answer,
+      changeLease: async () => undefined,
+      intervalMs: 1e9,
+      standby: 'never'
+    });
+    const beyond = job({ id: 'beyond', state: 'running' });
+    let list = [...ANSWERS.active.jobs, beyond];
+    const fetched: number[] = [];
+    const jobs = new JobsModel(
+      gpu,
+      async () => {
+        fetched.push(clock_ms);
+        return list;
+      },
+      () => clock_ms
+    );
+    const step = async (ms: number): Promise<void> => {
+      clock_ms = ms;
+      answer = { ...ANSWERS.active };
+      await gpu.refresh();
+      await vi.waitFor(() => expect(jobs.state.kind).toBe('ready'));
+    };
+    await jobs.refresh();
+    await step(5_000);
+    await step(29_000);
+    expect(fetched).toEqual([0]);
+    await step(30_000);
+    list = [...ANSWERS.active.jobs, { ...beyond, state: 'succeeded' }];
+    await step(35_000);
+    await step(60_000);
+    await vi.waitFor(() => expect(jobs.job('beyond')?.state).toBe('succeeded'));
+    await step(95_000);
+    expect(fetched).toEqual([0, 30_000, 60_000]);
+    jobs.dispose();
+    gpu.dispose();
+  });
+
   it('says why there is no list, until there is one', async () => {
     const gpu = new GpuModel({
       fetchStatus: async () => ANSWERS.active,

@@ -1,6 +1,16 @@
 import { afterEach, describe, expect, it, vi } from 'vitest';
 
-import { BLANK, fieldsOf, IFields, isGpus, LaunchModel, pairsOf, problemsOf, requestOf } from '../src/launch';
+import {
+  BLANK,
+  fieldsOf,
+  IFields,
+  isGpus,
+  LaunchModel,
+  pairsOf,
+  problemsOf,
+  requestOf,
+  takenFromServer
+} from '../src/launch';
 import { outlookText } from '../src/outlook';
 import { IJob, ILaunchForm, ILaunchRequest, IOffers } from '../src/wire';
 import { JOB, OFFERS } from './answers';
@@ -87,6 +97,20 @@ describe('a duplicate', () => {
     });
   });
 
+  it('has the MIG profile and the priority of the first one', () => {
+    const job = { ...JOB, gpus: '1', profile: '1g.10gb', priority: -5 };
+    const duplicate = { ...BLANK, ...fieldsOf(job) };
+    expect(requestOf(duplicate)).toMatchObject({ profile: '1g.10gb', gpus: '1', memory: null, priority: -5 });
+    expect(requestOf({ ...duplicate, size: 'gpus', gpus: '2' })).toMatchObject({ profile: null, gpus: '2' });
+    expect(requestOf({ ...duplicate, size: 'memory', memory: '1GiB' })).toMatchObject({ profile: null });
+    expect(problemsOf(trans, duplicate)).toEqual({});
+  });
+
+  it('knows the variables whose value it takes from this server', () => {
+    expect(takenFromServer({ ...BLANK, ...fieldsOf(JOB) })).toEqual(['WANDB_MODE']);
+    expect(takenFromServer(fields({ variables: 'A=1\n B \n\nC=' }))).toEqual(['B']);
+  });
+
   it('of a command is the command again, quoted where it has to be', () => {
     const job = { ...JOB, source: null, command: ['python', '-c', "print('a b')", 'x/y.z'] };
     expect(fieldsOf(job).command).toBe(`python -c 'print('"'"'a b'"'"')' x/y.z`);
@@ -156,7 +180,9 @@ describe('LaunchModel', () => {
     await vi.advanceTimersByTimeAsync(299);
     expect(asked.length).toBe(1);
     await vi.advanceTimersByTimeAsync(1);
-    expect(asked.slice(1)).toEqual([{ project: OFFERS.project, gpus: '0.5', memory: '', borrow: '' }]);
+    expect(asked.slice(1)).toEqual([
+      { project: OFFERS.project, gpus: '0.5', memory: '', profile: '', borrow: '' }
+    ]);
     model.set({ borrow: false });
     await vi.advanceTimersByTimeAsync(300);
     expect(asked[2]).toMatchObject({ gpus: '0.5', borrow: '0' });
@@ -164,6 +190,12 @@ describe('LaunchModel', () => {
     await vi.advanceTimersByTimeAsync(300);
     expect(asked.length).toBe(3);
     expect(model.outlook).toEqual({ kind: 'none' });
+  });
+
+  it('asks for a MIG instance by its profile', async () => {
+    open({ path: 'a.ipynb', size: 'profile', profile: '1g.10gb' });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(asked).toEqual([{ project: '', gpus: '', memory: '', profile: '1g.10gb', borrow: '' }]);
   });
 
   it('shows the refusal of a size that can never run', async () => {
