@@ -106,6 +106,7 @@ class LaunchRequest(Message, frozen=True):
     borrow: bool = True
     retries: int = 0
     priority: int = 0
+    grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
     notify: bool = True
 
 

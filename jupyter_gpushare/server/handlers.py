@@ -2,7 +2,7 @@
 
     GET  gpushare/status                           the broker's `Status`, and what only this server knows:
                                                    enabled, server, silent_since
-    GET  gpushare/offers?project=P&gpus=G&memory=M&borrow=0  `Offers`
+    GET  gpushare/offers?project=P&gpus=G&memory=M&profile=F&borrow=0  `Offers`
     GET  gpushare/history                          `History`
     GET  gpushare/jobs, POST gpushare/jobs         `JobList`; `JobRequest` -> `Job`
     GET  gpushare/jobs/ID, DELETE gpushare/jobs/ID `Job`
@@ -151,7 +151,8 @@ class OffersHandler(_Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        given = {name: self.get_query_argument(name, "") for name in ("project", "gpus", "memory", "borrow")}
+        names = ("project", "gpus", "memory", "profile", "borrow")
+        given = {name: self.get_query_argument(name, "") for name in names}
         params = {name: value for name, value in given.items() if value}
         await self.answer(self.connected().client.get("offers", wire.Offers, params=params))
 

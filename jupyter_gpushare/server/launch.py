@@ -206,6 +206,7 @@ def job_of(
         env=env,
         priority=asked.priority,
         retries=asked.retries,
+        grace_s=asked.grace_s,
         source=wire.JobSource(
             path=asked.path.strip("/"),
             kernel=asked.kernel,

@@ -101,6 +101,8 @@ def test_lease_verbs_and_jobs_are_passed_on_with_this_servers_identity(server, b
         assert server.get(f"gpushare/{path}") == golden(name)
     server.get("gpushare/offers?project=nlp&gpus=2&x=1")
     assert broker.asked("GET offers")[-1].query == {"project": "nlp", "gpus": "2"}
+    server.get("gpushare/offers?profile=1g.10gb&borrow=0")
+    assert broker.asked("GET offers")[-1].query == {"profile": "1g.10gb", "borrow": "0"}
     broker.answer("POST jobs/k3v9m2x7qa/retry", golden("job"), 201)
     assert server.request("POST", "gpushare/jobs/k3v9m2x7qa/retry").json() == golden("job")
     broker.answer("DELETE jobs/k3v9m2x7qa", golden("job"))

@@ -84,6 +84,11 @@ def test_a_command_runs_at_the_root_or_where_it_is_told(root):
     assert asked(root, command="ls", cwd="/tmp").cwd == "/tmp"
 
 
+def test_what_nobody_types_is_passed_on(root):
+    job = asked(root, command="ls", profile="1g.10gb", priority=-5, grace_s=90.0)
+    assert (job.profile, job.priority, job.grace_s) == ("1g.10gb", -5, 90.0)
+
+
 def test_variables_are_given_or_taken_from_the_server(root):
     job = asked(root, {"HF_HOME": "/data/hf", "SECRET": "x"}, command="a", variables=["HF_HOME", "SEED=1=2"])
     assert job.env == {"PYTHONUNBUFFERED": "1", "HF_HOME": "/data/hf", "SEED": "1=2"}

@@ -33,6 +33,8 @@ export interface IFields {
   readonly retries: string;
   /** Within the project; nobody types it, a duplicate has it. */
   readonly priority: number;
+  /** Seconds between SIGTERM and SIGKILL; null: the site's. Nobody types it either. */
+  readonly grace: number | null;
 }
 
 /** Fields of one kind. */
@@ -60,7 +62,8 @@ export const BLANK: IFields = {
   checkpoint: 'suspend',
   notify: true,
   retries: '0',
-  priority: 0
+  priority: 0,
+  grace: null
 };
 
 /** The live line above the button. */
@@ -94,7 +97,8 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     checkpoint: job.checkpoint,
     notify: job.notify,
     retries: String(job.retries),
-    priority: job.priority
+    priority: job.priority,
+    grace: job.grace_s
   };
 }
 
@@ -194,7 +198,8 @@ export function requestOf(fields: IFields): ILaunchRequest {
     checkpoint: fields.checkpoint,
     notify: fields.notify,
     retries: Number(fields.retries),
-    priority: fields.priority
+    priority: fields.priority,
+    grace_s: fields.grace
   };
 }
 

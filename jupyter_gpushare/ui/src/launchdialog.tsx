@@ -8,7 +8,7 @@ import React from 'react';
 import { FieldOf, IFields, isNotebook, LaunchModel, takenFromServer } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
-import { checkpointLabel, checkpointText } from './words';
+import { checkpointLabel, checkpointText, duration } from './words';
 
 /** Shows the dialog; returns the job, or null when it was closed. */
 export async function showLaunchDialog(
@@ -178,6 +178,11 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       {fields.priority !== 0 && (
         <div className="gps-field gps-muted">
           {trans.__('Priority in its project: %1', fields.priority)}
+        </div>
+      )}
+      {fields.grace !== null && (
+        <div className="gps-field gps-muted">
+          {trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))}
         </div>
       )}
       <div className="gps-verdict">

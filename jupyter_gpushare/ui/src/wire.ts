@@ -86,6 +86,8 @@ export interface IJob {
   readonly retries: number;
   readonly borrow: boolean;
   readonly priority: number;
+  /** Between SIGTERM and SIGKILL; null: the site's. */
+  readonly grace_s: number | null;
   readonly source: IJobSource | null;
   /** Whether its owner wants to be told when it ends or is paused. */
   readonly notify: boolean;
@@ -172,6 +174,7 @@ export interface ILaunchRequest {
   readonly notify: boolean;
   readonly retries: number;
   readonly priority: number;
+  readonly grace_s: number | null;
 }
 
 /** A piece of what a job printed. */

@@ -97,10 +97,16 @@ describe('a duplicate', () => {
     });
   });
 
-  it('has the MIG profile and the priority of the first one', () => {
-    const job = { ...JOB, gpus: '1', profile: '1g.10gb', priority: -5 };
+  it('has the MIG profile, the priority and the grace of the first one', () => {
+    const job = { ...JOB, gpus: '1', profile: '1g.10gb', priority: -5, grace_s: 90 };
     const duplicate = { ...BLANK, ...fieldsOf(job) };
-    expect(requestOf(duplicate)).toMatchObject({ profile: '1g.10gb', gpus: '1', memory: null, priority: -5 });
+    expect(requestOf(duplicate)).toMatchObject({
+      profile: '1g.10gb',
+      gpus: '1',
+      memory: null,
+      priority: -5,
+      grace_s: 90
+    });
     expect(requestOf({ ...duplicate, size: 'gpus', gpus: '2' })).toMatchObject({ profile: null, gpus: '2' });
     expect(requestOf({ ...duplicate, size: 'memory', memory: '1GiB' })).toMatchObject({ profile: null });
     expect(problemsOf(trans, duplicate)).toEqual({});
