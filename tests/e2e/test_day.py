@@ -238,7 +238,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     # Bo sees it run, cell by cell; his page may be loaded again at any time.
     expect(detail).to_contain_text("Running")
     expect(detail.locator(".gps-log")).to_contain_text("step 5")
-    expect(page.get_by_role("grid")).to_contain_text("2 of 4")
+    expect(page.get_by_role("grid")).to_contain_text("3 of 5")
     bo.picture("running")
     if PICTURES:
         picture_of_the_admin_page(browser, hub)
