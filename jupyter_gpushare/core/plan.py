@@ -26,7 +26,7 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
 )
-from jupyter_gpushare.core.placement import Index, Layout, RoomOf, Spot, find, whole
+from jupyter_gpushare.core.placement import Index, Layout, RoomOf, Spot, whole
 from jupyter_gpushare.core.round import Round
 
 
@@ -100,7 +100,7 @@ class Planner:
         """Whether the usable devices would do if they were empty."""
         key = lease.fraction_milli, lease.memory_bytes, lease.profile, lease.device_count, lease.consolidate
         if key not in self._possible:
-            self._possible[key] = find(lease, self.layout, whole, self.workload) is not None
+            self._possible[key] = self.find(lease, whole) is not None
         return self._possible[key]
 
 
