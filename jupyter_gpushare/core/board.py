@@ -123,6 +123,7 @@ class Board:
         self.host_free = settings.host_budget_bytes
         self.reserved: dict[str, int] = {}  # host memory kept for jobs on lent room
         self.log: list[Room] = []  # in a round: every device whose room changed, in order
+        self._arrived: dict[str, Lease] = {}  # are not counted yet
         self._watchers: list[set[Room]] = []
         self._on_lent: dict[Room, list[Lease]] = {}
         self._relent: set[Room] = set()  # who is on lent room there is not known any more
@@ -151,29 +152,30 @@ class Board:
         self.leases[lease.id] = lease
         if has_place(lease):
             self.standing.enter(lease)
-            self._occupy(lease, 1)
+            self._arrived[lease.id] = lease
 
     def drop(self, id: str) -> None:
         """A lease has ended (or never was)."""
         lease = self.leases.pop(id, None)
         if lease is not None and has_place(lease):
-            self._occupy(lease, -1)
             self.standing.exit(lease)
+            if self._arrived.pop(id, None) is None:
+                self._count_in(lease, -1)
 
     def settle(self, now: float) -> None:
         """Bring claims, quotas and reserves up to date: call it before the round at ``now``."""
         self.moment = now
         self.log.clear()
         changed = self.standing.claims_to_change()
-        # Not those that ended with their claim.
-        placed = [self.leases[id] for id in changed if id in self.leases and has_place(self.leases[id])]
-        for lease in placed:
-            self._occupy(lease, -1)
-            self.standing.count(lease, -1)
+        for id in changed:
+            lease = self.leases.get(id)
+            if lease is not None and id not in self._arrived and has_place(lease):  # it has not ended
+                self._count_in(lease, -1)
+                self._arrived[id] = lease
         self.standing.claimants ^= changed
-        for lease in placed:
-            self.standing.count(lease, 1)
-            self._occupy(lease, 1)
+        for lease in self._arrived.values():
+            self._count_in(lease, 1)
+        self._arrived.clear()
         self.standing.settle()
         if self._relent:
             self._settle_reserves()
@@ -189,6 +191,10 @@ class Board:
         for on_lent in self._on_lent.values():
             for lease in on_lent:
                 self.reserve(lease)
+
+    def _count_in(self, lease: Lease, sign: int) -> None:
+        self.standing.count(lease, sign)
+        self._occupy(lease, sign)
 
     def _occupy(self, lease: Lease, sign: int) -> None:
         """Count a lease in the rooms of its devices and in host memory, or take it out again."""

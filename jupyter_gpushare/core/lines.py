@@ -39,6 +39,12 @@ def _insert(items: list[Any], item: Any) -> None:
     insort(items, item, key=_FIRST)
 
 
+# How to add to sorted lists, and to heaps: item by item, or all before they are put in order.
+_How = tuple[Callable[[list[Any], Any], None], Callable[[list[Any], Any], None]]
+_ONE_BY_ONE: _How = (_insert, heapq.heappush)
+_AT_ONCE: _How = (list.append, list.append)
+
+
 def _place(lease: Lease, now: float, settings: Settings) -> Place:
     """Sorts the running jobs of a level: who is preempted first, suspendable ones, then the last in."""
     stops = lease.survival is not Survival.SUSPEND or not lease.suspendable
@@ -116,11 +122,12 @@ class Lines:
         self._clock: list[Moment] = []  # heap, some outdated
         self._demoted: list[Lease] = []  # have just been
         self._count = count()  # settles ties
+        self._long_waits_s = order.long_waits(settings)
 
     def put(self, lease: Lease, now: float) -> None:
         """A lease is new, or has changed."""
         self.drop(lease.id)
-        self._file(lease, now, _insert)
+        self._file(lease, now, _ONE_BY_ONE)
 
     def put_all(self, leases: Collection[Lease], now: float) -> None:
         """The same for several; many are sorted at once."""
@@ -131,38 +138,40 @@ class Lines:
         for lease in leases:
             self.drop(lease.id)
         for lease in leases:
-            self._file(lease, now, list.append)
+            self._file(lease, now, _AT_ONCE)
+        heapq.heapify(self._clock)
         for line in self.of.values():
+            heapq.heapify(line.changes)
             for waiting in line.waiting.values():
                 waiting.sort(key=_FIRST)
             for running in line.running.values():
                 running.sort(key=_FIRST)
 
-    def _file(self, lease: Lease, now: float, add: Callable[[list[Any], Any], None]) -> None:
+    def _file(self, lease: Lease, now: float, how: _How) -> None:
         if lease.cancelled:
             return
         self._filed[lease.id] = lease
         if lease.kind is Kind.BUILD:
-            self._file_session(lease)
+            self._file_session(lease, how)
         else:
-            self._file_job(lease, now, add)
+            self._file_job(lease, now, how)
         if lease.retry_at > now and (lease.state is State.RUNNING or order.is_waiting(lease)):
-            self._at(lease.retry_at, lease)
+            self._at(lease.retry_at, lease, how)
 
-    def _file_session(self, lease: Lease) -> None:
+    def _file_session(self, lease: Lease, how: _How) -> None:
         if lease.state is State.PENDING:
             self.sessions[lease.id] = lease
         elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
             self.sleepers[lease.id] = lease
         elif (at := eligible_at(lease, self.settings)) is not None:
             self.idle[lease.id] = lease
-            self._at(at, lease)
+            self._at(at, lease, how)
 
-    def _file_job(self, lease: Lease, now: float, add: Callable[[list[Any], Any], None]) -> None:
+    def _file_job(self, lease: Lease, now: float, how: _How) -> None:
         line = self.of.get(lease.project)
         if line is None:
             line = self.of[lease.project] = Line()
-        settings = self.settings
+        settings, (add, push) = self.settings, how
         if order.is_waiting(lease) and (lease.devices or lease.state is State.PENDING):
             if lease.retry_at > now:
                 self.backing_off[lease.id] = lease
@@ -173,8 +182,10 @@ class Lines:
                 self._waits[lease.id] = shape, rank
                 if order.is_just_demoted(lease, now, settings):
                     self._demoted.append(lease)
-                if (at := order.next_wait_at(lease, now, settings)) is not None:
-                    self._at(at, lease)
+                for wait_s in self._long_waits_s:
+                    if lease.waits_since_at + wait_s > now:
+                        self._at(lease.waits_since_at + wait_s, lease, how)
+                        break
         elif lease.state in HOLDS_ROOM and lease.state not in LEAVING:
             level = order.level(lease, now, settings)
             if settings.order is Order.SRTF:
@@ -185,7 +196,7 @@ class Lines:
             add(line.running.setdefault(level, []), (place, lease))
             self._runs[lease.id] = level, place
             if (at := order.demoted_at(lease, now, settings)) is not None:
-                heapq.heappush(line.changes, (at, next(self._count), lease))
+                push(line.changes, (at, next(self._count), lease))
 
     def drop(self, id: str) -> None:
         """A lease has ended (or never was)."""
@@ -222,8 +233,8 @@ class Lines:
         heaps = [self._clock, *(line.changes for line in self.of.values() if line.waiting)]
         return min((heap[0][0] for heap in heaps if heap), default=None)
 
-    def _at(self, moment: float, lease: Lease) -> None:
-        heapq.heappush(self._clock, (moment, next(self._count), lease))
+    def _at(self, moment: float, lease: Lease, how: _How) -> None:
+        how[1](self._clock, (moment, next(self._count), lease))
 
     def _is_outdated(self, lease: Lease) -> bool:
         return self._filed.get(lease.id) is not lease

@@ -114,7 +114,11 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS or now - _entered_at(lease, now, settings) >= _DEMOTED_S:
+    if settings.order is not Order.LAS:
+        return False
+    if lease.state is not State.RUNNING and now - lease.queued_at >= _DEMOTED_S:
+        return False  # as below, but at once: most jobs wait
+    if now - _entered_at(lease, now, settings) >= _DEMOTED_S:
         return False
     return queue_of(attained_gpu_s(lease, now), settings) > 0
 
@@ -157,14 +161,10 @@ def seniority(lease: Lease, now: float, settings: Settings) -> float:
     return max(lease.granted_at, _entered_at(lease, now, settings))
 
 
-def next_wait_at(lease: Lease, now: float, settings: Settings) -> float | None:
-    """The next moment at which a waiting job has waited for long enough to be served in another way."""
-    found, since_at = None, lease.waits_since_at
-    if settings.skip_wait_s is not None and (at := since_at + settings.skip_wait_s) > now:
-        found = at
-    if settings.guard_s is not None and now < (at := since_at + settings.guard_s) and has_guard(settings):
-        found = at if found is None else min(at, found)
-    return found
+def long_waits(settings: Settings) -> list[float]:
+    """After how many seconds of waiting a job is served in another way, ascending."""
+    guard_s = settings.guard_s if has_guard(settings) else None
+    return sorted(wait_s for wait_s in (settings.skip_wait_s, guard_s) if wait_s is not None)
 
 
 def demoted_at(lease: Lease, now: float, settings: Settings) -> float | None:
