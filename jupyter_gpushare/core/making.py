@@ -22,7 +22,7 @@ from functools import partial
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.gathering import Gathered, Gathering
+from jupyter_gpushare.core.gathering import Gathered, Gathering, Sweep
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
 from jupyter_gpushare.core.moving import Mover
@@ -54,6 +54,7 @@ class Maker:
         self._shares = shares
         self._offered: dict[tuple[object, ...], Offers] = {}
         self._cheapest: dict[tuple[object, ...], Cheapest] = {}
+        self._sweeps: dict[tuple[object, ...], Sweep] = {}
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
@@ -86,13 +87,16 @@ class Maker:
         ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        spared = self._shares.within() if below_share and not owed else frozenset()
+        # Where nobody has more than its share, there is nothing to take.
+        below_share = below_share and not owed and self._shares.beyond() > 0
+        spared = self._shares.within() if below_share else frozenset()
         ask = partial(self.asker.rights, job, owed=owed, below_share=below_share)
         made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._offered.clear()
             self._cheapest.clear()
+            self._sweeps.clear()
             self._memory = self.board.host_free
             made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
@@ -182,11 +186,20 @@ class Maker:
 
     def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
         """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
-        found = self._gather(job, rights, self.asker.juniors(job)) or self._by_moving(job)
+        found = self._gather(job, rights) or self._by_moving(job)
         return self._decide(job, *found, rights) if found else None
 
-    def _gather(self, job: Lease, rights: Rights, juniors: Iterable[Victim]) -> Gathered | None:
-        return Gathering(self.board, self._layout, job, self._offers(job, rights)).gather(juniors)
+    def _gather(self, job: Lease, rights: Rights) -> Gathered | None:
+        offers = self._offers(job, rights)
+        if job.devices or job.device_count > 1:
+            juniors = self.asker.juniors(job)
+            return Gathering(self.board, self._layout, job, offers).gather(juniors)
+        outranked = self.asker.outranked(job)
+        key = offers, job.priority, id(outranked)
+        if key not in self._sweeps:
+            ask = partial(self.asker.junior, priority=job.priority)
+            self._sweeps[key] = Sweep(self.board, offers, outranked, ask)
+        return self._sweeps[key].first()
 
     def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """Room for a gang, where it is there in pieces."""
@@ -210,7 +223,7 @@ class Maker:
         rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
         chosen: tuple[Victim, ...] = ()
         if not coming:
-            found = self._cheapest_of_others(job, rights) or self._gather(job, rights, juniors)
+            found = self._cheapest_of_others(job, rights) or self._gather(job, rights)
             if found is None:
                 return None
             rooms, chosen = found

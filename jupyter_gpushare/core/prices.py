@@ -89,7 +89,8 @@ class Cheapest:
     """
 
     def __init__(self, board: Board, layout: Layout, offers: Offers, job: Lease, places: set[Room]) -> None:
-        self._count = job.device_count
+        self._job = job
+        self._layout = layout
         self._offers = offers
         self._log = board.log
         self._seen = len(self._log)
@@ -126,16 +127,21 @@ class Cheapest:
     def _price_set(self, number: int) -> None:
         tier, group = self._sets[number]
         self._stamp[number] += 1
-        if self._count == 1:
+        if self._job.device_count == 1:
             alone = self._offers.on(group[0]).price
             if alone is not None:
                 heapq.heappush(self._heap, (alone, number, self._stamp[number], [group[0]]))
             return
         able = [(offer.price, room) for room in group if (offer := self._offers.on(room)).price]
-        if len(able) < self._count:
+        if len(able) < self._job.device_count:
             return
         able.sort(key=lambda offered: offered[0])
-        rooms = [room for _, room in able[: self._count]]
+        rooms = [room for _, room in able[: self._job.device_count]]
+        if self._layout.is_wider(self._job):
+            together = self._layout.choose(self._job, [room for _, room in able], self._offers.missing)
+            if together is None:
+                return
+            rooms = together
         found = (*price(sorted(self._union(rooms), key=rank)), tier, *able[0][0][3:])
         heapq.heappush(self._heap, (found, number, self._stamp[number], rooms))
 

@@ -227,9 +227,7 @@ class Standing:
             return []
         name, promoted = account.project.name, []
         if name not in self._next:
-            beyond = sorted(
-                self._beyond.get(name, {}).values(), key=lambda x: (x.borrow, x.granted_at, x.id)
-            )
+            beyond = sorted(self._beyond.get(name, {}).values(), key=lambda x: (x.borrow, x.granted_at, x.id))
             self._next[name] = [(size_of(lease), lease) for lease in beyond]
         held, left = self.jobs.get(name, {}), account.project.quota_milli - account.in_quota_use
         for size, lease in self._next[name]:

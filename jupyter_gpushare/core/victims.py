@@ -34,7 +34,7 @@ A lease that is just resuming is left alone until it runs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -226,23 +226,30 @@ class Asker:
 
     def juniors(self, job: Lease) -> Iterator[Victim]:
         """The jobs of its own project that ``job`` may preempt, the first to go first."""
-        board = self.board
-        jobs = board.standing.jobs.get(job.project, {})
         if job.devices:  # most often an awake session is there, and nobody to preempt
-            jobs = {id: x for room in board.rooms_of(job) for id, x in room.holders.items() if id in jobs}
-            if not jobs:
+            jobs = self.board.standing.jobs.get(job.project, {})
+            here = {id for room in self.board.rooms_of(job) for id in room.holders if id in jobs}
+            if not here:
                 return
-        level = order.level(job, board.moment, board.settings)
-        key = job.project, level
+        for lease in self.outranked(job):
+            if (not job.devices or lease.id in here) and (victim := self.junior(lease, job.priority)):
+                yield victim
+
+    def outranked(self, job: Lease) -> Sequence[Lease]:
+        """The jobs of its own project that come after ``job``, the first to go first; some may have left."""
+        board = self.board
+        key = job.project, order.level(job, board.moment, board.settings)
         if key not in self._outranked:
             line = self._lines.of.get(job.project)
-            worse = line.outranked(level, board.moment, board.settings) if line else ()
+            worse = line.outranked(key[1], board.moment, board.settings) if line else ()
             self._outranked[key] = [x for x in worse if self._has_run(x)]
-        for lease in self._outranked[key]:
-            if lease.id in jobs:
-                of = self._lesser if lease.priority < job.priority else self._later
-                if victim := self._once(lease, of):
-                    yield victim
+        return self._outranked[key]
+
+    def junior(self, lease: Lease, priority: int) -> Victim | None:
+        """A job that comes after one of its project with this priority, if it still holds its room."""
+        if lease.id not in self.board.standing.jobs[lease.project]:
+            return None
+        return self._once(lease, self._lesser if lease.priority < priority else self._later)
 
     def _lesser(self, holder: Lease) -> Victim | None:
         return self.job(holder, Why.PRIORITY)
