@@ -195,7 +195,7 @@ class Maker:
             juniors = self.asker.juniors(job)
             return Gathering(self.board, self._layout, job, offers).gather(juniors)
         outranked = self.asker.outranked(job)
-        key = offers, job.priority, id(outranked)
+        key = offers, id(outranked)
         if key not in self._sweeps:
             ask = partial(self.asker.junior, priority=job.priority)
             self._sweeps[key] = Sweep(self.board, offers, outranked, ask)

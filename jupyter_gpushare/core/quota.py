@@ -132,6 +132,7 @@ class Standing:
 
         def undo() -> None:
             self.jobs, self.in_quota = jobs, in_quota
+            self._next.clear()
 
         return undo
 
@@ -225,16 +226,18 @@ class Standing:
         """
         if not account.fits_quota(1):
             return []
-        name, promoted = account.project.name, []
+        name = account.project.name
+        promoted: list[Lease] = []
         if name not in self._next:
             beyond = sorted(self._beyond.get(name, {}).values(), key=lambda x: (x.borrow, x.granted_at, x.id))
             self._next[name] = [(size_of(lease), lease) for lease in beyond]
         held, left = self.jobs.get(name, {}), account.project.quota_milli - account.in_quota_use
-        for size, lease in self._next[name]:
-            if size <= left and lease.id not in self.in_quota and lease.id in held:
+        for n, (size, lease) in enumerate(tuple(self._next[name])):
+            if size <= left and lease.id in held:
                 left -= size
                 account.in_quota_use += size
                 self.in_quota.add(lease.id)
+                del self._next[name][n - len(promoted)]
                 promoted.append(lease)
                 if left <= 0:
                     break

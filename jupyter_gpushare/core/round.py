@@ -129,8 +129,9 @@ class Round:
         return [x for x in self.lines.sleepers.values() if self.board.has_claim(x) is claim]
 
     def _waiting_milli(self) -> dict[str, int]:
+        leases = self.lines.leases
         return {
-            name: sum(self._size(jobs[0][1]) * len(jobs) for jobs in line.waiting.values())
+            name: sum(self._size(leases[ranks[0][-1]]) * len(ranks) for ranks in line.waiting.values())
             for name, line in self.lines.of.items()
         }
 
@@ -228,7 +229,8 @@ class Round:
 
     def _serve_lines(self, whom: Callable[[Lease], bool] | None) -> None:
         """Serve those jobs, or all that are left, the projects in turn."""
-        cursors = {name: Cursor(line) for name, line in self.lines.of.items() if line.waiting}
+        lines = self.lines
+        cursors = {name: Cursor(line, lines.leases) for name, line in lines.of.items() if line.waiting}
         owed = whom == self._is_owed
         heap = [(self._turn(name, cursor, owed), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)

@@ -240,8 +240,7 @@ class Asker:
         board = self.board
         key = job.project, order.level(job, board.moment, board.settings)
         if key not in self._outranked:
-            line = self._lines.of.get(job.project)
-            worse = line.outranked(key[1], board.moment, board.settings) if line else ()
+            worse = self._lines.outranked(*key, board.moment)
             self._outranked[key] = [x for x in worse if self._has_run(x)]
         return self._outranked[key]
 
