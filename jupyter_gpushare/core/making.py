@@ -107,18 +107,22 @@ class Maker:
     def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
-        made, tries = self._from_others(job, rights), _TRIES
-        while made is None and self._overdrawn and tries:
-            # The cheapest would take too much of somebody: is there room without them?
-            tries -= 1
-            rights = self.asker.sparing(rights, self._overdrawn)
-            made = self._from_others(job, rights)
+        made = self._from_others(job, rights)
         if made is None and rights.spared and job.device_count > 1:
             # What others have too much of may lie apart: somebody takes that instead.
             made = self._from_others(job, self.asker.in_exchange(rights, job.device_count))
         return made or self._by_rank(job, rights)
 
     def _from_others(self, job: Lease, rights: Rights) -> Making | None:
+        made, tries = self._try_others(job, rights), _TRIES
+        while made is None and self._overdrawn and tries:
+            # The cheapest would take too much of somebody: is there room without them?
+            tries -= 1
+            rights = self.asker.sparing(rights, self._overdrawn)
+            made = self._try_others(job, rights)
+        return made
+
+    def _try_others(self, job: Lease, rights: Rights) -> Making | None:
         self._overdrawn = frozenset()
         found = self._cheapest_of_others(job, rights)
         return self._decide(job, *found, rights) if found else None
@@ -164,7 +168,8 @@ class Maker:
             taken = [v.lease for v in victims if v.why is Why.OVER_QUOTA]
             if rights.below_gpus and sum(map(size_of, taken)) > self._shares.beyond():
                 return None
-            if not rights.below_gpus and (overdrawn := self._shares.overdrawn(taken)):
+            too_much_of = self._shares.indebted if rights.below_gpus else self._shares.overdrawn
+            if overdrawn := too_much_of(taken):
                 self._overdrawn = overdrawn
                 return None
         if not self._is_worth_it(job, victims):

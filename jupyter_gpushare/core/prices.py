@@ -6,6 +6,7 @@ All is worked out when it is asked for, and again where a device has changed sin
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -136,14 +137,23 @@ class Cheapest:
         if len(able) < self._job.device_count:
             return
         able.sort(key=lambda offered: offered[0])
-        rooms = [room for _, room in able[: self._job.device_count]]
-        if self._layout.is_wider(self._job):
-            together = self._layout.choose(self._job, [room for _, room in able], self._offers.missing)
-            if together is None:
-                return
-            rooms = together
+        rooms = self._chosen([room for _, room in able])
+        if rooms is None:
+            return
         found = (*price(sorted(self._union(rooms), key=rank)), tier, *able[0][0][3:])
         heapq.heappush(self._heap, (found, number, self._stamp[number], rooms))
+
+    def _chosen(self, able: list[Room]) -> list[Room] | None:
+        """The first of these devices that will do together, the cheapest first."""
+        job, layout = self._job, self._layout
+        if not layout.is_wider(job):
+            return able[: job.device_count]
+        # Whole nodes: of as few of the cheapest devices as there are some in.
+        numbers = range(job.device_count, len(able) + 1)
+        least = bisect_left(
+            numbers, True, key=lambda n: layout.choose(job, able[:n], self._offers.missing) is not None
+        )
+        return layout.choose(job, able[: job.device_count + least], self._offers.missing)
 
     def _union(self, rooms: Iterable[Room]) -> list[Victim]:
         return list({v.lease.id: v for room in rooms for v in self._offers.on(room).victims}.values())

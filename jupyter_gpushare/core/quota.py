@@ -368,6 +368,13 @@ class Shares:
             n for n, own in sizes.items() if self._standing.account(n).use - sum(own) + min(own) <= self.of(n)
         )
 
+    def indebted(self, leaving: Iterable[Lease]) -> frozenset[str]:
+        """The projects that would hold less than their quota without these leases."""
+        left = {n: a.use - a.project.quota_milli for n, a in self._standing.accounts.items()}
+        for lease in leaving:
+            left[lease.project] -= size_of(lease)
+        return frozenset(lease.project for lease in leaving if left[lease.project] < 0)
+
     def beyond(self) -> int:
         """What all projects together hold beyond their shares."""
         return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._standing.accounts.items())
