@@ -17,11 +17,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.placement import Group, Layout
 from jupyter_gpushare.core.prices import Offers
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Victim, rank
 
 Gathered = tuple[list[Room], tuple[Victim, ...]]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.board import Board, Room, parked_bytes
+from jupyter_gpushare.core.board import Board, parked_bytes
 from jupyter_gpushare.core.gathering import Gathered, Gathering, Sweep
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
@@ -29,6 +29,7 @@ from jupyter_gpushare.core.moving import Mover
 from jupyter_gpushare.core.placement import Layout, Spot, demand
 from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
 # So often room is looked for once more without those who have not enough too much.

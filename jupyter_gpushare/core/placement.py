@@ -17,15 +17,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.fragmentation import Workload
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
+from jupyter_gpushare.core.room import Room, RoomOf
 
 Group = Sequence[Room]
-RoomOf = Callable[[Room], int]
 
 
 def whole(room: Room) -> int:

@@ -10,10 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.placement import Group, Layout, demand
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Asker, Rights, Victim, rank
 
 Price = tuple[object, ...]

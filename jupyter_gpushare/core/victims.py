@@ -40,11 +40,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.board import Board, Room, parked_bytes
+from jupyter_gpushare.core.board import Board, parked_bytes
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival, Why
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 
 
 class Cost(enum.IntEnum):
