@@ -23,6 +23,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from jupyter_gpushare.broker.records import (
     JobRecord,
     Lags,
     LeaseRecord,
+    MachineUse,
     ProjectOverride,
     UsageRecord,
 )
@@ -49,6 +51,7 @@ from jupyter_gpushare.broker.tables import (
     lease_of,
     lease_row,
     leases,
+    machine,
     meta,
     packed,
     projects,
@@ -63,6 +66,8 @@ MAX_DECISIONS = 100_000
 MAX_ENDED = 10_000
 # Days of use that are kept; a week is shown.
 MAX_USAGE_DAYS = 100
+# Days of what the machine's GPUs did.
+MAX_MACHINE_DAYS = 90
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # PostgreSQL advisory lock: the letters "gpus".
@@ -82,7 +87,7 @@ class Loaded:
     boot_id: str  # the boot that the stored monotonic moments belong to
 
 
-Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | Lags
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | MachineUse | Lags
 
 
 class Store:
@@ -213,6 +218,27 @@ class Store:
         rows = await self._read(query)
         return tuple(DecisionRecord(**row) for row in reversed(rows))
 
+    async def decisions_before(self, seq: int, user: str | None, limit: int) -> tuple[DecisionRecord, ...]:
+        """Return decisions about a user's leases (None: all) that are older than ``seq``, newest first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        query = decisions.select().where(decisions.c.seq < seq)
+        if user is not None:
+            query = query.where(decisions.c.user == user)
+        rows = await self._read(query.order_by(decisions.c.seq.desc()).limit(limit))
+        return tuple(DecisionRecord(**row) for row in rows)
+
+    async def machine_since(self, at: str) -> tuple[MachineUse, ...]:
+        """Return what the machine's GPUs did since a moment (ISO 8601, UTC), oldest first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        rows = await self._read(machine.select().where(machine.c.at >= at).order_by(machine.c.at))
+        return tuple(MachineUse(**row) for row in rows)
+
     async def helped(self, user: str, since: str) -> int:
         """Return how many other leases the user's were put to sleep for since a moment (ISO 8601).
 
@@ -324,6 +350,11 @@ class Store:
                     connection.execute(usage.insert().values(row))
                     _forget_days(connection)
                 return
+            case MachineUse():
+                connection.execute(
+                    machine.delete().where(machine.c.at <= _days_before(change.at, MAX_MACHINE_DAYS))
+                )
+                table, row, key = machine, {f.name: getattr(change, f.name) for f in fields(change)}, "at"
             case ProjectOverride():
                 row = {f.name: getattr(change, f.name) for f in fields(change)}
                 table, key = projects, "name"
@@ -350,6 +381,11 @@ def _brief(error: sa.exc.SQLAlchemyError) -> str:
     """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
     cause = getattr(error, "orig", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def _days_before(at: str, days: int) -> str:
+    before = datetime.fromisoformat(at) - timedelta(days=days)
+    return before.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _forget_days(connection: Connection) -> None:

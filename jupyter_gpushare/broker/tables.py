@@ -124,6 +124,16 @@ usage = sa.Table(
     sa.Column("saved_gib_s", sa.Float, nullable=False),
 )
 
+machine = sa.Table(
+    "machine",
+    metadata,
+    sa.Column("at", sa.String(40), primary_key=True),
+    sa.Column("gpus", sa.Float, nullable=False),
+    sa.Column("held", sa.Float, nullable=False),
+    sa.Column("busy", sa.Float, nullable=False),
+    sa.Column("lent", sa.Float, nullable=False),
+)
+
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}
 _LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
 _RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
