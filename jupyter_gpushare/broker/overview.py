@@ -96,7 +96,19 @@ class Overview:
 
     def looks(self) -> list[Look]:
         """Return what needs a look, most urgent first."""
-        return [*self._starved(), *self._idle(), *self._kept(), *self._lately()][:MOST_LOOKS]
+        return [*self._promised(), *self._starved(), *self._idle(), *self._kept(), *self._lately()][
+            :MOST_LOOKS
+        ]
+
+    def _promised(self) -> list[Look]:
+        """Guarantees that cannot all be met."""
+        cluster = self._moments.now().cluster
+        promised = sum(project.quota_milli for project in cluster.projects) / WHOLE_GPU
+        if not cluster.devices or promised <= len(cluster.devices):
+            return []
+        have = len(cluster.devices)
+        told = f"The projects are guaranteed {promised:g} GPUs together, and there are {have}"
+        return [Look(sentence=f"{told}: not all of that can be kept.")]
 
     def _starved(self) -> list[Look]:
         """Projects that wait for long for what they are guaranteed, and who borrows meanwhile."""

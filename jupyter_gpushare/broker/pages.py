@@ -100,6 +100,8 @@ class AdminPage(Page):
             prefix=self.service.prefix,
             admin=identity.admin,
             wrong=wrong,
+            at=self.service.book.iso_now(),
+            live=bool(self.get_argument("live", "")) and not wrong,
             edited=self.get_argument("edit", "") if identity.admin else "",
             xsrf=self.xsrf_token.decode() if identity.admin else "",
             now=overview.now(),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare import wire
 from jupyter_gpushare.broker.machine import Meter, Shares, shares, thinned
 from jupyter_gpushare.broker.overview import Overview
 from jupyter_gpushare.broker.pages import HEIGHT, WIDTH, path
@@ -146,6 +147,17 @@ async def test_a_project_that_waits_for_its_guarantee_reads_who_borrows(tmp_path
         await asyncio.sleep(60)
         looks = [x.sentence for x in overview(broker).looks()]
         assert looks == ["Project vision waits for 1 GPU of what it is guaranteed; nlp borrows 1."]
+
+
+@in_virtual_time
+async def test_more_guarantees_than_gpus_need_a_look(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        assert not overview(broker).looks()
+        await broker.terms.change_project("vision", wire.ProjectChange(quota=1.5))
+        assert [x.sentence for x in overview(broker).looks()] == [
+            "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+        ]
 
 
 @in_virtual_time
