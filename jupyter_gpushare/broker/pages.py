@@ -98,6 +98,8 @@ class AdminPage(Page):
         page = _ENVIRONMENT.get_template("now.html").render(
             user=identity.user,
             prefix=self.service.prefix,
+            hub_home=f"{self.hub_auth.hub_host}{self.hub_auth.hub_prefix}home",
+            levels=words.LEVELS,
             admin=identity.admin,
             wrong=wrong,
             at=self.service.book.iso_now(),
