@@ -20,13 +20,15 @@ from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import GONE_S, START_S, Effects, is_news
 from jupyter_gpushare.broker.live import Live
+from jupyter_gpushare.broker.machine import shares
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.store import Change
 from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Suspend
 from jupyter_gpushare.core.plan import Keeper
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
-from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
+from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase, Sample
+from jupyter_gpushare.words import because_of
 
 log = logging.getLogger("gpushare.broker")
 
@@ -111,6 +113,7 @@ class Loop:
             record = book.leases.get(lease_id)
             if record is not None:
                 await self._note(record, book.live[lease_id], by_handle.pop(record.handle, None), now)
+        self._note_machine(sample)
         strays = []
         for orphan in by_handle.values():
             if orphan.alive or any(orphan.used_bytes.values()):
@@ -120,6 +123,13 @@ class Loop:
         await self._keep_clear(strays)
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await book.bump()
+
+    def _note_machine(self, sample: Sample) -> None:
+        book = self.book
+        usable = [device.uuid for device in snapshot.devices(book) if device.usable]
+        leases = (record.lease for record in book.leases.values())
+        share = shares(leases, usable, len(sample.devices) - len(usable))
+        book.meter.note(share, sample.devices)
 
     async def _keep_clear(self, strays: Sequence[LeaseSample]) -> None:
         """Grant nothing on devices of leases that live, but not in this database, until they end."""
@@ -190,7 +200,7 @@ class Loop:
         # Frameworks query streams in the background: only a busy kernel means it.
         if record.is_job or (queries_only and not live.kernel_busy) or live.wanted:
             return
-        live.wanted = True
+        live.wanted_at = self.book.clock()
         log.info("lease=%s wants its GPU back", record.handle)
         await self.book.bump()
 
@@ -252,13 +262,31 @@ class Loop:
             case Grant():
                 return move(record, Event.GRANT, why=action.why, **granted(self.book, record, action))
             case Suspend():
-                return move(record, Event.SUSPEND, why=action.why, for_lease=action.for_lease, lend_now=False)
+                reason = self._because(record, action)
+                return move(
+                    record,
+                    Event.SUSPEND,
+                    why=action.why,
+                    for_lease=action.for_lease,
+                    note=reason,
+                    lend_now=False,
+                )
             case Resume():
                 # Tried again after a refusal, it is no new decision.
                 again = self.book.live[record.id].resumes_refused > 0
                 return move(record, Event.RESUME, why="" if again else action.why)
             case Requeue():
-                return move(record, Event.STOP, why=action.why, for_lease=action.for_lease, requeue=True)
+                reason = self._because(record, action)
+                return move(
+                    record, Event.STOP, why=action.why, for_lease=action.for_lease, note=reason, requeue=True
+                )
+
+    def _because(self, record: LeaseRecord, action: Suspend | Requeue) -> str:
+        """Return why a job has to give its room up, for people; of a session its state says enough."""
+        if not record.is_job:
+            return ""
+        other = self.book.leases.get(action.for_lease)
+        return because_of(action.why, other.lease.project if other is not None else "")
 
     # ---- matching with the Hub -----------------------------------------------
 
