@@ -32,6 +32,8 @@ from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
+# Why a job of another project leaves that is owed nothing by it.
+_TAKEN = frozenset({Why.OVER_QUOTA, Why.MOVED})
 # So often room is looked for once more without those who have not enough too much.
 _TRIES = 8
 
@@ -166,7 +168,7 @@ class Maker:
         if not self._lasts(job, need * len(rooms), victims):
             return None
         if not rights.owed:
-            taken = [v.lease for v in victims if v.why is Why.OVER_QUOTA]
+            taken = [v.lease for v in victims if v.lease.project != job.project and v.why in _TAKEN]
             if rights.below_gpus and sum(map(size_of, taken)) > self._shares.beyond():
                 return None
             too_much_of = self._shares.indebted if rights.below_gpus else self._shares.overdrawn
@@ -186,8 +188,8 @@ class Maker:
     def _is_worth_it(self, job: Lease, victims: Iterable[Victim]) -> bool:
         """Whether ``job`` gains what it costs to preempt others of its project by the order of jobs."""
         settings = self.board.settings
-        disturbed = sum(size_of(v.lease) for v in victims if v.why in (Why.ORDER, Why.MOVED)) / WHOLE_GPU
-        cost = disturbed * settings.preempt_cost_s
+        own = [v for v in victims if v.lease.project == job.project and v.why in (Why.ORDER, Why.MOVED)]
+        cost = sum(size_of(v.lease) for v in own) / WHOLE_GPU * settings.preempt_cost_s
         return not cost or order.gain_gpu_s(job, self.board.moment, settings) >= cost
 
     def _by_rank(self, job: Lease, rights: Rights) -> Making | None:

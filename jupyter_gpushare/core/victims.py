@@ -18,8 +18,8 @@ Who may be asked depends on who needs the room:
 * anybody may have the room of an idle session (1), if host memory has room for
   its bytes and for those of a suspendable job that takes its place;
 * a project *below quota* may take from leases over quota (2-4);
-* a project *below its fair share* may take from jobs over quota (2-3) that have
-  run for their minimum time, of projects above theirs (the others are *spared*);
+* a project *below its fair share* may, in that turn, take from jobs over quota (2-3)
+  that have run for their minimum time, of projects above theirs (the others are *spared*);
   where a gang finds nothing so, because what others have too much lies apart,
   also *in exchange*: from smaller jobs that can go on elsewhere, whose projects
   take as much back from those above their share.  There jobs in quota are asked
@@ -181,11 +181,12 @@ class Asker:
                 if lease.id in room.holders and (victim := self._once(lease, self._lender)):
                     asked[lease.id] = victim
         if rights.project:
-            over_quota = self._debtor if rights.owed else self._borrower
             for lease in self._held(room, rights):
                 if lease.id in asked or lease.id not in room.holders or not self._may_take(lease, rights):
                     continue
-                if victim := self._once(lease, over_quota):
+                over_quota = self._debtor if rights.owed else self._borrower
+                displaced = rights.below_gpus and lease.id in self.board.standing.in_quota
+                if victim := self._once(lease, self._displaced if displaced else over_quota):
                     asked[lease.id] = victim
         return asked.values()
 
@@ -227,6 +228,10 @@ class Asker:
     def _borrower(self, holder: Lease) -> Victim | None:
         """A lease over quota, for a project below its share."""
         return self.job(holder, Why.OVER_QUOTA) if self._has_run(holder) else None
+
+    def _displaced(self, holder: Lease) -> Victim | None:
+        """A lease in quota, in exchange: what its project is guaranteed it has elsewhere."""
+        return self.job(holder, Why.MOVED) if self._has_run(holder) else None
 
     def juniors(self, job: Lease) -> Iterator[Victim]:
         """The jobs of its own project that ``job`` may preempt, the first to go first."""

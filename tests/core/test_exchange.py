@@ -36,7 +36,10 @@ def scattered(*, borrow: bool = True) -> Cluster:
 
 def test_a_job_in_quota_is_not_in_the_way_of_a_gang_while_its_project_keeps_its_quota():
     asked = actions(scattered())
-    assert asked == [Requeue(f"q{n}", Why.OVER_QUOTA, "gang") for n in (3, 2, 1, 0)]
+    assert asked == [
+        *[Requeue(f"q{n}", Why.OVER_QUOTA, "gang") for n in (3, 2, 1)],
+        Requeue("q0", Why.MOVED, "gang"),  # its project keeps its quota: nothing is taken back from it
+    ]
 
 
 def test_a_job_that_does_not_borrow_stays_where_it_is():
