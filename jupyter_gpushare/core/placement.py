@@ -149,8 +149,10 @@ def find(
     return Index(layout, room_of, workload, set()).find(lease, most_milli)
 
 
-# After so many changes an index forgets what fitted nowhere.
+# After so many changes an index forgets what fitted nowhere, and after judging so many nodes for
+# somebody what it thought of them: room, quotas and what is asked for change in ever new ways.
 _FORGET = 10_000
+_JUDGED = 100_000
 # What a node looks like to who wants to be placed there: kind of device and room, ascending.
 _Look = tuple[tuple[int, int], ...]
 # How good a node is (less is better), and how the devices look that are as good.
@@ -189,6 +191,7 @@ class Index:
         self._look: list[_Look] = [()] * len(layout.nodes)
         self._alike: dict[_Look, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
         self._best: dict[object, dict[_Look, _Best | None]] = {}
+        self._judged_so_far = 0  # how many are in `_best`
         self._renewed: list[_Look] = []  # how nodes came to look, in order
         self._nowhere: dict[object, int] = {}  # what fitted nowhere when so many had come
         self._empty = [0] * (len(layout.islands) + len(layout.nodes))  # whole devices per set
@@ -230,6 +233,10 @@ class Index:
                 self._nowhere.clear()
             self._update(self._changed)
             self._changed.clear()
+        if self._judged_so_far > _JUDGED:
+            self._best.clear()
+            self._nowhere.clear()
+            self._judged_so_far = 0
         if lease.device_count > 1:
             if most_milli is not None and lease.fraction_milli * lease.device_count > most_milli:
                 return None
@@ -270,6 +277,7 @@ class Index:
     ) -> _Best | None:
         if look not in known:
             known[look] = self._judge(lease, look, most_milli)
+            self._judged_so_far += 1
         return known[look]
 
     def _judge(self, lease: Lease, look: _Look, most_milli: int | None) -> _Best | None:

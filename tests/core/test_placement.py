@@ -8,6 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jupyter_gpushare.core import placement
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
 from jupyter_gpushare.core.placement import Index, Layout, Spot, demand, find
@@ -222,3 +223,16 @@ def test_the_index_answers_as_if_every_device_was_looked_at(seed):
             room = random.choice(rooms)
             room.free = 1000
             changed.add(room)
+
+
+def test_what_was_judged_once_is_forgotten_when_it_is_much(monkeypatch):
+    """What a quota leaves, and what people ask for, takes ever new values."""
+    monkeypatch.setattr(placement, "_JUDGED", 50)
+    _, rooms = row(3)
+    layout = Layout(rooms)
+    index = Index(layout, free, WORKLOAD, set())
+    for left in range(1000):
+        lease = train("job", 250)
+        assert index.find(lease, left) == find(lease, layout, free, WORKLOAD, left)
+        assert len(index._best) <= 51 + len(rooms)
+        assert len(index._nowhere) <= 51 + len(rooms)
