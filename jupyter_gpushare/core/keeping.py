@@ -8,12 +8,16 @@ has its turn.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.board import Board
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease
-from jupyter_gpushare.core.placement import Layout, demand
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State
+from jupyter_gpushare.core.placement import Layout, Spot, demand
 from jupyter_gpushare.core.quota import held_by
-from jupyter_gpushare.core.room import Room, free_soon
+from jupyter_gpushare.core.room import Room, RoomOf, free_soon
 
 
 class Keeping:
@@ -41,6 +45,27 @@ class Keeping:
         need = held_by(job) if job.devices else demand(job, rooms[0].device)
         self._board.pledge(job, [room.device.uuid for room in rooms], need)
         return True
+
+    @cached_property
+    def _stopping(self) -> list[Lease]:
+        """Jobs that will be back in the line."""
+        stopping = (x for x in self._board.leases.values() if x.state is State.STOPPING)
+        return [x for x in stopping if x.kind is Kind.TRAIN and not x.cancelled]
+
+    def moved_for(self, gang: Lease, spot: Spot) -> list[Lease]:
+        """Who is leaving these devices and will be served before ``gang``, which waits for them."""
+        now, settings = self._board.moment, self._board.settings
+        own = (x for x in self._stopping if x.project == gang.project)
+        here = (x for x in own if not set(x.devices).isdisjoint(spot.devices))
+        back = [replace(x, state=State.PENDING, waits_since_at=now) for x in here]
+        first = order.rank(gang, now, settings)
+        return [x for x in back if order.rank(x, now, settings) < first]
+
+    def keep_places(self, moved: Iterable[Lease], find: Callable[[Lease, RoomOf], Spot | None]) -> None:
+        """Keep the room in which jobs go on that make way for a gang: without it they would come back."""
+        for job in moved:
+            if place := find(job, free_soon):
+                self._board.pledge(job, place.devices, place.held_milli)
 
     def _least_taken(self, job: Lease) -> list[Room] | None:
         """The devices that ``job`` could have soonest if nobody new came: where least is missing."""

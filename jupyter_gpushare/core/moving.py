@@ -43,8 +43,8 @@ class Mover:
         self._movable = movable
         fitting = [[r for r in node if demand(job, r.device) <= WHOLE_GPU] for node in layout.nodes]
         self._nodes: list[Group] = [node for node in fitting if node]
-        counts = ((node, sum(map(self._is_free, node))) for node in self._nodes)
-        self._free = [(node, count) for node, count in counts if count]  # devices, per node
+        free = ((node, [room for room in node if self._is_free(room)]) for node in layout.nodes)
+        self._free = [(node, rooms) for node, rooms in free if rooms]
 
     def _is_free(self, room: Room) -> bool:
         return room.soon >= WHOLE_GPU
@@ -106,11 +106,15 @@ class Mover:
 
     def _have_place(self, clearings: list[Clearing]) -> bool:
         """Whether whoever is moved has free room on another node."""
-        moved = [v.lease.device_count for c in clearings for v in c.victims if v.why is Why.MOVED]
-        free = [count for node, count in self._free if all(node is not c.node for c in clearings)]
-        for size in sorted(moved, reverse=True):
-            fits = [n for n, count in enumerate(free) if count >= size]
+        moved = [v.lease for c in clearings for v in c.victims if v.why is Why.MOVED]
+        cleared = {c.node[0].device.node for c in clearings}
+        free = [list(rooms) for node, rooms in self._free if node[0].device.node not in cleared]
+        for lease in sorted(moved, key=lambda x: -x.device_count):
+            able = [(rooms, [r for r in rooms if demand(lease, r.device) <= WHOLE_GPU]) for rooms in free]
+            fits = [(rooms, inside) for rooms, inside in able if len(inside) >= lease.device_count]
             if not fits:
                 return False
-            free[min(fits, key=free.__getitem__)] -= size
+            rooms, inside = min(fits, key=lambda x: len(x[0]))
+            for room in inside[: lease.device_count]:
+                rooms.remove(room)
         return True

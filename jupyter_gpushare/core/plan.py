@@ -25,8 +25,9 @@ from jupyter_gpushare.core.model import (
     Plan,
     Project,
     Settings,
+    Why,
 )
-from jupyter_gpushare.core.placement import Index, Layout, Spot, whole
+from jupyter_gpushare.core.placement import Index, Layout, Spot, find, whole
 from jupyter_gpushare.core.room import RoomOf
 from jupyter_gpushare.core.round import Round
 
@@ -103,6 +104,13 @@ class Planner:
         if key not in self._possible:
             self._possible[key] = self.find(lease, whole) is not None
         return self._possible[key]
+
+    def unplaced(self, lease: Lease) -> Why:
+        """Why a lease that finds no room now finds none."""
+        if self.fits_ever(lease):
+            return Why.NO_ROOM
+        everything = Layout(list(self.board.rooms.values()))
+        return Why.DEVICE_BROKEN if find(lease, everything, whole, self.workload) else Why.TOO_LARGE
 
 
 class Keeper:

@@ -43,7 +43,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
-from jupyter_gpushare.core.placement import Layout, Spot, demand, find, whole
+from jupyter_gpushare.core.placement import Spot, demand
 from jupyter_gpushare.core.quota import Shares, held_by
 from jupyter_gpushare.core.room import (
     UNLENT,
@@ -93,6 +93,7 @@ class Round:
         self.waiting: dict[str, Waiting] = {}  # who got nothing, in the order in which they would be served
         self.next_at: float | None = None
         self._everybody = everybody
+        self._in_turn = False  # whether those are served who are below their fair share
         self._asked: list[Victim] = []
         self._hopeless: dict[tuple[str, Shape], Why] = {}
         self._served: set[str] = set()
@@ -190,7 +191,7 @@ class Round:
             if account.over_limit(spot.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=True)
-        return self._unplaced(lease)
+        return self.planner.unplaced(lease)
 
     def _start_session(self, lease: Lease, grant: Grant) -> None:
         self.actions.append(grant)
@@ -198,15 +199,6 @@ class Round:
             self.board.take_asleep(lease, grant.devices, grant.held_milli)
         else:
             self.board.take(lease, grant.devices, grant.held_milli, claim=not grant.borrowed)
-
-    def _unplaced(self, lease: Lease) -> Why:
-        """Why a lease that finds no room now finds none."""
-        board = self.board
-        if self.planner.fits_ever(lease):
-            return Why.NO_ROOM
-        everything = Layout(list(board.rooms.values()))
-        broken = find(lease, everything, whole, self.planner.workload)
-        return Why.DEVICE_BROKEN if broken else Why.TOO_LARGE
 
     def _wake_guest(self, lease: Lease) -> None:
         board, held = self.board, held_by(lease)
@@ -238,6 +230,7 @@ class Round:
         lines = self.lines
         cursors = {name: Cursor(line, lines.leases) for name, line in lines.of.items() if line.waiting}
         owed = whom == self._is_owed
+        self._in_turn = whom == self._is_below_share
         heap = [(self._turn(name, cursor, owed), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)
         while heap:
@@ -342,6 +335,8 @@ class Round:
                 return None
             if not account.over_limit_soon(coming.size_milli):
                 board.pledge(job, coming.devices, coming.held_milli)
+                if job.device_count > 1:
+                    self.keeping.keep_places(self.keeping.moved_for(job, coming), self.planner.find)
                 return Why.WAITS_FOR_ROOM
         return self._make_room(job, coming)
 
@@ -370,11 +365,13 @@ class Round:
     def _make_room(self, job: Lease, coming: Spot | None) -> Why:
         board, account = self.board, self.board.account(job)
         if not job.devices and not self.planner.fits_ever(job):
-            return self._unplaced(job)
+            return self.planner.unplaced(job)
         size = self._size(job)
         over, owed = account.over_limit_soon(size), self._is_owed(job)
         below_share = not owed and len(self.lines.of) > 1 and self._is_below_share(job)
-        made = self.maker.for_job(job, owed=owed, below_share=below_share, over_limit=over, coming=coming)
+        # Room that was taken out of turn would go to whoever comes first in the next round.
+        takes = below_share and self._in_turn
+        made = self.maker.for_job(job, owed=owed, below_share=takes, over_limit=over, coming=coming)
         if made is None:
             if over:
                 return Why.PROJECT_LIMIT
@@ -384,6 +381,8 @@ class Round:
             return Why.RESERVED if kept else self.maker.obstacle
         self._ask(made.victims, job, binding=over > 0)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
+        moved = (v.lease for v in made.victims if v.why is Why.MOVED and v.lease.project == job.project)
+        self.keeping.keep_places(moved, self.planner.find)
         return Why.WAITS_FOR_ROOM
 
     def _has_waited_for_long(self, job: Lease) -> bool:
