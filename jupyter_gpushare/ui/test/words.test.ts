@@ -97,7 +97,7 @@ describe('sentences', () => {
 
   it('say what a meter shows', () => {
     expect(memoryText(trans, ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GB');
-    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GB kept in RAM');
+    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GB in RAM');
     expect(projectText(trans, ANSWERS.active.projects[0]!)).toBe(
       '1 guaranteed, 1.5 in use, 1 borrowed, 1 job waiting'
     );
