@@ -15,7 +15,7 @@ from jupyter_gpushare import __version__, wire, words
 from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.forecast import Forecast
-from jupyter_gpushare.broker.lending import lent_milli
+from jupyter_gpushare.broker.lending import lent_by_project, lent_milli
 from jupyter_gpushare.broker.loop import STALE_S
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.core import explain
@@ -51,6 +51,7 @@ class _Worked:
     at: float
     cluster: Cluster
     borrowed: Mapping[str, bool]
+    lent: Mapping[str, int]  # by project, in thousandths of a GPU
     waiting: int
     why: Mapping[str, Why]  # of every lease that waits
     position: Mapping[str, int]  # of every job that waits, 1 is next
@@ -80,6 +81,7 @@ class Views:
                 at=now,
                 cluster=cluster,
                 borrowed=explain.borrowed(cluster),
+                lent=lent_by_project(cluster.leases, explain.lent(cluster).keys()),
                 waiting=waiting,
                 why={x: w.why for x, w in done.waiting.items()},
                 position={x: n for n, x in enumerate((j for j in jobs if book.leases[j].is_job), 1)},
@@ -314,7 +316,7 @@ class Views:
                 borrowed_milli=_held(
                     x for x in cluster.leases if x.project == project.name and borrowed.get(x.id)
                 ),
-                lent_milli=uses[project.name].lent_milli,
+                lent_milli=self._now().lent.get(project.name, 0),
                 fair_share_milli=uses[project.name].fair_share_milli,
                 waiting=sum(
                     1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
