@@ -271,11 +271,10 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
     ' ' +
     (week.helped_jobs === 0
       ? trans.__('Your idle time gave %1 GPU-hours to others.', lent)
-      : trans._n(
-          'Your idle time gave %2 GPU-hours to %1 job.',
-          'Your idle time gave %2 GPU-hours to %1 jobs.',
-          week.helped_jobs,
-          lent
+      : trans.__(
+          'Your idle time gave %1 GPU-hours to others; %2 of them had waited for your GPU.',
+          lent,
+          week.helped_jobs
         ))
   );
 }
