@@ -34,24 +34,6 @@ def lent_milli(leases: Collection[Lease]) -> Mapping[str, float]:
     return {lease: over * milli / sum(asleep.values()) for lease, milli in asleep.items()}
 
 
-def lent_by_project(leases: Iterable[Lease], lenders: Collection[str]) -> Mapping[str, int]:
-    """Return what the sleeping sessions ``lenders`` lend, in thousandths of a GPU, by project.
-
-    ``leases`` are all that are bound to any device.
-    """
-    there: dict[str, dict[str, Lease]] = {}
-    for lease in leases:
-        for device in lease.devices:
-            there.setdefault(device, {})[lease.id] = lease
-    lent: dict[str, float] = {}
-    for bound in there.values():
-        for lender, milli in lent_milli(bound.values()).items():
-            if lender in lenders:
-                project = bound[lender].project
-                lent[project] = lent.get(project, 0.0) + milli
-    return {project: round(milli) for project, milli in lent.items()}
-
-
 @dataclass(slots=True)
 class Lending:
     """Counts it; what was lent while no broker ran, or since the last count before, is not known."""

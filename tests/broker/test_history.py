@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.broker import history
-from jupyter_gpushare.broker.lending import lent_by_project, lent_milli
+from jupyter_gpushare.broker.lending import lent_milli
 from jupyter_gpushare.core.model import Kind, Lease, State
 from tests.broker.machine import Program
 from tests.broker.site import Site
@@ -67,14 +67,6 @@ def test_lent_is_what_others_hold_of_the_room_of_sleepers(held, lent):
         bound("paused", 1000, State.SUSPENDED, Kind.TRAIN),  # holds no room, and lends none
     ]
     assert {k: round(v) for k, v in lent_milli([*asleep, *others]).items()} == lent
-
-
-def test_a_project_lends_the_part_that_others_hold_of_the_rooms_that_it_has_a_claim_to():
-    sleepers = [bound("a", 500, State.SUSPENDED), bound("b", 250, State.SUSPENDED)]
-    job = bound("job", 750, State.RUNNING, Kind.TRAIN)
-    assert lent_by_project([*sleepers, job], {"a", "b"}) == {"p": 500}
-    assert lent_by_project([*sleepers, job], {"a"}) == {"p": 333}
-    assert lent_by_project([job], {"a"}) == {}
 
 
 @in_virtual_time
