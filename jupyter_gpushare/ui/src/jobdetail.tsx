@@ -4,9 +4,9 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Button } from './button';
-import { chosenVariables } from './jobs';
 import { Log } from './log';
 import { ENDED } from './model';
+import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
 import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
 

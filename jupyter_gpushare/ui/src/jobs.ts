@@ -50,11 +50,6 @@ export function progressOf(job: IJob): number | null {
     : Math.max(0, Math.min(1, job.done / job.total));
 }
 
-/** The variables that its owner chose: one more is set for every job from this page. */
-export function chosenVariables(job: IJob): string[] {
-  return job.variables.filter(name => name !== 'PYTHONUNBUFFERED');
-}
-
 /** GPUs as a number, to sort by; 0 where memory or a MIG instance was asked for. */
 export function gpusOf(job: IJob): number {
   const [part, whole = '1'] = job.memory === null && job.profile === null ? job.gpus.split('/') : ['0'];

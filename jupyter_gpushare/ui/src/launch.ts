@@ -4,8 +4,8 @@ import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import { chosenVariables } from './jobs';
 import type { IOffersQuery } from './requests';
+import { chosenVariables } from './variables';
 import { Checkpoint, IJob, ILaunchForm, ILaunchRequest, IOffers, IOutlook } from './wire';
 
 /** As typed. */
