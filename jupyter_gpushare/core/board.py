@@ -22,7 +22,7 @@ takes room for the job's memory while the lender's copy is still there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from math import ceil
 
 from jupyter_gpushare.core.model import (
@@ -39,6 +39,7 @@ from jupyter_gpushare.core.model import (
     Survival,
 )
 from jupyter_gpushare.core.quota import Account, Standing, has_place, held_by, size_of
+from jupyter_gpushare.core.room import Room
 
 # A checkpoint takes a little more host memory than the device memory it parks.
 PARK_PERCENT = 105
@@ -47,67 +48,6 @@ PARK_PERCENT = 105
 def parked_bytes(lease: Lease) -> int:
     """Host memory that suspending ``lease`` takes."""
     return ceil(lease.used_bytes * PARK_PERCENT / 100)
-
-
-class Room:
-    """One device."""
-
-    __slots__ = ("asleep", "awaited", "claimed", "coming", "device", "firm", "free", "holders", "pledged")
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.free = WHOLE_GPU
-        self.coming = 0
-        self.pledged = 0
-        self.claimed = 0
-        self.asleep = 0
-        self.firm = 0
-        self.awaited = 0
-        self.holders: dict[str, Lease] = {}  # by id: hold room and are not on their way out
-
-    def undoing(self) -> Callable[[], None]:
-        """Return what brings the room back to how it is now, after decisions."""
-        before = self.free, self.coming, self.pledged, self.claimed, self.asleep, self.awaited
-        holders = self.holders.copy()
-
-        def undo() -> None:
-            self.free, self.coming, self.pledged, self.claimed, self.asleep, self.awaited = before
-            self.holders = holders
-
-        return undo
-
-    @property
-    def now(self) -> int:
-        """What can be granted at once."""
-        return min(self.free, self.soon)
-
-    @property
-    def soon(self) -> int:
-        """What can be granted once everything on its way out has left."""
-        return self.free + self.coming - self.pledged
-
-    @property
-    def unclaimed(self) -> int:
-        """What can be granted at once and is no sleeping session's."""
-        return min(self.free, self.soon - self.asleep)
-
-    @property
-    def claimable(self) -> int:
-        """What a build session can still be guaranteed."""
-        return WHOLE_GPU - self.claimed - self.firm
-
-    def on_lent(self, claimants: Container[str]) -> list[Lease]:
-        """Who holds room that others claim: those without a claim that came last."""
-        found: list[Lease] = []
-        if not self.claimed:
-            return found
-        unclaimed = WHOLE_GPU - self.claimed
-        for lease in sorted(self.holders.values(), key=lambda x: (x.granted_at, x.id)):
-            if lease.id not in claimants:
-                unclaimed -= held_by(lease)
-                if unclaimed < 0:
-                    found.append(lease)
-        return found
 
 
 class Board:
@@ -123,6 +63,7 @@ class Board:
         self.host_free = settings.host_budget_bytes
         self.reserved: dict[str, int] = {}  # host memory kept for jobs on lent room
         self.log: list[Room] = []  # in a round: every device whose room changed, in order
+        self._arrived: dict[str, Lease] = {}  # are not counted yet
         self._watchers: list[set[Room]] = []
         self._on_lent: dict[Room, list[Lease]] = {}
         self._relent: set[Room] = set()  # who is on lent room there is not known any more
@@ -151,29 +92,30 @@ class Board:
         self.leases[lease.id] = lease
         if has_place(lease):
             self.standing.enter(lease)
-            self._occupy(lease, 1)
+            self._arrived[lease.id] = lease
 
     def drop(self, id: str) -> None:
         """A lease has ended (or never was)."""
         lease = self.leases.pop(id, None)
         if lease is not None and has_place(lease):
-            self._occupy(lease, -1)
             self.standing.exit(lease)
+            if self._arrived.pop(id, None) is None:
+                self._count_in(lease, -1)
 
     def settle(self, now: float) -> None:
         """Bring claims, quotas and reserves up to date: call it before the round at ``now``."""
         self.moment = now
         self.log.clear()
         changed = self.standing.claims_to_change()
-        # Not those that ended with their claim.
-        placed = [self.leases[id] for id in changed if id in self.leases and has_place(self.leases[id])]
-        for lease in placed:
-            self._occupy(lease, -1)
-            self.standing.count(lease, -1)
+        for id in changed:
+            lease = self.leases.get(id)
+            if lease is not None and id not in self._arrived and has_place(lease):  # it has not ended
+                self._count_in(lease, -1)
+                self._arrived[id] = lease
         self.standing.claimants ^= changed
-        for lease in placed:
-            self.standing.count(lease, 1)
-            self._occupy(lease, 1)
+        for lease in self._arrived.values():
+            self._count_in(lease, 1)
+        self._arrived.clear()
         self.standing.settle()
         if self._relent:
             self._settle_reserves()
@@ -189,6 +131,10 @@ class Board:
         for on_lent in self._on_lent.values():
             for lease in on_lent:
                 self.reserve(lease)
+
+    def _count_in(self, lease: Lease, sign: int) -> None:
+        self.standing.count(lease, sign)
+        self._occupy(lease, sign)
 
     def _occupy(self, lease: Lease, sign: int) -> None:
         """Count a lease in the rooms of its devices and in host memory, or take it out again."""

@@ -7,17 +7,22 @@ first.  So the dearest of those who leave is as cheap as it can be.
 
 Only devices near a junior are looked at: without one, there is no room to be
 found here (`making` has asked the others already).
+
+Jobs of one device, or part of one, are many: a `Sweep` goes through their
+juniors once for all that ask alike (the others: `Gathering`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 
-from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.placement import Group, Layout
 from jupyter_gpushare.core.prices import Offers
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Victim, rank
 
 Gathered = tuple[list[Room], tuple[Victim, ...]]
@@ -39,8 +44,6 @@ class Gathering:
         if self._job.devices:
             own = self._board.rooms_of(self._job)
             return self._from([own], dict.fromkeys(own, (0,)), juniors)
-        if self._job.device_count == 1:
-            return self._one(juniors)
         return self._from(*self._layout.sets(self._job), juniors)
 
     def _needs(self, room: Room) -> int:
@@ -48,26 +51,6 @@ class Gathering:
         if short is None:
             short = self._short[room] = self._offers.on(room).short
         return short
-
-    def _one(self, juniors: Iterable[Victim]) -> Gathered | None:
-        taken: dict[Room, list[Victim]] = {}
-        for v in juniors:
-            held = held_by(v.lease)
-            for room in self._board.rooms_of(v.lease):
-                if room.device.usable:
-                    taken.setdefault(room, []).append(v)
-                    self._short[room] = short = self._needs(room) - held
-                    if short <= 0:
-                        return [room], self._needed_on(room, [*self._offers.others(room), *taken[room]])
-        return None
-
-    def _needed_on(self, room: Room, taken: list[Victim]) -> tuple[Victim, ...]:
-        kept = taken.copy()
-        for v in reversed(taken):
-            if self._short[room] + held_by(v.lease) <= 0:
-                self._short[room] += held_by(v.lease)
-                kept.remove(v)
-        return tuple(kept)
 
     def _from(
         self, sets: list[Group], of: dict[Room, tuple[int, ...]], juniors: Iterable[Victim]
@@ -126,3 +109,74 @@ class Gathering:
         if self._job.devices:
             return rooms
         return self._layout.choose(self._job, rooms, lambda room: -self._short[room])
+
+
+class Sweep:
+    """The one device that jobs of a kind and level get first if their juniors leave one after the other.
+
+    Keeps how far it came: the next job of the kind goes on from there, and only
+    devices that changed since are counted again.
+    """
+
+    def __init__(
+        self, board: Board, offers: Offers, juniors: Sequence[Lease], ask: Callable[[Lease], Victim | None]
+    ) -> None:
+        """``juniors``: the first to go first; ``ask``: whether one of them may still be asked."""
+        self._board = board
+        self._offers = offers
+        self._juniors = juniors
+        self._ask = ask
+        self._met = 0  # so many juniors have been met
+        self._on: dict[Room, list[tuple[int, int, Lease]]] = {}  # of them, with their number and the device's
+        self._short: dict[Room, int] = {}  # what is missing there if all of them leave
+        self._enough: list[tuple[int, int, str, Room]] = []  # heap, some outdated: with whom it is enough
+        self._since: dict[Room, tuple[int, int] | None] = {}
+        self._seen = len(board.log)
+
+    def first(self) -> Gathered | None:
+        """The device to take and who must leave it; None: all juniors together are not enough."""
+        for room in set(self._board.log[self._seen :]) & self._on.keys():
+            self._count_anew(room)
+        self._seen = len(self._board.log)
+        while True:
+            while self._enough and self._since[self._enough[0][3]] != self._enough[0][:2]:
+                heapq.heappop(self._enough)
+            if self._enough:
+                number, _, _, room = self._enough[0]
+                return [room], self._needed_on(room, number)
+            if self._met == len(self._juniors):
+                return None
+            self._meet(self._juniors[self._met])
+
+    def _meet(self, junior: Lease) -> None:
+        for place, room in enumerate(self._board.rooms_of(junior)):
+            if room.device.usable:
+                if room not in self._on:
+                    self._on[room], self._since[room] = [], None
+                    self._short[room] = self._offers.on(room).short
+                self._on[room].append((self._met, place, junior))
+                self._count(room, *self._on[room][-1])
+        self._met += 1
+
+    def _count_anew(self, room: Room) -> None:
+        self._since[room] = None
+        self._short[room] = self._offers.on(room).short
+        for number, place, junior in self._on[room]:
+            self._count(room, number, place, junior)
+
+    def _count(self, room: Room, number: int, place: int, junior: Lease) -> None:
+        if self._since[room] is None and self._ask(junior):
+            self._short[room] -= held_by(junior)
+            if self._short[room] <= 0:
+                self._since[room] = number, place
+                heapq.heappush(self._enough, (number, place, room.device.uuid, room))
+
+    def _needed_on(self, room: Room, last: int) -> tuple[Victim, ...]:
+        """Who has to leave a device, of others and of the juniors up to ``last``."""
+        kept, spare = list(self._offers.others(room)), -self._short[room]
+        kept += [v for number, _, x in self._on[room] if number <= last and (v := self._ask(x))]
+        for v in reversed(kept.copy()):
+            if held_by(v.lease) <= spare:
+                spare -= held_by(v.lease)
+                kept.remove(v)
+        return tuple(kept)

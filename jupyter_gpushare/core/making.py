@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.board import Board, Room, parked_bytes
-from jupyter_gpushare.core.gathering import Gathered, Gathering
+from jupyter_gpushare.core.board import Board, parked_bytes
+from jupyter_gpushare.core.gathering import Gathered, Gathering, Sweep
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Order, Why
 from jupyter_gpushare.core.moving import Mover
 from jupyter_gpushare.core.placement import Layout, Spot, demand
 from jupyter_gpushare.core.prices import Cheapest, Offers
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Asker, Cost, Rights, Victim, rank
 
 # So often room is looked for once more without those who have not enough too much.
@@ -54,6 +55,7 @@ class Maker:
         self._shares = shares
         self._offered: dict[tuple[object, ...], Offers] = {}
         self._cheapest: dict[tuple[object, ...], Cheapest] = {}
+        self._sweeps: dict[tuple[object, ...], Sweep] = {}
         self._memory = board.host_free  # as it was when victims were looked for
         self._free = 0  # whole devices that are free, as the log of the board was so long
         self._counted = -1
@@ -86,13 +88,16 @@ class Maker:
         ``coming``: room that it could have but for that.
         """
         self.obstacle = Why.NO_ROOM
-        spared = self._shares.within() if below_share and not owed else frozenset()
+        # Where nobody has more than its share, there is nothing to take.
+        below_share = below_share and not owed and self._shares.beyond() > 0
+        spared = self._shares.within() if below_share else frozenset()
         ask = partial(self.asker.rights, job, owed=owed, below_share=below_share)
         made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and self.obstacle is Why.HOST_MEMORY and self._memory != self.board.host_free:
             self.asker.forget()
             self._offered.clear()
             self._cheapest.clear()
+            self._sweeps.clear()
             self._memory = self.board.host_free
             made = self._for_job(job, ask(lend=job.borrow, spared=spared), over_limit, coming)
         if made is None and (self.obstacle is Why.HOST_MEMORY or self.asker.memory_short):
@@ -103,18 +108,22 @@ class Maker:
     def _for_job(self, job: Lease, rights: Rights, over_limit: int, coming: Spot | None) -> Making | None:
         if over_limit:
             return self._under_limit(job, rights, over_limit, coming)
-        made, tries = self._from_others(job, rights), _TRIES
-        while made is None and self._overdrawn and tries:
-            # The cheapest would take too much of somebody: is there room without them?
-            tries -= 1
-            rights = self.asker.sparing(rights, self._overdrawn)
-            made = self._from_others(job, rights)
+        made = self._from_others(job, rights)
         if made is None and rights.spared and job.device_count > 1:
             # What others have too much of may lie apart: somebody takes that instead.
             made = self._from_others(job, self.asker.in_exchange(rights, job.device_count))
         return made or self._by_rank(job, rights)
 
     def _from_others(self, job: Lease, rights: Rights) -> Making | None:
+        made, tries = self._try_others(job, rights), _TRIES
+        while made is None and self._overdrawn and tries:
+            # The cheapest would take too much of somebody: is there room without them?
+            tries -= 1
+            rights = self.asker.sparing(rights, self._overdrawn)
+            made = self._try_others(job, rights)
+        return made
+
+    def _try_others(self, job: Lease, rights: Rights) -> Making | None:
         self._overdrawn = frozenset()
         found = self._cheapest_of_others(job, rights)
         return self._decide(job, *found, rights) if found else None
@@ -160,7 +169,8 @@ class Maker:
             taken = [v.lease for v in victims if v.why is Why.OVER_QUOTA]
             if rights.below_gpus and sum(map(size_of, taken)) > self._shares.beyond():
                 return None
-            if not rights.below_gpus and (overdrawn := self._shares.overdrawn(taken)):
+            too_much_of = self._shares.indebted if rights.below_gpus else self._shares.overdrawn
+            if overdrawn := too_much_of(taken):
                 self._overdrawn = overdrawn
                 return None
         if not self._is_worth_it(job, victims):
@@ -182,11 +192,20 @@ class Maker:
 
     def _by_rank(self, job: Lease, rights: Rights) -> Making | None:
         """Room from whoever may be asked anyway and, the last in their order first, from its juniors."""
-        found = self._gather(job, rights, self.asker.juniors(job)) or self._by_moving(job)
+        found = self._gather(job, rights) or self._by_moving(job)
         return self._decide(job, *found, rights) if found else None
 
-    def _gather(self, job: Lease, rights: Rights, juniors: Iterable[Victim]) -> Gathered | None:
-        return Gathering(self.board, self._layout, job, self._offers(job, rights)).gather(juniors)
+    def _gather(self, job: Lease, rights: Rights) -> Gathered | None:
+        offers = self._offers(job, rights)
+        if job.devices or job.device_count > 1:
+            juniors = self.asker.juniors(job)
+            return Gathering(self.board, self._layout, job, offers).gather(juniors)
+        outranked = self.asker.outranked(job)
+        key = offers, id(outranked)
+        if key not in self._sweeps:
+            ask = partial(self.asker.junior, priority=job.priority)
+            self._sweeps[key] = Sweep(self.board, offers, outranked, ask)
+        return self._sweeps[key].first()
 
     def _by_moving(self, job: Lease) -> tuple[list[Room], tuple[Victim, ...]] | None:
         """Room for a gang, where it is there in pieces."""
@@ -210,7 +229,7 @@ class Maker:
         rooms = [self.board.rooms[u] for u in coming.devices] if coming else []
         chosen: tuple[Victim, ...] = ()
         if not coming:
-            found = self._cheapest_of_others(job, rights) or self._gather(job, rights, juniors)
+            found = self._cheapest_of_others(job, rights) or self._gather(job, rights)
             if found is None:
                 return None
             rooms, chosen = found

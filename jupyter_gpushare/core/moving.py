@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
 from jupyter_gpushare.core.placement import Group, Layout, demand
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Victim
 
 

@@ -49,7 +49,7 @@ STARVED = -1.0
 # Less attained service than this is none: moments are rounded.
 _NOTHING_GPU_S = 1e-3
 # For so long a job that was demoted counts as new in its queue.
-_DEMOTED_S = 1.0
+DEMOTED_S = 1.0
 
 
 def session_rank(lease: Lease) -> tuple[int, float, str]:
@@ -114,7 +114,9 @@ def level(lease: Lease, now: float, settings: Settings) -> Level:
 
 def is_just_demoted(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a job has just come to the end of a later queue, behind whoever waits there."""
-    if settings.order is not Order.LAS or now - _entered_at(lease, now, settings) >= _DEMOTED_S:
+    if settings.order is not Order.LAS:
+        return False
+    if now - _entered_at(lease, now, settings) >= DEMOTED_S:
         return False
     return queue_of(attained_gpu_s(lease, now), settings) > 0
 
@@ -142,12 +144,13 @@ def rank(lease: Lease, now: float, settings: Settings) -> Rank:
             thresholds = settings.las_thresholds_gpu_s
             queue = bisect_right(thresholds, attained + _NOTHING_GPU_S)
             here = attained - (thresholds[queue - 1] if queue else 0.0)
-            ran_here = here > _DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it stopped when it was demoted
+            ran_here = here > DEMOTED_S * gpus(lease) + _NOTHING_GPU_S  # or it stopped when it was demoted
             moment = -lease.waits_since_at if ran_here else moment
-            group = queue + 0.5 * is_just_demoted(lease, now, settings)
+            group = queue + 0.5 * (queue > 0 and now - lease.queued_at < DEMOTED_S)
     elif settings.order is Order.SRTF:
         group = level(lease, now, settings)[1]
-    if is_starved(lease, now, settings):
+    guard_s = settings.guard_s
+    if guard_s is not None and now >= lease.waits_since_at + guard_s and is_starved(lease, now, settings):
         group, ran_here, moment = STARVED, False, lease.waits_since_at
     return (-lease.priority, group), lease.state is State.PENDING, not ran_here, moment, lease.id
 
@@ -157,14 +160,10 @@ def seniority(lease: Lease, now: float, settings: Settings) -> float:
     return max(lease.granted_at, _entered_at(lease, now, settings))
 
 
-def next_wait_at(lease: Lease, now: float, settings: Settings) -> float | None:
-    """The next moment at which a waiting job has waited for long enough to be served in another way."""
-    found, since_at = None, lease.waits_since_at
-    if settings.skip_wait_s is not None and (at := since_at + settings.skip_wait_s) > now:
-        found = at
-    if settings.guard_s is not None and now < (at := since_at + settings.guard_s) and has_guard(settings):
-        found = at if found is None else min(at, found)
-    return found
+def long_waits(settings: Settings) -> list[float]:
+    """After how many seconds of waiting a job is served in another way, ascending."""
+    guard_s = settings.guard_s if has_guard(settings) else None
+    return sorted(wait_s for wait_s in (settings.skip_wait_s, guard_s) if wait_s is not None)
 
 
 def demoted_at(lease: Lease, now: float, settings: Settings) -> float | None:

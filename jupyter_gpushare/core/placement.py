@@ -17,15 +17,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.fragmentation import Workload
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
+from jupyter_gpushare.core.room import Room, RoomOf
 
 Group = Sequence[Room]
-RoomOf = Callable[[Room], int]
 
 
 def whole(room: Room) -> int:
@@ -150,6 +149,8 @@ def find(
     return Index(layout, room_of, workload, set()).find(lease, most_milli)
 
 
+# After so many changes an index forgets what fitted nowhere.
+_FORGET = 10_000
 # What a node looks like to who wants to be placed there: kind of device and room, ascending.
 _Look = tuple[tuple[int, int], ...]
 # How good a node is (less is better), and how the devices look that are as good.
@@ -188,6 +189,8 @@ class Index:
         self._look: list[_Look] = [()] * len(layout.nodes)
         self._alike: dict[_Look, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
         self._best: dict[object, dict[_Look, _Best | None]] = {}
+        self._renewed: list[_Look] = []  # how nodes came to look, in order
+        self._nowhere: dict[object, int] = {}  # what fitted nowhere when so many had come
         self._empty = [0] * (len(layout.islands) + len(layout.nodes))  # whole devices per set
         self._empty_total = 0
         self._sets: dict[Room, list[int]] = {room: [] for room in layout.everything}
@@ -216,11 +219,15 @@ class Index:
             look = tuple(sorted([(self._kind[room], max(0, self._value[room])) for room in node]))
             if look != self._look[number]:
                 self._look[number] = look
+                self._renewed.append(look)
                 heapq.heappush(self._alike.setdefault(look, []), (self._first[number], number))
 
     def find(self, lease: Lease, most_milli: int | None = None) -> Spot | None:
         """Return where ``lease`` fits, or None."""
         if self._changed:
+            if len(self._renewed) > _FORGET:
+                self._renewed.clear()
+                self._nowhere.clear()
             self._update(self._changed)
             self._changed.clear()
         if lease.device_count > 1:
@@ -232,6 +239,12 @@ class Index:
     def _find_one(self, lease: Lease, most_milli: int | None) -> Spot | None:
         shape = lease.fraction_milli, lease.memory_bytes, lease.profile, most_milli
         known = self._best.setdefault(shape, {})
+        since = self._nowhere.get(shape)
+        if since is not None and not any(
+            self._judged(known, lease, x, most_milli) for x in self._renewed[since:]
+        ):
+            self._nowhere[shape] = len(self._renewed)
+            return None
         found: tuple[tuple[int, int, int], tuple[str, int], _Look] | None = None
         for look, nodes in list(self._alike.items()):
             while nodes and self._look[nodes[0][1]] != look:
@@ -239,18 +252,25 @@ class Index:
             if not nodes:
                 del self._alike[look]
                 continue
-            if look not in known:
-                known[look] = self._judge(lease, look, most_milli)
-            if (best := known[look]) is not None:
+            if best := self._judged(known, lease, look, most_milli):
                 candidate = best[0], nodes[0], best[1]
                 if found is None or candidate < found:
                     found = candidate
         if found is None:
+            self._nowhere[shape] = len(self._renewed)
             return None
+        self._nowhere.pop(shape, None)
         node = self._layout.nodes[found[1][1]]
         alike = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
         room = min(alike, key=lambda room: room.device.uuid)
         return Spot((room.device.uuid,), demand(lease, room.device))
+
+    def _judged(
+        self, known: dict[_Look, _Best | None], lease: Lease, look: _Look, most_milli: int | None
+    ) -> _Best | None:
+        if look not in known:
+            known[look] = self._judge(lease, look, most_milli)
+        return known[look]
 
     def _judge(self, lease: Lease, look: _Look, most_milli: int | None) -> _Best | None:
         gpus = [value for _, value in look]

@@ -26,7 +26,8 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
 )
-from jupyter_gpushare.core.placement import Index, Layout, RoomOf, Spot, whole
+from jupyter_gpushare.core.placement import Index, Layout, Spot, whole
+from jupyter_gpushare.core.room import RoomOf
 from jupyter_gpushare.core.round import Round
 
 

@@ -6,13 +6,15 @@ All is worked out when it is asked for, and again where a device has changed sin
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jupyter_gpushare.core.board import Board, Room
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.placement import Group, Layout, demand
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 from jupyter_gpushare.core.victims import Asker, Rights, Victim, rank
 
 Price = tuple[object, ...]
@@ -89,7 +91,8 @@ class Cheapest:
     """
 
     def __init__(self, board: Board, layout: Layout, offers: Offers, job: Lease, places: set[Room]) -> None:
-        self._count = job.device_count
+        self._job = job
+        self._layout = layout
         self._offers = offers
         self._log = board.log
         self._seen = len(self._log)
@@ -126,18 +129,32 @@ class Cheapest:
     def _price_set(self, number: int) -> None:
         tier, group = self._sets[number]
         self._stamp[number] += 1
-        if self._count == 1:
+        if self._job.device_count == 1:
             alone = self._offers.on(group[0]).price
             if alone is not None:
                 heapq.heappush(self._heap, (alone, number, self._stamp[number], [group[0]]))
             return
         able = [(offer.price, room) for room in group if (offer := self._offers.on(room)).price]
-        if len(able) < self._count:
+        if len(able) < self._job.device_count:
             return
         able.sort(key=lambda offered: offered[0])
-        rooms = [room for _, room in able[: self._count]]
+        rooms = self._chosen([room for _, room in able])
+        if rooms is None:
+            return
         found = (*price(sorted(self._union(rooms), key=rank)), tier, *able[0][0][3:])
         heapq.heappush(self._heap, (found, number, self._stamp[number], rooms))
+
+    def _chosen(self, able: list[Room]) -> list[Room] | None:
+        """The first of these devices that will do together, the cheapest first."""
+        job, layout = self._job, self._layout
+        if not layout.is_wider(job):
+            return able[: job.device_count]
+        # Whole nodes: of as few of the cheapest devices as there are some in.
+        numbers = range(job.device_count, len(able) + 1)
+        least = bisect_left(
+            numbers, True, key=lambda n: layout.choose(job, able[:n], self._offers.missing) is not None
+        )
+        return layout.choose(job, able[: job.device_count + least], self._offers.missing)
 
     def _union(self, rooms: Iterable[Room]) -> list[Victim]:
         return list({v.lease.id: v for room in rooms for v in self._offers.on(room).victims}.values())

@@ -108,8 +108,9 @@ class Account:
 class Standing:
     """Accounts of all projects, and which leases are within quota.
 
-    Leases that have a place `enter` and `exit`; `settle` then brings claims and
-    quotas up to date, at the cost of what changed.
+    Leases that have a place `enter` and `exit`.  Whether a session has a claim
+    decides how it is counted: so `count` who came after `claims_to_change`, and
+    whose claim changed anew; `settle` then brings the quotas up to date.
     """
 
     def __init__(self, projects: Iterable[Project]) -> None:
@@ -118,7 +119,8 @@ class Standing:
         self.in_quota: set[str] = set()  # leases that hold room within quota
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
         self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
-        self._next: dict[str, list[Lease]] = {}  # the same in the order in which they get into quota
+        # The same with their sizes, in the order in which they get into quota.
+        self._next: dict[str, list[tuple[int, Lease]]] = {}
         self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
         self._sessions: dict[str, Lease] = {}  # may have a claim
         self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
@@ -130,6 +132,7 @@ class Standing:
 
         def undo() -> None:
             self.jobs, self.in_quota = jobs, in_quota
+            self._next.clear()
 
         return undo
 
@@ -141,17 +144,15 @@ class Standing:
         return found
 
     def enter(self, lease: Lease) -> None:
-        """``lease`` has a place from now on."""
+        """``lease`` has a place from now on; it is not counted yet."""
         if lease.kind is Kind.BUILD and lease.state is not State.STOPPING:
             self._sessions[lease.id] = lease
             self._claims_unsettled = True
-        self.count(lease, 1)
 
     def exit(self, lease: Lease) -> None:
-        """``lease``, as it entered, has no place any more."""
+        """``lease``, as it entered, has no place any more; what was counted of it still is."""
         if self._sessions.pop(lease.id, None) is not None:
             self._claims_unsettled = True
-        self.count(lease, -1)
 
     def count(self, lease: Lease, sign: int) -> None:
         """Count what ``lease`` holds, or take it out again."""
@@ -225,20 +226,20 @@ class Standing:
         """
         if not account.fits_quota(1):
             return []
-        name, promoted = account.project.name, []
+        name = account.project.name
+        promoted: list[Lease] = []
         if name not in self._next:
-            beyond = self._beyond.get(name, {}).values()
-            self._next[name] = sorted(beyond, key=lambda x: (x.borrow, x.granted_at, x.id))
-        held = self.jobs.get(name, {})
-        for lease in self._next[name]:
-            if lease.id in self.in_quota or lease.id not in held:
-                continue
-            size = size_of(lease)
-            if account.fits_quota(size):
+            beyond = sorted(self._beyond.get(name, {}).values(), key=lambda x: (x.borrow, x.granted_at, x.id))
+            self._next[name] = [(size_of(lease), lease) for lease in beyond]
+        held, left = self.jobs.get(name, {}), account.project.quota_milli - account.in_quota_use
+        for n, (size, lease) in enumerate(tuple(self._next[name])):
+            if size <= left and lease.id in held:
+                left -= size
                 account.in_quota_use += size
                 self.in_quota.add(lease.id)
+                del self._next[name][n - len(promoted)]
                 promoted.append(lease)
-                if not account.fits_quota(1):
+                if left <= 0:
                     break
         return promoted
 
@@ -251,15 +252,12 @@ def has_place(lease: Lease) -> bool:
 def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
     """Return who is within quota now."""
     result = Standing(projects)
-    placed = {lease.id: lease for lease in leases if has_place(lease)}
-    for lease in placed.values():
+    placed = [lease for lease in leases if has_place(lease)]
+    for lease in placed:
         result.enter(lease)
-    changed = result.claims_to_change()
-    for id in changed:
-        result.count(placed[id], -1)
-    result.claimants ^= changed
-    for id in changed:
-        result.count(placed[id], 1)
+    result.claimants = result.claims_to_change()
+    for lease in placed:
+        result.count(lease, 1)
     result.settle()
     return result
 
@@ -369,6 +367,13 @@ class Shares:
         return frozenset(
             n for n, own in sizes.items() if self._standing.account(n).use - sum(own) + min(own) <= self.of(n)
         )
+
+    def indebted(self, leaving: Iterable[Lease]) -> frozenset[str]:
+        """The projects that would hold less than their quota without these leases."""
+        left = {n: a.use - a.project.quota_milli for n, a in self._standing.accounts.items()}
+        for lease in leaving:
+            left[lease.project] -= size_of(lease)
+        return frozenset(lease.project for lease in leaving if left[lease.project] < 0)
 
     def beyond(self) -> int:
         """What all projects together hold beyond their shares."""

@@ -28,14 +28,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.board import Room
+from jupyter_gpushare.core.keeping import Keeping
 from jupyter_gpushare.core.lines import Cursor, Shape
 from jupyter_gpushare.core.making import Maker
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Action,
     Grant,
-    Kind,
     Lease,
     Order,
     Requeue,
@@ -44,8 +43,18 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
-from jupyter_gpushare.core.placement import Layout, RoomOf, Spot, demand, find, whole
+from jupyter_gpushare.core.placement import Layout, Spot, demand, find, whole
 from jupyter_gpushare.core.quota import Shares, held_by
+from jupyter_gpushare.core.room import (
+    UNLENT,
+    RoomOf,
+    claimable,
+    claimable_now,
+    free_now,
+    free_soon,
+    returnable,
+    unclaimed_now,
+)
 from jupyter_gpushare.core.victims import Victim
 
 if TYPE_CHECKING:
@@ -60,9 +69,6 @@ class Waiting:
     """That a lease got nothing in a round."""
 
     why: Why
-
-
-_WAITING = {why: Waiting(why) for why in Why}
 
 
 class Round:
@@ -82,6 +88,7 @@ class Round:
         capacity = WHOLE_GPU * len(self.board.usable)
         self.shares = Shares(self.board.standing, self._waiting_milli, capacity, self.catching_up)
         self.maker = Maker(self.board, self.layout, self.lines, self.shares)
+        self.keeping = Keeping(self.board, self.layout)
         self.actions: list[Action] = []
         self.waiting: dict[str, Waiting] = {}  # who got nothing, in the order in which they would be served
         self.next_at: float | None = None
@@ -89,7 +96,6 @@ class Round:
         self._asked: list[Victim] = []
         self._hopeless: dict[tuple[str, Shape], Why] = {}
         self._served: set[str] = set()
-        self._reserving: set[str] = set()  # projects in which room is kept for one who waited for long
 
     def run(self) -> Round:
         """Apply all rules."""
@@ -129,8 +135,9 @@ class Round:
         return [x for x in self.lines.sleepers.values() if self.board.has_claim(x) is claim]
 
     def _waiting_milli(self) -> dict[str, int]:
+        leases = self.lines.leases
         return {
-            name: sum(self._size(jobs[0][1]) * len(jobs) for jobs in line.waiting.values())
+            name: sum(self._size(leases[ranks[0][-1]]) * len(ranks) for ranks in line.waiting.values())
             for name, line in self.lines.of.items()
         }
 
@@ -174,12 +181,12 @@ class Round:
         """
         account = self.board.account(lease)
         quota_left = account.project.quota_milli - account.claimed
-        spot = self.planner.find(lease, _claimable_now, quota_left)
+        spot = self.planner.find(lease, claimable_now, quota_left)
         if spot and not account.over_limit(spot.size_milli):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM)
-        if spot := spot or self.planner.find(lease, _claimable, quota_left):
+        if spot := spot or self.planner.find(lease, claimable, quota_left):
             return Grant(lease.id, spot.devices, spot.held_milli, Why.CLAIM, asleep=True)
-        if spot := self.planner.find(lease, _unclaimed_returnable):
+        if spot := self.planner.find(lease, returnable):
             if account.over_limit(spot.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, spot.devices, spot.held_milli, Why.FREE_ROOM, borrowed=True)
@@ -219,7 +226,7 @@ class Round:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        spot = self._spot(job, _now)
+        spot = self._spot(job, free_now)
         return (
             spot is not None
             and not self._may_not_borrow(job)
@@ -228,7 +235,8 @@ class Round:
 
     def _serve_lines(self, whom: Callable[[Lease], bool] | None) -> None:
         """Serve those jobs, or all that are left, the projects in turn."""
-        cursors = {name: Cursor(line) for name, line in self.lines.of.items() if line.waiting}
+        lines = self.lines
+        cursors = {name: Cursor(line, lines.leases) for name, line in lines.of.items() if line.waiting}
         owed = whom == self._is_owed
         heap = [(self._turn(name, cursor, owed), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)
@@ -321,11 +329,11 @@ class Round:
             held = held_by(job)
             hopeless = any(room.soon < held for room in board.rooms_of(job))
         else:
-            hopeless = self.planner.find(job, _soon) is None
+            hopeless = self.planner.find(job, free_soon) is None
         if hopeless:
             return self._make_room(job, None)
-        spot = self._spot(job, _unclaimed) or self._spot(job, _now)
-        coming = spot or self._spot(job, _soon)
+        spot = self._spot(job, unclaimed_now) or self._spot(job, free_now)
+        coming = spot or self._spot(job, free_soon)
         if coming:
             account = board.account(job)
             over = account.over_limit(coming.size_milli)
@@ -344,13 +352,13 @@ class Round:
     def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
         most_milli = None
         if not job.borrow:
-            room_of, most_milli = _UNLENT[room_of], self.board.account(job).unborrowed_left
+            room_of, most_milli = UNLENT.get(room_of, room_of), self.board.account(job).unborrowed_left
         if job.devices:
             held, rooms = held_by(job), self.board.rooms_of(job)
             spot = Spot(job.devices, held) if all(room_of(r) >= held for r in rooms) else None
         else:
             spot = self.planner.find(job, room_of, most_milli)
-        if spot is None or not job.borrow or not self._lent(spot, room_of is _soon):
+        if spot is None or not job.borrow or not self._lent(spot, room_of is free_soon):
             return spot
         needed = self.board.reserve_needed(job, spot.devices, spot.held_milli)
         return spot if needed <= self.board.host_free else None
@@ -372,49 +380,16 @@ class Round:
                 return Why.PROJECT_LIMIT
             # Beyond its share a project keeps no room from others.
             may_keep = owed or below_share or len(self.lines.of) == 1
-            return Why.RESERVED if may_keep and self._keep_room(job) else self.maker.obstacle
+            kept = may_keep and self._has_waited_for_long(job) and self.keeping.keep(job)
+            return Why.RESERVED if kept else self.maker.obstacle
         self._ask(made.victims, job, binding=over > 0)
         board.pledge(job, made.spot.devices, made.spot.held_milli)
         return Why.WAITS_FOR_ROOM
 
     def _has_waited_for_long(self, job: Lease) -> bool:
         """Whether nobody may overtake ``job`` any more."""
-        if self._may_not_borrow(job):
-            return False  # it waits for its own project only
-        wait_s = self.settings.skip_wait_s
-        overtaken = wait_s is not None and self.now >= job.waits_since_at + wait_s
-        return overtaken or order.is_starved(job, self.now, self.settings)
-
-    def _keep_room(self, job: Lease) -> bool:
-        """Keep what ``job`` will need from those behind it, if it was overtaken for long enough.
-
-        One job of a project at a time: when it has started, the next has its turn.
-        """
-        if job.project in self._reserving or not self._has_waited_for_long(job):
-            return False
-        rooms = self.board.rooms_of(job) if job.devices else self._least_taken(job)
-        if rooms is None:
-            return False
-        self._reserving.add(job.project)
-        need = held_by(job) if job.devices else demand(job, rooms[0].device)
-        self.board.pledge(job, [room.device.uuid for room in rooms], need)
-        return True
-
-    def _least_taken(self, job: Lease) -> list[Room] | None:
-        """The devices that ``job`` could have soonest if nobody new came: where least is missing."""
-        best: tuple[tuple[int, str], list[Room]] | None = None
-        for tier in self.layout.tiers(job):
-            for group in tier:
-                able = [room for room in group if _without_sessions(room) >= demand(job, room.device)]
-                able.sort(key=lambda room: (-room.soon, room.device.uuid))
-                if not self.layout.is_wider(job):
-                    able = able[: job.device_count]
-                rooms = self.layout.choose(job, able, _soon)
-                if rooms is not None:
-                    missing = sum(max(0, demand(job, room.device) - room.soon) for room in rooms)
-                    found = (missing, rooms[0].device.uuid), rooms
-                    best = found if best is None else min(best, found, key=lambda x: x[0])
-        return best and best[1]
+        # Who does not borrow and cannot start waits for its own project only.
+        return not self._may_not_borrow(job) and self.keeping.is_due(job, self.now)
 
     # -- effects on the board
 
@@ -457,7 +432,7 @@ class Round:
     # -- who waits, and until when at the longest
 
     def _wait(self, lease: Lease, why: Why) -> None:
-        self.waiting[lease.id] = _WAITING[why]
+        self.waiting[lease.id] = Waiting(why)
 
     def _backs_off(self, lease: Lease) -> bool:
         if lease.retry_at <= self.now:
@@ -473,40 +448,3 @@ class Round:
 
 # Why a job may not start that does not keep those behind it from starting, where the order is strict.
 _NEVER_MIND = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
-
-
-def _now(room: Room) -> int:
-    return room.now
-
-
-def _soon(room: Room) -> int:
-    return room.soon
-
-
-def _unclaimed(room: Room) -> int:
-    return room.unclaimed
-
-
-def _unclaimed_soon(room: Room) -> int:
-    return room.soon - room.asleep
-
-
-def _claimable(room: Room) -> int:
-    return room.claimable
-
-
-def _claimable_now(room: Room) -> int:
-    return min(room.claimable, room.now)
-
-
-def _unclaimed_returnable(room: Room) -> int:
-    return room.unclaimed if room.device.suspendable else 0
-
-
-# Where a job that does not borrow looks for room.
-_UNLENT: dict[RoomOf, RoomOf] = {_now: _unclaimed, _unclaimed: _unclaimed, _soon: _unclaimed_soon}
-
-
-def _without_sessions(room: Room) -> int:
-    """What jobs can have of a device when all other jobs have left it."""
-    return WHOLE_GPU - sum(held_by(x) for x in room.holders.values() if x.kind is Kind.BUILD) - room.asleep

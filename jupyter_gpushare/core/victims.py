@@ -22,7 +22,8 @@ Who may be asked depends on who needs the room:
   run for their minimum time, of projects above theirs (the others are *spared*);
   where a gang finds nothing so, because what others have too much lies apart,
   also *in exchange*: from smaller jobs that can go on elsewhere, whose projects
-  take as much back from those above their share;
+  take as much back from those above their share.  There jobs in quota are asked
+  too, of projects that keep as much as their quota: it is an amount, not a place;
 * a job may take from jobs of the same project that it outranks (2-3; `order`)
   and that have run for their minimum time, if it gains more than that costs,
   and unless these were owed the same room again before it (a job beyond quota
@@ -34,16 +35,17 @@ A lease that is just resuming is left alone until it runs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.board import Board, Room, parked_bytes
+from jupyter_gpushare.core.board import Board, parked_bytes
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.lines import Lines
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival, Why
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.room import Room
 
 
 class Cost(enum.IntEnum):
@@ -133,10 +135,9 @@ class Asker:
         if rights not in self._places:
             found = self._places[rights] = set(self._idle_on) if rights.lend else set()
             if rights.project:
+                asked = self.board.usable if rights.below_gpus else self._beyond_on
                 found.update(
-                    room
-                    for room, beyond in self._beyond_on.items()
-                    if any(self._may_take(x, rights) for x in beyond)
+                    room for room in asked if any(self._may_take(x, rights) for x in self._held(room, rights))
                 )
         return self._places[rights]
 
@@ -170,8 +171,7 @@ class Asker:
             self._seen[rights] = len(self.board.log)
         victims = found.get(room)
         if victims is None:
-            somebody = room in self._idle_on or room in self._beyond_on
-            victims = found[room] = sorted(self._on(room, rights), key=rank) if somebody else []
+            victims = found[room] = sorted(self._on(room, rights), key=rank)
         return victims
 
     def _on(self, room: Room, rights: Rights) -> Iterable[Victim]:
@@ -182,7 +182,7 @@ class Asker:
                     asked[lease.id] = victim
         if rights.project:
             over_quota = self._debtor if rights.owed else self._borrower
-            for lease in self._beyond_on.get(room, ()):
+            for lease in self._held(room, rights):
                 if lease.id in asked or lease.id not in room.holders or not self._may_take(lease, rights):
                     continue
                 if victim := self._once(lease, over_quota):
@@ -196,15 +196,19 @@ class Asker:
             self._known[key] = ask(lease)
         return self._known[key]
 
+    def _held(self, room: Room, rights: Rights) -> Iterable[Lease]:
+        """Who on a device may hold what goes to a project."""
+        return room.holders.values() if rights.below_gpus else self._beyond_on.get(room, ())
+
     def _may_take(self, lease: Lease, rights: Rights) -> bool:
-        """Whether what a lease has over quota may go to a project."""
+        """Whether what a lease has may go to a project."""
         if lease.project == rights.project or lease.project in rights.spared:
             return False
-        if rights.below_gpus and (
-            lease.device_count >= rights.below_gpus or lease.survival is not Survival.SIGTERM
-        ):
-            return False
-        return lease.id not in self.board.standing.in_quota
+        in_quota = lease.id in self.board.standing.in_quota
+        if rights.below_gpus:
+            moves = lease.device_count < rights.below_gpus and lease.survival is Survival.SIGTERM
+            return moves and (lease.borrow or not in_quota)
+        return not in_quota
 
     def forget(self) -> None:
         """Ask again: host memory is not what it was."""
@@ -226,23 +230,29 @@ class Asker:
 
     def juniors(self, job: Lease) -> Iterator[Victim]:
         """The jobs of its own project that ``job`` may preempt, the first to go first."""
-        board = self.board
-        jobs = board.standing.jobs.get(job.project, {})
         if job.devices:  # most often an awake session is there, and nobody to preempt
-            jobs = {id: x for room in board.rooms_of(job) for id, x in room.holders.items() if id in jobs}
-            if not jobs:
+            jobs = self.board.standing.jobs.get(job.project, {})
+            here = {id for room in self.board.rooms_of(job) for id in room.holders if id in jobs}
+            if not here:
                 return
-        level = order.level(job, board.moment, board.settings)
-        key = job.project, level
+        for lease in self.outranked(job):
+            if (not job.devices or lease.id in here) and (victim := self.junior(lease, job.priority)):
+                yield victim
+
+    def outranked(self, job: Lease) -> Sequence[Lease]:
+        """The jobs of its own project that come after ``job``, the first to go first; some may have left."""
+        board = self.board
+        key = job.project, order.level(job, board.moment, board.settings)
         if key not in self._outranked:
-            line = self._lines.of.get(job.project)
-            worse = line.outranked(level, board.moment, board.settings) if line else ()
+            worse = self._lines.outranked(*key, board.moment)
             self._outranked[key] = [x for x in worse if self._has_run(x)]
-        for lease in self._outranked[key]:
-            if lease.id in jobs:
-                of = self._lesser if lease.priority < job.priority else self._later
-                if victim := self._once(lease, of):
-                    yield victim
+        return self._outranked[key]
+
+    def junior(self, lease: Lease, priority: int) -> Victim | None:
+        """A job that comes after one of its project with this priority, if it still holds its room."""
+        if lease.id not in self.board.standing.jobs[lease.project]:
+            return None
+        return self._once(lease, self._lesser if lease.priority < priority else self._later)
 
     def _lesser(self, holder: Lease) -> Victim | None:
         return self.job(holder, Why.PRIORITY)

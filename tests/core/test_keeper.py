@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.core import placement
 from jupyter_gpushare.core.plan import Keeper, Planner, plan
-from tests.core.build import NOW, cluster, project, train
+from tests.core.build import NOW, build, cluster, grant, project, train
 
 
 def test_it_sees_who_came_changed_and_left():
@@ -58,3 +59,22 @@ def test_after_an_error_in_a_round_it_begins_anew(monkeypatch):
     monkeypatch.setattr(Planner, "of", lambda c: made.append(c) or of(c))
     assert keeper.plan(c, NOW) == plan(c, NOW)
     assert made[0] is c
+
+
+def test_it_sees_who_moves_up_into_a_claim_that_was_given_back():
+    keeper = Keeper()
+    guest = build("b", 1000, "1", borrowed=True)
+    owed = train("c", 1000, project="q")
+    first = cluster(build("a", 1000, "0"), guest, gpus=2, projects=[project("p", 1), project("q", 1)])
+    keeper.plan(first, NOW)
+    left = replace(first, leases=(guest, owed))
+    assert keeper.plan(left, NOW) == plan(left, NOW)
+    assert keeper.plan(left, NOW).actions == (grant("c", 0),)
+
+
+def test_it_finds_room_though_it_forgets_what_fitted_nowhere(monkeypatch):
+    monkeypatch.setattr(placement, "_FORGET", 0)
+    keeper = Keeper()
+    full = cluster(train("a", 1000, "0"), train("b", 1000))
+    for c in (full, full, replace(full, leases=full.leases[1:])):
+        assert keeper.plan(c, NOW) == plan(c, NOW)

@@ -8,11 +8,11 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.board import Room
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
 from jupyter_gpushare.core.placement import Index, Layout, Spot, demand, find
 from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.room import Room
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
 
