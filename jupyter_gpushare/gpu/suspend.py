@@ -402,14 +402,17 @@ class Mover:
 
         What is about to begin is written first, and not begun when that fails.  What
         has been reached is true whether it can be written or not: an older record
-        only makes the next helper ask the driver.
+        only makes the next helper ask the driver.  On the way it counts as unsettled,
+        so that whatever breaks a move off, somebody brings it to an end.
         """
         saved = sum(lease.saved_bytes.values())
         if phase in (Phase.SUSPENDING, Phase.RESUMING):
             self._save(lease, phase)
             before = lease.enter(phase)
+            lease.unsettled = True
         else:
             before = lease.enter(phase)
+            lease.unsettled = False
             try:
                 self._save(lease)
             except Undo as error:

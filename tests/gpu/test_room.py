@@ -246,6 +246,38 @@ def test_who_waits_first_is_served_first(impatient: None, monkeypatch: pytest.Mo
         pass
 
 
+@pytest.mark.parametrize(
+    ("step", "phase"),
+    [
+        ("suspend:locked", Phase.RUNNING),
+        ("suspend:one", Phase.SUSPENDED),
+        ("resume:restored", Phase.RUNNING),
+    ],
+)
+def test_a_move_that_breaks_off_for_a_reason_nobody_thought_of_is_settled_later(
+    tmp_path: Path, impatient: None, step: str, phase: Phase
+) -> None:
+    paper = Paper(random.Random(1), tmp_path)
+    breaks = [step]
+
+    def broken(name: str) -> None:
+        if name in breaks:
+            raise OSError("Too many open files")
+
+    mover, lease = mover_on(paper, step=broken), paper.leases[0]
+    with pytest.raises(OSError, match="Too many"):
+        assert mover.suspend(lease, "", 1.0).done
+        mover.resume(lease, 0.0)
+    assert lease.unsettled  # so the sampler's thread calls this
+    breaks.clear()
+    mover.settle(lease)
+    assert (lease.phase, lease.unsettled) == (phase, False)
+    reached = State.RUNNING if phase is Phase.RUNNING else State.CHECKPOINTED
+    assert paper.states[lease.processes[0].pid] is reached
+    assert mover.suspend(lease, "", 1.0).done
+    assert not lease.unsettled
+
+
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:
     paper = Paper(random.Random(1), tmp_path)
     bo = paper.leases[1]
