@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
+CGROUPS = "/sys/fs/cgroup"
 # A larger environment can hide the mark from us; the process tree still finds it.
 ENVIRON_BYTES = 256 << 10
 
@@ -293,19 +294,19 @@ def boot_id() -> str:
 
 
 def room_in_cgroup(pid: int) -> int | None:
-    """How many bytes the process's cgroup (v2) may still take; None without a limit."""
-    try:
-        with open(f"/proc/{pid}/cgroup", "rb") as file:
-            paths = [line[3:].strip().decode() for line in file if line.startswith(b"0::/")]
-    except OSError:
-        return None
+    """How many bytes the process's cgroup (v2) may still take; None without a limit.
+
+    A cgroup that is the root here may be a container's, and have a limit.  Cached files
+    that nobody used lately leave when their room is needed (`inactive_file`, cgroup-v2.rst).
+    """
+    own = _bytes(f"/proc/{pid}/cgroup", 8192).splitlines()
     room: int | None = None
-    for path in paths:
-        while path not in ("", "/"):
+    for path in [line[3:].decode(errors="replace") for line in own if line.startswith(b"0::/")]:
+        for folder in (path, *map(str, Path(path).parents)):
             with contextlib.suppress(OSError, ValueError):
-                here = _cgroup_number(path, "memory.max") - _cgroup_number(path, "memory.current")
+                most, taken = (_cgroup_number(folder, f"memory.{name}") for name in ("max", "current"))
+                here = most - taken + _inactive_file(folder)
                 room = here if room is None else min(room, here)
-            path = os.path.dirname(path)
     return room
 
 
@@ -319,8 +320,14 @@ def shares_memory_of_nccl(pid: int) -> bool:
 
 
 def _cgroup_number(path: str, name: str) -> int:
-    with open(f"/sys/fs/cgroup{path}/{name}", encoding="ascii") as file:
+    with open(f"{CGROUPS}{path}/{name}", encoding="ascii") as file:
         return int(file.read())  # "max" is a ValueError: no limit here
+
+
+def _inactive_file(path: str) -> int:
+    with contextlib.suppress(OSError), open(f"{CGROUPS}{path}/memory.stat", "rb") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith(b"inactive_file ")), 0)
+    return 0
 
 
 def _listing() -> dict[int, int]:
