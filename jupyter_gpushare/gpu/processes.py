@@ -141,7 +141,9 @@ class Processes:
         if pidfd is None:
             return False
         try:
-            return not select.select([pidfd], [], [], 0)[0]
+            poll = select.poll()  # select() takes no descriptor beyond 1023
+            poll.register(pidfd, select.POLLIN)
+            return not poll.poll(0)
         finally:
             os.close(pidfd)
 

@@ -255,3 +255,23 @@ def test_who_starts_more_processes_than_can_be_held_costs_the_others_nothing(bar
     os.killpg(crowd.pid, signal.SIGKILL)
     until(lambda: not bare.of("eve")["alive"], "the end of all")
     assert "stranger" not in bare.log.read_text()
+
+
+#: As in a helper that holds a thousand processes: what it opens from here on has a larger number.
+MANY_OPEN = (
+    "import os, resource; most = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+    "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)); [os.open('/dev/null', 0) for _ in range(1100)]"
+)
+
+
+def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> None:
+    bare.start(before=MANY_OPEN, examine=True)
+    assert bare.ask("inventory")["devices"][0]["suspendable"]
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    moved = bare.ask("suspend", lease="ada", calls=bare.settled("ada"))
+    assert moved["done"], moved
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+    assert bare.ask("signal", lease="ada", number=9)["count"] == 1
+    until(lambda: not bare.of("ada")["alive"], "its end")
