@@ -36,6 +36,9 @@ def test_all_processes_of_a_lease_move_together(two: Machine) -> None:
     assert moved["done"]
     assert moved["bytes"] >= 3 * 64 * MIB
     assert two.sim.device_used(0) == 0
+    # As one group: none is checkpointed before all are locked.
+    steps = [each.event for each in two.sim.ledger() if each.event in ("lock", "checkpoint")]
+    assert steps == ["lock"] * 3 + ["checkpoint"] * 3
     assert two.ask("resume", lease="ada")["done"]
     assert [worker.do("check") for worker in workers] == ["ok"] * 3
 
