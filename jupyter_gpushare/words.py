@@ -44,6 +44,11 @@ def size_of(lease: Lease) -> str:
     return size(lease.fraction_milli, lease.device_count, lease.memory_bytes, lease.profile)
 
 
+def needs_of(lease: Lease) -> str:
+    """What a job that waits needs: ``2 GPUs together``."""
+    return f"{size_of(lease)}{' together' if lease.device_count > 1 else ''}"
+
+
 def size_as_written(gpus: str, memory: str | None, profile: str | None) -> str:
     """``2 GPUs``, ``1/2 GPU``, ``20GiB of a GPU``, ``MIG 1g.10gb``: a size as its owner wrote it."""
     if profile:
@@ -89,8 +94,17 @@ class LeaseFacts:
     lent_to: str  # "a training job of project nlp"
     suspendable: bool
     suspend_reason: str
-    kept_until: str = ""  # local time, HH:MM: its owner keeps it, idle or not
+    kept_until: str = ""  # local time: its owner keeps it, idle or not
+    unclaimed: bool = False  # asleep, beyond the quota of its project
+    stays_until: str = ""  # local time: idle, but not lent before, whoever waits
     lend_now: bool = False  # its owner lends it to whoever comes
+    usually_wakes: str = ""  # `usually`
+    held_up_s: float | None = None  # its room is held by work that has been told to stop, for so long at most
+    copy_s: float | None = None  # bringing its memory back takes about so long
+    taken_back_by: str = ""  # "project nlp", whose room it borrows; empty: of several
+    position: int | None = None  # in the queue
+    goes_on: str = ""  # what a job does when it starts again (`GOES_ON`)
+    reference: str = ""  # finds it in the logs
 
 
 def badge(facts: LeaseFacts) -> str:
@@ -111,7 +125,7 @@ def badge(facts: LeaseFacts) -> str:
         case State.SUSPENDED if facts.kind is Kind.TRAIN:
             return "Paused"
         case State.SUSPENDED if facts.wanted:
-            return "Waiting to wake"
+            return "Waiting to wake" if facts.held_up_s is not None or facts.unclaimed else "Waking up"
         case State.SUSPENDED if not facts.lent_to:
             return "Asleep"
         case _:
@@ -147,16 +161,17 @@ def _session_sentence(facts: LeaseFacts) -> str:
         case State.SUSPENDING:
             return f"Saving {used} of GPU memory. If you run a cell now, it waits and then runs."
         case State.SUSPENDED if facts.wanted:
-            return "Your GPU is guaranteed but busy just now: it comes back in a moment, then your cell runs."
+            return _waking_sentence(facts, saved)
         case State.SUSPENDED:
             lent = (
                 f"Your GPU is lent to {facts.lent_to}. "
                 if facts.lent_to
                 else "Nobody uses your GPU just now. "
             )
-            return f"Asleep since {facts.since}. {lent}Run any GPU cell to wake it; your variables are safe."
+            usually = f", {facts.usually_wakes}" if facts.usually_wakes else "; your variables are safe"
+            return f"Asleep since {facts.since}. {lent}Run any GPU cell to wake it{usually}."
         case State.RESUMING:
-            return f"Waking up: copying {saved} back to the GPU. Your cell runs after that."
+            return f"Copying {saved} back to the GPU{_about(facts.copy_s)}. Your cell runs after that."
         case State.STOPPING:
             return "The server has ended; its GPU memory is being freed."
         case State.FAILED:
@@ -165,55 +180,101 @@ def _session_sentence(facts: LeaseFacts) -> str:
             return "This server has ended and holds no GPU."
 
 
+def _waking_sentence(facts: LeaseFacts, saved: str) -> str:
+    if facts.unclaimed:
+        return (
+            "Your GPU was borrowed and others use it: it comes back when there is room, then your cell runs."
+        )
+    if facts.held_up_s is not None:
+        return (
+            f"Your GPU is guaranteed but busy for up to {duration(facts.held_up_s)} more: "
+            "a job is saving its checkpoint."
+        )
+    whom = f" from {facts.lent_to}" if facts.lent_to else ""
+    copying = f"then copying {saved}{_about(facts.copy_s)}"
+    return f"Getting the GPU back{whom}, {copying}. Your cell runs after that."
+
+
+def _about(seconds: float | None) -> str:
+    return "" if seconds is None else f" (about {duration(max(1.0, seconds))})"
+
+
 def _awake_sentence(facts: LeaseFacts, used: str) -> str:
     if facts.note == STATE_LOST:
+        why = f" ({facts.suspend_reason})" if facts.suspend_reason else ""
         return (
-            "Your GPU memory could not be brought back, so the kernels that used it have to restart. "
-            "Files are safe."
+            f"Your GPU memory could not be brought back{why}, so the kernels that used it have to restart. "
+            f"Files are safe. Reference {facts.reference}."
         )
     borrowed = " It is borrowed: it may sleep when its project needs it." if facts.borrowed else ""
     if facts.idle_s is None:
         kept = f" You keep it until {facts.kept_until}." if facts.kept_until else ""
         return f"Your {facts.size} is in use.{borrowed}{kept}"
-    idle = f"Idle for {duration(facts.idle_s)}."
+    idle = f"Idle for {duration(facts.idle_s)}"
     if not facts.suspendable:
-        return f"{idle} This session cannot be put to sleep ({facts.suspend_reason}), so it keeps its GPU."
-    if facts.waiting and facts.lend_in_s is not None:
-        who = "1 job is waiting" if facts.waiting == 1 else f"{facts.waiting} jobs are waiting"
+        return f"{idle}. This session cannot be put to sleep ({facts.suspend_reason}), so it keeps its GPU."
+    waiting = "1 job is waiting" if facts.waiting == 1 else f"{facts.waiting} jobs are waiting"
+    if facts.warned and facts.lend_in_s is not None:
         return (
-            f"{idle} {who}. In {duration(facts.lend_in_s)} your GPU memory ({used}) moves to this "
+            f"{idle} and {waiting}. In {duration(facts.lend_in_s)} your GPU memory ({used}) moves to this "
             "machine's RAM and the GPU is lent. Your variables stay."
         )
+    if facts.stays_until:
+        return f"{idle}. Your GPU stays with you until {facts.stays_until}."
+    if facts.waiting:
+        return f"{idle}. {waiting}: your GPU is lent as soon as that helps. Your variables stay."
     if facts.lend_now:
-        return f"{idle} Nobody is waiting; the next who needs a GPU gets yours. Your variables stay."
-    if facts.kept_until:
-        return f"{idle} Your GPU stays with you until {facts.kept_until}."
-    return f"{idle} Nobody is waiting, so your GPU stays with you."
+        return f"{idle}. Nobody is waiting; the next who needs a GPU gets yours. Your variables stay."
+    return f"{idle}. Nobody is waiting, so your GPU stays with you."
 
 
 def _job_sentence(facts: LeaseFacts) -> str:
+    because = facts.note if facts.why in _BECAUSE and facts.note else because_of(facts.why)
+    number = f" Number {facts.position}." if facts.position else ""
     match facts.state:
         case State.PENDING:
             return facts.note or f"Waits for {facts.size}."
         case State.GRANTED:
             return f"Starting on {facts.size}."
         case State.RUNNING if facts.borrowed:
-            return f"Running on {facts.size}, borrowed. It may be paused when its owner needs it."
+            owner = facts.taken_back_by or "another project"
+            return f"Running on {facts.size}, borrowed. It may be paused when {owner} needs its own."
         case State.RUNNING:
             return f"Running on {facts.size}."
         case State.SUSPENDING:
-            return f"Pausing: {_BECAUSE.get(facts.why, 'its room is needed')}."
+            return f"Pausing: {because}."
         case State.SUSPENDED:
-            because = _BECAUSE.get(facts.why, "its room is needed")
-            return (
-                f"Paused at {facts.since} because {because}. Nothing was lost; it goes on when there is room."
-            )
+            return f"Paused at {facts.since} because {because}. Nothing was lost.{number}"
         case State.RESUMING:
             return "Going on: its GPU memory is being copied back."
         case State.STOPPING:
-            return f"Stopping{': ' + _BECAUSE[facts.why] if facts.why in _BECAUSE else ''}."
+            return f"Stopping{': ' + because if facts.why in _BECAUSE else ''}."
         case State.RELEASED | State.FAILED:
             return facts.note or "Ended."
+
+
+# What a job does when it starts again, by how it survives a pause.
+GOES_ON: Mapping[str, str] = {
+    "sigterm": "It goes on from its own checkpoint.",
+    "none": "It starts again from the beginning.",
+}
+
+
+def requeued(since: str, because: str, goes_on: str, waits: str) -> str:
+    """Why a job that had run waits again."""
+    return f"Paused at {since} because {because}. {goes_on or GOES_ON['none']} {waits}"
+
+
+def because_of(why: str, project: str = "") -> str:
+    """Why work had to give its room up, as a part of a sentence; ``project`` has it now."""
+    if why == Why.OVER_QUOTA and project:
+        return f"{project} took back its guaranteed GPU"
+    return _BECAUSE.get(why, "its room is needed")
+
+
+def gave_up_room(why: str) -> bool:
+    """Return whether this is a reason for which work gives its room up."""
+    return why in _BECAUSE
 
 
 _BECAUSE: Mapping[str, str] = {
@@ -266,8 +327,19 @@ def starts_in(low_s: float, likely_s: float, high_s: float) -> str:
     return f"Starts in about {likely} {unit} ({low}-{high})."
 
 
-def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> str:
-    """Why a job waits: ``Number 3. Needs 2 GPUs; 1.25 are free.``"""
+def usually(low_s: float, likely_s: float, high_s: float) -> str:
+    """How long something took before: ``usually 8 s (5-12)``."""
+    low, likely, high = (max(1, round(s)) for s in (low_s, likely_s, high_s))
+    return f"usually {likely} s" + (f" ({low}-{high})" if low < high else "")
+
+
+def waiting(
+    why: str, *, needs: str, free_milli: int, position: int | None, largest: int | None = None
+) -> str:
+    """Why a job waits: ``Number 3. Needs 2 GPUs together; 1.25 are free.``
+
+    ``largest`` is the number of GPUs of the largest machine.
+    """
     number = f"Number {position}. " if position else ""
     free = f"{free_milli / WHOLE_GPU:g}"
     match why:
@@ -281,7 +353,8 @@ def waiting(why: str, *, needs: str, free_milli: int, position: int | None) -> s
                 "it was submitted not to borrow."
             )
         case Why.TOO_LARGE:
-            return f"Cannot start: asks for {needs}, more than this machine has."
+            has = "less" if largest is None else f"{largest} GPU{'' if largest == 1 else 's'}"
+            return f"Cannot start: asks for {needs}; the largest machine has {has}."
         case Why.WAITS_FOR_ROOM:
             return f"{number}Needs {needs}; room is being made."
         case Why.HOST_MEMORY:

@@ -43,7 +43,9 @@ from jupyter_gpushare.broker.listener import SHARE, Listener, connections_allowe
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.pages import AdminPage
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
+from jupyter_gpushare.broker.spawning import Spawning
 from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.terms import Terms
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.core.model import WHOLE_GPU, Order
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, StoreError
@@ -369,9 +371,12 @@ class GPUShareBroker(Application):
     ) -> httpserver.HTTPServer:
         prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
+        terms = Terms(book)
         service = Service(
             book=book,
-            desk=Desk(book, backend, loop.effects, forecast),
+            terms=terms,
+            desk=Desk(book, loop.effects, forecast, terms),
+            spawning=Spawning(book, backend, loop.effects, terms),
             views=Views(book, forecast),
             access=Access(hub_auth, self._spawner_token(), backend),
             registry=metrics.registry(book),

@@ -24,7 +24,7 @@ from jupyter_gpushare import words
 from jupyter_gpushare.broker.balance import Balance
 from jupyter_gpushare.broker.decisions import Decisions
 from jupyter_gpushare.broker.lending import Lending
-from jupyter_gpushare.broker.live import Live
+from jupyter_gpushare.broker.live import Live, Wakes
 from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
     ENDED,
@@ -97,6 +97,7 @@ class Book:
         self.lending = Lending(began_at=clock())
         self._sums_kept_at = clock()
         self.live: dict[str, Live] = {}
+        self.wakes = Wakes()
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")

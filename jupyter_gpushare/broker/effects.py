@@ -137,7 +137,7 @@ class Effects:
                 )
                 return
             calls = live.sample.calls
-        live.wanted = False  # a wish that comes from now on is one for after the suspension
+        live.wanted_at = None  # a wish that comes from now on is one for after the suspension
         moved = await self.backend.suspend(record.handle, calls)
         if moved.done:
             job = self.book.job_of(record)
@@ -161,15 +161,20 @@ class Effects:
         moved = await self.backend.resume(record.handle)
         now = self.book.clock()
         if moved.done:
-            live.wanted, live.active_at, live.resumes_refused = False, now, 0
+            if live.wanted_at is not None:
+                self.book.wakes.took_s.append(now - live.wanted_at)
+            live.wanted_at, live.active_at, live.resumes_refused = None, now, 0
             with contextlib.suppress(HelperError):
                 # People are told that it is back: not with figures of when it slept.
                 found = {sample.lease: sample for sample in (await self.backend.sample()).leases}
                 live.sample = found.get(record.handle, live.sample)
             await self.book.advance(record, Event.RESUME_DONE, saved_bytes=0, granted_at=now, note="")
         elif moved.refused == "lost":
-            live.wanted = False
-            await self.book.advance(record, Event.STATE_LOST, saved_bytes=0, note=STATE_LOST)
+            live.wanted_at = None
+            await self.book.advance(
+                record, Event.STATE_LOST, saved_bytes=0, note=STATE_LOST, suspend_reason=moved.reason
+            )
+            await self.book.tell(record, "lost", f"lost its GPU memory: {moved.reason} ({record.handle})")
         else:
             again_s = _RESUME_AGAIN_S if moved.refused == "no_lease" else 0.25 * 2.0**live.resumes_refused
             live.retry_at = now + min(again_s, _RESUME_AGAIN_S)
@@ -201,7 +206,7 @@ class Effects:
         live = self.book.live[record.id]
         moved = await self.backend.resume(record.handle)
         if moved.done:
-            live.wanted = False
+            live.wanted_at = None
         else:
             live.effect_retry_at = self.book.clock() + LOOK_S
 
@@ -361,7 +366,7 @@ class Effects:
             held_milli=0,
             limits={},
             saved_bytes=0,
-            note="",
+            note=record.note if record.requeue else "",
         )
 
     async def finish(self, record: LeaseRecord, result: str, reason: str) -> None:

@@ -27,6 +27,8 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
 from jupyter_gpushare.broker.rates import Rate
 from jupyter_gpushare.broker.records import LeaseRecord
+from jupyter_gpushare.broker.spawning import Spawning
+from jupyter_gpushare.broker.terms import Terms
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.errors import (
     BrokerUnavailable,
@@ -51,7 +53,9 @@ class Service:
     """What the handlers share."""
 
     book: Book
+    terms: Terms
     desk: Desk
+    spawning: Spawning
     views: Views
     access: Access
     registry: prometheus_client.CollectorRegistry
@@ -196,7 +200,7 @@ class Offers(Base):
     async def get(self) -> None:
         identity = await self.identify()
         groups = await self.service.access.groups(identity.user)
-        project = self.service.desk.choose_project(groups, self.get_query_argument("project", None))
+        project = self.service.terms.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
         sizes = ("gpus", "memory", "profile")
         gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
@@ -348,7 +352,7 @@ class Project(Base):
     async def put(self, name: str) -> None:
         identity = await self.identify()
         identity.require(ADMIN_SCOPE)
-        await self.service.desk.change_project(name, self.body(wire.ProjectChange))
+        await self.service.terms.change_project(name, self.body(wire.ProjectChange))
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
 
@@ -399,7 +403,7 @@ class SpawnerOffers(Base):
     async def get(self) -> None:
         self.spawner_only()
         groups = self.get_query_arguments("group")
-        project = self.service.desk.choose_project(groups, self.get_query_argument("project", None) or None)
+        project = self.service.terms.choose_project(groups, self.get_query_argument("project", None) or None)
         self.answer(self.service.views.offers(groups, project))
 
 
@@ -408,7 +412,7 @@ class SpawnerStart(Base):
 
     async def post(self) -> None:
         self.spawner_only()
-        self.answer(await self.service.desk.start(self.body(wire.SpawnRequest)))
+        self.answer(await self.service.spawning.start(self.body(wire.SpawnRequest)))
 
 
 class SpawnerStop(Base):
@@ -416,7 +420,7 @@ class SpawnerStop(Base):
 
     async def post(self) -> None:
         self.spawner_only()
-        await self.service.desk.stop(self.body(wire.SpawnStop))
+        await self.service.spawning.stop(self.body(wire.SpawnStop))
         self.set_status(204)
 
 

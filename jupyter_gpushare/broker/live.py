@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median, quantiles
 
 from jupyter_gpushare.core.idle import Past
 from jupyter_gpushare.gpu.verbs import LeaseSample
@@ -38,14 +40,36 @@ class Live:
     kernel_busy: bool = False  # hint of its server
     kernel_active_at: float = 0.0
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
-    wanted: bool = False
+    wanted_at: float | None = None  # it sleeps, and its owner needs it since
     retry_at: float = 0.0  # nothing is planned for it before
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     progress_stored_at: float = float("-inf")
 
+    @property
+    def wanted(self) -> bool:
+        return self.wanted_at is not None
+
     @classmethod
     def since(cls, now: float) -> Live:
         """Return what is known of a lease that is first looked at now."""
         return cls(active_at=now, habit=Habit(busy_from=now))
+
+
+# Fewer tell nothing.
+_LEAST_WAKES = 10
+
+
+@dataclass(slots=True)
+class Wakes:
+    """How long the last wake-ups took, in seconds from the first GPU call; forgotten with the process."""
+
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+    def usual(self) -> tuple[float, float, float] | None:
+        """Return what one in ten took less than, half, and nine in ten; None: too few are known."""
+        if len(self.took_s) < _LEAST_WAKES:
+            return None
+        tenths = quantiles(self.took_s, n=10, method="inclusive")
+        return tenths[0], median(self.took_s), tenths[-1]

@@ -27,6 +27,7 @@ from jupyter_gpushare.core.plan import Keeper
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
 from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
+from jupyter_gpushare.words import because_of
 
 log = logging.getLogger("gpushare.broker")
 
@@ -190,7 +191,7 @@ class Loop:
         # Frameworks query streams in the background: only a busy kernel means it.
         if record.is_job or (queries_only and not live.kernel_busy) or live.wanted:
             return
-        live.wanted = True
+        live.wanted_at = self.book.clock()
         log.info("lease=%s wants its GPU back", record.handle)
         await self.book.bump()
 
@@ -252,13 +253,31 @@ class Loop:
             case Grant():
                 return move(record, Event.GRANT, why=action.why, **granted(self.book, record, action))
             case Suspend():
-                return move(record, Event.SUSPEND, why=action.why, for_lease=action.for_lease, lend_now=False)
+                reason = self._because(record, action)
+                return move(
+                    record,
+                    Event.SUSPEND,
+                    why=action.why,
+                    for_lease=action.for_lease,
+                    note=reason,
+                    lend_now=False,
+                )
             case Resume():
                 # Tried again after a refusal, it is no new decision.
                 again = self.book.live[record.id].resumes_refused > 0
                 return move(record, Event.RESUME, why="" if again else action.why)
             case Requeue():
-                return move(record, Event.STOP, why=action.why, for_lease=action.for_lease, requeue=True)
+                reason = self._because(record, action)
+                return move(
+                    record, Event.STOP, why=action.why, for_lease=action.for_lease, note=reason, requeue=True
+                )
+
+    def _because(self, record: LeaseRecord, action: Suspend | Requeue) -> str:
+        """Return why a job has to give its room up, for people; of a session its state says enough."""
+        if not record.is_job:
+            return ""
+        other = self.book.leases.get(action.for_lease)
+        return because_of(action.why, other.lease.project if other is not None else "")
 
     # ---- matching with the Hub -----------------------------------------------
 

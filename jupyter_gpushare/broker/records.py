@@ -6,11 +6,18 @@ memory by `book.Book` and on disk by `store.Store`.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.core.model import Kind, Lease, State
 
 ENDED = frozenset({State.RELEASED, State.FAILED})
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def random_id() -> str:
+    """Return 10 random letters and digits: ids are not to be guessed."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,34 +1,30 @@
 """What the broker shows: records and measurements turned into answers of `wire`.
 
-Nothing is decided here.  What `core` has to work out (positions, what is
-borrowed) is worked out once per change and second, however many ask.
+Nothing is decided here.  What `core` has to work out is in `moment`, what a
+sentence depends on in `facts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Literal
 
 from jupyter_gpushare import __version__, wire, words
 from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
+from jupyter_gpushare.broker.facts import Facts
 from jupyter_gpushare.broker.forecast import Forecast
-from jupyter_gpushare.broker.lending import lent_milli
 from jupyter_gpushare.broker.loop import STALE_S
+from jupyter_gpushare.broker.moment import Moments
 from jupyter_gpushare.broker.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     WHOLE_GPU,
-    Cluster,
-    Kind,
     Lease,
     State,
-    Why,
 )
-from jupyter_gpushare.core.plan import look
 
 _JOB_STATES: Mapping[State, wire.JobState] = {
     State.PENDING: "queued",
@@ -39,54 +35,17 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
     State.RESUMING: "suspended",
     State.STOPPING: "stopping",
 }
-_FRESH_S = 1.0
 MAX_EVENTS = 20
 
 
-@dataclass(slots=True)
-class _Worked:
-    """What was worked out for one moment."""
-
-    seq: int
-    at: float
-    cluster: Cluster
-    borrowed: Mapping[str, bool]
-    waiting: int
-    why: Mapping[str, Why]  # of every lease that waits
-    position: Mapping[str, int]  # of every job that waits, 1 is next
-    free_milli: int
-
-
 class Views:
-    """Answers built from the book; holds nothing of its own but one moment's workings."""
+    """Answers built from the book."""
 
     def __init__(self, book: Book, forecast: Forecast) -> None:
         self.book = book
         self.forecast = forecast
-        self._worked: _Worked | None = None
-
-    def _now(self) -> _Worked:
-        book, now = self.book, self.book.clock()
-        worked = self._worked
-        if worked is None or worked.seq != book.seq or now - worked.at > _FRESH_S:
-            cluster = snapshot.cluster(book, now)
-            waiting = sum(
-                1 for r in book.leases.values() if r.is_job and r.state in (State.PENDING, State.SUSPENDED)
-            )
-            done = look(cluster, now).run()
-            jobs = [x for x, w in done.waiting.items() if x in book.leases and w.why is not Why.TOO_LARGE]
-            worked = _Worked(
-                seq=book.seq,
-                at=now,
-                cluster=cluster,
-                borrowed=explain.borrowed(cluster),
-                waiting=waiting,
-                why={x: w.why for x, w in done.waiting.items()},
-                position={x: n for n, x in enumerate((j for j in jobs if book.leases[j].is_job), 1)},
-                free_milli=sum(max(0, room.now) for room in done.board.usable),
-            )
-            self._worked = worked
-        return worked
+        self._moments = Moments(book)
+        self._facts = Facts(book, self._moments, forecast)
 
     # ---- leases --------------------------------------------------------------
 
@@ -96,7 +55,7 @@ class Views:
 
     def lease(self, record: LeaseRecord) -> wire.LeaseStatus:
         """Return what people see of one lease."""
-        facts, lease, book = self._facts(record), record.lease, self.book
+        facts, lease, book = self._facts.of(record), record.lease, self.book
         sample = book.live[record.id].sample if record.id in book.live else None
         level = {d.uuid: str(d.level) for d in book.inventory.devices} if book.inventory else {}
         kernels = book.live[record.id].kernels if record.id in book.live else {}
@@ -146,81 +105,6 @@ class Views:
         mine = [d.utilization_percent for d in sample.devices if d.uuid in lease.devices]
         return sum(mine) // len(mine) if mine else None
 
-    def _facts(self, record: LeaseRecord) -> words.LeaseFacts:
-        book, worked, lease = self.book, self._now(), record.lease
-        live = book.live[record.id]
-        measured = snapshot.measured(book, record, worked.at)
-        idle_s = None if measured.idle_since_at is None else worked.at - measured.idle_since_at
-        lend_in_s, warned = None, False
-        if (
-            lease.kind is Kind.BUILD
-            and lease.state is State.RUNNING
-            and idle_s is not None
-            and worked.waiting
-        ):
-            eligible = explain.eligible_at(measured, worked.cluster.settings)
-            warn = explain.warn_at(measured, worked.cluster.settings)
-            if eligible is not None:
-                lend_in_s = max(0.0, eligible - worked.at)
-                warned = warn is not None and worked.at >= warn
-        obstacle = snapshot.suspend_obstacle(book, record)
-        note = record.note
-        if record.is_job and lease.state is State.PENDING:
-            note = self._why_waiting(record)
-        return words.LeaseFacts(
-            kind=lease.kind,
-            state=lease.state,
-            size=words.size_of(lease),
-            device_name=book.device_name(lease.devices),
-            memory_limit_bytes=sum(record.limits.values()),
-            memory_used_bytes=measured.used_bytes,
-            memory_saved_bytes=measured.saved_bytes,
-            idle_s=idle_s,
-            lend_in_s=lend_in_s,
-            warned=warned,
-            waiting=worked.waiting,
-            why=record.why,
-            note=note,
-            borrowed=worked.borrowed.get(record.id, False),
-            wanted=live.wanted,
-            since=_clock_time(record.since_at),
-            lent_to=self._lent_to(record) if lease.state is State.SUSPENDED else "",
-            suspendable=not obstacle,
-            suspend_reason=obstacle,
-            kept_until=self._clock_time_of(lease.keep_until_at),
-            lend_now=lease.lend_now,
-        )
-
-    def _clock_time_of(self, moment: float) -> str:
-        """Return the local time, HH:MM, of a monotonic moment to come; empty for a past one."""
-        left_s = moment - self.book.clock()
-        if left_s <= 0:
-            return ""
-        return _clock_time(
-            (datetime.fromisoformat(self.book.iso_now()) + timedelta(seconds=left_s)).isoformat()
-        )
-
-    def _lent_to(self, record: LeaseRecord) -> str:
-        """Name who uses a sleeping session's room: a project, never a person of another one."""
-        for device in record.lease.devices:
-            there = [other for other in self.book.leases.values() if device in other.lease.devices]
-            if record.id in lent_milli([other.lease for other in there]):
-                holders = (other for other in there if other.state in HOLDS_ROOM)
-                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
-                return f"a {'training job' if user.is_job else 'session'} of project {user.lease.project}"
-        return ""
-
-    def _why_waiting(self, record: LeaseRecord) -> str:
-        worked, lease = self._now(), record.lease
-        why = words.waiting(
-            worked.why.get(record.id, ""),  # none: it is granted with the next plan
-            needs=words.size_of(lease),
-            free_milli=worked.free_milli,
-            position=worked.position.get(record.id),
-        )
-        found = self.forecast.of(record.id)
-        return why if found is None else f"{why} {words.starts_in(found.low_s, found.likely_s, found.high_s)}"
-
     def _estimate(self, record: LeaseRecord) -> wire.StartEstimate | None:
         found = self.forecast.of(record.id)
         if found is None or record.state not in (State.PENDING, State.SUSPENDED):
@@ -251,10 +135,10 @@ class Views:
         if job.result or record is None:
             state, reason = _ended(job), job.reason
         else:
-            facts = self._facts(record)
+            facts = self._facts.of(record)
             state, reason = _JOB_STATES[record.state], words.sentence(facts)
             if record.state is State.PENDING:
-                position = self._now().position.get(record.id)
+                position = self._moments.now().position.get(record.id)
             if record.state is State.RUNNING:
                 ran_s += max(0.0, self.book.clock() - record.entered_at)
         request = wire.decode(job.request.encode(), wire.JobRequest)
@@ -302,8 +186,8 @@ class Views:
     def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
         """Return the projects of a user, or all."""
         names = self.book.policy.projects_of(groups)
-        cluster, borrowed = self._now().cluster, self._now().borrowed
-        uses = {u.project: u for u in explain.uses(cluster)}
+        moment = self._moments.now()
+        cluster, borrowed, uses = moment.cluster, moment.borrowed, moment.uses
         return [
             wire.ProjectUse(
                 name=project.name,
@@ -314,7 +198,7 @@ class Views:
                 borrowed_milli=_held(
                     x for x in cluster.leases if x.project == project.name and borrowed.get(x.id)
                 ),
-                lent_milli=uses[project.name].lent_milli,
+                lent_milli=round(moment.lent_milli.get(project.name, 0.0)),
                 fair_share_milli=uses[project.name].fair_share_milli,
                 waiting=sum(
                     1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
@@ -328,7 +212,7 @@ class Views:
 
     def offers(self, groups: Sequence[str], project: str) -> wire.Offers:
         """Return what a session of ``project`` could get now."""
-        worked, book = self._now(), self.book
+        worked, book = self._moments.now(), self.book
         names = book.policy.projects_of(groups)
         known = bool(worked.cluster.devices) and book.clock() - book.sampled_at <= STALE_S
         offers = (
@@ -386,7 +270,7 @@ class Views:
 
     def devices(self) -> wire.Devices:
         """Return the devices, measured, with what is held and claimed of each."""
-        book, cluster = self.book, self._now().cluster
+        book, cluster = self.book, self._moments.now().cluster
         inventory, sample = book.inventory, book.sample
         if inventory is None:
             return wire.Devices(
@@ -505,10 +389,6 @@ def _ended(job: JobRecord) -> wire.JobState:
             return "cancelled"
         case _:
             return "failed"
-
-
-def _clock_time(iso: str) -> str:
-    return datetime.fromisoformat(iso).astimezone().strftime("%H:%M") if iso else ""
 
 
 def _seconds(start: str, end: str) -> float:

@@ -140,7 +140,7 @@ def explain(cluster: Cluster, lease_id: str, now: float) -> Explanation:
         position=None if never or lease.kind is Kind.BUILD else _position(done, cluster, lease_id),
         needs_milli=needs,
         free_milli=free,
-        smaller=None if lease.devices or lease.profile else _smaller(done, lease),
+        smaller=None if lease.devices or lease.profile else smaller(done, lease),
         blocked_by=_blocked_by(cluster, lease),
         never=never,
         behind=_behind(done, cluster, lease) if waiting.why is Why.IN_LINE else "",
@@ -184,8 +184,8 @@ def _blocked_by(cluster: Cluster, lease: Lease) -> str:
     return max(held, key=lambda name: (held[name], name), default="")
 
 
-def _smaller(done: Round, lease: Lease) -> Size | None:
-    """The largest smaller size that would start now."""
+def smaller(done: Round, lease: Lease) -> Size | None:
+    """Return the largest smaller size that would start now, as far as a round that is done can tell."""
     counts = range(lease.device_count - 1, 0, -1)
     sizes = [Size(lease.fraction_milli, n) for n in counts]
     largest = lease.fraction_milli or WHOLE_GPU

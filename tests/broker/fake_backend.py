@@ -21,7 +21,9 @@ from jupyter_gpushare.broker.desk import Desk
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.loop import Loop
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord
+from jupyter_gpushare.broker.spawning import Spawning
 from jupyter_gpushare.broker.store import Change, Store
+from jupyter_gpushare.broker.terms import Terms
 from jupyter_gpushare.broker.views import Views
 from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, State
 from jupyter_gpushare.errors import HelperError
@@ -52,7 +54,9 @@ class Broker:
         self.backend = SiteBackend(site, self)
         self.loop = Loop(self.book, self.backend)
         forecast = Forecast(self.book, _at_once)
-        self.desk = Desk(self.book, self.backend, self.loop.effects, forecast)
+        self.terms = Terms(self.book)
+        self.desk = Desk(self.book, self.loop.effects, forecast, self.terms)
+        self.spawning = Spawning(self.book, self.backend, self.loop.effects, self.terms)
         self.views = Views(self.book, forecast)
         self._running: asyncio.Task[None] | None = None
 
@@ -180,6 +184,7 @@ class SiteBackend(Backend):
                     memory_bytes=DEVICE_BYTES,
                     reserve_bytes=RESERVE_BYTES,
                     suspendable=not self.site.profile,
+                    resume_bytes_per_s=4 * GB,
                     profile=self.site.profile,
                 )
                 for n, uuid in enumerate(self.site.uuids)

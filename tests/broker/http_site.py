@@ -78,7 +78,9 @@ class Http:
         )
         self.service = Service(
             book=self.broker.book,
+            terms=self.broker.terms,
             desk=self.broker.desk,
+            spawning=self.broker.spawning,
             views=self.broker.views,
             access=Access(auth, SPAWNER, self.broker.backend),
             registry=metrics.registry(self.broker.book),

@@ -148,7 +148,7 @@ class Site:
     ) -> Held:
         """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
         request = spawn(user, size, server=server, project=project)
-        grant = await self.ask(lambda b: b.desk.start(request))
+        grant = await self.ask(lambda b: b.spawning.start(request))
         self.servers[ServerKey(user, server)] = "ready"
         held = self.held[grant.lease]
         held.alive = True
@@ -172,7 +172,7 @@ class Site:
         for held in [h for h in self.held.values() if self.owner(h.handle) == (user, server)]:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
-        await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=user, server=server)))
+        await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=user, server=server)))
 
     def owner(self, handle: str) -> tuple[str, str] | None:
         record = self.broker.book.by_handle(handle) if self.broker else None
@@ -214,10 +214,10 @@ class Site:
         await asyncio.sleep(self.spawn_s)
         request = spawn(key.user, None, server=key.server)
         try:
-            grant = await self.ask(lambda b: b.desk.start(request))
+            grant = await self.ask(lambda b: b.spawning.start(request))
         except RequestError:
             self.servers.pop(key, None)
-            await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=key.user, server=key.server)))
             return
         await asyncio.sleep(self.spawn_s)
         self.servers[key] = "ready"
@@ -233,7 +233,7 @@ class Site:
         finally:
             self.runs.remove(run)
         self.servers.pop(key, None)
-        await self.ask(lambda b: b.desk.stop(wire.SpawnStop(user=key.user, server=key.server)))
+        await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=key.user, server=key.server)))
 
     async def _work(self, run: Run, held: Held) -> None:
         program = self.programs.get(run.job.id, Program())

@@ -157,7 +157,9 @@ async def test_offers_tell_what_a_job_would_get(http):
     assert (await http.ask("POST", "spawner/start", SPAWNER, json=_start("ada"))).status_code == 200
     waits = outlook(await http.ask("GET", "offers?gpus=2"))
     assert (waits["starts"], waits["position"]) == ("no", 1)
-    assert "Number 1. Needs 2 GPUs; 1.5 are free. With 1 GPU it would start now." in waits["sentence"]
+    assert (
+        "Number 1. Needs 2 GPUs together; 1.5 are free. With 1 GPU it would start now." in waits["sentence"]
+    )
     for query, says in [("gpus=3", "the largest machine has 2"), ("gpus=x", "x"), ("memory=1", "")]:
         refused = await http.refused("GET", f"offers?{query}")
         assert refused.status == 400

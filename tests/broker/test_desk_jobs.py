@@ -71,7 +71,7 @@ async def test_a_job_server_that_nobody_expects_is_refused(tmp_path, server):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         with pytest.raises(Conflict, match="gpushare submit") as refused:
-            await broker.desk.start(spawn("bo", None, server=server))
+            await broker.spawning.start(spawn("bo", None, server=server))
         assert refused.value.reason == "not_expected"
 
 
@@ -86,10 +86,10 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(tmp_pat
         forged = [("ada", right), ("bo", f"j{job.id}-0"), ("bo", f"j{job.id}-2"), ("bo", f"j{job.id}-01")]
         for user, server in forged:
             with pytest.raises(Conflict) as refused:
-                await broker.desk.start(spawn(user, "1/2", server=server))
+                await broker.spawning.start(spawn(user, "1/2", server=server))
             assert refused.value.reason == "not_expected"
         assert not site.held
-        grant = await broker.desk.start(spawn("bo", "1/4", server=right))
+        grant = await broker.spawning.start(spawn("bo", "1/4", server=right))
         assert grant.job is not None
         assert grant.job.command == ["python", "train.py"]
         assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
@@ -120,7 +120,7 @@ async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(tmp_path):
         await until(lambda: site.started[job.id] == 1)
         site.programs[job.id] = Program(work_s=50)
         await until(lambda: broker.lease(job).handle.endswith("-2") and broker.state(job) == "running")
-        await broker.desk.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        await broker.spawning.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
         await broker.desk.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=3))
         assert broker.state(job) == "running"
         assert broker.job(job).exit_code is None

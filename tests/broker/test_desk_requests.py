@@ -42,7 +42,7 @@ async def test_a_session_with_a_bad_fraction_is_refused_with_a_sentence(tmp_path
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         with pytest.raises(InvalidRequest, match="GPU fraction"):
-            await broker.desk.start(spawn("ada", text))
+            await broker.spawning.start(spawn("ada", text))
         assert broker.holds_nothing
 
 
@@ -80,7 +80,7 @@ async def test_a_session_with_an_impossible_size_is_refused(tmp_path, options, s
             user="ada", server="", groups=["vision"], uid=1000, options=wire.GpuRequest(**options)
         )
         with pytest.raises(RequestError, match=says):
-            await broker.desk.start(request)
+            await broker.spawning.start(request)
         assert broker.holds_nothing
 
 
@@ -150,7 +150,7 @@ async def test_parts_so_small_that_they_only_take_places_are_refused(tmp_path):
         with pytest.raises(InvalidRequest, match=r"at least 3\.\d GB"):
             await site.submit("bo", memory="1GiB")
         with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
-            await broker.desk.start(spawn("ada", "0.001"))
+            await broker.spawning.start(spawn("ada", "0.001"))
         await site.submit("bo", "0.05")
 
 
@@ -183,9 +183,9 @@ async def test_impossible_numbers_of_a_project_are_refused(tmp_path, change):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         with pytest.raises(InvalidRequest):
-            await broker.desk.change_project("nlp", wire.ProjectChange(**change))
+            await broker.terms.change_project("nlp", wire.ProjectChange(**change))
         with pytest.raises(NotFound):
-            await broker.desk.change_project("nosuch", wire.ProjectChange(weight=1))
+            await broker.terms.change_project("nosuch", wire.ProjectChange(weight=1))
         assert broker.book.overrides == {}
 
 

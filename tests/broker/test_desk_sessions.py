@@ -28,7 +28,7 @@ async def test_a_project_of_others_looks_like_one_that_is_not_there(tmp_path):
         broker = await site.start_broker()
         for name in ("nosuch", "vision"):
             with pytest.raises(NotFound, match="yours: nlp") as refused:
-                await broker.desk.start(spawn("bo", "1/2", project=name))
+                await broker.spawning.start(spawn("bo", "1/2", project=name))
             assert refused.value.reason == "unknown_project"
             assert str(refused.value).replace(name, "X") == "there is no project 'X' for you; yours: nlp"
 
@@ -38,8 +38,8 @@ async def test_who_belongs_to_no_project_gets_no_gpu_but_a_server(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         with pytest.raises(NotAllowed, match="no project"):
-            await broker.desk.start(spawn("eve", "1/2"))
-        grant = await broker.desk.start(spawn("eve", None))
+            await broker.spawning.start(spawn("eve", "1/2"))
+        grant = await broker.spawning.start(spawn("eve", None))
         assert grant.lease is None
         assert grant.env == {}
 
@@ -48,7 +48,7 @@ async def test_who_belongs_to_no_project_gets_no_gpu_but_a_server(tmp_path):
 async def test_a_session_gets_its_part_and_says_which(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        grant = await broker.desk.start(spawn("ada", "1/2"))
+        grant = await broker.spawning.start(spawn("ada", "1/2"))
         record = broker.lease(grant.lease)
         assert grant.memory_limit_bytes == 39_000_000_000
         assert grant.devices == list(record.lease.devices)
@@ -66,7 +66,7 @@ async def test_a_session_that_does_not_fit_is_refused_with_what_to_do(tmp_path):
         broker = await site.start_broker()
         await site.session("ada", "1")
         with pytest.raises(Conflict, match="Choose a smaller size, or start without a GPU") as refused:
-            await broker.desk.start(spawn("bo", "1"))
+            await broker.spawning.start(spawn("bo", "1"))
         assert refused.value.reason == "no_room"
         assert len(broker.book.leases) == 1
 
@@ -89,7 +89,7 @@ async def test_a_server_that_still_lives_keeps_its_room_and_the_next_one_is_told
         broker = await site.start_broker()
         await site.session("ada", "1/2")
         with pytest.raises(Conflict, match="try again in a few seconds"):
-            await broker.desk.start(spawn("ada", "1/4"))
+            await broker.spawning.start(spawn("ada", "1/4"))
 
 
 @in_virtual_time
@@ -98,11 +98,11 @@ async def test_without_the_helper_a_gpu_is_refused_and_a_server_without_one_star
         broker = await site.start_broker()
         site.helper_silent = True
         await until(lambda: site.now - broker.book.sampled_at > 6)
-        for refuse in (broker.desk.start(spawn("ada", "1/2")), site.submit("bo", "1")):
+        for refuse in (broker.spawning.start(spawn("ada", "1/2")), site.submit("bo", "1")):
             with pytest.raises(Conflict) as refused:
                 await refuse
             assert refused.value.reason == "devices_unknown"
-        assert (await broker.desk.start(spawn("ada", None))).lease is None
+        assert (await broker.spawning.start(spawn("ada", None))).lease is None
         assert not broker.book.leases
 
 
@@ -112,9 +112,9 @@ async def test_a_lease_that_the_helper_does_not_take_is_given_back(tmp_path):
         broker = await site.start_broker()
         site.fault("prepare", HelperError("conflict", "no"))
         with pytest.raises(Conflict):
-            await broker.desk.start(spawn("ada", "1/2"))
+            await broker.spawning.start(spawn("ada", "1/2"))
         assert not broker.book.leases
-        assert (await broker.desk.start(spawn("ada", "1/2"))).lease is not None
+        assert (await broker.spawning.start(spawn("ada", "1/2"))).lease is not None
 
 
 @in_virtual_time
@@ -168,8 +168,8 @@ async def test_a_sleeping_session_is_woken_by_its_owner_and_only_then(tmp_path):
 async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        await broker.desk.change_project("nlp", wire.ProjectChange(quota=0.5, weight=3))
-        await broker.desk.change_project("nlp", wire.ProjectChange(limit=1.5))
+        await broker.terms.change_project("nlp", wire.ProjectChange(quota=0.5, weight=3))
+        await broker.terms.change_project("nlp", wire.ProjectChange(limit=1.5))
         await broker.end()
         broker = await site.start_broker()
         nlp = next(p for p in snapshot.projects(broker.book) if p.name == "nlp")

@@ -37,7 +37,7 @@ async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart
 async def test_a_session_gets_an_instance_too(tmp_path):
     async with Site(tmp_path, profile=PROFILE) as site:
         broker = await site.start_broker()
-        grant = await broker.desk.start(asks("ada", profile=PROFILE))
+        grant = await broker.spawning.start(asks("ada", profile=PROFILE))
         assert len(grant.devices) == 1
         assert "MIG 1g.10gb" in grant.message
 
@@ -58,7 +58,7 @@ async def test_what_is_not_there_is_refused_with_what_is(tmp_path):
             with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
                 await site.submit("bo", **wrong)
         with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
-            await broker.desk.start(asks("ada", fraction="0.5"))
+            await broker.spawning.start(asks("ada", fraction="0.5"))
         assert not broker.book.leases
 
 

@@ -114,8 +114,8 @@ async def test_processes_that_outlive_their_server_are_killed_after_the_grace(tm
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
-        await broker.desk.stop(wire.SpawnStop(user="ada", server=""))
-        await broker.desk.stop(wire.SpawnStop(user="ada", server=""))
+        await broker.spawning.stop(wire.SpawnStop(user="ada", server=""))
+        await broker.spawning.stop(wire.SpawnStop(user="ada", server=""))
         assert broker.state(ada.handle) == "stopping"
         await until(lambda: not broker.book.leases, 60)
         assert f"signal SIGKILL all {ada.handle}" in site.effects

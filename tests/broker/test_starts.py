@@ -83,7 +83,7 @@ async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_
         held = site.held[f"j{job.id}-1"]
         held.alive = True  # ... and not what it had started
         site.use(held, dict(held.limits))
-        await broker.desk.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        await broker.spawning.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
         assert broker.state(job) == "stopping"
         site.spawn_s = 0.2
         await asyncio.sleep(5)

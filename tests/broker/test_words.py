@@ -78,7 +78,7 @@ def test_an_owner_whom_nobody_waits_for_keeps_the_gpu():
 
 def test_who_keeps_or_lends_the_gpu_reads_it():
     alone = {"waiting": 0, "lend_in_s": None, "warned": False}
-    kept = facts(State.RUNNING, kept_until="15:10", **alone)
+    kept = facts(State.RUNNING, kept_until="15:10", stays_until="15:10", **alone)
     assert words.sentence(kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
     busy = facts(State.RUNNING, idle_s=None, kept_until="15:10", **alone)
     assert words.sentence(busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
@@ -95,7 +95,69 @@ def test_a_sleeping_session_says_since_when_to_whom_and_how_to_wake():
     assert "Nobody uses your GPU" in words.sentence(facts(State.SUSPENDED, lent_to=""))
     assert words.badge(facts(State.SUSPENDED)) == "Asleep, GPU lent"
     assert words.badge(facts(State.SUSPENDED, lent_to="")) == "Asleep"
-    assert words.badge(facts(State.SUSPENDED, wanted=True)) == "Waiting to wake"
+    assert "to wake it; your variables are safe." in text
+    assert "to wake it, usually 8 s (5-12)." in words.sentence(
+        facts(State.SUSPENDED, usually_wakes=words.usually(5.1, 8.4, 12.4))
+    )
+
+
+def test_waking_up_says_who_gives_the_gpu_back_and_how_long_the_copy_takes():
+    gives = facts(State.SUSPENDED, wanted=True, copy_s=4.6)
+    assert words.sentence(gives) == (
+        "Getting the GPU back from a training job of project nlp, then copying 6.5 GB (about 5 s). "
+        "Your cell runs after that."
+    )
+    assert words.badge(gives) == "Waking up"
+    copies = facts(State.RESUMING, copy_s=None)
+    assert words.sentence(copies) == "Copying 6.5 GB back to the GPU. Your cell runs after that."
+
+
+def test_who_has_to_wait_for_the_own_gpu_reads_for_whom_and_how_long():
+    saves = facts(State.SUSPENDED, wanted=True, held_up_s=30.2)
+    assert words.sentence(saves) == (
+        "Your GPU is guaranteed but busy for up to 30 s more: a job is saving its checkpoint."
+    )
+    assert words.badge(saves) == "Waiting to wake"
+    guest = facts(State.SUSPENDED, wanted=True, unclaimed=True)
+    assert "guaranteed" not in words.sentence(guest)
+    assert words.badge(guest) == "Waiting to wake"
+
+
+def test_an_idle_owner_reads_until_when_the_gpu_stays_whoever_waits():
+    early = facts(State.RUNNING, warned=False, stays_until="14:20")
+    assert words.sentence(early) == "Idle for 10 min. Your GPU stays with you until 14:20."
+    over = facts(State.RUNNING, warned=False, lend_in_s=None)
+    assert words.sentence(over) == (
+        "Idle for 10 min. 2 jobs are waiting: your GPU is lent as soon as that helps. Your variables stay."
+    )
+    assert words.badge(over) == "Idle 10 min"
+
+
+def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
+    paused = facts(
+        State.SUSPENDED,
+        Kind.TRAIN,
+        why=Why.OVER_QUOTA,
+        note=words.because_of(Why.OVER_QUOTA, "nlp"),
+        position=1,
+    )
+    assert words.sentence(paused) == (
+        "Paused at 14:20 because nlp took back its guaranteed GPU. Nothing was lost. Number 1."
+    )
+    requeued = words.requeued(
+        "14:20", words.because_of(Why.OVER_QUOTA), words.GOES_ON["sigterm"], "Number 1."
+    )
+    assert requeued == (
+        "Paused at 14:20 because another project took back its guaranteed GPU. "
+        "It goes on from its own checkpoint. Number 1."
+    )
+
+
+def test_a_job_on_borrowed_room_says_who_may_take_it_back():
+    borrowed = facts(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="project nlp")
+    assert words.sentence(borrowed).endswith("It may be paused when project nlp needs its own.")
+    of_several = facts(State.RUNNING, Kind.TRAIN, borrowed=True)
+    assert words.sentence(of_several).endswith("It may be paused when another project needs its own.")
 
 
 def test_a_session_that_cannot_sleep_says_why():
@@ -105,11 +167,12 @@ def test_a_session_that_cannot_sleep_says_why():
 
 
 def test_lost_state_says_what_to_do():
-    lost = facts(State.RUNNING, note=words.STATE_LOST)
+    lost = facts(State.RUNNING, note=words.STATE_LOST, suspend_reason="the driver lost it", reference="b7-1")
     text = words.sentence(lost)
     assert words.badge(lost) == "GPU state lost"
     assert "restart" in text
-    assert "Files are safe" in text
+    assert "(the driver lost it)" in text
+    assert text.endswith("Files are safe. Reference b7-1.")
 
 
 @pytest.mark.parametrize("why", Why)
@@ -129,7 +192,8 @@ def test_waiting_says_number_need_and_what_is_free():
 
 
 def test_what_can_never_run_has_no_number():
-    assert "Number" not in words.waiting(Why.TOO_LARGE, needs="8 GPUs", free_milli=0, position=3)
+    text = words.waiting(Why.TOO_LARGE, needs="8 GPUs together", free_milli=0, position=3, largest=4)
+    assert text == "Cannot start: asks for 8 GPUs together; the largest machine has 4 GPUs."
 
 
 @pytest.mark.parametrize("why", Why)

@@ -179,7 +179,7 @@ def ask_for_a_job(page: Page) -> Locator:
     dialog.get_by_label("Parameters").fill("steps = 5")
     expect(dialog.get_by_label("May use borrowed GPUs")).to_be_checked()
     dialog.get_by_label("Number or part").fill("2")
-    expect(dialog.locator(".gps-outlook")).to_contain_text("Number 1. Needs 2 GPUs; 1.5 are free.")
+    expect(dialog.locator(".gps-outlook")).to_contain_text("Number 1. Needs 2 GPUs together; 1.5 are free.")
     return dialog
 
 
@@ -222,7 +222,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     bo.toasts.get_by_role("button", name="Show job").click()
     detail = page.get_by_role("region", name="Job train.ipynb")
     expect(detail).to_contain_text("Queued, number 1")
-    expect(detail).to_contain_text("Needs 2 GPUs; 1.5 are free.")
+    expect(detail).to_contain_text("Needs 2 GPUs together; 1.5 are free.")
     bo.picture("queued")
 
     (ada.home / "lunch").touch()

@@ -333,8 +333,10 @@ async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, go
     lab.say(golden("status_waking"))
     await expect(banner).to_contain_text("Getting the GPU back")
     lab.say(golden("status_lost"))
-    told = "Your GPU memory could not be brought back, so the kernels that used it have to restart."
-    await expect(banner).to_contain_text(f"GPU state lost. {told}")
+    lost = "Your GPU memory could not be brought back"
+    await expect(banner).to_contain_text(f"GPU state lost. {lost} (the driver refused: CUDA error 46), so ")
+    await expect(banner).to_contain_text("Files are safe. Reference ")
+    told = f"{lost}: the kernels that used it have to restart. Your files are safe."
     await expect(toasts).to_contain_text(told)
     await expect(page.locator(".gps-status button.gps-attention")).to_contain_text("GPU state lost")
     await accessible(page, ".gps-banner")

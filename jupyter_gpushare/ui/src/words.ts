@@ -168,8 +168,11 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
       return warningText(trans, notice.lease);
     case 'asleep':
     case 'waking':
-    case 'lost':
       return notice.lease.sentence;
+    case 'lost':
+      return trans.__(
+        'Your GPU memory could not be brought back: the kernels that used it have to restart. Your files are safe.'
+      );
     case 'back':
       return notice.seconds === null
         ? trans.__('Your GPU is back. Nothing was lost.')
@@ -186,7 +189,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
   }
 }
 
-/** JupyterLab cuts a notification at 140 characters; the banner has the whole sentence. */
+/** In short, like that of a lost state: JupyterLab cuts a notification at 140 characters. */
 function warningText(trans: TranslationBundle, lease: ILease): string {
   return trans.__(
     'Your GPU is lent in %1: others wait. Its %2 GB of GPU memory move to RAM, and your variables stay.',

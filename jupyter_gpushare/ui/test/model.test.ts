@@ -226,7 +226,7 @@ describe('GpuModel', () => {
     await say(ANSWERS.lost);
     expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost']);
     expect(noticeText(trans, notices[1] as Extract<Notice, { kind: 'lost' }>)).toBe(
-      ANSWERS.lost.leases[0]!.sentence
+      'Your GPU memory could not be brought back: the kernels that used it have to restart. Your files are safe.'
     );
     await say(ANSWERS.active);
     expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost', 'calm']);

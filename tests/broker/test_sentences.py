@@ -1,0 +1,153 @@
+"""What the broker says of a lease, with what it has to find out for that."""
+
+from __future__ import annotations
+
+import asyncio
+
+from jupyter_gpushare.gpu.verbs import Moved, Refusal
+from tests.broker.fake_backend import Broker
+from tests.broker.machine import Held, Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+def said(broker: Broker, held: Held) -> str:
+    return broker.views.lease(broker.lease(held.handle)).sentence
+
+
+async def lent(site: Site, broker: Broker, **job: object) -> tuple[Held, object]:
+    """Ada sleeps, and a job of another project has her room."""
+    ada = await site.session("ada", "1/2")
+    work = await site.submit("bo", "2", program=Program(work_s=10_000), **job)
+    await until(lambda: broker.state(work) == "running", 120)
+    return ada, work
+
+
+@in_virtual_time
+async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_nobody_waits(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await asyncio.sleep(20)
+        assert "stays with you until" in said(broker, ada)
+        await asyncio.sleep(site.policy.idle_timeout_s)
+        assert "Nobody is waiting, so your GPU stays with you." in said(broker, ada)
+
+
+@in_virtual_time
+async def test_who_may_be_lent_and_would_help_nobody_is_not_told_that_it_is_lent(tmp_path):
+    async with Site(tmp_path, gpus=3) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        ada.suspendable = True
+        work = await site.submit("bo", "2", program=Program(work_s=10_000))
+        await until(lambda: broker.state(work) == "running", 120)
+        await site.submit("bo", "2")  # two together are not to be had, with ada's half or without
+        await until(lambda: "lent as soon as that helps" in said(broker, ada), 200)
+        assert broker.state(ada.handle) == "running"
+        assert broker.views.lease(broker.lease(ada.handle)).lend_in_s is None
+
+
+@in_virtual_time
+async def test_how_long_waking_usually_takes_is_told_once_it_is_known(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, _ = await lent(site, broker)
+        assert "usually" not in said(broker, ada)
+        for _ in range(10):
+            await site.gpu_cell(ada)
+            await until(lambda: broker.state(ada.handle) == "suspended", 400)
+        assert "usually 3 s." in said(broker, ada)
+
+
+@in_virtual_time
+async def test_waking_up_names_who_gives_back_and_the_seconds_of_the_copy(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, _ = await lent(site, broker)
+        site.later(site.gpu_cell(ada))
+        seen = set()
+        while broker.state(ada.handle) != "running":
+            seen.add(said(broker, ada))
+            await asyncio.sleep(0.1)
+        text = " ".join(sorted(seen))
+        assert "back from a training job of project nlp, then copying 18 GB (about 5 s)." in text
+        assert "Copying 18 GB back to the GPU (about 5 s)." in text
+
+
+@in_virtual_time
+async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_still_take(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        stubborn = Program(work_s=10_000, heeds_sigterm=False)
+        work = await site.submit("bo", "2", program=stubborn, checkpoint="sigterm", grace_s=30)
+        await until(lambda: broker.state(work) == "running", 120)
+        site.later(site.gpu_cell(ada))
+        await until(lambda: "busy for up to 25 s more" in said(broker, ada), 60)
+        assert broker.views.lease(broker.lease(ada.handle)).badge == "Waiting to wake"
+
+
+@in_virtual_time
+async def test_a_paused_job_names_the_project_and_its_place(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        work = await site.submit("bo", "2", program=Program(work_s=10_000))
+        await until(lambda: broker.state(work) == "running", 120)
+        shown = broker.views.job(broker.job(work))
+        assert "It may be paused when project vision needs its own." in shown.reason
+        await site.submit("ada", "1", program=Program(work_s=500))
+        await until(lambda: broker.state(work) == "suspended", 120)
+        shown = broker.views.job(broker.job(work))
+        assert "because vision took back its guaranteed GPU. Nothing was lost. Number 1." in shown.reason
+
+
+@in_virtual_time
+async def test_a_job_that_had_to_stop_says_why_and_how_it_goes_on(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        work = await site.submit("bo", "2", program=Program(work_s=10_000), checkpoint="sigterm")
+        await until(lambda: broker.state(work) == "running", 120)
+        await site.submit("ada", "1", program=Program(work_s=500))
+        await until(lambda: broker.state(work) == "pending", 120)
+        reason = broker.views.job(broker.job(work)).reason
+        assert "because vision took back its guaranteed GPU. It goes on from its own checkpoint." in reason
+        assert "Number 1. Needs 2 GPUs together; 1 is free." in reason
+
+
+@in_virtual_time
+async def test_a_job_that_waits_reads_with_what_it_would_start_now(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        work = await site.submit("bo", "2")
+        await asyncio.sleep(2)
+        assert broker.views.job(broker.job(work)).reason == (
+            "Number 1. Needs 2 GPUs together; 1.5 are free. With 1 GPU it would start now."
+        )
+
+
+@in_virtual_time
+async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_of_decisions(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, _ = await lent(site, broker)
+        site.fault("resume", Moved(done=False, refused=Refusal.LOST, reason="the driver lost a process"))
+        site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(ada.handle) == "running", 60)
+        text = said(broker, ada)
+        assert "(the driver lost a process)" in text
+        assert text.endswith(f"Reference {ada.handle}.")
+        assert any(ada.handle in d.sentence for d in broker.book.decisions.latest)
+
+
+@in_virtual_time
+async def test_only_the_part_of_a_sleeping_session_that_others_use_counts_as_lent(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        work = await site.submit("bo", "0.75", program=Program(work_s=10_000))
+        await until(lambda: broker.state(work) == "running", 120)
+        assert broker.state(ada.handle) == "suspended"
+        uses = {use.name: use.lent_milli for use in broker.views.projects((), everyone=True)}
+        assert uses == {"vision": 250, "nlp": 0}
