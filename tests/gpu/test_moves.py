@@ -155,6 +155,18 @@ def test_host_memory_bounds_what_is_suspended(machine: Machine) -> None:
     assert worker.do("check") == "ok"
 
 
+def test_what_other_leases_have_suspended_counts_against_the_budget(machine: Machine) -> None:
+    machine.sim.set_host_memory(16 * GIB)  # the budget is half of the memory
+    for name in ("ada", "bo"):
+        machine.lease(name, 20 * GIB)
+        machine.worker(name, mib=5 * 1024)
+    assert machine.ask("suspend", lease="ada")["done"]
+    moved = machine.ask("suspend", lease="bo")
+    assert (moved["done"], moved["refused"], "budget" in moved["reason"]) == (False, "host_memory", True)
+    assert machine.ask("resume", lease="ada")["done"]
+    assert machine.ask("suspend", lease="bo")["done"]
+
+
 def test_a_taint_is_named_as_the_reason(machine: Machine) -> None:
     machine.lease("ada")
     worker = machine.worker("ada", mib=64)
