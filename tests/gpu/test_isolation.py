@@ -127,10 +127,13 @@ def test_a_user_can_change_nothing_of_a_lease_but_the_account() -> None:
         ]
         child = os.fork()
         if child == 0:
-            os.setgroups([])
-            os.setgid(65533)
-            os.setuid(65533)
-            os._exit(sum(1 << number for number, attempt in enumerate(tries) if not denied(attempt)))
+            try:
+                os.setgroups([])
+                os.setgid(65533)
+                os.setuid(65533)
+                os._exit(sum(1 << number for number, attempt in enumerate(tries) if not denied(attempt)))
+            finally:
+                os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert files.phase() is PagePhase.RUNNING
         assert files.account() is not None
