@@ -5,7 +5,7 @@ its process for ever when it does not fit, as the real one does.  Before every a
 it lets the neighbours allocate, free and end, so that whatever was looked up may be
 different a moment later.  The mover, the room, the leases and their files are real.
 
-    GPUSHARE_TEST_HISTORIES=10000 pytest tests/gpu/test_room.py
+    GPUSHARE_TEST_HISTORIES=10000 pytest tests/gpu/test_room.py -k poisons -s --timeout 0
 """
 
 from __future__ import annotations
