@@ -34,6 +34,7 @@ def test_a_checkpoint_that_fails_puts_every_process_back(ada: Machine) -> None:
     ada.sim.fault(Fault.CHECKPOINT_FAILS, pid=workers[1].pid)
     moved = ada.ask("suspend", lease="ada")
     assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
+    assert ada.of("ada")["phase"] == "running"  # at once, not when it is settled later
     assert [worker.do("check") for worker in workers] == ["ok"] * 3
     shown = ada.of("ada")
     assert (shown["phase"], shown["saved_bytes"]) == ("running", {})
