@@ -39,6 +39,16 @@ def size(fraction_milli: int, device_count: int, memory_bytes: int = 0, profile:
     return f"{fraction(fraction_milli)} GPU"
 
 
+# Who keeps the limit of a lease.
+LEVELS: Mapping[str, str] = {
+    "whole_gpu": "whole device",
+    "mig": "the hardware (MIG)",
+    "cgroup": "the driver",
+    "preload": "a library in each process, and a watchdog",
+    "hints": "nobody: frameworks are only asked",
+}
+
+
 def size_of(lease: Lease) -> str:
     """What a lease asks for (`size`)."""
     return size(lease.fraction_milli, lease.device_count, lease.memory_bytes, lease.profile)

@@ -41,7 +41,8 @@ from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
 from jupyter_gpushare.broker.listener import SHARE, Listener, connections_allowed
 from jupyter_gpushare.broker.loop import Loop
-from jupyter_gpushare.broker.pages import AdminPage
+from jupyter_gpushare.broker.overview import Overview
+from jupyter_gpushare.broker.pages import AdminPage, DecisionsCsv
 from jupyter_gpushare.broker.policy import Policy, parse_gpus, parse_project
 from jupyter_gpushare.broker.spawning import Spawning
 from jupyter_gpushare.broker.store import Store
@@ -371,13 +372,15 @@ class GPUShareBroker(Application):
     ) -> httpserver.HTTPServer:
         prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
-        terms = Terms(book)
+        terms, views = Terms(book), Views(book, forecast)
+        desk = Desk(book, loop.effects, forecast, terms)
         service = Service(
             book=book,
             terms=terms,
-            desk=Desk(book, loop.effects, forecast, terms),
+            desk=desk,
             spawning=Spawning(book, backend, loop.effects, terms),
-            views=Views(book, forecast),
+            views=views,
+            overview=Overview(book, desk, views.moments),
             access=Access(hub_auth, self._spawner_token(), backend),
             registry=metrics.registry(book),
             prefix=prefix,
@@ -392,6 +395,7 @@ class GPUShareBroker(Application):
                 (prefix + "oauth_callback", HubOAuthCallbackHandler),
                 (prefix + "metrics", Metrics, options),
                 (prefix + "?", AdminPage, options),
+                (prefix + "decisions.csv", DecisionsCsv, options),
                 (".*", NoSuchPath, options),
             ],
             cookie_secret=self._cookie_secret(),

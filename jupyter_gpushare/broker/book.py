@@ -25,6 +25,7 @@ from jupyter_gpushare.broker.balance import Balance
 from jupyter_gpushare.broker.decisions import Decisions
 from jupyter_gpushare.broker.lending import Lending
 from jupyter_gpushare.broker.live import Live, Wakes
+from jupyter_gpushare.broker.machine import Meter
 from jupyter_gpushare.broker.policy import Policy
 from jupyter_gpushare.broker.records import (
     ENDED,
@@ -98,6 +99,7 @@ class Book:
         self._sums_kept_at = clock()
         self.live: dict[str, Live] = {}
         self.wakes = Wakes()
+        self.meter = Meter(clock())
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.sampled_at = float("-inf")
@@ -185,7 +187,7 @@ class Book:
         await self.put_lease(record, *also, *self._count_lent(record.lease.devices))
 
     async def keep_sums(self, now: float) -> None:
-        """Store lags, and what was lent, now and then: a restart forgets minutes and not a day.
+        """Store lags, what was lent and what the GPUs did, now and then: a restart forgets minutes.
 
         Raises:
             StoreError: the database failed.
@@ -196,6 +198,8 @@ class Book:
         stored: list[Change] = [*self._count_lent()]
         if lags := self.balance.to_store():
             stored.append(lags)
+        if row := self.meter.row(now, self.iso_now()):
+            stored.append(row)
         if stored:
             await self.commit(*stored)
 

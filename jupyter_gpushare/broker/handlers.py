@@ -25,6 +25,7 @@ from jupyter_gpushare.broker import history
 from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access, Identity
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.desk import Desk
+from jupyter_gpushare.broker.overview import Overview
 from jupyter_gpushare.broker.rates import Rate
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.spawning import Spawning
@@ -57,6 +58,7 @@ class Service:
     desk: Desk
     spawning: Spawning
     views: Views
+    overview: Overview
     access: Access
     registry: prometheus_client.CollectorRegistry
     prefix: str

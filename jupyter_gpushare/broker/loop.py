@@ -20,13 +20,14 @@ from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import GONE_S, START_S, Effects, is_news
 from jupyter_gpushare.broker.live import Live
+from jupyter_gpushare.broker.machine import shares
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.broker.store import Change
 from jupyter_gpushare.core.model import Event, Grant, Requeue, Resume, State, Suspend
 from jupyter_gpushare.core.plan import Keeper
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, StoreError
 from jupyter_gpushare.gpu.verbs import Event as HelperEvent
-from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase
+from jupyter_gpushare.gpu.verbs import EventKind, LeaseSample, Phase, Sample
 from jupyter_gpushare.words import because_of
 
 log = logging.getLogger("gpushare.broker")
@@ -112,6 +113,7 @@ class Loop:
             record = book.leases.get(lease_id)
             if record is not None:
                 await self._note(record, book.live[lease_id], by_handle.pop(record.handle, None), now)
+        self._note_machine(sample)
         strays = []
         for orphan in by_handle.values():
             if orphan.alive or any(orphan.used_bytes.values()):
@@ -121,6 +123,13 @@ class Loop:
         await self._keep_clear(strays)
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await book.bump()
+
+    def _note_machine(self, sample: Sample) -> None:
+        book = self.book
+        usable = [device.uuid for device in snapshot.devices(book) if device.usable]
+        leases = (record.lease for record in book.leases.values())
+        share = shares(leases, usable, len(sample.devices) - len(usable))
+        book.meter.note(share, sample.devices)
 
     async def _keep_clear(self, strays: Sequence[LeaseSample]) -> None:
         """Grant nothing on devices of leases that live, but not in this database, until they end."""

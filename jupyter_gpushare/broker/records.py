@@ -121,6 +121,17 @@ class UsageRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUse:
+    """Means over the minutes before ``at`` (wall clock, UTC): numbers of GPUs."""
+
+    at: str
+    gpus: float  # all there are
+    held: float  # by sessions and jobs
+    busy: float  # measured utilization
+    lent: float  # held in the room of sleeping sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lags:
     """By how many GPU-seconds each project is behind its fair share (`core.ledger`)."""
 

@@ -23,6 +23,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,25 @@ from jupyter_gpushare.broker.records import (
     JobRecord,
     Lags,
     LeaseRecord,
+    MachineUse,
     ProjectOverride,
     UsageRecord,
 )
-from jupyter_gpushare.core.model import Kind, Lease, State, Survival
+from jupyter_gpushare.broker.tables import (
+    JOB_FIELDS,
+    decisions,
+    job_of,
+    jobs,
+    lease_of,
+    lease_row,
+    leases,
+    machine,
+    meta,
+    packed,
+    projects,
+    usage,
+)
+from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import StoreError
 
 # Decisions are for people to look back at; older ones are dropped.
@@ -50,128 +66,12 @@ MAX_DECISIONS = 100_000
 MAX_ENDED = 10_000
 # Days of use that are kept; a week is shown.
 MAX_USAGE_DAYS = 100
+# Days of what the machine's GPUs did.
+MAX_MACHINE_DAYS = 90
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # PostgreSQL advisory lock: the letters "gpus".
 _LOCK_KEY = 0x67707573
-
-metadata = sa.MetaData()
-
-meta = sa.Table(
-    "meta",
-    metadata,
-    sa.Column("key", sa.String(64), primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
-)
-leases = sa.Table(
-    "leases",
-    metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
-    sa.Column("project", sa.String(255), nullable=False),
-    sa.Column("kind", sa.String(16), nullable=False),
-    sa.Column("user", sa.String(255), nullable=False),
-    sa.Column("server", sa.String(255), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False, index=True),
-    sa.Column("fraction_milli", sa.Integer, nullable=False),
-    sa.Column("device_count", sa.Integer, nullable=False),
-    sa.Column("memory_bytes", sa.BigInteger, nullable=False),
-    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
-    sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
-    sa.Column("held_milli", sa.Integer, nullable=False),
-    sa.Column("priority", sa.Integer, nullable=False),
-    sa.Column("survival", sa.String(16), nullable=False),
-    sa.Column("borrow", sa.Boolean, nullable=False, server_default=sa.true()),
-    sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
-    sa.Column("queued_at", sa.Float, nullable=False),
-    sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),
-    sa.Column("granted_at", sa.Float, nullable=False),
-    sa.Column("keep_until_at", sa.Float, nullable=False),
-    sa.Column("borrowed", sa.Boolean, nullable=False),
-    sa.Column("lend_now", sa.Boolean, nullable=False),
-    sa.Column("suspendable", sa.Boolean, nullable=False),
-    sa.Column("saved_bytes", sa.BigInteger, nullable=False),
-    sa.Column("attained_gpu_s", sa.Float, nullable=False),
-    sa.Column("attained_at", sa.Float),  # null: not running
-    sa.Column("cancelled", sa.Boolean, nullable=False),
-    sa.Column("uid", sa.BigInteger, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=False),
-    sa.Column("since_at", sa.String(40), nullable=False),
-    sa.Column("entered_at", sa.Float, nullable=False),
-    sa.Column("why", sa.String(64), nullable=False),
-    sa.Column("requeue", sa.Boolean, nullable=False),
-    sa.Column("note", sa.Text, nullable=False),
-    sa.Column("suspend_reason", sa.Text, nullable=False),
-    sa.Column("limits", sa.Text, nullable=False),  # JSON: bytes per UUID
-    sa.Column("tries", sa.Integer, nullable=False),
-    sa.Index("leases_by_server", "user", "server"),
-)
-jobs = sa.Table(
-    "jobs",
-    metadata,
-    sa.Column("id", sa.String(32), primary_key=True),
-    sa.Column("user", sa.String(255), nullable=False, index=True),
-    sa.Column("project", sa.String(255), nullable=False),
-    sa.Column("name", sa.String(255), nullable=False),
-    sa.Column("command", sa.Text, nullable=False),  # JSON list
-    sa.Column("cwd", sa.Text),
-    sa.Column("env", sa.Text, nullable=False),  # JSON object
-    sa.Column("retries", sa.Integer, nullable=False),
-    sa.Column("grace_s", sa.Float, nullable=False),
-    sa.Column("request", sa.Text, nullable=False),
-    sa.Column("submitted_at", sa.String(40), nullable=False),
-    sa.Column("started_at", sa.String(40)),
-    sa.Column("ended_at", sa.String(40)),
-    sa.Column("result", sa.String(16), nullable=False),
-    sa.Column("exit_code", sa.Integer),
-    sa.Column("stopped", sa.Boolean, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("attempts", sa.Integer, nullable=False),
-    sa.Column("failures", sa.Integer, nullable=False),
-    sa.Column("preemptions", sa.Integer, nullable=False),
-    sa.Column("ran_s", sa.Float, nullable=False),
-    sa.Column("done", sa.Float),
-    sa.Column("total", sa.Float),
-    sa.Column("idempotency_key", sa.String(255)),
-    sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
-)
-decisions = sa.Table(
-    "decisions",
-    metadata,
-    sa.Column("seq", sa.Integer, primary_key=True),
-    sa.Column("at", sa.String(40), nullable=False),
-    sa.Column("lease", sa.String(64), nullable=False, index=True),
-    sa.Column("user", sa.String(255), nullable=False),
-    sa.Column("project", sa.String(255), nullable=False),
-    sa.Column("action", sa.String(32), nullable=False),
-    sa.Column("why", sa.String(64), nullable=False),
-    sa.Column("for_lease", sa.String(64)),
-    sa.Column("sentence", sa.Text, nullable=False),
-    sa.Index("decisions_by_user", "user", "at"),
-)
-projects = sa.Table(
-    "projects",
-    metadata,
-    sa.Column("name", sa.String(255), primary_key=True),
-    sa.Column("quota_milli", sa.Integer),
-    sa.Column("weight", sa.Integer),
-    sa.Column("limit_milli", sa.Integer),
-)
-
-usage = sa.Table(
-    "usage",
-    metadata,
-    sa.Column("day", sa.String(10), primary_key=True),
-    sa.Column("user", sa.String(255), primary_key=True),
-    sa.Column("project", sa.String(255), primary_key=True),
-    sa.Column("used_gpu_s", sa.Float, nullable=False),
-    sa.Column("lent_gpu_s", sa.Float, nullable=False),
-    sa.Column("saved_gib_s", sa.Float, nullable=False),
-)
-
-_JSON_COLUMNS = {"devices", "limits", "command", "env"}
-_LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
-_RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
-_JOB_FIELDS = tuple(f.name for f in fields(JobRecord))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,39 +87,7 @@ class Loaded:
     boot_id: str  # the boot that the stored monotonic moments belong to
 
 
-Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | Lags
-
-
-def _lease_row(record: LeaseRecord) -> dict[str, Any]:
-    row = {name: getattr(record.lease, name) for name in _LEASE_FIELDS}
-    row.update({name: getattr(record, name) for name in _RECORD_FIELDS})
-    return _packed(row)
-
-
-def _packed(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: json.dumps(v) if k in _JSON_COLUMNS else v for k, v in row.items()}
-
-
-def _unpacked(row: sa.RowMapping) -> dict[str, Any]:
-    return {str(k): json.loads(v) if k in _JSON_COLUMNS else v for k, v in row.items()}
-
-
-def _lease(row: sa.RowMapping) -> LeaseRecord:
-    values = _unpacked(row)
-    mine = {name: values[name] for name in _LEASE_FIELDS}
-    mine.update(
-        kind=Kind(mine["kind"]),
-        state=State(mine["state"]),
-        survival=Survival(mine["survival"]),
-        devices=tuple(mine["devices"]),
-    )
-    return LeaseRecord(lease=Lease(**mine), **{name: values[name] for name in _RECORD_FIELDS})
-
-
-def _job(row: sa.RowMapping) -> JobRecord:
-    values = _unpacked(row)
-    values["command"] = tuple(values["command"])
-    return JobRecord(**values)
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | MachineUse | Lags
 
 
 class Store:
@@ -315,11 +183,11 @@ class Store:
         recent = jobs.select().order_by(jobs.c.submitted_at.desc())
         with self._engine.connect() as connection:
             return Loaded(
-                leases=tuple(_lease(row) for row in connection.execute(living).mappings()),
+                leases=tuple(lease_of(row) for row in connection.execute(living).mappings()),
                 jobs=tuple(
-                    [_job(r) for r in connection.execute(recent.where(jobs.c.result == "")).mappings()]
+                    [job_of(r) for r in connection.execute(recent.where(jobs.c.result == "")).mappings()]
                     + [
-                        _job(r)
+                        job_of(r)
                         for r in connection.execute(recent.where(jobs.c.result != "").limit(1000)).mappings()
                     ]
                 ),
@@ -349,6 +217,27 @@ class Store:
         query = query.order_by(decisions.c.seq.desc()).limit(1000)
         rows = await self._read(query)
         return tuple(DecisionRecord(**row) for row in reversed(rows))
+
+    async def decisions_before(self, seq: int, user: str | None, limit: int) -> tuple[DecisionRecord, ...]:
+        """Return decisions about a user's leases (None: all) that are older than ``seq``, newest first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        query = decisions.select().where(decisions.c.seq < seq)
+        if user is not None:
+            query = query.where(decisions.c.user == user)
+        rows = await self._read(query.order_by(decisions.c.seq.desc()).limit(limit))
+        return tuple(DecisionRecord(**row) for row in rows)
+
+    async def machine_since(self, at: str) -> tuple[MachineUse, ...]:
+        """Return what the machine's GPUs did since a moment (ISO 8601, UTC), oldest first.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        rows = await self._read(machine.select().where(machine.c.at >= at).order_by(machine.c.at))
+        return tuple(MachineUse(**row) for row in rows)
 
     async def helped(self, user: str, since: str) -> int:
         """Return how many other leases the user's were put to sleep for since a moment (ISO 8601).
@@ -381,7 +270,7 @@ class Store:
         """
         wanted = jobs.select().where(jobs.c.id == job_id)
         rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
-        return _job(rows[0]) if rows else None
+        return job_of(rows[0]) if rows else None
 
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
         """Return the job that a user submitted under an idempotency key, however long ago.
@@ -391,7 +280,7 @@ class Store:
         """
         mine = jobs.select().where(jobs.c.user == user, jobs.c.idempotency_key == key)
         rows = await self._read(mine)
-        return _job(rows[0]) if rows else None
+        return job_of(rows[0]) if rows else None
 
     # ---- writing -------------------------------------------------------------
 
@@ -441,9 +330,9 @@ class Store:
                 cls._write_meta(connection, "lags", json.dumps(change.gpu_s))
                 return
             case LeaseRecord():
-                table, row, key = leases, _lease_row(change), "id"
+                table, row, key = leases, lease_row(change), "id"
             case JobRecord():
-                table, row, key = jobs, _packed({n: getattr(change, n) for n in _JOB_FIELDS}), "id"
+                table, row, key = jobs, packed({n: getattr(change, n) for n in JOB_FIELDS}), "id"
             case DecisionRecord():
                 connection.execute(
                     decisions.insert().values({f.name: getattr(change, f.name) for f in fields(change)})
@@ -461,6 +350,11 @@ class Store:
                     connection.execute(usage.insert().values(row))
                     _forget_days(connection)
                 return
+            case MachineUse():
+                connection.execute(
+                    machine.delete().where(machine.c.at <= _days_before(change.at, MAX_MACHINE_DAYS))
+                )
+                table, row, key = machine, {f.name: getattr(change, f.name) for f in fields(change)}, "at"
             case ProjectOverride():
                 row = {f.name: getattr(change, f.name) for f in fields(change)}
                 table, key = projects, "name"
@@ -487,6 +381,11 @@ def _brief(error: sa.exc.SQLAlchemyError) -> str:
     """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
     cause = getattr(error, "orig", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def _days_before(at: str, days: int) -> str:
+    before = datetime.fromisoformat(at) - timedelta(days=days)
+    return before.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _forget_days(connection: Connection) -> None:

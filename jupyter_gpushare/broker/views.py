@@ -44,8 +44,8 @@ class Views:
     def __init__(self, book: Book, forecast: Forecast) -> None:
         self.book = book
         self.forecast = forecast
-        self._moments = Moments(book)
-        self._facts = Facts(book, self._moments, forecast)
+        self.moments = Moments(book)
+        self._facts = Facts(book, self.moments, forecast)
 
     # ---- leases --------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Views:
             facts = self._facts.of(record)
             state, reason = _JOB_STATES[record.state], words.sentence(facts)
             if record.state is State.PENDING:
-                position = self._moments.now().position.get(record.id)
+                position = self.moments.now().position.get(record.id)
             if record.state is State.RUNNING:
                 ran_s += max(0.0, self.book.clock() - record.entered_at)
         request = wire.decode(job.request.encode(), wire.JobRequest)
@@ -186,7 +186,7 @@ class Views:
     def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
         """Return the projects of a user, or all."""
         names = self.book.policy.projects_of(groups)
-        moment = self._moments.now()
+        moment = self.moments.now()
         cluster, borrowed, uses = moment.cluster, moment.borrowed, moment.uses
         return [
             wire.ProjectUse(
@@ -212,7 +212,7 @@ class Views:
 
     def offers(self, groups: Sequence[str], project: str) -> wire.Offers:
         """Return what a session of ``project`` could get now."""
-        worked, book = self._moments.now(), self.book
+        worked, book = self.moments.now(), self.book
         names = book.policy.projects_of(groups)
         known = bool(worked.cluster.devices) and book.clock() - book.sampled_at <= STALE_S
         offers = (
@@ -270,7 +270,7 @@ class Views:
 
     def devices(self) -> wire.Devices:
         """Return the devices, measured, with what is held and claimed of each."""
-        book, cluster = self.book, self._moments.now().cluster
+        book, cluster = self.book, self.moments.now().cluster
         inventory, sample = book.inventory, book.sample
         if inventory is None:
             return wire.Devices(

@@ -14,7 +14,8 @@ from jupyter_gpushare import wire
 from jupyter_gpushare.broker import metrics, openapi
 from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access
 from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
-from jupyter_gpushare.broker.pages import AdminPage
+from jupyter_gpushare.broker.overview import Overview
+from jupyter_gpushare.broker.pages import AdminPage, DecisionsCsv
 from tests.broker.site import Site
 
 PREFIX = "/services/gpushare/"
@@ -82,6 +83,7 @@ class Http:
             desk=self.broker.desk,
             spawning=self.broker.spawning,
             views=self.broker.views,
+            overview=Overview(self.broker.book, self.broker.desk, self.broker.views.moments),
             access=Access(auth, SPAWNER, self.broker.backend),
             registry=metrics.registry(self.broker.book),
             prefix=PREFIX,
@@ -95,6 +97,7 @@ class Http:
                     *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
                     (PREFIX + "metrics", Metrics, options),
                     (PREFIX + "?", AdminPage, options),
+                    (PREFIX + "decisions.csv", DecisionsCsv, options),
                     (".*", NoSuchPath, options),
                 ],
                 cookie_secret=b"secret",

@@ -22,7 +22,8 @@ from jupyter_gpushare.broker.records import (
     ProjectOverride,
     UsageRecord,
 )
-from jupyter_gpushare.broker.store import Store, metadata
+from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.tables import metadata
 from jupyter_gpushare.core.model import Kind, Lease, State, Survival
 from jupyter_gpushare.errors import StoreError
 

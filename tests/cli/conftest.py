@@ -31,7 +31,7 @@ def _environment(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    monkeypatch.setattr(cli, "POLL_S", 0.02)
+    monkeypatch.setattr(cli.verbs, "POLL_S", 0.02)
     monkeypatch.setattr("jupyter_gpushare.client._PAUSE_S", 0.02)
 
 

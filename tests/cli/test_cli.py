@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare import cli
+from jupyter_gpushare import cli, wire
 
 LOG_PLACE = ".local/share/gpushare/jobs"
 
@@ -192,8 +192,8 @@ def test_refusal_has_exit_code_1_and_the_brokers_sentence(gpushare, broker, gold
     ran = gpushare("submit", "--", "x")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err == "gpushare: No half GPU is free just now; a quarter GPU would start now.\n"
-    assert cli.wire.decode(gpushare("submit", "--json", "--", "x").err.encode(), cli.wire.ErrorAnswer) == (
-        cli.wire.ErrorAnswer(**golden("error"))
+    assert wire.decode(gpushare("submit", "--json", "--", "x").err.encode(), wire.ErrorAnswer) == (
+        wire.ErrorAnswer(**golden("error"))
     )
 
 
@@ -257,7 +257,7 @@ def test_logs_keep_bytes_as_they_are_and_json_is_a_line_each(gpushare, broker, g
     log_of(tmp_path, 1).write_text("one\ntwo ä\nno end")
     assert gpushare("logs", "k3v9m2x7qa").out == "one\ntwo ä\nno end"
     lines = gpushare("logs", "--json", "k3v9m2x7qa").out.splitlines()
-    assert [cli.wire.json.loads(line)["line"] for line in lines] == ["one", "two ä", "no end"]
+    assert [wire.json.loads(line)["line"] for line in lines] == ["one", "two ä", "no end"]
 
 
 def test_logs_follow_over_attempts_until_the_job_ends(gpushare, broker, golden, tmp_path):

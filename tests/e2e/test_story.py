@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, Kernel, Person, Refused, until
 
 GB = 1 << 30
+AXE = Path(__file__).parents[2] / "jupyter_gpushare/ui/node_modules/axe-core/axe.min.js"
 ALLOCATE = """
 from jupyter_gpushare import demo_gpu
 gpu = demo_gpu.open()
@@ -259,10 +260,34 @@ def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
     assert "gpushare submit" in answer.json()["message"]
 
 
-def test_only_an_admin_changes_a_quota(hub: DemoHub) -> None:
+@pytest.mark.browser
+@pytest.mark.timeout(300)
+def test_only_an_admin_changes_a_quota(hub: DemoHub, chromium: Chromium) -> None:
     admin, ada = hub.person("admin"), hub.person("ada")
     with pytest.raises(Refused, match="403"):
         ada.ask("projects/vision", "PUT", json={"quota": 2})
     changed = {p["name"]: p for p in admin.ask("projects/vision", "PUT", json={"quota": 1.5})["projects"]}
     assert (changed["vision"]["quota_milli"], changed["vision"]["overridden"]) == (1500, True)
     assert (changed["nlp"]["quota_milli"], changed["nlp"]["overridden"]) == (1000, False)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        page = browser.new_page()
+        page.goto(f"{hub.url}/services/gpushare/")
+        page.get_by_label("Username").fill("admin")
+        page.get_by_label("Password").fill("any")
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_role("link", name="Change project nlp").click()
+        page.get_by_label("guaranteed GPUs").fill("0.5")
+        page.get_by_role("button", name="Save").click()
+        expect(page.get_by_role("row", name="nlp 0.5 (changed)")).to_be_visible(timeout=60_000)
+        # What another site has the browser send lacks the token that is in the form.
+        form = {"project": "nlp", "quota": "0"}
+        assert page.request.post(f"{hub.url}/services/gpushare/", form=form).status in (401, 403)
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("axe.run()")["violations"]
+        assert not [v["id"] for v in found if v["impact"] in ("serious", "critical")]
+        browser.close()
+    uses = {p["name"]: p["quota_milli"] for p in admin.ask("projects")["projects"]}
+    assert uses == {"vision": 1500, "nlp": 500}

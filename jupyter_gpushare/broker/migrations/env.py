@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from jupyter_gpushare.broker.store import metadata
+from jupyter_gpushare.broker.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True

@@ -1,0 +1,69 @@
+"""The command line: ``gpushare status``, ``submit``, ``jobs``, ``logs``, ...
+
+Exit codes: 0 done, 1 refused (or the job did not succeed) with a reason,
+2 usage, 3 the broker does not answer.  What was asked for goes to standard
+output, everything else to standard error.  With ``--json`` both are JSON.
+
+Verbs that talk to the broker need its address and a token: from ``--url`` and
+``--token``, else from the environment that the Hub's spawner gives to every
+server.  Start-up stays light: what a verb needs is imported by that verb.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from jupyter_gpushare.cli.output import complain
+from jupyter_gpushare.cli.parser import parser, split_command
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, EXIT_UNREACHABLE, broker_url
+from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
+
+__all__ = ["broker_url", "main"]
+
+EXIT_INTERRUPTED = 130  # as shells count SIGINT
+
+# Verbs with command lines of their own.
+SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
+        "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
+        "helper": ("jupyter_gpushare.gpu.helper", "run the device helper of a GPU machine"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code (see the module's text)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in SERVICES:
+        module = importlib.import_module(SERVICES[words[0]][0])
+        return int(module.main(words[1:]) or EXIT_OK)
+    words, command = split_command(words)
+    args = parser(SERVICES).parse_args(words)
+    if command is not None:
+        if args.command:
+            args.parser.error(
+                f"{args.command[0]!r} stands before --; options come first, then -- and the command"
+            )
+        args.command = command
+    try:
+        return int(args.run(args))
+    except RequestError as error:
+        complain(args, error.status, error.reason, str(error))
+        return EXIT_REFUSED
+    except BrokerUnavailable as error:
+        complain(args, error.status, "unreachable", str(error))
+        return EXIT_UNREACHABLE
+    except GpuShareError as error:
+        complain(args, 500, "failed", str(error))
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK

@@ -1,0 +1,270 @@
+"""The verbs of the command line that talk to the broker; each returns an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import uuid
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from jupyter_gpushare import wire
+from jupyter_gpushare.cli.output import (
+    clean,
+    gpus,
+    line,
+    note,
+    print_job,
+    print_jobs,
+    print_json,
+    print_table,
+)
+from jupyter_gpushare.errors import BrokerUnavailable
+from jupyter_gpushare.joblog import ENDED
+from jupyter_gpushare.words import gigabytes
+
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import SyncBrokerClient
+
+EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
+
+API_PATH = "/services/gpushare/api/v1"
+
+# A broker that restarts is back within seconds; one that is upgraded within minutes.
+PATIENCE_S = 300.0
+POLL_S = 1.0
+
+
+def broker_url(given: str) -> str:
+    """Return the base of the broker's API for what a user gave: that, or the Hub's address."""
+    url = given.rstrip("/")
+    if url.endswith("/api/v1"):
+        return url
+    return url + ("/api/v1" if url.endswith("/services/gpushare") else API_PATH)
+
+
+def _token(args: argparse.Namespace) -> str:
+    return args.token or os.environ.get("GPUSHARE_API_TOKEN") or os.environ.get("JUPYTERHUB_API_TOKEN", "")
+
+
+def _connect(args: argparse.Namespace) -> SyncBrokerClient:
+    from jupyter_gpushare.client import SyncBrokerClient
+
+    url = args.url or os.environ.get("GPUSHARE_API_URL", "")
+    if urlsplit(url).scheme not in ("http", "https"):
+        args.parser.error(
+            f"{url!r} is not the address of a broker: give --url http://... or set GPUSHARE_API_URL"
+            if url
+            else "no broker address: give --url, or set GPUSHARE_API_URL (servers of the Hub have it)"
+        )
+    token = _token(args)
+    if not token:
+        args.parser.error(
+            "no token: give --token, or set GPUSHARE_API_TOKEN (make one on the Hub's token page)"
+        )
+    return SyncBrokerClient(broker_url(url), token)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Print my GPUs, projects and jobs."""
+    with closing(_connect(args)) as client:
+        status = client.get("status", wire.Status)
+    if args.json:
+        print_json(status)
+        return EXIT_OK
+    if not status.leases:
+        print("No GPU is held.")
+    for lease in status.leases:
+        where = "" if lease.server == "" else f" ({lease.server})"
+        used = f"{gigabytes(lease.memory_used_bytes)} of {gigabytes(lease.memory_limit_bytes)}"
+        print(
+            clean(
+                f"{lease.size}{where}  {used}  {lease.badge}  project {lease.project}, held by {lease.level}"
+            )
+        )
+        print(clean(f"  {lease.sentence}"))
+    if not status.devices_known:
+        print("The device helper does not answer: memory figures may be old.")
+    if status.projects:
+        print()
+        print_table(
+            ["PROJECT", "GUARANTEED", "IN USE", "BORROWED", "LENT", "IN RAM", "WAITING"],
+            [
+                [
+                    p.name,
+                    *map(gpus, (p.quota_milli, p.in_use_milli, p.borrowed_milli, p.lent_milli)),
+                    gigabytes(p.saved_bytes) if p.saved_bytes else "-",
+                    str(p.waiting),
+                ]
+                for p in status.projects
+            ],
+        )
+    unfinished = [job for job in status.jobs if job.state not in ENDED]
+    if unfinished:
+        print()
+        print_jobs(unfinished)
+    return EXIT_OK
+
+
+def jobs(args: argparse.Namespace) -> int:
+    """Print my training jobs."""
+    with closing(_connect(args)) as client:
+        answer = client.get("jobs", wire.JobList, params={"limit": args.limit})
+    if args.json:
+        print_json(answer)
+    elif answer.jobs:
+        print_jobs(answer.jobs)
+    else:
+        print("No jobs.  `gpushare submit -- COMMAND` queues one.")
+    return EXIT_OK
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Queue a job; wait for its end if that was asked for."""
+    if not args.command or not args.command[0]:
+        args.parser.error("what is to run?  Put it behind --, like: gpushare submit -- python train.py")
+    request = wire.JobRequest(
+        command=args.command,
+        gpus=args.gpus if args.gpus is not None else "1",
+        memory=args.memory,
+        profile=args.profile,
+        project=args.project,
+        name=args.name,
+        checkpoint=args.checkpoint,
+        borrow=args.borrow,
+        notify=args.notify,
+        cwd=_working_directory(args),
+        env=dict(args.env),
+        priority=args.priority,
+        retries=args.retries,
+        grace_s=args.grace,
+    )
+    with closing(_connect(args)) as client:
+        # The key makes a repeated request the same job.
+        job = client.post("jobs", request, wire.Job, key=uuid.uuid4().hex)
+        if args.wait:
+            note(line(job))
+            job = _wait(client, job)
+    print_job(args, job)
+    return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
+
+
+def _working_directory(args: argparse.Namespace) -> str:
+    """Return the absolute directory; inside a server of the Hub it must exist (usage error)."""
+    try:
+        path = Path.cwd() / Path(args.cwd or ".").expanduser()
+    except (OSError, RuntimeError) as error:
+        args.parser.error(f"the directory to run in cannot be told ({error}); give --cwd with a whole path")
+    # From elsewhere it is a directory of another machine, which the runner checks.
+    here = args.cwd is None or "JUPYTERHUB_USER" in os.environ or not Path(args.cwd).is_absolute()
+    if here and not path.is_dir():
+        args.parser.error(f"there is no directory {str(path)!r} to run in")
+    return os.path.normpath(path)
+
+
+def _wait(client: SyncBrokerClient, job: wire.Job) -> wire.Job:
+    """Return the job once it has ended; says on standard error what happens to it."""
+    try:
+        while job.state not in ENDED:
+            time.sleep(POLL_S)
+            before, job = job, _patiently(client, job.id)
+            if (job.state, job.reason) != (before.state, before.reason):
+                note(line(job))
+    except KeyboardInterrupt:
+        note(f"The job goes on; `gpushare cancel {job.id}` stops it.")
+        raise
+    return job
+
+
+def _patiently(client: SyncBrokerClient, job_id: str) -> wire.Job:
+    """Return the job as it is now, waiting for a broker that is away for `PATIENCE_S` at most."""
+    until = time.monotonic() + PATIENCE_S
+    told = False
+    while True:
+        try:
+            return client.get(f"jobs/{job_id}", wire.Job)
+        except BrokerUnavailable as error:
+            if time.monotonic() >= until:
+                raise
+            if not told:
+                note(f"{error}; the job goes on, asking again")
+                told = True
+        time.sleep(POLL_S)
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print what a job printed."""
+    from jupyter_gpushare import joblog
+
+    job_id = _job_id(args)
+    with closing(_connect(args)) as client:
+        try:
+            job = client.get(f"jobs/{job_id}", wire.Job)
+        except BrokerUnavailable as error:
+            if not joblog.directory(job_id).is_dir():
+                raise
+            note(f"{error}; showing what is there")
+            job = None
+        hub_url = _hub_url(client.url)
+        source = joblog.source(job_id, job, hub_url=hub_url, token=_token(args), only=args.attempt)
+        printer = joblog.Printer(args.json)
+        while True:
+            # The state is older than what is read: what an ended job printed is all there.
+            follows = args.follow and source.job is not None and source.job.state not in ENDED
+            if not printer.print(source.read_on()):
+                if not follows:
+                    break
+                time.sleep(POLL_S)
+            if follows:
+                source.job = _patiently(client, job_id)
+    printer.finish()
+    if source.job is not None and (args.follow or not printer.attempts):
+        note(line(source.job))
+    return EXIT_OK
+
+
+def _hub_url(api_url: str) -> str:
+    """Return the address of the Hub's proxy, if the broker is reached through it; else ""."""
+    return api_url.removesuffix(API_PATH) if api_url.endswith(API_PATH) else ""
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Take a job out of the queue, or stop it."""
+    job_id = _job_id(args)
+    with closing(_connect(args)) as client:
+        job = client.delete(f"jobs/{job_id}", wire.Job, repeatable=True)
+    print_job(args, job)
+    return EXIT_OK
+
+
+def _job_id(args: argparse.Namespace) -> str:
+    """Return the id, which becomes part of an address and of a path."""
+    given = str(args.id)
+    if not (given.isascii() and given.isalnum() and len(given) <= 40):
+        args.parser.error(f"{given[:60]!r} is not the id of a job; `gpushare jobs` lists them")
+    return given
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Check that GPUs, limits and the broker work here."""
+    from jupyter_gpushare import doctor
+
+    url = args.url or os.environ.get("GPUSHARE_API_URL", "")
+    checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
+    if args.json:
+        print_json({"ok": not any(c.result is doctor.Result.FAIL for c in checks), "checks": checks})
+    else:
+        width = max(len(c.name) for c in checks)
+        for check in checks:
+            print(clean(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
+            if check.advice:
+                print(clean(f"      {'':<{width}}  -> {check.advice}"))
+    if any(c.name == "broker" and c.result is doctor.Result.FAIL and url for c in checks):
+        return EXIT_UNREACHABLE
+    return EXIT_REFUSED if any(c.result is doctor.Result.FAIL for c in checks) else EXIT_OK
+
+
+# ---- what people see ---------------------------------------------------------
