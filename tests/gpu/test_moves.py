@@ -288,3 +288,14 @@ def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
     assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     Hindrances.failed(lease, (3, 4), "another process")  # type: ignore[arg-type]
     assert lease.hindered[3, 4].wait_s == 60
+
+
+def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    saved = machine.ask("suspend", lease="ada")["bytes"]
+    assert sum(machine.of("ada")["saved_bytes"].values()) == saved
+    worker.kill()
+    until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == 0, "nothing is kept for the dead")
+    assert machine.ask("sample")["host_saved_bytes"] == 0
+    assert machine.of("ada")["phase"] == "suspended"
