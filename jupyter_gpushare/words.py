@@ -331,7 +331,8 @@ def decision(facts: DecisionFacts) -> str:
 def starts_in(low_s: float, likely_s: float, high_s: float) -> str:
     """A start that nobody can promise: ``Starts in about 25 min (10-50).``, one unit for all three."""
     size, unit = next(
-        ((size, unit) for size, unit in ((60, "min"), (3600, "h")) if likely_s < 90 * size), (86_400, "days")
+        ((size, unit) for size, unit in ((1, "s"), (60, "min"), (3600, "h")) if likely_s < 90 * size),
+        (86_400, "days"),
     )
     low, likely, high = (max(1, round(s / size)) for s in (low_s, likely_s, high_s))
     return f"Starts in about {likely} {unit} ({low}-{high})."

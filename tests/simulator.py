@@ -125,6 +125,10 @@ class Simulator:
         if self._attached().gpushare_sim_fault(int(kind), pid, device, count, value):
             raise ValueError(f"no such fault: {kind} pid={pid} device={device}")
 
+    def faults_left(self) -> int:
+        """How many faults wait to strike."""
+        return int(self._attached().gpushare_sim_faults_left())
+
     def clear_faults(self) -> None:
         """Nothing goes wrong any more; a lost device is back, a call that hangs returns."""
         self._attached().gpushare_sim_clear_faults()

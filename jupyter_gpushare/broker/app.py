@@ -148,7 +148,7 @@ class GPUShareBroker(Application):
         help="With order backfill: seconds of waiting after which nobody overtakes a job; None: never.",
     ).tag(config=True)
     catch_up = Float(
-        3_600.0,
+        1_800.0,
         allow_none=True,
         help="Seconds in which a project with waiting jobs gets what it lags behind its fair share. Shorter "
         "keeps shares closer over a day and preempts more; None: shares are kept at each moment only.",

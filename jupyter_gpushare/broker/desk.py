@@ -17,7 +17,7 @@ from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
 from jupyter_gpushare.broker.forecast import Forecast
-from jupyter_gpushare.broker.job_request import check_job, job_lease, job_size, job_spec
+from jupyter_gpushare.broker.job_request import check_job, default_name, job_lease, job_size, job_spec
 from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, random_id
 from jupyter_gpushare.broker.terms import Terms
 from jupyter_gpushare.core.explain import check_request, explain
@@ -91,7 +91,7 @@ class Desk:
             id=job_id,
             user=user,
             project=project,
-            name=request.name or request.command[0].rsplit("/", 1)[-1][:60],
+            name=request.name or default_name(request.command),
             command=tuple(request.command),
             cwd=request.cwd,
             env=request.env,

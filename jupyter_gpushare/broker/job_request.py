@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from jupyter_gpushare import wire
@@ -13,6 +14,19 @@ from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Survival
 from jupyter_gpushare.errors import InvalidRequest
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+# What runs the program that is named behind them.
+_RUNS_ANOTHER = re.compile(r"(python|pypy)[0-9.]*|ba?sh|sh|zsh|torchrun|accelerate|env|time|nice")
+
+
+def default_name(command: Sequence[str]) -> str:
+    """Return what people would call a command: ``train.py`` for ``python train.py --lr 1``."""
+    words = [word.rstrip("/").rsplit("/", 1)[-1] for word in command]
+    name = words[0]
+    if _RUNS_ANOTHER.fullmatch(name):
+        name = next((word for word in words[1:] if word and not word.startswith("-")), name)
+    return name[:60]
 
 
 def check_job(request: wire.JobRequest) -> None:

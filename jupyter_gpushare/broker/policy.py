@@ -57,7 +57,7 @@ class Policy:
     preempt_cost_s: float = 30.0
     guard_s: float | None = 14 * 86_400.0
     skip_wait_s: float | None = 86_400.0
-    catch_up_s: float | None = 3_600.0
+    catch_up_s: float | None = 1_800.0
     grace_s: float = 30.0
     max_grace_s: float = 120.0
     min_fraction_milli: int = 1

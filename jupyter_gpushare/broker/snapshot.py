@@ -8,7 +8,8 @@ from dataclasses import replace
 from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.records import LeaseRecord
 from jupyter_gpushare.core.idle import adaptive_timeout_s
-from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, Device, Lease, Project
+from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, Device, Lease, Project, State
+from jupyter_gpushare.gpu.verbs import Phase
 
 # Shorter pauses between CUDA calls are not idleness.
 _ACTIVE_S = 2.0
@@ -71,8 +72,11 @@ def measured(book: Book, record: LeaseRecord, now: float) -> Lease:
     """Return a lease with what is measured about it filled in."""
     live, lease = book.live[record.id], record.lease
     sample = live.sample
+    # A process that ended in its sleep keeps nothing, whatever was saved.
+    asleep = sample is not None and sample.phase is Phase.SUSPENDED and lease.state is State.SUSPENDED
     return replace(
         lease,
+        saved_bytes=sum(sample.saved_bytes.values()) if sample and asleep else lease.saved_bytes,
         used_bytes=sum(sample.used_bytes.values()) if sample else 0,
         idle_since_at=idle_since(book, record, now),
         wanted=live.wanted,

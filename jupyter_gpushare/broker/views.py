@@ -22,6 +22,7 @@ from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.model import (
     HOLDS_ROOM,
     WHOLE_GPU,
+    Kind,
     Lease,
     State,
 )
@@ -201,7 +202,10 @@ class Views:
                 lent_milli=round(moment.lent_milli.get(project.name, 0.0)),
                 fair_share_milli=uses[project.name].fair_share_milli,
                 waiting=sum(
-                    1 for x in cluster.leases if x.project == project.name and x.state is State.PENDING
+                    1
+                    for x in cluster.leases
+                    if x.project == project.name
+                    and (x.state is State.PENDING or (x.state is State.SUSPENDED and x.kind is Kind.TRAIN))
                 ),
                 overridden=project.name in self.book.overrides,
                 saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),

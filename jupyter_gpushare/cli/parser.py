@@ -87,9 +87,7 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
     size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
-    submit.add_argument(
-        "--project", metavar="P", help="whose quota it uses (default: yours, if there is one)"
-    )
+    submit.add_argument("--project", metavar="P", help="whose quota it uses (default: the first of yours)")
     submit.add_argument("--name", metavar="N", help="for people (default: from the command)")
     submit.add_argument(
         "--checkpoint",

@@ -148,7 +148,7 @@ def submit(args: argparse.Namespace) -> int:
         if args.wait:
             note(line(job))
             job = _wait(client, job)
-    print_job(args, job)
+    print_job(args, job)  # the one line of standard output
     return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
 
 
@@ -171,7 +171,7 @@ def _wait(client: SyncBrokerClient, job: wire.Job) -> wire.Job:
         while job.state not in ENDED:
             time.sleep(POLL_S)
             before, job = job, _patiently(client, job.id)
-            if (job.state, job.reason) != (before.state, before.reason):
+            if job.state not in ENDED and (job.state, job.reason) != (before.state, before.reason):
                 note(line(job))
     except KeyboardInterrupt:
         note(f"The job goes on; `gpushare cancel {job.id}` stops it.")

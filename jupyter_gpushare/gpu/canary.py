@@ -276,9 +276,10 @@ def _answer(child: subprocess.Popen[bytes], timeout_s: float, first: str, words:
     assert child.stdout is not None
     deadline = time.monotonic() + timeout_s
     line = b""
+    poll = select.poll()  # select() takes no descriptor beyond 1023
+    poll.register(child.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
             raise _Failed(f"the child did not answer within {timeout_s:g} s")
         more = os.read(child.stdout.fileno(), 4096)
         if not more:

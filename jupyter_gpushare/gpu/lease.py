@@ -111,6 +111,16 @@ class Lease:
                 total[uuid] = total.get(uuid, 0) + count
         return total
 
+    @property
+    def kept_bytes(self) -> dict[str, int]:
+        """The part of `saved_bytes` whose processes still live, as the last sample found them."""
+        living = {process.key for process in self.processes}
+        total: dict[str, int] = {}
+        for key, parked in list(self.parked.items()):
+            for uuid, count in parked.saved_bytes.items():
+                total[uuid] = total.get(uuid, 0) + (count if key in living else 0)
+        return total
+
     def enter(self, phase: Phase) -> Phase:
         """Change the phase and the limit page; returns the phase before.
 

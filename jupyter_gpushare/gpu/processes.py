@@ -16,7 +16,13 @@ environment, it never joins another user's lease.
 
 A pid is never trusted: a process is (pid, start time), held open by a pidfd.
 A pidfd that polls readable is an exit, zombies included, so that an exit is
-noticed without looking at anything.
+noticed without looking at anything.  Half of the descriptors that the helper may
+open are for that: of who starts more processes the others are looked at in each
+scan, and nobody can use up what the rest of the helper needs.
+
+"Not found" and "could not look" are different answers.  A process that could not
+be looked at for want of descriptors or memory has not ended, so that raises
+`OSError`, and whoever asked does nothing.
 
 Looking at all processes must be cheap, because it is done every second: the
 names and inodes in /proc are one directory read; only a (pid, inode) that is new
@@ -27,9 +33,11 @@ and get its environment later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import threading
@@ -38,14 +46,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..errors import HelperError
+
 log = logging.getLogger(__name__)
 
 MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
+CGROUPS = "/sys/fs/cgroup"
 # A larger environment can hide the mark from us; the process tree still finds it.
 ENVIRON_BYTES = 256 << 10
 
+_COULD_NOT_LOOK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
 _KERNEL = re.compile(rb"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
@@ -74,7 +86,20 @@ class Processes:
     """All processes of this machine by lease; one reader at a time."""
 
     def __init__(self, leases: Path) -> None:
-        """``leases`` is where the directories of this helper's leases are."""
+        """``leases`` is where the directories of this helper's leases are.
+
+        Raises:
+            HelperError: the kernel gives no pidfds (kind ``kernel``).
+        """
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            raise HelperError(
+                "kernel",
+                f"processes cannot be held by a pidfd here ({error.strerror}): "
+                "that needs Linux 5.3 or newer, and a container that allows pidfd_open",
+            ) from None
+        self._most_held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         # Both ways to write it; what a process says is never looked up, which may take for ever.
         self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
@@ -116,7 +141,9 @@ class Processes:
         if pidfd is None:
             return False
         try:
-            return not select.select([pidfd], [], [], 0)[0]
+            poll = select.poll()  # select() takes no descriptor beyond 1023
+            poll.register(pidfd, select.POLLIN)
+            return not poll.poll(0)
         finally:
             os.close(pidfd)
 
@@ -193,9 +220,11 @@ class Processes:
         return replace(process, lease=process.carries or inherited)
 
     def _hold(self, key: tuple[int, int]) -> bool:
-        """Hold a process open and watch for its exit; False when it has ended."""
+        """Hold a process open and watch for its exit, while there is room; False when it has ended."""
         if key in self._pidfds:
             return True
+        if len(self._pidfds) >= self._most_held:
+            return _lives(key)
         pidfd = self._open(key)
         if pidfd is None:
             return False
@@ -220,10 +249,17 @@ class Processes:
         pid, start_ticks = key
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:
+        except OSError as error:
+            if error.errno in _COULD_NOT_LOOK:
+                raise
             return None
         # The pidfd holds the process first, then its start time says which it is.
-        if start_of(pid) != start_ticks:
+        try:
+            is_it = start_of(pid) == start_ticks
+        except OSError:
+            os.close(pidfd)
+            raise
+        if not is_it:
             os.close(pidfd)
             return None
         return pidfd
@@ -244,6 +280,15 @@ def start_of(pid: int) -> int:
     return int(fields[19]) if fields else -1
 
 
+def _lives(key: tuple[int, int]) -> bool:
+    """Whether this very process has not ended (a zombie has), by looking."""
+    fields = _stat(key[0])
+    if not fields or int(fields[19]) != key[1]:
+        return False
+    # proc(5): state, and num_threads: a leader may end before the other threads.
+    return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
+
+
 def boot_id() -> str:
     """A word that is another after every boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -251,19 +296,19 @@ def boot_id() -> str:
 
 
 def room_in_cgroup(pid: int) -> int | None:
-    """How many bytes the process's cgroup (v2) may still take; None without a limit."""
-    try:
-        with open(f"/proc/{pid}/cgroup", "rb") as file:
-            paths = [line[3:].strip().decode() for line in file if line.startswith(b"0::/")]
-    except OSError:
-        return None
+    """How many bytes the process's cgroup (v2) may still take; None without a limit.
+
+    A cgroup that is the root here may be a container's, and have a limit.  Cached files
+    that nobody used lately leave when their room is needed (`inactive_file`, cgroup-v2.rst).
+    """
+    own = _bytes(f"/proc/{pid}/cgroup", 8192).splitlines()
     room: int | None = None
-    for path in paths:
-        while path not in ("", "/"):
+    for path in [line[3:].decode(errors="replace") for line in own if line.startswith(b"0::/")]:
+        for folder in (path, *map(str, Path(path).parents)):
             with contextlib.suppress(OSError, ValueError):
-                here = _cgroup_number(path, "memory.max") - _cgroup_number(path, "memory.current")
+                most, taken = (_cgroup_number(folder, f"memory.{name}") for name in ("max", "current"))
+                here = most - taken + _inactive_file(folder)
                 room = here if room is None else min(room, here)
-            path = os.path.dirname(path)
     return room
 
 
@@ -277,8 +322,14 @@ def shares_memory_of_nccl(pid: int) -> bool:
 
 
 def _cgroup_number(path: str, name: str) -> int:
-    with open(f"/sys/fs/cgroup{path}/{name}", encoding="ascii") as file:
+    with open(f"{CGROUPS}{path}/{name}", encoding="ascii") as file:
         return int(file.read())  # "max" is a ValueError: no limit here
+
+
+def _inactive_file(path: str) -> int:
+    with contextlib.suppress(OSError), open(f"{CGROUPS}{path}/memory.stat", "rb") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith(b"inactive_file ")), 0)
+    return 0
 
 
 def _listing() -> dict[int, int]:
@@ -338,9 +389,12 @@ def _field(status: bytes, name: bytes) -> int:
 
 
 def _bytes(path: str, most: int) -> bytes:
+    """The beginning of a file in /proc; nothing when the process is gone or may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in _COULD_NOT_LOOK:
+            raise
         return b""
     try:
         return os.read(fd, most)

@@ -96,7 +96,7 @@ class Sampler:
             leases=tuple(self._lease_sample(lease, shown) for lease in leases),
             host_available_bytes=self._host_available_bytes,
             host_saved_bytes=sum(
-                sum(lease.saved_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
+                sum(lease.kept_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
             ),
         )
 
@@ -251,7 +251,7 @@ class Sampler:
             phase=phase,
             devices=tuple(lease.limits),
             used_bytes={} if asleep else lease.used_bytes,
-            saved_bytes=lease.saved_bytes if asleep or phase is Phase.RESUMING else {},
+            saved_bytes=lease.kept_bytes if asleep or phase is Phase.RESUMING else {},
             calls=(account.counters() if account else NO_COUNTERS).token(),
             active_at=lease.active_at,
             suspendable=not reason and phase is not Phase.LOST,

@@ -1,7 +1,9 @@
 """The helper's unix socket: who may speak, one line in, one line out, everything bounded.
 
 The kernel says who is on the other end (SO_PEERCRED): root, the helper's own user
-and those named with ``--allow-uid`` may speak, whatever the socket's mode.  At
+and those named with ``--allow-uid`` may speak, whatever the socket's mode.  Where
+that is one user beside root the socket is that user's, and nobody else can even
+knock; where there are more, it is open to all, and the others are turned away.  At
 most `MAX_CONNECTIONS` speak at once, each in a thread of its own, with lines of at
 most `verbs.MAX_LINE_BYTES`; one more is told ``busy``.  A peer that neither reads
 nor finishes its line is disconnected.
@@ -67,7 +69,7 @@ class Server:
         self._guard = threading.Lock()
         self._open: set[socket.socket] = set()
         self._stopped = False
-        self._socket = _bind(path)
+        self._socket = _bind(path, self._allowed)
 
     def run(self) -> None:
         """Accept until stopped."""
@@ -168,7 +170,7 @@ class _Closed(Exception):
     """The peer closed the connection."""
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
@@ -177,8 +179,13 @@ def _bind(path: Path) -> socket.socket:
         path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         listener.bind(str(path))
-        # Who may speak is decided by the peer's credentials.
-        path.chmod(0o666)
+        # Until here only root and the helper's user can connect.
+        users = allowed - {0} or {0}
+        if len(users) > 1:
+            path.chmod(0o666)
+        else:
+            os.chown(path, min(users), -1)
+            path.chmod(0o600)
         listener.listen(MAX_CONNECTIONS)
     except OSError as error:
         listener.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import DeviceError
@@ -125,6 +126,11 @@ class Steps:
                 raise Undo(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
             self._failed(lease, key, f"the driver cannot lock it ({error})")
             raise Undo(Refusal.NOT_SUSPENDABLE, str(error)) from None
+        if not self._processes.alive(key):
+            # The driver knows pids only: another process that has this one by now would stay locked.
+            with suppress(DeviceError):
+                self._checkpoint.unlock(key[0])
+            lease.parked.pop(key, None)
 
     def park(self, lease: Lease, key: Key) -> None:
         if key not in lease.parked:

@@ -400,12 +400,14 @@ class Mover:
     def _enter(self, lease: Lease, phase: Phase, reason: str) -> None:
         """Change the phase: on disk, in the limit page, for those who watch, in the log.
 
-        What is about to begin is written first, and not begun when that fails.  What
-        has been reached is true whether it can be written or not: an older record
-        only makes the next helper ask the driver.
+        A suspension is written down first, and not begun when that fails: the next
+        helper would know of no process to ask about.  All else is true whether it can
+        be written or not, and an older record only makes the next helper ask the
+        driver; a full disk keeps nobody asleep.  On the way a lease counts as
+        unsettled, so that whatever breaks a move off, somebody brings it to an end.
         """
         saved = sum(lease.saved_bytes.values())
-        if phase in (Phase.SUSPENDING, Phase.RESUMING):
+        if phase is Phase.SUSPENDING:
             self._save(lease, phase)
             before = lease.enter(phase)
         else:
@@ -414,6 +416,7 @@ class Mover:
                 self._save(lease)
             except Undo as error:
                 log.error("lease=%s phase=%s is not written down: %s", lease.name, phase, error)
+        lease.unsettled = phase in (Phase.SUSPENDING, Phase.RESUMING)
         if before is phase:
             return
         self._on_phase(lease)

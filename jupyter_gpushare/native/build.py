@@ -40,6 +40,7 @@ LIBRARIES = (
         (
             "fake_gpu.c",
             "fake_cuda.c",
+            "fake_context.c",
             "fake_memory.c",
             "fake_virtual.c",
             "fake_copy.c",
@@ -54,7 +55,7 @@ LIBRARIES = (
     ),
     Library(
         "sim/libnvidia-ml.so.1",
-        ("fake_gpu.c", "fake_nvml.c", "fake_group.c"),
+        ("fake_gpu.c", "fake_nvml.c", "fake_nvml_usage.c", "fake_group.c"),
         ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic"),
     ),
     Library(

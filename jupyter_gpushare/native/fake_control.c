@@ -56,6 +56,19 @@ API int gpushare_sim_clear_faults(void)
     return 0;
 }
 
+/* How many faults wait to strike; -1: there is no machine. */
+API int gpushare_sim_faults_left(void)
+{
+    int left = 0;
+    if (sim_open())
+        return -1;
+    sim_lock();
+    for (int i = 0; i < SIM_FAULTS; i++)
+        left += sim->fault[i].kind != SIM_FAULT_NONE && sim->fault[i].remaining != 0;
+    sim_unlock();
+    return left;
+}
+
 API int gpushare_sim_host_memory(uint64_t *total, uint64_t *available)
 {
     if (sim_open())

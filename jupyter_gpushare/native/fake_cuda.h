@@ -40,9 +40,22 @@ void sim_leave(struct sim_call *call);
     if (sim_call_.error)                                                             \
     return sim_call_.error
 
+/* Whether this process may use CUDA: it called cuInit, and was not forked after that. */
+bool sim_is_initialized(void);
+
+/* First line of a query about a device, which never waits: `device` is the one behind `ordinal`. */
+#define KNOW(ordinal)                                        \
+    if (!sim_is_initialized())                               \
+        return CUDA_ERROR_NOT_INITIALIZED;                   \
+    int device_ = sim_physical(ordinal);                     \
+    if (device_ < 0)                                         \
+        return CUDA_ERROR_INVALID_DEVICE;                    \
+    const struct sim_device *device = &sim->device[device_]; \
+    (void)device
+
 /* The device behind an ordinal of this process, or -1. */
 int sim_physical(CUdevice ordinal);
-/* The current context's device. */
+/* The current context's device (fake_context.c). */
 uint32_t sim_current_device(void);
 
 /* fake_memory.c */

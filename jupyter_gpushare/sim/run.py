@@ -34,7 +34,7 @@ PLACEMENTS = ("fgd", "best-fit", "random")
 MIN_RUN_S = 600.0
 GUARD_S = 1_209_600.0
 SKIP_WAIT_S = 86_400.0
-CATCH_UP_S = 3_600.0
+CATCH_UP_S = 1_800.0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ enum { REPETITIONS = 7, DRAIN_EVERY = 512, INFOS = 1000, SYMBOLS = 10000 };
 
 typedef int call_fn();
 
-static const char kernel[] = ".version 7.0\n.target sm_50\n.address_size 64\n"
+static const char kernel[] = ".version 7.0\n.target sm_75\n.address_size 64\n"
                              ".visible .entry gpushare_demo_fill(.param .u64 a, .param .u64 b, .param .u64 c)\n"
                              "{\n    ret;\n}\n";
 

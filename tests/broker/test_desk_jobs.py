@@ -9,6 +9,7 @@ import pytest
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.broker import book as book_module
+from jupyter_gpushare.broker.job_request import default_name
 from jupyter_gpushare.core.model import Survival
 from jupyter_gpushare.errors import (
     Conflict,
@@ -229,3 +230,19 @@ async def test_only_an_ended_job_can_be_tried_again_and_it_is_a_new_one(tmp_path
         assert again.command == job.command
         with pytest.raises(NotAllowed):
             await broker.desk.retry(broker.job(job), ())
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python train.py --lr 1", "train.py"),
+        ("/usr/bin/python3.11 -u sub/train.py", "train.py"),
+        ("python -m package.train", "package.train"),
+        ("./fit --deep", "fit"),
+        ("bash", "bash"),
+        ("python -", "python"),
+        ("x" * 100, "x" * 60),
+    ],
+)
+def test_a_job_without_a_name_is_called_like_its_program(command, name):
+    assert default_name(command.split()) == name

@@ -151,3 +151,15 @@ async def test_only_the_part_of_a_sleeping_session_that_others_use_counts_as_len
         assert broker.state(ada.handle) == "suspended"
         uses = {use.name: use.lent_milli for use in broker.views.projects((), everyone=True)}
         assert uses == {"vision": 250, "nlp": 0}
+
+
+@in_virtual_time
+async def test_what_a_process_that_ended_in_its_sleep_had_saved_is_not_there_any_more(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, _ = await lent(site, broker)
+        await asyncio.sleep(2)
+        assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes > 0
+        ada.saved = {}
+        await asyncio.sleep(2)
+        assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes == 0

@@ -241,7 +241,7 @@ def test_sizes_are_written_as_asked_for():
     ("seconds", "says"),
     [
         ((600, 1500, 3000), "Starts in about 25 min (10-50)."),
-        ((0, 10, 20), "Starts in about 1 min (1-1)."),
+        ((0, 10, 20), "Starts in about 10 s (1-20)."),
         ((3600, 7200, 90_000), "Starts in about 2 h (1-25)."),
         ((86_400, 400_000, 900_000), "Starts in about 5 days (1-10)."),
     ],

@@ -51,9 +51,20 @@ def test_every_state_of_a_lease_is_explained():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    text = page.read_text()
+    for target in [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *pictures_of(text)]:
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def pictures_of(text: str) -> list[str]:
+    return re.findall(r' (?:src|srcset)="([^"]+)"', text)
+
+
+def test_every_picture_is_shown_on_a_page_in_the_light_and_in_the_dark():
+    shown = {(page.parent / name).resolve() for page in PAGES for name in pictures_of(page.read_text())}
+    assert {str(path.name) for path in (ROOT / "docs" / "images").glob("*.png") if path not in shown} == set()
+    assert all(path.with_name(path.name.replace("-light", "-dark")) in shown for path in shown)
 
 
 def quoted_texts() -> list[str]:

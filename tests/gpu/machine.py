@@ -333,10 +333,11 @@ _HELPER = """
 import os, signal, sys
 from jupyter_gpushare.gpu import helper
 step = sys.argv.pop(1)
-from jupyter_gpushare.gpu import examiner, health
+from jupyter_gpushare.gpu import examiner, health, sampler
 examiner.RETRY_S = health.RETRY_S = 0.5
 examiner.MOST_RETRY_S = health.MOST_RETRY_S = 1.0
 examiner.ILL_S = 0.1
+sampler.SETTLE_EVERY_S = 0.5
 class Dying(helper.Helper):
     def __init__(self, options):
         super().__init__(options, step=lambda name: name == step and os.kill(os.getpid(), signal.SIGKILL))

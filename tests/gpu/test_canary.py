@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu import canary
+from jupyter_gpushare.gpu import canary, room
 from jupyter_gpushare.gpu.canary import Verdict
+from jupyter_gpushare.gpu.examiner import Examiner
 from jupyter_gpushare.gpu.verbs import Level, Rung
 from tests.gpu.machine import Machine, until
 from tests.simulator import Fault
@@ -50,6 +54,43 @@ def test_a_driver_that_does_not_show_our_pids_cannot_suspend(bare: Machine) -> N
     bare.lease("ada")
     worker = bare.worker("ada", mib=64)
     assert worker.do("check") == "ok"
+
+
+OTHER_BYTES = """
+from jupyter_gpushare.gpu import canary
+answer = canary._answer
+canary._answer = lambda child, timeout_s, first, words: (
+    answer(child, timeout_s, first, words) if first else ["0" * 64])
+"""
+
+
+def test_a_driver_that_brings_back_other_bytes_is_found_out(bare: Machine) -> None:
+    bare.start(examine=True, before=OTHER_BYTES)
+    (device,) = bare.ask("inventory")["devices"]
+    assert not device["suspendable"]
+    assert "its memory came back changed" in device["suspend_reason"]
+
+
+#: Each time the driver is asked it shows a MiB more of each process.
+GROWS = """
+from jupyter_gpushare.gpu import nvml
+look, asked = nvml._processes, []
+nvml._processes = lambda handle: asked.append(1) or {
+    pid: used + (len(asked) << 20) for pid, used in look(handle).items()}
+"""
+
+
+def test_what_a_restore_takes_beyond_its_bytes_is_measured_and_kept_free(bare: Machine) -> None:
+    bare.start(examine=True, before=GROWS)
+    assert bare.ask("inventory")["devices"][0]["suspendable"]
+    kept = json.loads((bare.state_dir / "private" / "canary").read_bytes())["devices"][bare.uuids()[0]]
+    assert kept["grown_bytes"] >= 1 << 20
+    known: dict[str, Any] = dict.fromkeys(("canary", "nvml", "events", "state", "enforce"))
+    examiner = Examiner(**known, health=SimpleNamespace(), key="")  # type: ignore[arg-type]
+    assert examiner.margin_bytes("GPU-1") == room.MARGIN_BYTES
+    for grown, margin in ((1 << 20, room.MARGIN_BYTES), (1 << 30, 2 << 30)):
+        examiner._verdicts["GPU-1"] = Verdict(suspendable=True, grown_bytes=grown)
+        assert examiner.margin_bytes("GPU-1") == margin
 
 
 LATE = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.gpu.machine import Machine, Refused, until
@@ -32,6 +34,7 @@ def test_a_checkpoint_that_fails_puts_every_process_back(ada: Machine) -> None:
     ada.sim.fault(Fault.CHECKPOINT_FAILS, pid=workers[1].pid)
     moved = ada.ask("suspend", lease="ada")
     assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
+    assert ada.of("ada")["phase"] == "running"  # at once, not when it is settled later
     assert [worker.do("check") for worker in workers] == ["ok"] * 3
     shown = ada.of("ada")
     assert (shown["phase"], shown["saved_bytes"]) == ("running", {})
@@ -147,16 +150,35 @@ def test_a_state_directory_that_takes_no_more_refuses_and_loses_nothing(ada: Mac
     assert worker.do("check") == "ok"
 
 
-def test_a_resume_that_cannot_be_written_down_is_not_begun(ada: Machine) -> None:
+def test_a_state_directory_that_takes_no_more_keeps_nobody_asleep(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
     assert ada.ask("suspend", lease="ada")["done"]
     journal = ada.state_dir / "private" / "journal"
     journal.rename(journal.with_name("away"))
-    assert ada.ask("resume", lease="ada")["refused"] == "busy"
-    assert ada.of("ada")["phase"] == "suspended"
-    journal.with_name("away").rename(journal)
     assert ada.ask("resume", lease="ada")["done"]
     assert worker.do("check") == "ok"
+    journal.with_name("away").rename(journal)
+    record = journal / "ada"
+    until(lambda: json.loads(record.read_bytes())["phase"] == "running", "it is written down later")
+
+
+@pytest.mark.parametrize("step", ["resume:intent", "resume:restored", "resume:unlocked", "resume:done"])
+def test_a_helper_killed_during_a_resume_that_it_could_not_write_down(bare: Machine, step: str) -> None:
+    """Its record still says suspended; the next helper asks the driver."""
+    bare.start(step=step)
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    assert bare.ask("suspend", lease="ada")["done"]
+    journal = bare.state_dir / "private" / "journal"
+    journal.rename(journal.with_name("away"))
+    bare.client().send(b'{"verb":"resume","epoch":1,"lease":"ada"}\n')
+    bare.died()
+    journal.with_name("away").rename(journal)
+    bare.start()
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+    assert bare.ask("suspend", lease="ada")["done"]
+    assert bare.sim.device_used(0) == 0
 
 
 def test_a_limit_page_that_somebody_removed_does_not_stop_a_move(ada: Machine) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.gpu import health
+from jupyter_gpushare.gpu import health, helper, nvml
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.health import APPLICATION_XIDS, Health
 from tests.gpu.machine import Machine, until
@@ -105,6 +106,13 @@ def test_a_restarted_driver_is_opened_again(two: Machine) -> None:
     assert worker.do("check") == "ok"
     assert two.ask("suspend", lease="ada")["done"]
     assert two.ask("resume", lease="ada")["done"]
+
+
+def test_what_does_not_answer_is_out_of_service_within_five_seconds(tmp_path: Path) -> None:
+    """By its bounds: it is asked once a sample, and believed to hang after one timeout."""
+    assert (
+        helper.parse(["--state-dir", str(tmp_path)]).sample_s + nvml.PASS_TIMEOUT_S + nvml.CALL_TIMEOUT_S < 5
+    )
 
 
 def test_each_failed_test_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,25 +55,44 @@ def test_the_cgroup_of_the_lease_bounds_it(memory: HostMemory, monkeypatch: pyte
     assert "memory cgroup of the lease" in refusal(memory, {1: 5 * GIB, 2: 4 * GIB})
 
 
-def test_the_tightest_cgroup_above_a_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = {
-        ("/user/ada", "memory.max"): 10 * GIB, ("/user/ada", "memory.current"): 1 * GIB,
-        ("/user", "memory.max"): 30 * GIB, ("/user", "memory.current"): 25 * GIB,
-    }  # fmt: skip
-    monkeypatch.setattr(processes, "_cgroup_number", lambda path, name: numbers[path, name])
-    monkeypatch.setattr("builtins.open", opening(b"0::/user/ada\n"))
+class Cgroups:
+    """What a process and the kernel say about the memory of its cgroups."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, own: str) -> None:
+        self._folder = folder
+        monkeypatch.setattr(processes, "CGROUPS", str(folder))
+        monkeypatch.setattr(processes, "_bytes", lambda path, most: f"0::{own}\n".encode())
+
+    def add(self, path: str, most: int | str, current: int, inactive_file: int = 0) -> None:
+        here = self._folder / path.strip("/")
+        here.mkdir(parents=True, exist_ok=True)
+        (here / "memory.max").write_text(f"{most}\n")
+        (here / "memory.current").write_text(f"{current}\n")
+        (here / "memory.stat").write_text(f"anon 5\nfile 6\ninactive_file {inactive_file}\nslab 7\n")
+
+
+def test_the_tightest_cgroup_above_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroups = Cgroups(monkeypatch, tmp_path, "/user/ada")
+    assert processes.room_in_cgroup(1) is None
+    cgroups.add("/user/ada", "max", 1 * GIB)
+    assert processes.room_in_cgroup(1) is None
+    cgroups.add("/user/ada", 10 * GIB, 1 * GIB)
+    cgroups.add("/user", 30 * GIB, 25 * GIB)
     assert processes.room_in_cgroup(1) == 5 * GIB
 
 
-def opening(content: bytes) -> object:
-    class File:
-        def __enter__(self) -> list[bytes]:
-            return [content]
+def test_the_limit_of_a_container_counts_which_sees_its_own_cgroup_as_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cgroups(monkeypatch, tmp_path, "/").add("/", 8 * GIB, 2 * GIB)
+    assert processes.room_in_cgroup(1) == 6 * GIB
 
-        def __exit__(self, *error: object) -> None:
-            pass
 
-    return lambda *arguments, **named: File()
+def test_files_in_the_cache_leave_when_their_room_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cgroups(monkeypatch, tmp_path, "/ada").add("/ada", 8 * GIB, 8 * GIB, inactive_file=5 * GIB)
+    assert processes.room_in_cgroup(1) == 5 * GIB
 
 
 def test_a_copy_needs_a_twentieth_more_than_its_bytes() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,46 @@ def test_the_account_belongs_to_the_leases_user(tmp_path: Path) -> None:
     files.create(65533, {UUID: GIB}, PagePhase.RUNNING)
     assert (files.path / "account").stat().st_uid == 65533
     assert (files.path / "limit").stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+def test_a_user_can_change_nothing_of_a_lease_but_the_account() -> None:
+    root = Path(tempfile.mkdtemp(prefix="gpushare-"))
+    root.chmod(0o711)
+    try:
+        files = LeaseDirectory(root, "ada")
+        files.create(65533, {UUID: GIB}, PagePhase.RUNNING)
+        page, account = files.path / "limit", files.path / "account"
+        tries: list[Callable[[], object]] = [
+            lambda: page.open("r+b"),
+            lambda: account.rename(page),
+            account.unlink,
+            lambda: (files.path / "another").symlink_to(account),
+            lambda: files.path.chmod(0o777),
+            lambda: os.listdir(root),
+        ]
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(65533)
+                os.setuid(65533)
+                os._exit(sum(1 << number for number, attempt in enumerate(tries) if not denied(attempt)))
+            finally:
+                os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert files.phase() is PagePhase.RUNNING
+        assert files.account() is not None
+    finally:
+        shutil.rmtree(root)
+
+
+def denied(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except PermissionError:
+        return True
+    return False
 
 
 def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalBackend
+from jupyter_gpushare.backends.local import HelperClient, LocalBackend, holder_environment
 from jupyter_gpushare.gpu.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.nvml import Gpu
 from jupyter_gpushare.gpu.verbs import Level
@@ -252,6 +252,12 @@ def test_a_limit_of_the_library_that_does_not_hold_is_not_offered(bare: Machine,
     assert bare.ask("inventory")["devices"][0]["level"] == "hints"
     bare.lease("ada", 8 * GIB)
     assert bare.of("ada")["level"] == "hints"
+
+
+def test_frameworks_that_would_take_all_at_start_are_asked_not_to_whatever_the_level() -> None:
+    environment = holder_environment("ada", "/leases/ada", {"GPU-1": 8 * GIB})
+    asked = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert environment | asked == environment
 
 
 def test_the_strongest_level_is_for_a_part_and_a_lease_has_the_weakest_of_its_devices() -> None:

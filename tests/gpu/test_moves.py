@@ -36,6 +36,9 @@ def test_all_processes_of_a_lease_move_together(two: Machine) -> None:
     assert moved["done"]
     assert moved["bytes"] >= 3 * 64 * MIB
     assert two.sim.device_used(0) == 0
+    # As one group: none is checkpointed before all are locked.
+    steps = [each.event for each in two.sim.ledger() if each.event in ("lock", "checkpoint")]
+    assert steps == ["lock"] * 3 + ["checkpoint"] * 3
     assert two.ask("resume", lease="ada")["done"]
     assert [worker.do("check") for worker in workers] == ["ok"] * 3
 
@@ -150,6 +153,18 @@ def test_host_memory_bounds_what_is_suspended(machine: Machine) -> None:
     assert (moved["done"], moved["refused"]) == (False, "host_memory")
     assert "budget" in moved["reason"]
     assert worker.do("check") == "ok"
+
+
+def test_what_other_leases_have_suspended_counts_against_the_budget(machine: Machine) -> None:
+    machine.sim.set_host_memory(16 * GIB)  # the budget is half of the memory
+    for name in ("ada", "bo"):
+        machine.lease(name, 20 * GIB)
+        machine.worker(name, mib=5 * 1024)
+    assert machine.ask("suspend", lease="ada")["done"]
+    moved = machine.ask("suspend", lease="bo")
+    assert (moved["done"], moved["refused"], "budget" in moved["reason"]) == (False, "host_memory", True)
+    assert machine.ask("resume", lease="ada")["done"]
+    assert machine.ask("suspend", lease="bo")["done"]
 
 
 def test_a_taint_is_named_as_the_reason(machine: Machine) -> None:
@@ -273,3 +288,14 @@ def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
     assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     Hindrances.failed(lease, (3, 4), "another process")  # type: ignore[arg-type]
     assert lease.hindered[3, 4].wait_s == 60
+
+
+def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Machine) -> None:
+    machine.lease("ada")
+    worker = machine.worker("ada", mib=64)
+    saved = machine.ask("suspend", lease="ada")["bytes"]
+    assert sum(machine.of("ada")["saved_bytes"].values()) == saved
+    worker.kill()
+    until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == 0, "nothing is kept for the dead")
+    assert machine.ask("sample")["host_saved_bytes"] == 0
+    assert machine.of("ada")["phase"] == "suspended"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu import processes as found_by
 from jupyter_gpushare.gpu.processes import Processes, leader, start_of
-from tests.gpu.machine import PATIENCE_S, Machine, until
+from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 
 # Found among all processes of this machine: no other run may have the same.
 LEASE = f"ada{uuid.uuid4().hex}"
@@ -196,3 +198,80 @@ def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
     until(lambda: [each["pid"] for each in machine.of("job")["processes"]] == [child], "the child is left")
     assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
     until(lambda: machine.ask("signal", lease="job", number=9, to="all")["count"] == 0, "nobody is left")
+
+
+def refuses(code: int) -> Callable[[int], int]:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return pidfd_open
+
+
+def test_who_could_not_be_looked_at_is_not_taken_for_gone(
+    processes: Processes, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start(started)
+    key = child.pid, start_of(child.pid)
+    monkeypatch.setattr(os, "pidfd_open", refuses(errno.EMFILE))
+    for question in (processes.alive, lambda key: processes.signal(key, signal.SIGKILL)):
+        with pytest.raises(OSError, match="Too many open files"):
+            question(key)
+    monkeypatch.setattr(os, "pidfd_open", refuses(errno.ESRCH))
+    assert not processes.alive(key)
+
+
+def test_a_kernel_without_pidfds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pidfd_open", refuses(errno.ENOSYS))
+    with pytest.raises(HelperError, match=r"Function not implemented.*Linux 5.3"):
+        Processes(tmp_path)
+
+
+CROWD = """
+import os, signal
+for _ in range(300):
+    if not os.fork():
+        signal.pause()
+print("ready 0", flush=True)
+signal.pause()
+"""
+FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+
+
+def test_who_starts_more_processes_than_can_be_held_costs_the_others_nothing(bare: Machine) -> None:
+    """The helper may open fewer descriptors than eve has processes: nobody is taken for gone."""
+    bare.start("--watchdog", "stop", before=FEW_DESCRIPTORS)
+    bare.lease("eve", 20 * GIB)
+    crowd = bare.worker("eve", command=[sys.executable, "-c", CROWD], wait=False)
+    assert crowd.answer() == "ready 0"
+    bare.settled("eve")
+    bare.lease("ada", 20 * GIB)
+    ada = bare.worker("ada", mib=64)
+    assert bare.ask("suspend", lease="ada", calls=bare.settled("ada"))["done"]
+    assert bare.sim.device_used(0) == 0
+    assert bare.ask("resume", lease="ada")["done"]
+    assert ada.do("check") == "ok"
+    ada.kill()
+    until(lambda: not bare.of("ada")["alive"], "its end")
+    os.killpg(crowd.pid, signal.SIGKILL)
+    until(lambda: not bare.of("eve")["alive"], "the end of all")
+    assert "stranger" not in bare.log.read_text()
+
+
+#: As in a helper that holds a thousand processes: what it opens from here on has a larger number.
+MANY_OPEN = (
+    "import os, resource; most = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+    "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)); [os.open('/dev/null', 0) for _ in range(1100)]"
+)
+
+
+def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> None:
+    bare.start(before=MANY_OPEN, examine=True)
+    assert bare.ask("inventory")["devices"][0]["suspendable"]
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    moved = bare.ask("suspend", lease="ada", calls=bare.settled("ada"))
+    assert moved["done"], moved
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+    assert bare.ask("signal", lease="ada", number=9)["count"] == 1
+    until(lambda: not bare.of("ada")["alive"], "its end")

@@ -5,7 +5,7 @@ its process for ever when it does not fit, as the real one does.  Before every a
 it lets the neighbours allocate, free and end, so that whatever was looked up may be
 different a moment later.  The mover, the room, the leases and their files are real.
 
-    GPUSHARE_TEST_HISTORIES=10000 pytest tests/gpu/test_room.py
+    GPUSHARE_TEST_HISTORIES=10000 pytest tests/gpu/test_room.py -k poisons -s --timeout 0
 """
 
 from __future__ import annotations
@@ -135,15 +135,19 @@ class Paper:
         self.meanwhile()
 
 
-def mover_on(paper: Paper, **other: Any) -> Mover:
-    alive = SimpleNamespace(
-        alive=lambda key: True,
-        scan=lambda owners: {lease.name: lease.processes for lease in paper.leases},
+def mover_on(
+    paper: Paper, alive: Callable[[tuple[int, int]], bool] = lambda key: True, **other: Any
+) -> Mover:
+    processes = SimpleNamespace(
+        alive=alive,
+        scan=lambda owners: {
+            lease.name: tuple(each for each in lease.processes if alive(each.key)) for lease in paper.leases
+        },
         core_filter=lambda key: -1,
     )
     keeps = SimpleNamespace(save=lambda record: None)
     everything: dict[str, Any] = {
-        "nvml": paper, "checkpoint": paper, "processes": alive, "state": keeps,
+        "nvml": paper, "checkpoint": paper, "processes": processes, "state": keeps,
         "host": SimpleNamespace(promise=lambda by_pid, held: NoLimit()),
         "events": Events(), "boot_id": "b", "hindrance": lambda uuid: "", "out_of_service": lambda uuid: "",
         "on_driver_error": lambda uuid: None, "margin_bytes": lambda uuid: room.MARGIN_BYTES,
@@ -244,6 +248,59 @@ def test_who_waits_first_is_served_first(impatient: None, monkeypatch: pytest.Mo
     free[0] = 30 * GIB
     with rooms.promise(small, 0.0), rooms.promise({UUID: 20 * GIB}, 0.0):
         pass
+
+
+@pytest.mark.parametrize(
+    ("step", "phase"),
+    [
+        ("suspend:locked", Phase.RUNNING),
+        ("suspend:one", Phase.SUSPENDED),
+        ("resume:restored", Phase.RUNNING),
+    ],
+)
+def test_a_move_that_breaks_off_for_a_reason_nobody_thought_of_is_settled_later(
+    tmp_path: Path, impatient: None, step: str, phase: Phase
+) -> None:
+    paper = Paper(random.Random(1), tmp_path)
+    breaks = [step]
+
+    def broken(name: str) -> None:
+        if name in breaks:
+            raise OSError("Too many open files")
+
+    mover, lease = mover_on(paper, step=broken), paper.leases[0]
+    if step.startswith("resume"):
+        assert mover.suspend(lease, "", 1.0).done
+    with pytest.raises(OSError, match="Too many"):
+        mover.resume(lease, 0.0) if lease.phase is Phase.SUSPENDED else mover.suspend(lease, "", 1.0)
+    assert lease.unsettled  # so the sampler's thread calls this
+    breaks.clear()
+    mover.settle(lease)
+    assert (lease.phase, lease.unsettled) == (phase, False)
+    reached = State.RUNNING if phase is Phase.RUNNING else State.CHECKPOINTED
+    assert paper.states[lease.processes[0].pid] is reached
+    assert mover.suspend(lease, "", 1.0).done
+    assert not lease.unsettled
+
+
+def test_a_lock_that_hit_another_process_with_the_pid_of_one_that_ended_is_undone(
+    tmp_path: Path, impatient: None
+) -> None:
+    """The driver knows pids only, and one may be used again between the look and the lock."""
+    paper = Paper(random.Random(1), tmp_path)
+    lease = paper.leases[0]
+    process, lock = lease.processes[0], paper.lock
+    ended: list[tuple[int, int]] = []
+
+    def lock_the_next_with_this_pid(pid: int, timeout_s: float) -> None:
+        ended.append(process.key)
+        lock(pid, timeout_s)
+
+    paper.lock = lock_the_next_with_this_pid  # type: ignore[method-assign]
+    mover = mover_on(paper, alive=lambda key: key not in ended)
+    assert mover.suspend(lease, "", 1.0).done
+    assert lease.parked == {}
+    assert paper.states[process.pid] is State.RUNNING
 
 
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.gpu_real.order import SCENARIOS, Scenario
 from tests.gpu_real.site import ROOT, Helper, Report, Site, Skip
 from tests.simulator import Fault, Simulator
 
-# The first two open the driver in their own process, and are run by the command below.
-HERE = [scenario for scenario in SCENARIOS[2:] if scenario.everywhere]
+# Those of "the driver" open it in their own process, and are run by the commands below.
+HERE = [each for each in SCENARIOS if each.everywhere and not each.name.startswith("the_driver")]
 #: On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch.
 BARE = """
 import sys
@@ -60,7 +60,7 @@ def test_simulated(
 def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    chosen = "the_driver or the_self_test or loop"
+    chosen = "the_driver_is or itself-1 or the_self_test or loop"
     command = [
         sys.executable, "-c", BARE + "import pytest; sys.exit(pytest.main(sys.argv[1:]))",
         "-c", "/dev/null", f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--import-mode=importlib",
@@ -82,6 +82,38 @@ def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) ->
     assert (out / "helper.log").read_text()
     for what, figure in kept["results"][0]["rows"]:
         assert f"| {what} | {figure} |" in done.stdout
+
+
+def test_without_a_driver_the_command_says_so_in_every_row(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", f"--rootdir={ROOT}", "-q", "tests/gpu_real"]
+    env = environment(Simulator(tmp_path, "1xH100-80GB,host=512GiB")) | {
+        "LD_LIBRARY_PATH": "/nonexistent",
+        "GPUSHARE_TEST_GPU_S": "0",
+        "OUT": str(tmp_path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    assert len(results) == len(SCENARIOS)
+    if results[0]["reason"] == "no time is left":
+        pytest.skip("this machine has a driver")
+    assert all("no NVIDIA driver on this machine" in each["reason"] for each in results)
+    assert "no NVIDIA driver" in (tmp_path / "gpu.md").read_text()
+
+
+def test_where_the_helper_cannot_suspend_the_driver_is_measured_by_itself(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB")
+    machine.fault(Fault.LOCK_TIMEOUT)  # the self-test's
+    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
+    by_name = {scenario.name: scenario for scenario in SCENARIOS}
+    try:
+        skipped = bench.run(by_name["memory_comes_back_as_it_was-8"])
+        assert (skipped.outcome, "cannot suspend" in skipped.reason) == ("skipped", True)
+        shown = bench.run(by_name["the_driver_moves_a_process_by_itself-8"])
+        assert (shown.outcome, shown.rows[0][0]) == ("passed", "Lock, Checkpoint and Restore of 0.0312 GiB")
+    finally:
+        bench.close()
 
 
 def test_what_hangs_or_kills_the_helper_costs_the_others_nothing(tmp_path: Path) -> None:

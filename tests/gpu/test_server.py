@@ -128,7 +128,7 @@ def test_a_reader_that_does_not_read_is_disconnected_and_others_go_on(machine: M
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
 def test_another_user_is_refused_unless_allowed(bare: Machine) -> None:
-    bare.start("--allow-uid", "65533")
+    bare.start("--allow-uid", "65533", "--allow-uid", "65532")
     for folder in (bare.folder, *bare.folder.parents):
         if not folder.stat().st_mode & 0o001:
             folder.chmod(folder.stat().st_mode | 0o011)
@@ -139,8 +139,24 @@ def test_another_user_is_refused_unless_allowed(bare: Machine) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
-def test_users_who_may_not_speak_do_not_keep_out_those_who_may(bare: Machine) -> None:
+def test_a_socket_for_one_user_is_that_users(bare: Machine) -> None:
+    bare.start("--allow-uid", "65533")
+    for folder in (bare.folder, *bare.folder.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    assert (bare.socket.stat().st_uid, bare.socket.stat().st_mode & 0o777) == (65533, 0o600)
+    assert json.loads(_hello_as(bare, 65533))["ok"]
+    assert _hello_as(bare, 65534) == b"no connection"
+
+
+def test_a_socket_for_nobody_else_is_the_helpers(bare: Machine) -> None:
     bare.start()
+    assert (bare.socket.stat().st_uid, bare.socket.stat().st_mode & 0o777) == (os.geteuid(), 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
+def test_users_who_may_not_speak_do_not_keep_out_those_who_may(bare: Machine) -> None:
+    bare.start("--allow-uid", "65533", "--allow-uid", "65532")
     for folder in (bare.folder, *bare.folder.parents):
         if not folder.stat().st_mode & 0o001:
             folder.chmod(folder.stat().st_mode | 0o011)
@@ -176,6 +192,8 @@ def _hello_as(machine: Machine, uid: int) -> bytes:
             client = Client(machine.socket)
             client.send(b'{"verb":"hello"}\n')
             os.write(writes, client.line())
+        except OSError:
+            os.write(writes, b"no connection")
         finally:
             os._exit(0)
     os.close(writes)

@@ -9,12 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jupyter_gpushare.gpu import isolation
-from jupyter_gpushare.gpu.processes import start_of
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.nvml import Usage
+from jupyter_gpushare.gpu.processes import Process, start_of
+from jupyter_gpushare.gpu.verbs import Phase, WatchdogAction
+from jupyter_gpushare.gpu.watchdog import Watchdog
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, WORKER, Client, Machine, until
 
@@ -57,6 +62,29 @@ def test_memory_beyond_the_limit_is_told(machine: Machine) -> None:
     assert "67108864 are granted" in event["reason"]
     assert event["fields"]["action"] == "warn"
     assert worker.do("check") == "ok"
+
+
+def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
+    """An allocation may be shown before the one it replaces is gone."""
+    events = Events()
+    told = events.watch().events
+    look = Watchdog(WatchdogAction.WARN, None, events).look  # type: ignore[arg-type]  # stops nobody here
+    process = Process(
+        pid=77, start_ticks=1, started_at=0.0, uid=0, parent=1, name="", kernel="", carries="eve", lease="eve"
+    )
+    eve = SimpleNamespace(
+        name="eve", phase=Phase.RUNNING, limits={"GPU-1": GIB}, processes=(process,), account=None
+    )
+    within, beyond = (
+        {"GPU-1": Usage(used, 0, 0, processes={77: used}, computing=None)} for used in (GIB, 2 * GIB)
+    )
+    for usages in (beyond, within, beyond):
+        look(usages, [eve])  # type: ignore[list-item]
+        assert told.empty()
+    look(beyond, [eve])  # type: ignore[list-item]
+    event = told.get_nowait()
+    assert event
+    assert (event.kind, event.lease) == ("over_limit", "eve")
 
 
 def test_only_the_process_that_goes_round_the_library_is_stopped(bare: Machine) -> None:

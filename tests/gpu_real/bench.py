@@ -38,9 +38,18 @@ class Bench:
     """A helper, the scenarios that ran on it, and their table."""
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str], *, out: Path | None, budget_s: float
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        out: Path | None,
+        budget_s: float,
+        why_not: str = "",
     ) -> None:
-        """``out``: a folder for gpu.json, gpu.md and the helper's log; ``budget_s`` bounds all together."""
+        """``out``: a folder for gpu.json, gpu.md and the helper's log; ``budget_s`` bounds all together.
+
+        ``why_not`` says why nothing can run here, or is empty.
+        """
         self._folder = folder
         self._environment = dict(environment)
         self._out = out
@@ -50,9 +59,9 @@ class Bench:
         self._sample_s = 0.2 if self.simulated else 0.5
         self.results: list[Result] = []
         self.helper: Helper | None = None
-        self.title = ""
+        self.title = why_not
         self._failures = 0
-        self._given_up = ""
+        self._given_up = why_not
 
     def run(self, scenario: Scenario) -> Result:
         """Run one scenario in a process of its own; never raises for what happens in it."""
@@ -66,14 +75,14 @@ class Bench:
 
     def _run(self, scenario: Scenario, limit_s: float) -> Result:
         result = Result(scenario.name, "skipped")
+        if self._given_up:
+            result.reason = self._given_up
+            return result
         if limit_s < 1:
             result.reason = "no time is left"
             return result
         if self.simulated and not scenario.everywhere:
             result.reason = "frameworks do not run on the simulated driver"
-            return result
-        if self._given_up:
-            result.reason = self._given_up
             return result
         try:
             helper = self._ready()

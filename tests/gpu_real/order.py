@@ -35,7 +35,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario(scenarios.the_driver_is_found, 60),
-    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90),
+    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (1,)),
     Scenario(scenarios.the_self_test_gives_a_verdict, 30),
     Scenario(scenarios.memory_comes_back_as_it_was, 60, (1,)),
     Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("torch",)),
@@ -47,6 +47,8 @@ SCENARIOS = (
     Scenario(frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("expandable_segments:True",)),
     Scenario(scenarios.memory_comes_back_as_it_was, 90, (8,)),
     Scenario(scenarios.memory_comes_back_as_it_was, 180, (32,)),
+    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (8,)),
+    Scenario(scenarios.the_driver_moves_a_process_by_itself, 180, (32,)),
     Scenario(scenarios.a_lock_stops_and_loses_nothing, 60),
     Scenario(scenarios.what_the_library_adds_to_calls, 120),
     Scenario(frameworks.what_the_library_adds_to_a_training_loop, 120),

@@ -63,15 +63,18 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
     assert device["level"] in ("preload", "cgroup", "mig")
 
 
-def the_driver_moves_a_process_by_itself(site: Site) -> None:
+def the_driver_moves_a_process_by_itself(site: Site, gib: int) -> None:
     """Its calls without the helper: what they do also where the helper's self-test says no."""
+    if gib > 1 and site.device["suspendable"]:
+        raise Skip("the helper can suspend here, and does so with as much")
     checkpoint, nvml = Checkpoint(), Nvml()
     if checkpoint.unavailable:
         raise Skip(checkpoint.unavailable)
     if site.device["profile"]:
         raise Skip("the driver cannot checkpoint on MIG")
-    size = site.scale_bytes
-    worker = site.worker("driver", site.lease("by-itself", size + 2 * GIB))
+    size = gib * site.scale_bytes
+    site.needs_memory(size)
+    worker = site.worker("driver", site.lease(f"by-itself-{gib}", size + 2 * GIB))
     assert do(worker, f"fill {size // MIB}") == "0"
     free = nvml.free_bytes(site.uuid)
     began = time.monotonic()
@@ -89,7 +92,8 @@ def the_driver_moves_a_process_by_itself(site: Site) -> None:
     assert do(worker, "verify") == "ok"
     site.report.add(
         f"Lock, Checkpoint and Restore of {size / GIB:.3g} GiB",
-        f"{1e3 * (locked - began):.0f} ms, {parked - locked:.2f} s, {restored - halfway:.2f} s, "
+        f"{1e3 * (locked - began):.0f} ms, {site.rate(size, parked - locked)}, "
+        f"{site.rate(size, restored - halfway)}, every byte compared, "
         f"{given_back / GIB:.2f} GiB given back meanwhile",
     )
     site.end(worker)
@@ -108,8 +112,7 @@ def memory_comes_back_as_it_was(site: Site, gib: int) -> None:
     """Every byte is written, suspended, resumed and compared."""
     site.needs_suspending()
     size = gib * site.scale_bytes
-    if site.free_bytes() < size + 2 * GIB or site.device["memory_bytes"] // 2 < size:
-        raise Skip(f"not so much free on the device ({site.free_bytes() / GIB:.1f} GiB)")
+    site.needs_memory(size)
     name = f"back-{gib}"
     worker = site.worker("driver", site.lease(name, size + 2 * GIB))
     assert do(worker, f"fill {size // MIB}") == "0"
@@ -123,7 +126,8 @@ def memory_comes_back_as_it_was(site: Site, gib: int) -> None:
     assert do(worker, "verify") == "ok"
     site.report.add(
         f"suspend and resume {size / GIB:.3g} GiB, every byte compared",
-        f"{moved['bytes'] / 1e9:.2f} GB out in {site.rate(moved)}, back in {site.rate(back)}",
+        f"{moved['bytes'] / 1e9:.2f} GB out in {site.rate(moved['bytes'], moved['took_s'])}, "
+        f"back in {site.rate(back['bytes'], back['took_s'])}",
     )
     site.end(worker)
 

@@ -281,10 +281,17 @@ class Site:
         free: int = self.device["memory_bytes"] - used
         return free
 
-    def rate(self, moved: Mapping[str, Any]) -> str:
+    def needs_memory(self, size: int) -> None:
+        """Skip where the device or the host has no room for so many bytes and what comes with them."""
+        free, host = self.free_bytes(), psutil.virtual_memory().available
+        if free < size + 2 * GIB or self.device["memory_bytes"] // 2 < size:
+            raise Skip(f"not so much free on the device ({free / GIB:.1f} GiB)")
+        if host < size + 2 * GIB and not self.simulated:
+            raise Skip(f"not so much host memory available ({host / GIB:.1f} GiB)")
+
+    def rate(self, moved_bytes: int, took_s: float) -> str:
         """How long a move took, and how fast that was."""
-        took_s = max(moved["took_s"], 1e-6)
-        bytes_per_s = moved["bytes"] / took_s
+        bytes_per_s = moved_bytes / max(took_s, 1e-6)
         limit = pcie_bytes_per_s(self.uuid)
         share = f", {bytes_per_s / limit:.0%} of its PCIe link" if limit else ""
         return f"{took_s:.2f} s ({bytes_per_s / 1e9:.1f} GB/s{share})"

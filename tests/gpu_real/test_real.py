@@ -37,10 +37,6 @@ def why_not() -> str:
     return ""
 
 
-REASON = why_not()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "-")
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     out = os.environ.get("OUT")
@@ -49,6 +45,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         os.environ,
         out=Path(out) if out and Path(out).is_dir() else None,
         budget_s=float(os.environ.get("GPUSHARE_TEST_GPU_S", "3600")),
+        why_not=why_not(),
     )
     yield bench
     bench.close()

@@ -25,7 +25,7 @@ EXPORTS = re.findall(
 
 #: A driver that has every hooked function: each answers its place in hooks.h, if it was passed
 #: 1 to 10 and 1.0 to 8.0.  Its cuGetProcAddress answers the symbols' addresses, or, asked for
-#: version 99999, those of variants that have no symbol.
+#: version 99999 or with flag 4, those of variants that have no symbol.
 EVERY_FUNCTION = """
 #include <stdint.h>
 #include <string.h>
@@ -56,10 +56,10 @@ static const struct { const char *name; void *function, *newer; } table[] = {
 __attribute__((visibility("default")))
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
 {
-    (void)flags, (void)status;
+    (void)status;
     for (int i = 0; i < COUNT; i++)
         if (!strcmp(table[i].name, symbol)) {
-            *function = version == 99999 ? table[i].newer : table[i].function;
+            *function = version == 99999 || flags & 4 ? table[i].newer : table[i].function;
             return 0;
         }
     return 500;
@@ -169,6 +169,30 @@ def test_variants_without_a_symbol_are_counted_too(strange_driver: Worker, half:
         assert (slot.calls, slot.queries) == (8, 2)
         assert kernel.ask("asked('cuMemcpy', 99999) == asked('cuMemcpy', 99999)")
         assert kernel.ask("asked('cuMemcpy', 12000) != asked('cuMemcpy', 99999)")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "per_thread", "hook"),
+    [
+        ("cuGetProcAddress", 11030, False, "cuGetProcAddress"),
+        ("cuGetProcAddress", 12000, False, "cuGetProcAddress_v2"),
+        ("cuCtxDestroy", 3020, False, "cuCtxDestroy"),
+        ("cuCtxDestroy", 13000, False, "cuCtxDestroy_v2"),
+        ("cuIpcOpenMemHandle", 10020, False, "cuIpcOpenMemHandle"),
+        ("cuIpcOpenMemHandle", 11080, False, "cuIpcOpenMemHandle_v2"),
+        ("cuMemAllocAsync", 11080, False, "cuMemAllocAsync"),
+        ("cuMemAllocAsync", 11080, True, "cuMemAllocAsync_ptsz"),
+        ("cuMemFreeAsync", 13000, True, "cuMemFreeAsync_ptsz"),
+    ],
+)
+def test_of_a_strange_variant_the_hook_is_that_of_the_version_and_stream_asked_for(
+    strange_driver: Worker, name: str, version: int, per_thread: bool, hook: str
+) -> None:
+    """What takes an account is written out: another version's would take other arguments."""
+    with strange_driver as kernel:
+        kernel.run(f"ours = getattr(ctypes.CDLL({str(native.preload_path())!r}), {hook!r})")
+        flags = 6 if per_thread else 4
+        assert kernel.ask(f"asked({name!r}, {version}, {flags}) == ctypes.cast(ours, ctypes.c_void_p).value")
 
 
 def test_more_strange_variants_than_spare_hooks_still_work(strange_driver: Worker) -> None:

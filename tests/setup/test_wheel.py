@@ -51,6 +51,18 @@ def test_jupyter_server_finds_the_extension(names):
     assert any(name.endswith("/etc/jupyter/jupyter_server_config.d/jupyter_gpushare.json") for name in names)
 
 
+@pytest.mark.skipif(
+    not (ROOT / "jupyter_gpushare" / "labextension" / "package.json").is_file(),
+    reason="not built: run `make setup`",
+)
+def test_it_brings_the_bundle_of_the_page_where_jupyterlab_looks_and_no_source(names):
+    folder = ".data/data/share/jupyter/labextensions/jupyter-gpushare/"
+    found = {name.partition(folder)[2] for name in names if folder in name}
+    assert {"package.json", "install.json", "schemas/jupyter-gpushare/model.json"} <= found
+    assert any(name.startswith("static/remoteEntry.") for name in found)
+    assert not any(name.endswith((".ts", ".tsx", ".map")) for name in names)
+
+
 def test_what_only_building_needs_stays_out(names):
     assert not any(
         "/node_modules/" in name or name.startswith(("jupyter_gpushare/ui/", "tests/")) for name in names

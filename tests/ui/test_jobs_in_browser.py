@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from playwright.async_api import Page, expect
 
 from jupyter_gpushare.jobfiles import log_path
 from tests.server.fake_broker import eventually
-from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
+from tests.ui.pages import BUNDLE, THEMES, accessible, needs_browser, picture, run_command, use_theme
 
 pytestmark = needs_browser
 
@@ -136,7 +137,17 @@ TOO_WIDE = """area => {
 }"""
 
 
-async def test_a_thousand_jobs_are_one_list(page, broker, golden):
+async def loaded(page: Page) -> dict[str, int]:
+    """The files of our bundle that the page has, by name: their size in bytes, compressed."""
+    urls = await page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+    names = {url.split("?")[0].rsplit("/", 1)[1] for url in urls if "/jupyter-gpushare/static/" in url}
+    return {name: len(gzip.compress((BUNDLE / "static" / name).read_bytes())) for name in names}
+
+
+async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(page, broker, golden):
+    at_start = await loaded(page)
+    assert "jupyter-gpushare:status-bar" in "".join((BUNDLE / "static" / n).read_text() for n in at_start)
+    assert sum(at_start.values()) < 40_000
     broker.answer("GET jobs", many(golden, 1000))
     await run_command(page, "gpushare:jobs")
     grid = page.get_by_role("grid", name="My training jobs")
@@ -164,6 +175,7 @@ async def test_a_thousand_jobs_are_one_list(page, broker, golden):
     await expect(rows.first.get_by_role("gridcell")).to_have_count(2)
     await expect(rows.first.locator(".gps-state")).to_be_in_viewport()
     assert await page.locator(".gps-jobs").evaluate(TOO_WIDE) == []
+    assert len(await loaded(page)) > len(at_start)
 
 
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
@@ -248,9 +260,17 @@ MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"
 
 async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, lab, broker, golden):
     await page.emulate_media(reduced_motion="reduce")
-    await page.locator(".gps-status button").click()
+    await page.locator(".jp-Notebook .cm-content").first.click()
+    await page.keyboard.type("1")
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("You used 14 GPU-hours.")
+    # Who came by mouse needs no ring around it; with the first key there is one.
+    outline = "node => getComputedStyle(node).outlineStyle"
+    await expect(panel).to_be_focused()
+    assert await panel.evaluate(outline) == "none"
+    await page.keyboard.press("Shift")
+    assert await panel.evaluate(outline) == "solid"
     wide = await panel.bounding_box()
     await page.mouse.move(wide["x"] - 2, 400)
     await page.mouse.down()
@@ -303,6 +323,7 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     for theme in THEMES:
         await use_theme(page, theme)
         await accessible(page, ".gps-banner")
+        await accessible(page, ".gps-cell-line")
     await use_theme(page, THEMES[0])
     await picture(page, "cell-waits")
     await run_command(page, "docmanager:save")
@@ -402,7 +423,36 @@ async def test_each_plugin_can_be_disabled_alone(lab, broker, golden, open_page)
     page_config.unlink()
 
 
+async def test_what_is_set_holds(lab, broker, golden, open_page):
+    mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
+    mine.parent.mkdir()
+    mine.write_text(json.dumps({"keepMinutes": 45, "banner": False, "toasts": False, "refreshSeconds": 300}))
+    async with open_page(lab) as page:
+        await page.locator(".gps-status button").click()
+        panel = page.get_by_role("region", name="Shared GPU")
+        await expect(panel.get_by_role("button", name="Keep it 45 min")).to_be_visible()
+        broker.seen.clear()
+        lab.say(golden("status_warned"))
+        await expect(panel).to_contain_text("Lent in 5 min")
+        await expect(page.locator(".gps-banner")).to_be_hidden()
+        await expect(page.locator(".Toastify__toast")).to_have_count(0)
+        lease = golden("status_warned")["leases"][0]
+        broker.answer(f"POST leases/{lease['id']}/keep", lease)
+        await panel.get_by_role("button", name="Keep it 45 min").click()
+        await asyncio.to_thread(eventually, lambda: broker.asked(f"POST leases/{lease['id']}/keep"), 30)
+        assert broker.asked(f"POST leases/{lease['id']}/keep")[0].json == {"minutes": 45.0}
+    mine.unlink()
+
+
 async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
+    running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
+    broker.answer("GET jobs", {"jobs": [running]})
+    lab.say(golden("status_active") | {"jobs": [running]})
+    log = log_path(lab.folder, running["id"], 1)
+    log.parent.mkdir(parents=True)
+    log.write_text("epoch 1\n")
+    await run_command(page, "gpushare:jobs", {"job": running["id"]})
+    await expect(page.locator(".gps-log")).to_contain_text("epoch 1")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if "/gpushare/" in request.url else None)
     hide = """hidden => {
@@ -423,5 +473,6 @@ async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, b
     async with page.expect_request("**/gpushare/status*"):
         await page.evaluate(hide, False)
     await page.wait_for_timeout(6_000)
-    assert len(asked) <= 3
-    assert {url.split("/gpushare/")[1].split("?")[0] for url in asked} == {"status"}
+    told = [url.split("/gpushare/")[1].split("?")[0] for url in asked]
+    assert told.count("status") <= 3
+    assert set(told) <= {"status", f"jobs/{running['id']}/log"}

@@ -61,6 +61,10 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
         void model.refresh();
       }
     });
+    // JupyterLab's tabs keep a click from the browser, which then takes the last key for how we came here.
+    for (const type of ['pointerdown', 'keydown']) {
+      document.addEventListener(type, () => (document.body.dataset.gpsLast = type), true);
+    }
     let options: IOptions = { keepMinutes: 30, toasts: true, banner: true };
     void registry
       ?.load(MODEL_ID)

@@ -6,8 +6,9 @@ import React from 'react';
 import { Button } from './button';
 import { Log } from './log';
 import { ENDED } from './model';
+import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
-import { clockTime, duration, gapText, jobBadge, momentText } from './words';
+import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
 
 const READ_EVERY_MS = 1000;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
@@ -266,7 +267,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Id'), job.id],
     [trans.__('Project'), job.project],
     [trans.__('Size'), job.size],
-    [trans.__('Submitted'), new Date(job.submitted_at).toLocaleString()],
+    [trans.__('Submitted'), dayTime(new Date(job.submitted_at))],
     [trans.__('Waited'), duration(trans, job.waited_s)],
     [trans.__('Ran'), duration(trans, job.ran_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
@@ -274,7 +275,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Environment'), job.source?.kernel || trans.__('of the server')],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
     [trans.__('Folder'), job.cwd ?? ''],
-    [trans.__('Variables'), job.variables.join(', ')],
+    [trans.__('Variables'), chosenVariables(job).join(', ')],
     [trans.__('Command'), job.command.join(' ')]
   ];
   return (

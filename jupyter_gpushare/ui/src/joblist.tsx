@@ -345,7 +345,9 @@ const Row = React.memo(function Row(props: {
       <span role="gridcell" className="gps-state" data-state={job.state}>
         {jobBadge(trans, job)}
       </span>
-      <span role="gridcell">{job.size}</span>
+      <span role="gridcell" title={job.size}>
+        {job.size}
+      </span>
       <span role="gridcell">{duration(trans, job.waited_s)}</span>
       <span role="gridcell">{job.started_at === null ? '' : duration(trans, job.ran_s)}</span>
       <span role="gridcell">

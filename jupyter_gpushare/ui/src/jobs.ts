@@ -36,7 +36,7 @@ const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed
 const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
   state: job => ORDER.indexOf(job.state),
   name: job => job.name.toLowerCase(),
-  size: job => job.size,
+  size: gpusOf,
   waited: job => job.waited_s,
   ran: job => job.ran_s,
   progress: job => progressOf(job) ?? -1,
@@ -48,6 +48,12 @@ export function progressOf(job: IJob): number | null {
   return job.done === null || job.total === null || job.total <= 0
     ? null
     : Math.max(0, Math.min(1, job.done / job.total));
+}
+
+/** GPUs as a number, to sort by; 0 where memory or a MIG instance was asked for. */
+export function gpusOf(job: IJob): number {
+  const [part, whole = '1'] = job.memory === null && job.profile === null ? job.gpus.split('/') : ['0'];
+  return Number(part) / Number(whole);
 }
 
 /** Returns the jobs that a view shows, in its order; equals stay newest first. */
@@ -106,8 +112,15 @@ export class JobsModel implements IDisposable {
     return this._jobs.get(id) ?? null;
   }
 
-  /** Fetches everything. */
-  async refresh(): Promise<void> {
+  /** Fetches everything; who asks meanwhile gets the answer that is under way. */
+  refresh(): Promise<void> {
+    this._fetching ??= this._refresh().finally(() => {
+      this._fetching = null;
+    });
+    return this._fetching;
+  }
+
+  private async _refresh(): Promise<void> {
     this._fetchedAt = this._now();
     try {
       const jobs = await this._fetch(MOST_JOBS);
@@ -164,5 +177,6 @@ export class JobsModel implements IDisposable {
   private _view: IView = FIRST_VIEW;
   private _wasSilent = false;
   private _fetchedAt = 0;
+  private _fetching: Promise<void> | null = null;
   private _disposed = false;
 }

@@ -5,6 +5,7 @@ import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOffersQuery } from './requests';
+import { chosenVariables } from './variables';
 import { Checkpoint, IJob, ILaunchForm, ILaunchRequest, IOffers, IOutlook } from './wire';
 
 /** As typed. */
@@ -86,7 +87,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     parameters: source === null ? '' : lines(source.parameters),
     kernel: source?.kernel ?? '',
     cwd: job.cwd ?? '',
-    variables: job.variables.filter(name => name !== 'PYTHONUNBUFFERED').join('\n'),
+    variables: chosenVariables(job).join('\n'),
     size: job.profile !== null ? 'profile' : job.memory !== null ? 'memory' : 'gpus',
     gpus: job.gpus,
     memory: job.memory ?? '',

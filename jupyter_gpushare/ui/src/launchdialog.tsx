@@ -113,7 +113,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       {file && !isNotebook(fields.path) && text('arguments', trans.__('Arguments'))}
       {isNotebook(fields.path) &&
         text('parameters', trans.__('Parameters'), {
-          rows: 2,
+          rows: Math.max(2, Math.min(8, fields.parameters.split('\n').length)),
           placeholder: 'lr = 0.1',
           hint: trans.__('The notebook runs into a copy beside it, which you can open at any time.')
         })}

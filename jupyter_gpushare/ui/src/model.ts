@@ -211,7 +211,7 @@ export class GpuModel implements IDisposable {
     }
   }
 
-  /** Since when the lease of this server is waking, in milliseconds; null: it is not. */
+  /** When the lease of this server began to wake, in milliseconds; null: it does not, or was not seen to begin. */
   get wakingSince(): number | null {
     return this._wakingSince;
   }
@@ -293,8 +293,8 @@ export class GpuModel implements IDisposable {
   }
 
   private _measure(status: IStatus, lease: ILease | null): void {
-    if (lease !== null && phaseOf(lease) === 'waking') {
-      this._wakingSince = this._wakingSince ?? this._now();
+    if (lease !== null && phaseOf(lease) === 'waking' && this._last?.lease === lease.id) {
+      this._wakingSince = this._wakingSince ?? (this._last.phase === 'waking' ? null : this._now());
     }
     if (lease === null || !status.devices_known) {
       this.samples.clear();
@@ -312,9 +312,7 @@ export class GpuModel implements IDisposable {
     const last = this._last;
     const phase = lease === null ? null : phaseOf(lease);
     if (last !== null && last.lease === lease?.id && last.phase !== null) {
-      const seconds =
-        this._wakingSince === null ? null : (this._now() - this._wakingSince) / 1000;
-      const notice = leaseNotice(last.phase, lease, seconds);
+      const notice = leaseNotice(last.phase, lease, this._wokeIn(status, lease));
       if (notice !== null) {
         this._noticed.emit(notice);
       }
@@ -329,6 +327,15 @@ export class GpuModel implements IDisposable {
       this._noticed.emit(notice);
     }
     this._last = { jobs: seenJobs(status.jobs), lease: lease?.id ?? null, phase };
+  }
+
+  /** Seconds that it took to wake, also where it was awake long before this page looked again. */
+  private _wokeIn(status: IStatus, lease: ILease): number | null {
+    if (this._wakingSince === null) {
+      return null;
+    }
+    const awake_ms = Math.max(0, Date.parse(status.at) - Date.parse(lease.since_at));
+    return (this._now() - this._wakingSince - awake_ms) / 1000;
   }
 
   private readonly _options: GpuModel.IOptions;

@@ -213,9 +213,8 @@ function Memory(props: {
         ]}
       />
       <History lease={lease} samples={samples} trans={trans} />
-      {lease.processes.map(process => (
-        <Process key={process.pid} process={process} {...props} />
-      ))}
+      {!asleep &&
+        lease.processes.map(process => <Process key={process.pid} process={process} {...props} />)}
       <p className="gps-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
         <br />

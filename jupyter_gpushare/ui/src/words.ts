@@ -41,6 +41,11 @@ export function clockTime(moment: Date, seconds = false): string {
   });
 }
 
+/** Day and time, as people here write them. */
+export function dayTime(moment: Date): string {
+  return moment.toLocaleString([], { dateStyle: 'medium', timeStyle: 'short', hourCycle: 'h23' });
+}
+
 /** What a server refuses, which it says as the end of a line, as a sentence. */
 export function asSentence(text: string): string {
   const begun = /^[a-z]+[ ,]/.test(text) ? text[0]!.toUpperCase() + text.slice(1) : text;
@@ -99,7 +104,7 @@ export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
 /** What a meter of GPU memory says aloud. */
 export function memoryText(trans: TranslationBundle, lease: ILease): string {
   if (lease.memory_saved_bytes > 0) {
-    return trans.__('%1 GB kept in RAM', gigabytes(lease.memory_saved_bytes));
+    return trans.__('%1 GB in RAM', gigabytes(lease.memory_saved_bytes));
   }
   return trans.__(
     '%1 of %2 GB',
@@ -269,11 +274,10 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
     ' ' +
     (week.helped_jobs === 0
       ? trans.__('Your idle time gave %1 GPU-hours to others.', lent)
-      : trans._n(
-          'Your idle time gave %2 GPU-hours to %1 job.',
-          'Your idle time gave %2 GPU-hours to %1 jobs.',
-          week.helped_jobs,
-          lent
+      : trans.__(
+          'Your idle time gave %1 GPU-hours to others; %2 of them had waited for your GPU.',
+          lent,
+          week.helped_jobs
         ))
   );
 }

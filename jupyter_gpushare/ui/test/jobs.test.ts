@@ -43,6 +43,13 @@ describe('viewOf', () => {
     expect(ids({ column: 'waited', descending: true })).toBe('bdca');
   });
 
+  it('sorts sizes as numbers, those in memory first', () => {
+    const sizes = ['10', '1/2', '2', '0.25'].map(gpus => job({ id: gpus, gpus, memory: null, profile: null }));
+    const all = [...sizes, job({ id: '20GiB', gpus: '1', memory: '20GiB' })];
+    const sorted = viewOf(all, { ...FIRST_VIEW, column: 'size' }).map(each => each.id);
+    expect(sorted).toEqual(['20GiB', '0.25', '1/2', '2', '10']);
+  });
+
   it('leaves the list itself alone', () => {
     ids({ column: 'ran' });
     expect(MANY.map(each => each.id).join('')).toBe('abcd');
@@ -139,14 +146,17 @@ describe('JobsModel', () => {
       standby: 'never'
     });
     let refuses = true;
+    let fetched = 0;
     const jobs = new JobsModel(gpu, async () => {
+      fetched += 1;
       if (refuses) {
         throw new Error('not now');
       }
       return [];
     });
-    await jobs.refresh();
+    await Promise.all([jobs.refresh(), jobs.refresh()]);
     expect(jobs.state).toEqual({ kind: 'refused', message: 'not now' });
+    expect(fetched).toBe(1);
     refuses = false;
     await gpu.refresh();
     await vi.waitFor(() => expect(jobs.state.kind).toBe('ready'));

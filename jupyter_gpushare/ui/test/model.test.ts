@@ -163,13 +163,28 @@ describe('GpuModel', () => {
   let clock_ms = 0;
   const changed: string[][] = [];
 
+  /** Under way now, and at most; a slow answer takes a turn of the timers. */
+  let open = 0;
+  let most = 0;
+  let slow = false;
+
+  /** An answer whose lease began to run so many seconds before it. */
+  function awakeFor(seconds: number): StatusAnswer {
+    const since_at = new Date(Date.parse(ANSWERS.active.at) - 1000 * seconds).toISOString();
+    return { ...ANSWERS.active, leases: [{ ...ANSWERS.active.leases[0]!, since_at }] };
+  }
+
   async function start(first: StatusAnswer | Error): Promise<Notice[]> {
     answer = first;
-    asked = 0;
+    asked = open = most = 0;
+    slow = false;
     const notices: Notice[] = [];
     model = new GpuModel({
       fetchStatus: async () => {
         asked += 1;
+        most = Math.max(most, ++open);
+        await (slow ? new Promise(resolve => setTimeout(resolve)) : undefined);
+        open -= 1;
         if (answer instanceof Error) {
           throw answer;
         }
@@ -214,9 +229,36 @@ describe('GpuModel', () => {
     await say(ANSWERS.waking);
     await say(ANSWERS.waking);
     clock_ms = 17_000;
-    await say(ANSWERS.active);
+    await say(awakeFor(0));
     expect(notices.map(notice => notice.kind)).toEqual(['warned', 'asleep', 'waking', 'back']);
     expect(notices[3]).toMatchObject({ seconds: 7 });
+  });
+
+  it('counts the seconds of waking, not those until somebody looks again', async () => {
+    clock_ms = 10_000;
+    const notices = await start(ANSWERS.asleep);
+    await say(ANSWERS.waking);
+    expect(model.wakingSince).toBe(10_000);
+    clock_ms = 610_000;
+    await say(awakeFor(592));
+    expect(notices[1]).toMatchObject({ kind: 'back', seconds: 8 });
+    expect(model.wakingSince).toBeNull();
+  });
+
+  it('counts no seconds of a waking that it did not see begin', async () => {
+    const notices = await start(ANSWERS.waking);
+    await say(ANSWERS.waking);
+    expect(model.wakingSince).toBeNull();
+    await say(awakeFor(0));
+    expect(notices).toMatchObject([{ kind: 'back', seconds: null }]);
+  });
+
+  it('asks one question at a time, and once more for all that came meanwhile', async () => {
+    await start(ANSWERS.active);
+    slow = true;
+    await Promise.all(Array.from({ length: 5 }, () => model.refresh()));
+    expect(most).toBe(1);
+    expect(asked).toBeLessThanOrEqual(3);
   });
 
   it('never says that nothing was lost where the memory could not be brought back', async () => {

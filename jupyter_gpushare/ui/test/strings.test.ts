@@ -60,4 +60,11 @@ describe('what people read', () => {
     expect(texts.length).toBeGreaterThan(100);
     expect(texts.filter(text => AVOIDED.test(text))).toEqual([]);
   });
+
+  it('has its moments formatted in one place', () => {
+    const formats = ts.sys
+      .readDirectory(SOURCES)
+      .filter(path => /\.toLocale|\bIntl\./.test(ts.sys.readFile(path)!));
+    expect(formats.map(path => path.replace(/^.*\//, ''))).toEqual(['words.ts']);
+  });
 });

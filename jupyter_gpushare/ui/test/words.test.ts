@@ -97,7 +97,7 @@ describe('sentences', () => {
 
   it('say what a meter shows', () => {
     expect(memoryText(trans, ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GB');
-    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GB kept in RAM');
+    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GB in RAM');
     expect(projectText(trans, ANSWERS.active.projects[0]!)).toBe(
       '1 guaranteed, 1.5 in use, 1 borrowed, 1 job waiting'
     );
@@ -113,9 +113,8 @@ describe('sentences', () => {
 
   it('say what a week was', () => {
     expect(weekText(trans, HISTORY)).toBe(
-      'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to 3 jobs.'
+      'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to others; 3 of them had waited for your GPU.'
     );
-    expect(weekText(trans, { ...HISTORY, helped_jobs: 1 })).toMatch(/to 1 job\.$/);
     expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/gave 6\.4 GPU-hours to others\.$/);
     expect(weekText(trans, { ...HISTORY, lent_gpu_s: 179 })).toBe('You used 14 GPU-hours.');
     expect(weekText(trans, { ...HISTORY, used_gpu_s: 100, lent_gpu_s: 0 })).toBe(

@@ -1,0 +1,234 @@
+/* The simulated libnvidia-ml.so.1: what a device is doing (memory, utilization, processes), and its events.
+ *
+ * Facts it follows (NVML API reference r580): a list that does not fit its buffer is answered with
+ * INSUFFICIENT_SIZE and the number needed; no process that was busy is NOT_FOUND; events are the GPU's,
+ * and name the MIG instance.
+ */
+#include <stdlib.h>
+
+#include "fake_nvml.h"
+
+enum { SWEEP_NS = 2000000, EVENT_POLL_NS = 20000000, NVML_EVENT_TYPE_XID = 8 };
+
+typedef struct {
+    unsigned gpu, memory;
+} nvmlUtilization_t;
+
+typedef struct {
+    unsigned pid;
+    unsigned long long usedGpuMemory;
+    unsigned gpuInstanceId, computeInstanceId;
+} nvmlProcessInfo_t;
+
+typedef struct {
+    unsigned pid;
+    unsigned long long timeStamp;
+    unsigned smUtil, memUtil, encUtil, decUtil;
+} nvmlProcessUtilizationSample_t;
+
+typedef struct {
+    nvmlDevice_t device;
+    unsigned long long eventType, eventData;
+    unsigned gpuInstanceId, computeInstanceId;
+} nvmlEventData_t;
+
+struct nvmlEventSet_st {
+    uint32_t devices; /* bit: registered */
+    uint64_t seen[SIM_DEVICES];
+};
+typedef struct nvmlEventSet_st *nvmlEventSet_t;
+
+/* ---- what it is doing ---- */
+
+/* Looking whether every process still lives costs a read each, and one who measures asks four
+ * questions of every device: what was seen this shortly ago is still true. */
+static void sweep(void)
+{
+    static uint64_t swept_ns; /* guarded by sim_lock */
+    uint64_t now = sim_now_ns();
+    if (now - swept_ns < SWEEP_NS)
+        return;
+    sim_sweep();
+    swept_ns = now;
+}
+
+API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    ENTER(device);
+    sim_lock();
+    sweep();
+    memory->total = sim->device[device->index].total_bytes;
+    memory->used = sim_device_used(device->index);
+    memory->free = memory->total - memory->used;
+    sim_unlock();
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    nvmlMemory_t plain;
+    nvmlReturn_t error = nvmlDeviceGetMemoryInfo(device, &plain);
+    if (error)
+        return error;
+    memory->total = plain.total;
+    memory->free = plain.free;
+    memory->used = plain.used;
+    memory->reserved = 0;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates)
+{
+    ENTER(device);
+    uint64_t now = sim_now_ns();
+    unsigned percent = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid)
+            percent += sim_busy_percent(&sim->process[i].busy[device->index], now);
+    sim_unlock();
+    rates->gpu = percent > 100 ? 100 : percent;
+    rates->memory = rates->gpu / 2;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    ENTER(device);
+    unsigned room = *count, found = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        const struct sim_process *process = &sim->process[i];
+        uint64_t bytes = process->pid ? sim_process_device_used(process, device->index) : 0;
+        if (bytes && found < room && list)
+            list[found] = (nvmlProcessInfo_t){(unsigned)process->pid, bytes, ~0u, ~0u};
+        found += bytes > 0;
+    }
+    sim_unlock();
+    *count = found;
+    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    ENTER(device);
+    (void)list;
+    *count = 0;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    unsigned room = *count, found = 0;
+    uint32_t unused;
+    ENTER(device);
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        int32_t pid = sim->process[i].pid;
+        if (!pid || !sim_strikes(SIM_FAULT_MPS, pid, (int32_t)device->index, &unused))
+            continue;
+        if (found < room && list)
+            list[found] = (nvmlProcessInfo_t){(unsigned)pid, 0, ~0u, ~0u};
+        found++;
+    }
+    *count = found;
+    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* One sample for each process that was busy in the last second; times are µs since boot. */
+API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples,
+                                                 unsigned *count, unsigned long long since_us)
+{
+    ENTER(device);
+    (void)since_us;
+    uint64_t now = sim_now_ns();
+    unsigned room = samples ? *count : 0, found = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        const struct sim_process *process = &sim->process[i];
+        unsigned percent = process->pid ? sim_busy_percent(&process->busy[device->index], now) : 0;
+        if (percent && found < room)
+            samples[found] = (nvmlProcessUtilizationSample_t){(unsigned)process->pid, now / 1000, percent, 0, 0, 0};
+        found += percent > 0;
+    }
+    sim_unlock();
+    *count = found;
+    if (!found)
+        return NVML_ERROR_NOT_FOUND;
+    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* ---- events: XIDs ---- */
+
+API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types)
+{
+    ENTER(device);
+    *types = NVML_EVENT_TYPE_XID;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
+{
+    nvmlReturn_t error = sim_nvml_enter();
+    if (error)
+        return error;
+    *set = calloc(1, sizeof **set);
+    return *set ? NVML_SUCCESS : NVML_ERROR_MEMORY;
+}
+
+API nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
+{
+    free(set);
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set)
+{
+    ENTER(device);
+    if (!set)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (types & ~(unsigned long long)NVML_EVENT_TYPE_XID)
+        return NVML_ERROR_NOT_SUPPORTED;
+    sim_lock();
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if (device == &sim_handles[d] || device == &sim_whole) {
+            set->devices |= 1u << d;
+            set->seen[d] = sim->device[d].xids;
+        }
+    sim_unlock();
+    return NVML_SUCCESS;
+}
+
+static bool next_event(nvmlEventSet_t set, nvmlEventData_t *data)
+{
+    bool found = false;
+    sim_lock();
+    for (uint32_t d = 0; d < sim->device_count && !found; d++) {
+        found = (set->devices >> d & 1u) && sim->device[d].xids > set->seen[d];
+        if (found) {
+            set->seen[d] = sim->device[d].xids;
+            *data = (nvmlEventData_t){sim->mig ? &sim_whole : &sim_handles[d], NVML_EVENT_TYPE_XID, sim->device[d].xid,
+                                      sim->mig ? d + 1 : ~0u, ~0u};
+        }
+    }
+    sim_unlock();
+    return found;
+}
+
+API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)
+{
+    nvmlReturn_t error = sim_nvml_enter();
+    if (error || !set || !data)
+        return error ? error : NVML_ERROR_INVALID_ARGUMENT;
+    uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
+    while (!next_event(set, data)) {
+        if (!sim_nvml_is_open())
+            return NVML_ERROR_UNINITIALIZED;
+        if (sim_now_ns() >= until)
+            return NVML_ERROR_TIMEOUT;
+        sim_sleep_ns(EVENT_POLL_NS);
+    }
+    return NVML_SUCCESS;
+}
