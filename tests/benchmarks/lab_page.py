@@ -42,12 +42,24 @@ def sizes() -> tuple[int, int]:
 
 
 def lazy_chunks() -> set[str]:
-    """Return the files that only a command loads: those that hold the dialog or the list."""
-    marks = ("gps-launch-dialog", "gps-job-row", "LaunchRequest", "viewOf", "problemsOf")
+    """Return the files that only a command or a button loads: with the dialog, the list or the chart."""
+    marks = (
+        "gps-launch-dialog",
+        "gps-job-row",
+        "LaunchRequest",
+        "viewOf",
+        "problemsOf",
+        "DayChart",
+        "dppxchange",
+    )
     found = set()
     for path in (BUNDLE / "static").glob("*.js"):
         text = path.read_text()
-        if any(mark in text for mark in marks) and "jupyter-gpushare:status-bar" not in text:
+        if (
+            any(mark in text for mark in marks)
+            and "jupyter-gpushare:status-bar" not in text
+            and "@media" not in text
+        ):
             found.add(path.name)
     return found
 

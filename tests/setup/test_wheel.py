@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -51,16 +52,27 @@ def test_jupyter_server_finds_the_extension(names):
     assert any(name.endswith("/etc/jupyter/jupyter_server_config.d/jupyter_gpushare.json") for name in names)
 
 
-@pytest.mark.skipif(
+needs_bundle = pytest.mark.skipif(
     not (ROOT / "jupyter_gpushare" / "labextension" / "package.json").is_file(),
     reason="not built: run `make setup`",
 )
+FOLDER = ".data/data/share/jupyter/labextensions/jupyter-gpushare/"
+
+
+@needs_bundle
 def test_it_brings_the_bundle_of_the_page_where_jupyterlab_looks_and_no_source(names):
-    folder = ".data/data/share/jupyter/labextensions/jupyter-gpushare/"
-    found = {name.partition(folder)[2] for name in names if folder in name}
+    found = {name.partition(FOLDER)[2] for name in names if FOLDER in name}
     assert {"package.json", "install.json", "schemas/jupyter-gpushare/model.json"} <= found
     assert any(name.startswith("static/remoteEntry.") for name in found)
     assert not any(name.endswith((".ts", ".tsx", ".map")) for name in names)
+
+
+@needs_bundle
+def test_it_brings_the_licence_of_the_library_that_is_in_the_bundle(wheel, names):
+    (path,) = (name for name in names if name.endswith(f"{FOLDER}static/third-party-licenses.json"))
+    with zipfile.ZipFile(wheel) as archive:
+        packages = {each["name"]: each for each in json.loads(archive.read(path))["packages"]}
+    assert "Leon Sorokin" in packages["uplot"]["extractedText"]
 
 
 def test_what_only_building_needs_stays_out(names):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Locator, Page, expect
 
 from jupyter_gpushare.jobfiles import log_path
 from tests.server.fake_broker import eventually
@@ -251,6 +251,17 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
+async def narrow(page: Page, panel: Locator) -> None:
+    """Make the sidebar 240 px wide."""
+    wide = await panel.bounding_box()
+    assert wide is not None
+    await page.mouse.move(wide["x"] - 2, 400)
+    await page.mouse.down()
+    await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
+    await page.mouse.up()
+    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+
+
 # What of ours moves by itself.
 MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
     const style = getComputedStyle(node);
@@ -271,12 +282,7 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     assert await panel.evaluate(outline) == "none"
     await page.keyboard.press("Shift")
     assert await panel.evaluate(outline) == "solid"
-    wide = await panel.bounding_box()
-    await page.mouse.move(wide["x"] - 2, 400)
-    await page.mouse.down()
-    await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
-    await page.mouse.up()
-    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+    await narrow(page, panel)
     for theme in THEMES:
         await use_theme(page, theme)
         lab.say(golden("status_active"))
@@ -301,6 +307,58 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     await expect(dialog).to_contain_text("all of its variables are lost")
     await dialog.get_by_role("button", name="Restart the kernel").click()
     await expect(page.locator(".Toastify")).to_contain_text("no such kernel")
+
+
+CHARTED = "() => document.querySelector('.gps-days canvas')?.toDataURL()"
+
+
+async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, lab, broker, golden):
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("You used 14 GPU-hours.")
+    at_start = await loaded(page)
+    asked = len(broker.asked("GET history"))
+    await page.route("**/jupyter-gpushare/static/**", lambda route: route.abort())
+    button = panel.get_by_role("button", name="Show days")
+    await button.focus()
+    await expect(button).to_have_attribute("aria-expanded", "false")
+    assert (await loaded(page)).keys() == at_start.keys()
+    await page.keyboard.press("Enter")
+    await expect(panel.get_by_role("alert")).to_have_text("The chart could not be loaded.")
+    await accessible(page, ".gps-panel")
+    await page.unroute_all()
+    await page.keyboard.press("Tab")
+    await expect(panel.get_by_role("button", name="Try again")).to_be_focused()
+    await page.keyboard.press("Enter")
+    chart = panel.get_by_role("img", name="GPU-hours a day.")
+    canvas = chart.locator("canvas")
+    await expect(canvas).to_be_visible()
+    assert ": 2.0 used, 2.4 given to others" in await chart.get_attribute("aria-label")
+    assert (await loaded(page)).keys() > at_start.keys()
+    assert len(broker.asked("GET history")) == asked
+
+    await narrow(page, panel)
+    await page.wait_for_function("""() => {
+        const host = document.querySelector('.gps-days');
+        return host.querySelector('.uplot').offsetWidth === host.clientWidth;
+    }""")
+    for theme in [*THEMES[1:], THEMES[0]]:
+        before = await page.evaluate(CHARTED)
+        await use_theme(page, theme)
+        await page.wait_for_function(f"before => ({CHARTED})() !== before", arg=before)
+        await accessible(page, ".gps-panel")
+        assert await panel.evaluate(TOO_WIDE) == []
+        await canvas.scroll_into_view_if_needed()
+        await picture(page, f"days-{theme.split()[-1].lower()}")
+
+    # Nothing is drawn where nobody sees it.
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    await expect(canvas).to_have_count(0)
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    await expect(canvas).to_be_visible()
+    await panel.get_by_role("button", name="Hide days").press("Enter")
+    await expect(canvas).to_have_count(0)
+    await expect(button).to_be_focused()
 
 
 UNTIL_TOLD = """from pathlib import Path

@@ -9,6 +9,7 @@ interface IButtonProps {
   readonly run: () => void;
   readonly title?: string;
   readonly 'aria-label'?: string;
+  readonly 'aria-expanded'?: boolean;
   readonly children: React.ReactNode;
 }
 

@@ -5,7 +5,7 @@ import {
   JupyterFrontEnd,
   JupyterFrontEndPlugin
 } from '@jupyterlab/application';
-import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
+import { Dialog, ICommandPalette, IThemeManager, Notification, showDialog } from '@jupyterlab/apputils';
 import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStateDB } from '@jupyterlab/statedb';
@@ -86,17 +86,19 @@ const panel: JupyterFrontEndPlugin<void> = {
   description: 'The sidebar and the commands of the shared GPU.',
   autoStart: true,
   requires: [IGpuModel],
-  optional: [ITranslator, ICommandPalette, ILayoutRestorer],
+  optional: [ITranslator, ICommandPalette, ILayoutRestorer, IThemeManager],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
     translator: ITranslator | null,
     palette: ICommandPalette | null,
-    restorer: ILayoutRestorer | null
+    restorer: ILayoutRestorer | null,
+    themes: IThemeManager | null
   ): void => {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
-    const widget = new GpuPanel(gpu.model, actions, () => linksOf(app, gpu, trans), trans);
+    const links = (): IPanelLinks => linksOf(app, gpu, trans);
+    const widget = new GpuPanel(gpu.model, actions, links, themes?.themeChanged ?? null, trans);
     widget.id = PANEL_ID;
     widget.title.icon = chipIcon;
     widget.title.caption = trans.__('Shared GPU');

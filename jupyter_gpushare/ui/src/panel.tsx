@@ -9,6 +9,7 @@ import { Button } from './button';
 import { Meter, Sparkline } from './meter';
 import { ENDED, GpuModel, GpuState, phaseOf } from './model';
 import { ISample } from './samples';
+import { ThemeChanged, Week } from './week';
 import { IDecision, IHistory, IJob, ILease, IProcess, IProject } from './wire';
 import {
   clockTime,
@@ -19,8 +20,7 @@ import {
   memoryText,
   projectParts,
   projectText,
-  sentence,
-  weekText
+  sentence
 } from './words';
 
 const SHOWN_JOBS = 5;
@@ -44,6 +44,7 @@ export class GpuPanel extends ReactWidget {
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
     private readonly _links: () => IPanelLinks,
+    private readonly _themeChanged: ThemeChanged | null,
     private readonly _trans: TranslationBundle
   ) {
     super();
@@ -144,10 +145,7 @@ export class GpuPanel extends ReactWidget {
         <Jobs jobs={status.jobs} links={this._links().jobs} trans={trans} />
         <Events events={status.events} trans={trans} />
         {this._week !== null && (
-          <section>
-            <h3>{trans.__('Last seven days')}</h3>
-            <p>{weekText(trans, this._week)}</p>
-          </section>
+          <Week week={this._week} now={status.at} themeChanged={this._themeChanged} trans={trans} />
         )}
       </>
     );

@@ -118,8 +118,18 @@ export interface ITimeline {
   readonly moments: readonly IMoment[];
 }
 
+/** What a user took of a project on a day. */
+export interface IDayUse {
+  readonly day: string;
+  readonly project: string;
+  readonly used_gpu_s: number;
+  readonly lent_gpu_s: number;
+}
+
 /** The last seven days. */
 export interface IHistory {
+  /** Only days with use. */
+  readonly days: readonly IDayUse[];
   readonly used_gpu_s: number;
   readonly lent_gpu_s: number;
   readonly helped_jobs: number;

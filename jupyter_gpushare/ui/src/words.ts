@@ -2,6 +2,7 @@
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import type { IDay } from './days';
 import type { GpuState, Notice, Phase } from './model';
 import type { Checkpoint, IHistory, IJob, ILease, IProject } from './wire';
 
@@ -44,6 +45,15 @@ export function clockTime(moment: Date, seconds = false): string {
 /** Day and time, as people here write them. */
 export function dayTime(moment: Date): string {
   return moment.toLocaleString([], { dateStyle: 'medium', timeStyle: 'short', hourCycle: 'h23' });
+}
+
+/** `Tue`, or `Tue 6 May`: a day in UTC, as people here write it. */
+export function weekday(day: string, date = false): string {
+  return new Date(`${day}T00:00:00Z`).toLocaleDateString([], {
+    weekday: 'short',
+    timeZone: 'UTC',
+    ...(date && { day: 'numeric', month: 'short' })
+  });
 }
 
 /** What a server refuses, which it says as the end of a line, as a sentence. */
@@ -280,6 +290,14 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
           week.helped_jobs
         ))
   );
+}
+
+/** What the chart of a week says aloud. */
+export function daysText(trans: TranslationBundle, days: readonly IDay[]): string {
+  const each = days.map(({ day, usedGpuS, lentGpuS }) =>
+    trans.__('%1: %2 used, %3 given to others', weekday(day, true), gpuHours(usedGpuS), gpuHours(lentGpuS))
+  );
+  return trans.__('GPU-hours a day. %1.', each.join('; '));
 }
 
 /** How a job survives the loss of its room, as a choice. */

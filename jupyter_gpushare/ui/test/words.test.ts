@@ -1,8 +1,10 @@
 import { describe, expect, it } from 'vitest';
 
+import { daysOf } from '../src/days';
 import { stateOf } from '../src/model';
 import {
   asSentence,
+  daysText,
   duration,
   gigabytes,
   jobBadge,
@@ -120,6 +122,12 @@ describe('sentences', () => {
     expect(weekText(trans, { ...HISTORY, used_gpu_s: 100, lent_gpu_s: 0 })).toBe(
       'You used less than 0.1 GPU-hours.'
     );
+  });
+
+  it('say what each day of a week was', () => {
+    const text = daysText(trans, daysOf(HISTORY, '2031-05-06T14:02:12Z'));
+    expect(text).toMatch(/^GPU-hours a day\. .*: 12 used, 4\.0 given to others; .*: 2\.0 used, 2\.4 given to others\.$/);
+    expect(text.match(/: 0 used, 0 given to others/g)).toHaveLength(5);
   });
 
   it('count both steps of waking', () => {

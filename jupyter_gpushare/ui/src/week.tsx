@@ -1,0 +1,118 @@
+/** The last seven days: a sentence, and on demand a chart of them, whose code comes only then. */
+
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { ISignal } from '@lumino/signaling';
+import React from 'react';
+
+import { Button } from './button';
+import type { DayChart } from './daychart';
+import { daysOf, IDay } from './days';
+import type { IHistory } from './wire';
+import { daysText, weekText } from './words';
+
+/** Emitted when the colours have become others. */
+export type ThemeChanged = ISignal<unknown, unknown>;
+
+interface IWeekProps {
+  readonly week: IHistory;
+  /** The broker's clock: which day is the last. */
+  readonly now: string;
+  readonly themeChanged: ThemeChanged | null;
+  readonly trans: TranslationBundle;
+}
+
+export function Week(props: IWeekProps): JSX.Element {
+  const { week, trans } = props;
+  const [open, setOpen] = React.useState(false);
+  const today = props.now.slice(0, 10);
+  const days = React.useMemo(() => daysOf(week, today), [week, today]);
+  return (
+    <section>
+      <h3>{trans.__('Last seven days')}</h3>
+      <p>{weekText(trans, week)}</p>
+      {week.days.length > 0 && (
+        <Button className="gps-link" aria-expanded={open} run={() => setOpen(!open)}>
+          {open ? trans.__('Hide days') : trans.__('Show days')}
+        </Button>
+      )}
+      {open && <Days days={days} themeChanged={props.themeChanged} trans={trans} />}
+    </section>
+  );
+}
+
+type Make = (host: HTMLElement) => DayChart;
+
+function Days(props: {
+  days: readonly IDay[];
+  themeChanged: ThemeChanged | null;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { trans } = props;
+  const [make, setMake] = React.useState<Make | 'loading' | 'failed'>('loading');
+  React.useEffect(() => {
+    let here = true;
+    if (make === 'loading') {
+      import('./daychart').then(
+        ({ DayChart }) => here && setMake(() => (host: HTMLElement) => new DayChart(host)),
+        () => here && setMake('failed')
+      );
+    }
+    return () => {
+      here = false;
+    };
+  }, [make]);
+  if (make === 'failed') {
+    return (
+      <>
+        <p role="alert">{trans.__('The chart could not be loaded.')}</p>
+        <Button className="jp-Button jp-mod-styled jp-mod-minimal" run={() => setMake('loading')}>
+          {trans.__('Try again')}
+        </Button>
+      </>
+    );
+  }
+  return (
+    <>
+      <div className="gps-muted gps-parts" aria-hidden="true">
+        <span>{trans.__('GPU-hours a day:')}</span>
+        <span>
+          <i className="gps-swatch" data-kind="used" />
+          {trans.__('used')}
+        </span>
+        <span>
+          <i className="gps-swatch" data-kind="lent" />
+          {trans.__('given to others')}
+        </span>
+      </div>
+      {make === 'loading' ? (
+        <p className="gps-days gps-muted" role="status">
+          {trans.__('Loading the chart.')}
+        </p>
+      ) : (
+        <Chart {...props} make={make} />
+      )}
+    </>
+  );
+}
+
+function Chart(props: {
+  make: Make;
+  days: readonly IDay[];
+  themeChanged: ThemeChanged | null;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { make, days, themeChanged, trans } = props;
+  const host = React.useRef<HTMLDivElement>(null);
+  const chart = React.useRef<DayChart | null>(null);
+  React.useEffect(() => {
+    const mine = (chart.current = make(host.current!));
+    const redraw = (): void => mine.redraw();
+    themeChanged?.connect(redraw);
+    return () => {
+      themeChanged?.disconnect(redraw);
+      mine.dispose();
+    };
+  }, [make, themeChanged]);
+  React.useEffect(() => chart.current!.show(days), [make, themeChanged, days]);
+  return <div className="gps-days" ref={host} role="img" aria-label={daysText(trans, days)} />;
+}
