@@ -68,6 +68,7 @@ class Board:
         self._on_lent: dict[Room, list[Lease]] = {}
         self._relent: set[Room] = set()  # who is on lent room there is not known any more
         self._undo: dict[object, Callable[[], None]] = {}  # by what changed
+        self._host_free_before = self.host_free  # when decisions began
 
     @classmethod
     def of(cls, cluster: Cluster, now: float = 0.0) -> Board:
@@ -182,7 +183,8 @@ class Board:
 
     def rooms_of(self, lease: Lease) -> list[Room]:
         """The devices ``lease`` is bound to, as far as they are there."""
-        return [self.rooms[uuid] for uuid in lease.devices if uuid in self.rooms]
+        rooms = self.rooms
+        return [rooms[uuid] for uuid in lease.devices if uuid in rooms]
 
     def is_whole(self, lease: Lease) -> bool:
         """Whether every device that ``lease`` is bound to is there."""
@@ -209,15 +211,12 @@ class Board:
 
     def begin(self) -> None:
         """Decisions follow that `undo` takes back."""
-        host_free = self.host_free
-
-        def undo() -> None:
-            self.host_free = host_free
-
-        self._undo = {self: undo}
+        self._undo = {}
+        self._host_free_before = self.host_free
 
     def undo(self) -> None:
         """Take back all decisions since `begin`."""
+        self.host_free = self._host_free_before
         for key, undo in self._undo.items():
             undo()
             if isinstance(key, Room):

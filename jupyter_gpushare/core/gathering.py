@@ -58,9 +58,10 @@ class Gathering:
         """Room in one of several sets of devices; ``of``: in which each device is."""
         taken: list[Victim] = []
         for v in juniors:
-            near = {number for room in self._board.rooms_of(v.lease) for number in of.get(room, ())}
-            for number in near - self._able.keys():
-                self._able[number] = sum([self._needs(room) <= 0 for room in sets[number]])
+            for room in self._board.rooms_of(v.lease):
+                for number in of.get(room, ()):
+                    if number not in self._able:
+                        self._able[number] = sum([self._needs(room) <= 0 for room in sets[number]])
             taken.append(v)
             done = [n for n in self._give(v, 1, of) if self._is_enough(sets[n], n)]
             if done:
@@ -88,11 +89,12 @@ class Gathering:
     def _give(self, victim: Victim, sign: int, of: dict[Room, tuple[int, ...]]) -> set[int]:
         """Count what a victim gives, or take it back; returns the sets where that made a difference."""
         changed: set[int] = set()
+        given = sign * held_by(victim.lease)
         for room in self._board.rooms_of(victim.lease):
             if room in of:
-                before = self._needs(room) <= 0
-                self._short[room] -= sign * held_by(victim.lease)
-                if (self._short[room] <= 0) != before:
+                before = self._needs(room)
+                after = self._short[room] = before - given
+                if (after <= 0) != (before <= 0):
                     changed.update(of[room])
                     for number in of[room]:
                         if number in self._able:

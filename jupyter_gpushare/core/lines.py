@@ -123,7 +123,8 @@ class Lines:
                 self.put(lease, now)
             return
         for lease in leases:
-            self.drop(lease.id)
+            if lease.id in self.leases:
+                self.drop(lease.id)
         for lease in leases:
             self._file(lease, now, _AT_ONCE)
         heapq.heapify(self._clock)

@@ -25,11 +25,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jupyter_gpushare.core import order
+from jupyter_gpushare.core.board import Board
 from jupyter_gpushare.core.keeping import Keeping
-from jupyter_gpushare.core.lines import Cursor, Shape
+from jupyter_gpushare.core.lines import Cursor, Lines, Shape
 from jupyter_gpushare.core.making import Maker
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
@@ -86,7 +88,9 @@ class Round:
             for name, lag in planner.lags_gpu_s.items():
                 self.catching_up[name] = int(WHOLE_GPU * lag / self.settings.catch_up_s)
         capacity = WHOLE_GPU * len(self.board.usable)
-        self.shares = Shares(self.board.standing, self._waiting_milli, capacity, self.catching_up)
+        # Not of this round's own: it would refer to itself, and be left to the garbage collector.
+        waiting_milli = partial(_waiting_milli, self.lines, self.board)
+        self.shares = Shares(self.board.standing, waiting_milli, capacity, self.catching_up)
         self.maker = Maker(self.board, self.layout, self.lines, self.shares)
         self.keeping = Keeping(self.board, self.layout)
         self.actions: list[Action] = []
@@ -134,13 +138,6 @@ class Round:
 
     def _sleepers(self, *, claim: bool) -> list[Lease]:
         return [x for x in self.lines.sleepers.values() if self.board.has_claim(x) is claim]
-
-    def _waiting_milli(self) -> dict[str, int]:
-        leases = self.lines.leases
-        return {
-            name: sum(self._size(leases[ranks[0][-1]]) * len(ranks) for ranks in line.waiting.values())
-            for name, line in self.lines.of.items()
-        }
 
     # -- build sessions
 
@@ -249,11 +246,11 @@ class Round:
 
     def _is_owed(self, job: Lease) -> bool:
         """Whether the project of ``job`` stays within its quota with it."""
-        return self.board.account(job).is_below_quota(self._size(job))
+        return self.board.account(job).is_below_quota(_size(job, self.board))
 
     def _is_below_share(self, job: Lease) -> bool:
         """Whether the project of ``job`` stays within its fair share with it."""
-        return self.board.account(job).use + self._size(job) <= self.shares.of(job.project)
+        return self.board.account(job).use + _size(job, self.board) <= self.shares.of(job.project)
 
     def _serve_next(self, cursor: Cursor, whom: Callable[[Lease], bool] | None) -> bool:
         """Serve one job of a project; False: no other has a chance in this turn."""
@@ -285,14 +282,6 @@ class Round:
         while self._everybody and cursor:
             self._wait(cursor.next()[0], Why.IN_LINE)
             cursor.go_on()
-
-    def _size(self, job: Lease) -> int:
-        """The least that ``job`` takes anywhere."""
-        if job.devices:
-            return held_by(job) * len(job.devices)
-        if not job.memory_bytes:
-            return job.fraction_milli * job.device_count
-        return min([demand(job, room.device) for room in self.board.usable], default=WHOLE_GPU)
 
     def _serve_one(self, job: Lease, shape: Shape) -> bool:
         """Give ``job`` what can be given; False: nothing changed."""
@@ -342,7 +331,7 @@ class Round:
 
     def _may_not_borrow(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow, and does not want to."""
-        return not job.borrow and self._size(job) > self.board.account(job).unborrowed_left
+        return not job.borrow and _size(job, self.board) > self.board.account(job).unborrowed_left
 
     def _spot(self, job: Lease, room_of: RoomOf) -> Spot | None:
         most_milli = None
@@ -366,7 +355,7 @@ class Round:
         board, account = self.board, self.board.account(job)
         if not job.devices and not self.planner.fits_ever(job):
             return self.planner.unplaced(job)
-        size = self._size(job)
+        size = _size(job, self.board)
         over, owed = account.over_limit_soon(size), self._is_owed(job)
         below_share = not owed and len(self.lines.of) > 1 and self._is_below_share(job)
         # Room that was taken out of turn would go to whoever comes first in the next round.
@@ -447,3 +436,20 @@ class Round:
 
 # Why a job may not start that does not keep those behind it from starting, where the order is strict.
 _NEVER_MIND = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
+
+
+def _waiting_milli(lines: Lines, board: Board) -> dict[str, int]:
+    """What the waiting jobs of each project take at the least, thousandths of a GPU."""
+    return {
+        name: sum(_size(lines.leases[ranks[0][-1]], board) * len(ranks) for ranks in line.waiting.values())
+        for name, line in lines.of.items()
+    }
+
+
+def _size(job: Lease, board: Board) -> int:
+    """The least that ``job`` takes anywhere, thousandths of a GPU."""
+    if job.devices:
+        return held_by(job) * len(job.devices)
+    if not job.memory_bytes:
+        return job.fraction_milli * job.device_count
+    return min([demand(job, room.device) for room in board.usable], default=WHOLE_GPU)
