@@ -24,6 +24,14 @@ def test_it_sees_who_came_changed_and_left():
         assert keeper.plan(c, NOW) == plan(c, NOW)
 
 
+def test_it_sees_many_change_at_once():
+    keeper = Keeper()
+    first = cluster(*(train(f"j{n:02}", 500, queued_at=n) for n in range(40)), gpus=2)
+    turned = replace(first, leases=tuple(replace(x, queued_at=100 - x.queued_at) for x in first.leases))
+    assert keeper.plan(first, NOW) == plan(first, NOW) != plan(turned, NOW)
+    assert keeper.plan(turned, NOW) == plan(turned, NOW)
+
+
 def test_it_sees_other_quotas_settings_and_lags():
     keeper = Keeper()
     waiting = [train("a", 1000), train("b", 1000, project="q")]
