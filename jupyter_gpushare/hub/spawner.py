@@ -216,7 +216,7 @@ class GPUShareMixin(_Before):
             raise refusal(str(error), error.reason, error.status) from None
         except (BrokerUnavailable, TimeoutError) as error:
             self.log.warning(
-                "user=%s server=%s broker silent: %s", user, server, error or "no answer in time"
+                "user=%s server=%s broker silent: %s", user, server, str(error) or "no answer in time"
             )
             if needed:
                 raise refusal(DOWN, "broker_unavailable", 503) from None
@@ -327,7 +327,7 @@ class GPUShareMixin(_Before):
                 await self._client().post("spawner/stop", stop, type(None), repeatable=True)
         except (GpuShareError, TimeoutError) as error:
             self.log.warning(
-                "user=%s server=%s release not delivered: %s", user, server, error or "no answer"
+                "user=%s server=%s release not delivered: %s", user, server, str(error) or "no answer in time"
             )
         else:
             self._lease_possible = False
@@ -380,7 +380,7 @@ class GPUShareMixin(_Before):
         except RequestError as error:
             return [], str(error)
         except (BrokerUnavailable, TimeoutError) as error:
-            self.log.warning("user=%s spawn page without offers: %s", user, error or "no answer in time")
+            self.log.warning("user=%s spawn page without offers: %s", user, str(error) or "no answer in time")
             return [], picker.SILENT
         by_name = {each.project: each for each in (first, *more)}
         return [by_name[name] for name in first.projects if name in by_name] or [first], ""

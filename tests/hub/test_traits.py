@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 from typing import Any
 
@@ -92,3 +94,17 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
     await spawner._release()
     assert asked == ["/api/v1/spawner/stop"] * 2
     assert not spawner._lease_possible
+
+
+async def test_the_log_says_that_a_broker_did_not_answer_in_time(monkeypatch, caplog) -> None:
+    class Silent:
+        async def post(self, *_: object, **__: object) -> None:
+            await asyncio.sleep(60)
+
+    spawner = configured()
+    spawner.log = logging.getLogger("spawner")
+    monkeypatch.setattr(spawner, "_client", Silent)
+    monkeypatch.setattr(spawner, "_who", lambda: ("ada", "", []))
+    monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 0.01)
+    await spawner._release()
+    assert caplog.messages == ["user=ada server= release not delivered: no answer in time"]
