@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from math import floor
 
 from jupyter_gpushare import wire, words
 from jupyter_gpushare.broker import snapshot
@@ -18,7 +18,7 @@ from jupyter_gpushare.broker.book import Book
 from jupyter_gpushare.broker.effects import Effects
 from jupyter_gpushare.broker.forecast import Forecast
 from jupyter_gpushare.broker.job_request import check_job, default_name, job_lease, job_size, job_spec
-from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, random_id
+from jupyter_gpushare.broker.records import JobRecord, LeaseRecord, UsageRecord, random_id
 from jupyter_gpushare.broker.terms import Terms
 from jupyter_gpushare.core.explain import check_request, explain
 from jupyter_gpushare.core.model import (
@@ -46,7 +46,6 @@ class Desk:
         self.effects = effects
         self.forecast = forecast
         self.terms = terms
-        self._kept: dict[tuple[str, str], float] = {}  # (user, day) -> minutes kept
 
     # ---- jobs ----------------------------------------------------------------
 
@@ -258,27 +257,33 @@ class Desk:
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
         """Keep a session from being put to sleep for a while; a day has a budget.
 
+        Only what it is kept for longer than before is taken from the budget.
+
         Raises:
             InvalidRequest: not 1 to 240 minutes.
             TooMany: the day's budget is used up.
         """
         if not 1 <= minutes <= 240:
             raise InvalidRequest(f"minutes is a number from 1 to 240, not {minutes}")
-        left = self.keep_left(record.lease.user)
-        if minutes > left:
-            raise TooMany(f"you can keep your GPU for {left:.0f} more minutes today")
-        day = (record.lease.user, datetime.now(UTC).date().isoformat())
-        used = self._kept.get(day, 0.0)
-        self._kept = {k: v for k, v in self._kept.items() if k[1] == day[1]} | {day: used + minutes}
-        until = self.book.clock() + 60 * minutes
+        lease, now = record.lease, self.book.clock()
+        until = max(lease.keep_until_at, now + 60 * minutes)
+        longer_s = until - max(lease.keep_until_at, now)
+        left = self.keep_left(lease.user)
+        if longer_s > 60 * left:
+            raise TooMany(f"you can keep your GPU for {floor(left)} more minutes today")
+        kept = UsageRecord(day=self._today(), user=lease.user, project=lease.project, kept_s=longer_s)
         await self.book.put_lease(
-            replace(record, lease=replace(record.lease, keep_until_at=until, lend_now=False))
+            replace(record, lease=replace(lease, keep_until_at=until, lend_now=False)),
+            self.book.usage.count(kept),
         )
 
     def keep_left(self, user: str) -> float:
         """Return for how many more minutes of today (UTC) a user may keep an idle session."""
-        used = self._kept.get((user, datetime.now(UTC).date().isoformat()), 0.0)
-        return max(0.0, self.book.policy.keep_minutes_per_day - used)
+        used_s = self.book.usage.kept_s(self._today(), user)
+        return max(0.0, self.book.policy.keep_minutes_per_day - used_s / 60)
+
+    def _today(self) -> str:
+        return self.book.iso_now()[:10]
 
     async def lend(self, record: LeaseRecord) -> None:
         """Offer the room of a session at once.

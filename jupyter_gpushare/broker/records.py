@@ -110,7 +110,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """What a user took in a project on one day (UTC): GPU-seconds, and GiB-seconds of host memory."""
+    """What a user took in a project on one day (UTC): GPU-seconds, GiB-seconds of host memory, seconds."""
 
     day: str
     user: str
@@ -118,6 +118,7 @@ class UsageRecord:
     used_gpu_s: float = 0.0
     lent_gpu_s: float = 0.0
     saved_gib_s: float = 0.0  # device memory that was parked in host memory
+    kept_s: float = 0.0  # of the day's budget for "Keep it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,7 @@ usage = sa.Table(
     sa.Column("used_gpu_s", sa.Float, nullable=False),
     sa.Column("lent_gpu_s", sa.Float, nullable=False),
     sa.Column("saved_gib_s", sa.Float, nullable=False),
+    sa.Column("kept_s", sa.Float, nullable=False),
 )
 
 machine = sa.Table(

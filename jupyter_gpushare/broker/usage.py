@@ -5,6 +5,7 @@ Each stretch of a lease in one state counts when it ends; what is lent, `lending
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -34,10 +35,21 @@ class Usage:
 
     def __init__(self, stored: Iterable[UsageRecord] = ()) -> None:
         self.sums = {(u.day, u.user, u.project): u for u in stored}
+        self._kept_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for use in self.sums.values():
+            self._kept_s[use.day, use.user] += use.kept_s
+
+    def kept_s(self, day: str, user: str) -> float:
+        """Return for how long a user kept idle sessions, seconds of a day's budget."""
+        return self._kept_s.get((day, user), 0.0)
 
     def count(self, stretch: UsageRecord) -> UsageRecord:
         """Add a stretch of use to its day; returns the day's new sum."""
         key = (stretch.day, stretch.user, stretch.project)
+        if stretch.kept_s:
+            for yesterday in [key for key in self._kept_s if key[0] != stretch.day]:
+                del self._kept_s[yesterday]
+            self._kept_s[stretch.day, stretch.user] += stretch.kept_s
         before = self.sums.get(key)
         if before is not None:
             stretch = replace(
@@ -45,6 +57,7 @@ class Usage:
                 used_gpu_s=before.used_gpu_s + stretch.used_gpu_s,
                 lent_gpu_s=before.lent_gpu_s + stretch.lent_gpu_s,
                 saved_gib_s=before.saved_gib_s + stretch.saved_gib_s,
+                kept_s=before.kept_s + stretch.kept_s,
             )
         else:
             newest = sorted({day for day, _, _ in self.sums}, reverse=True)[:WEEK_DAYS]

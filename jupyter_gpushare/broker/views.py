@@ -117,14 +117,21 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs: those that run or are paused, those in the queue, ended ones; each newest first."""
-        mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
-        mine.sort(key=lambda j: (self._is_at_work(j), not j.result, j.submitted_at), reverse=True)
-        return [self.job(j) for j in mine[:limit]]
+        """Return jobs: those at work, those that were, those in the queue, ended ones; each newest first.
 
-    def _is_at_work(self, job: JobRecord) -> bool:
+        However many wait, a fifth is for those that ended last, so that their owners hear of it.
+        """
+        mine = [j for j in self.book.jobs.values() if user is None or j.user == user]
+        living = sorted((j for j in mine if not j.result), key=self._how_far, reverse=True)
+        ended = sorted((j for j in mine if j.result), key=lambda j: j.ended_at or "", reverse=True)
+        shown = living[: limit - min(len(ended), limit // 5)]
+        return [self.job(j) for j in (*shown, *ended[: limit - len(shown)])]
+
+    def _how_far(self, job: JobRecord) -> tuple[bool, bool, str]:
         record = self.book.leases.get(job.lease_id)
-        return record is not None and not job.result and record.state is not State.PENDING
+        if record is None:
+            return False, False, job.submitted_at
+        return record.state is not State.PENDING, record.attempt > 0, job.submitted_at
 
     def job(self, job: JobRecord) -> wire.Job:
         """Return what people see of one job."""

@@ -127,8 +127,17 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(tmp_path):
                 await broker.desk.keep(broker.lease(ada.handle), minutes)
         await broker.desk.keep(broker.lease(ada.handle), 100)
         assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
+        await broker.desk.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
+        assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
         with pytest.raises(TooMany, match="20 more minutes"):
-            await broker.desk.keep(broker.lease(ada.handle), 30)
+            await broker.desk.keep(broker.lease(ada.handle), 125)
+        await broker.end()
+        broker = await site.start_broker()
+        assert broker.desk.keep_left("ada") == pytest.approx(20, abs=0.01)
+        with pytest.raises(TooMany, match=r"(19|20) more minutes"):
+            await broker.desk.keep(broker.lease(ada.handle), 125)
+        await broker.desk.keep(broker.lease(ada.handle), 119)
+        assert broker.desk.keep_left("ada") == pytest.approx(1, abs=0.1)
 
 
 @in_virtual_time

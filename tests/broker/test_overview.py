@@ -168,7 +168,7 @@ async def test_who_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(tmp_pat
         budget = site.policy.keep_minutes_per_day
         await broker.desk.keep(broker.lease(ada.handle), budget / 4)
         assert not overview(broker).looks()
-        await broker.desk.keep(broker.lease(ada.handle), budget / 2)
+        await broker.desk.keep(broker.lease(ada.handle), 0.75 * budget)
         assert [x.sentence for x in overview(broker).looks()] == [
             f"ada kept an idle GPU for {0.75 * budget:.0f} of {budget:g} minutes today."
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,27 @@ async def test_a_short_list_of_jobs_has_those_that_run_before_those_that_wait(tm
         assert set(listed[1:4]) == set(waits)
         assert listed[4:] == [over.id]
         assert [job.id for job in broker.views.jobs("bo", limit=1)] == [runs.id]
+
+
+@in_virtual_time
+async def test_however_many_wait_those_that_ran_and_those_that_ended_last_are_told(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ended = [await site.submit("bo", "2", program=Program(work_s=5)) for _ in range(3)]
+        await until(lambda: all(broker.job(job).result for job in ended), 300)
+        await site.submit("bo", "2", program=Program(work_s=5_000))
+        waits = []
+        for _ in range(20):
+            waits.append(await site.submit("bo", "2"))
+            await asyncio.sleep(1)
+        paused = broker.book.leases[waits[0].lease_id]  # has run before
+        broker.book.leases[paused.id] = replace(paused, attempt=1)
+        listed = [job.id for job in broker.views.jobs("bo", limit=10)]
+        assert listed[1] == waits[0].id
+        assert listed[2:8] == [job.id for job in waits[:13:-1]]
+        assert listed[8:] == [job.id for job in ended[:0:-1]]
+        await broker.desk.cancel(waits[5])
+        assert broker.views.jobs("bo", limit=10)[8].id == waits[5].id
 
 
 @in_virtual_time

@@ -107,7 +107,7 @@ DECISION = DecisionRecord(
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
 USAGE = UsageRecord(
-    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5
+    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5, kept_s=4.5
 )
 LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS)

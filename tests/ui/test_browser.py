@@ -12,6 +12,18 @@ from tests.ui.pages import needs_browser, picture
 
 pytestmark = needs_browser
 
+# While `away` is set, no stream of events is connected.
+LOSES_EVENTS = """
+window.streams = [];
+window.WebSocket = class extends window.WebSocket {
+  constructor(url, protocols) {
+    const events = String(url).includes('api/events');
+    super(events && window.away ? 'ws://127.0.0.1:9/' : url, protocols);
+    if (events) window.streams.push(this);
+  }
+};
+"""
+
 
 @pytest.fixture
 def lab(start_lab, tmp_path) -> Iterator[Any]:
@@ -90,3 +102,34 @@ async def test_silence_of_the_broker_is_shown_without_old_numbers(page, broker):
     await picture(page, "panel-silent")
     broker.start()
     await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
+
+
+async def test_a_warning_goes_with_the_brokers_silence_and_comes_again(page, broker, golden):
+    await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
+    broker.say_status(golden("status_warned"))
+    toasts = page.locator(".Toastify")
+    await expect(toasts).to_contain_text("Your GPU is lent in")
+    broker.stop()
+    await expect(page.locator(".gps-status button")).to_have_text("GPU: no data")
+    await expect(toasts).not_to_contain_text("Your GPU is lent in")
+    broker.start()
+    await expect(toasts).to_contain_text("Your GPU is lent in")
+    await expect(toasts.get_by_role("alert")).to_have_count(1)
+
+
+async def test_a_page_that_is_connected_again_asks_for_what_it_missed(lab, broker, open_page, golden):
+    settings = lab.folder / "config" / "jupyter-gpushare"
+    settings.mkdir()
+    (settings / "model.jupyterlab-settings").write_text('{"refreshSeconds": 300}')
+    async with open_page(lab) as page:
+        await page.add_init_script(LOSES_EVENTS)
+        await page.reload()
+        status = page.locator(".gps-status button")
+        await expect(status).to_contain_text("Active", timeout=60_000)
+        await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+        await page.evaluate("window.away = true; window.streams.forEach(stream => stream.close())")
+        broker.say_status(golden("status_warned"))
+        await page.wait_for_timeout(1_500)
+        await expect(status).to_contain_text("Active")
+        await page.evaluate("window.away = false")
+        await expect(status).to_contain_text("Lent in 5 min")

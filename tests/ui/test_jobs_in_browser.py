@@ -236,6 +236,24 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await page.keyboard.press("Escape")
 
 
+async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, broker, golden):
+    code = "for n in range(2):\n    print(n)"
+    cell = golden("job") | {"state": "failed", "source": None, "variables": []}
+    cell |= {"command": ["python", "-c", code]}
+    broker.answer("GET jobs", {"jobs": [cell]})
+    lab.say(golden("status_active") | {"jobs": [cell]})
+    await run_command(page, "gpushare:jobs", {"job": cell["id"]})
+    await page.get_by_role("region", name="Job night").get_by_role("button", name="Duplicate").click()
+    command = page.get_by_role("dialog").get_by_label("Command")
+    await expect(command).to_have_value(f"python -c '{code}'")
+    await command.press("Control+End")
+    await command.press_sequentially(" ")
+    broker.answer("POST jobs", golden("job"), 201)
+    await page.get_by_role("dialog").get_by_role("button", name="Submit").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    assert broker.asked("POST jobs")[-1].json["command"] == ["python", "-c", code]
+
+
 async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):
     broker.answer("GET jobs", {"jobs": []})
     lab.say(golden("status_empty"))

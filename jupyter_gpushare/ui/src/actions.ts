@@ -54,7 +54,7 @@ export class Actions {
   }
 
   keep(accent = true): Action {
-    const minutes = this._keepMinutes();
+    const minutes = this._minutes();
     return {
       verb: 'keep',
       label: this._trans.__('Keep it %1 min', minutes),
@@ -74,9 +74,19 @@ export class Actions {
     };
   }
 
-  private _keepCaption(minutes: number): string {
+  /** As many as were chosen, and no more than the day has left. */
+  private _minutes(): number {
+    const left = Math.floor(this._left() ?? Infinity);
+    return left < 1 ? this._keepMinutes() : Math.min(left, this._keepMinutes());
+  }
+
+  private _left(): number | null {
     const state = this._model.state;
-    const left = state.kind === 'ready' ? state.status.keep_left_minutes : null;
+    return state.kind === 'ready' ? state.status.keep_left_minutes : null;
+  }
+
+  private _keepCaption(minutes: number): string {
+    const left = this._left();
     return left === null
       ? this._trans.__('Do not lend the GPU for %1 minutes, idle or not', minutes)
       : this._trans.__(
@@ -88,7 +98,7 @@ export class Actions {
 
   private async _do(verb: LeaseVerb): Promise<void> {
     try {
-      await this._model.change(verb, this._keepMinutes());
+      await this._model.change(verb, this._minutes());
     } catch (error) {
       Notification.error(error instanceof Error ? error.message : String(error), {
         autoClose: 8000

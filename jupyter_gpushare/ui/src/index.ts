@@ -15,6 +15,7 @@ import type { ReadonlyJSONObject } from '@lumino/coreutils';
 
 import { Actions } from './actions';
 import { CellLines } from './cells';
+import { listen } from './events';
 import { jobsPlugin } from './jobsplugin';
 import { GpuModel, ISeenJobs, seenJobs } from './model';
 import { Banner, Toasts } from './notices';
@@ -27,8 +28,6 @@ const MODEL_ID = 'jupyter-gpushare:model';
 const PANEL_ID = 'gpushare-panel';
 /** JupyterLab's own command, behind a Hub. */
 const HUB = 'hub:control-panel';
-const EVENTS = 'https://jupyter-gpushare.readthedocs.io/events/';
-
 function bundle(translator: ITranslator | null): TranslationBundle {
   return (translator ?? nullTranslator).load('jupyter_gpushare');
 }
@@ -50,17 +49,13 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
       changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
     });
     // Nothing is asked while the page is hidden; whoever comes back sees how it is now.
-    app.serviceManager.events.stream.connect((_, event) => {
-      const seen = document.visibilityState === 'visible';
-      if (seen && event.schema_id.startsWith(EVENTS)) {
-        void model.refresh();
-      }
-    });
-    document.addEventListener('visibilitychange', () => {
+    const look = (): void => {
       if (document.visibilityState === 'visible') {
         void model.refresh();
       }
-    });
+    };
+    listen(app.serviceManager.serverSettings, look);
+    document.addEventListener('visibilitychange', look);
     // JupyterLab's tabs keep a click from the browser, which then takes the last key for how we came here.
     for (const type of ['pointerdown', 'keydown']) {
       document.addEventListener(type, () => (document.body.dataset.gpsLast = type), true);
@@ -274,7 +269,7 @@ const notifications: JupyterFrontEndPlugin<void> = {
       let kept = JSON.stringify(seen);
       const keep = (): void => {
         const now = gpu.model.state;
-        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs)) : kept;
+        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs, now.status.at)) : kept;
         if (text !== kept) {
           kept = text;
           void state.save(SEEN_KEY, JSON.parse(text) as ReadonlyJSONObject);

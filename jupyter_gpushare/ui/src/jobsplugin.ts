@@ -135,7 +135,8 @@ class Jobs {
       fields,
       launchForm: path => requests.launchForm(path),
       offers: query => requests.offers(query),
-      launch: (request, key) => requests.launch(request, key)
+      launch: (request, key) => requests.launch(request, key),
+      isHidden: () => document.visibilityState === 'hidden'
     });
     const job = await showLaunchDialog(model, this._trans);
     // What the dialog was opened from may be gone.

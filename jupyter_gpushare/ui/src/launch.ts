@@ -75,6 +75,8 @@ export type Outlook =
   | { readonly kind: 'known'; readonly outlook: IOutlook };
 
 const ASK_AFTER_MS = 300;
+/** While a dialog is open and seen, what it says of the start is asked again so often. */
+const ASK_AGAIN_MS = 10_000;
 const MOST_GPUS = 1024;
 
 /** Returns the fields that submit a job once more. */
@@ -342,22 +344,31 @@ export class LaunchModel implements IDisposable {
     this._fields = { ...this._fields, ...Object.fromEntries(open) };
   }
 
-  private _askLater(after_ms: number): void {
+  private _askLater(after_ms: number, again = false): void {
     clearTimeout(this._timer);
-    this._timer = setTimeout(() => void this._ask(), after_ms);
+    this._timer = setTimeout(() => {
+      if (again && this._options.isHidden?.()) {
+        this._askLater(after_ms, again);
+      } else {
+        void this._ask(again);
+      }
+    }, after_ms);
   }
 
-  private async _ask(): Promise<void> {
+  /** `again`: what was said before stands until the answer comes. */
+  private async _ask(again: boolean): Promise<void> {
     const { size, gpus, memory, profile, project, borrow } = this._fields;
     const problems = this.problems;
+    const question = ++this._questions;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
       this._outlook = { kind: 'none' };
       this._emit();
       return;
     }
-    const question = ++this._questions;
-    this._outlook = { kind: 'asking' };
-    this._emit();
+    if (!again) {
+      this._outlook = { kind: 'asking' };
+      this._emit();
+    }
     let outlook: Outlook;
     try {
       const offers = await this._options.offers({
@@ -374,9 +385,10 @@ export class LaunchModel implements IDisposable {
       outlook = { kind: 'refused', message: error instanceof Error ? error.message : String(error) };
     }
     // Answers may overtake each other: only the newest question counts.
-    if (question === this._questions) {
+    if (question === this._questions && !this._disposed) {
       this._outlook = outlook;
       this._emit();
+      this._askLater(ASK_AGAIN_MS, true);
     }
   }
 
@@ -410,5 +422,7 @@ export namespace LaunchModel {
     readonly launchForm: (path: string) => Promise<ILaunchForm>;
     readonly offers: (query: IOffersQuery) => Promise<IOffers>;
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
+    /** Whether nobody sees it: then nothing is asked again. */
+    readonly isHidden?: () => boolean;
   }
 }

@@ -98,6 +98,8 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
   const { fields } = model;
   // Open when something in it is wrong, and then until somebody closes it.
   const [more, setMore] = React.useState(false);
+  // A cell's code has lines, and stays what it was.
+  const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
   const file = fields.path !== '';
   const taken = takenFromServer(fields);
   const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
@@ -109,7 +111,10 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         placeholder: trans.__('empty: run a command'),
         onBlur: () => void model.readFile()
       })}
-      {!file && text('command', trans.__('Command'), { placeholder: 'python train.py --epochs 10' })}
+      {!file && text('command', trans.__('Command'), {
+          placeholder: 'python train.py --epochs 10',
+          ...(rows > 1 && { rows })
+        })}
       {file && !isNotebook(fields.path) && text('arguments', trans.__('Arguments'))}
       {isNotebook(fields.path) &&
         text('parameters', trans.__('Parameters'), {

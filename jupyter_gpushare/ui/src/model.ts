@@ -19,7 +19,8 @@ export type GpuState =
   | { readonly kind: 'loading' }
   /** This server knows no broker: nothing is shown anywhere. */
   | { readonly kind: 'off' }
-  | { readonly kind: 'silent'; readonly since: Date }
+  /** Who does not answer: the broker, or this server itself. */
+  | { readonly kind: 'silent'; readonly since: Date; readonly who: 'broker' | 'server' }
   | { readonly kind: 'ready'; readonly status: IStatus; readonly lease: ILease | null };
 
 /** What a lease is for a person. */
@@ -118,6 +119,8 @@ export interface ISeenJobs {
   readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
   /** When the newest was submitted; empty: there was none. */
   readonly newest: string;
+  /** When the answer was given; missing in what earlier versions kept. */
+  readonly at?: string;
 }
 
 const UNSEEN = { preemptions: 0, attempt: 0 };
@@ -126,20 +129,26 @@ const UNSEEN = { preemptions: 0, attempt: 0 };
 const MOST_NOTICES = 3;
 
 /** Returns what `jobNotices` compares a later answer with. */
-export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
+export function seenJobs(jobs: readonly IJob[], at = ''): ISeenJobs {
   const living = jobs.filter(job => !ENDED.has(job.state));
   return {
     living: Object.fromEntries(living.map(({ id, preemptions, attempt }) => [id, { preemptions, attempt }])),
-    newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), '')
+    newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), ''),
+    at
   };
 }
 
-/** Returns what to tell of jobs that ended or were paused since, also of those that began since. */
+/**
+ * Returns what to tell of jobs that ended or were paused since, also of those that began
+ * since, or that the answer before had no room for.
+ */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
+  const isNews = (job: IJob): boolean =>
+    job.submitted_at > before.newest || (!!before.at && job.ended_at !== null && job.ended_at > before.at);
   const ended: IJob[] = [];
   const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {
-    const seen = before.living[job.id] ?? (job.submitted_at > before.newest ? UNSEEN : null);
+    const seen = before.living[job.id] ?? (isNews(job) ? UNSEEN : null);
     if (seen === null || !job.notify) {
       continue;
     }
@@ -161,7 +170,7 @@ export function stateOf(answer: StatusAnswer): GpuState {
     return { kind: 'off' };
   }
   if (answer.silent_since !== null) {
-    return { kind: 'silent', since: new Date(answer.silent_since) };
+    return { kind: 'silent', since: new Date(answer.silent_since), who: 'broker' };
   }
   const lease = answer.leases.find(lease => lease.server === answer.server) ?? null;
   return { kind: 'ready', status: answer, lease };
@@ -259,8 +268,9 @@ export class GpuModel implements IDisposable {
     try {
       state = stateOf(await this._options.fetchStatus());
     } catch {
-      const since = this._state.kind === 'silent' ? this._state.since : new Date(this._now());
-      state = { kind: 'silent', since };
+      const before = this._state;
+      const since = before.kind === 'silent' && before.who === 'server' ? before.since : new Date(this._now());
+      state = { kind: 'silent', since, who: 'server' };
     }
     if (this.isDisposed) {
       return;
@@ -326,7 +336,7 @@ export class GpuModel implements IDisposable {
     for (const notice of seen === null ? [] : jobNotices(seen, status.jobs)) {
       this._noticed.emit(notice);
     }
-    this._last = { jobs: seenJobs(status.jobs), lease: lease?.id ?? null, phase };
+    this._last = { jobs: seenJobs(status.jobs, status.at), lease: lease?.id ?? null, phase };
   }
 
   /** Seconds that it took to wake, also where it was awake long before this page looked again. */

@@ -50,6 +50,7 @@ export class Toasts {
       });
       return;
     }
+    this._withdrawn = false;
     if (this._shown !== null) {
       Notification.dismiss(this._shown);
       this._shown = null;
@@ -87,8 +88,20 @@ export class Toasts {
 
   /** A sentence with "in 5 min" is soon wrong: as long as its phase lasts, the newest one is shown. */
   private _follow(state: GpuState): void {
+    if (state.kind === 'silent' && this._shown !== null) {
+      // Nobody knows whether it is still so.
+      this._withdrawn = Notification.manager.has(this._shown);
+      Notification.dismiss(this._shown);
+      this._shown = null;
+    }
     const lease = state.kind === 'ready' ? state.lease : null;
-    if (this._shown === null || lease === null || phaseOf(lease) !== this._kind) {
+    if (lease === null || phaseOf(lease) !== this._kind) {
+      return;
+    }
+    if (this._withdrawn && (this._kind === 'warned' || this._kind === 'lost')) {
+      this.show({ kind: this._kind, lease });
+    }
+    if (this._shown === null) {
       return;
     }
     const text = noticeText(this._trans, { kind: this._kind, lease });
@@ -99,6 +112,8 @@ export class Toasts {
   }
 
   private _shown: string | null = null;
+  /** Whether it was still there when the broker fell silent. */
+  private _withdrawn = false;
   private _text = '';
   private _kind: Exclude<Notice['kind'], 'calm' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
 }

@@ -95,10 +95,12 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
     case 'off':
       return trans.__('This server was started without a GPU broker.');
     case 'silent':
-      return trans.__(
-        'No news from the GPU broker since %1. Your kernel keeps running.',
-        clockTime(state.since)
-      );
+      return state.who === 'server'
+        ? trans.__('No answer from your server since %1.', clockTime(state.since))
+        : trans.__(
+            'No news from the GPU broker since %1. Your kernel keeps running.',
+            clockTime(state.since)
+          );
     case 'ready':
       return state.lease === null
         ? trans.__('This server has no GPU. Stop it and start it again to pick one.')

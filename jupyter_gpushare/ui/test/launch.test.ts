@@ -142,6 +142,7 @@ describe('LaunchModel', () => {
       form?: (path: string) => Promise<ILaunchForm>;
       offers?: () => Promise<IOffers>;
       launch?: () => Promise<IJob>;
+      isHidden?: () => boolean;
     } = {}
   ): void {
     vi.useFakeTimers();
@@ -157,7 +158,8 @@ describe('LaunchModel', () => {
       launch: async (request, key) => {
         sent.push([request, key]);
         return options.launch === undefined ? JOB : options.launch();
-      }
+      },
+      isHidden: options.isHidden
     });
   }
 
@@ -195,6 +197,41 @@ describe('LaunchModel', () => {
     model.set({ gpus: 'x' });
     await vi.advanceTimersByTimeAsync(300);
     expect(asked.length).toBe(3);
+    expect(model.outlook).toEqual({ kind: 'none' });
+  });
+
+  it('asks again while somebody looks, and says what was said until then', async () => {
+    let hidden = false;
+    let job = OFFERS.job;
+    open({ path: 'a.ipynb' }, { offers: async () => ({ ...OFFERS, job }), isHidden: () => hidden });
+    await vi.advanceTimersByTimeAsync(0);
+    const news = { ...OFFERS.job!, sentence: 'Would start now.' };
+    job = news;
+    const said: string[] = [];
+    model.changed.connect(() => said.push(outlookText(trans, model.outlook)));
+    await vi.advanceTimersByTimeAsync(9_999);
+    expect(asked.length).toBe(1);
+    await vi.advanceTimersByTimeAsync(1);
+    expect(said).toEqual([outlookText(trans, { kind: 'known', outlook: news })]);
+    hidden = true;
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(asked.length).toBe(2);
+    hidden = false;
+    await vi.advanceTimersByTimeAsync(10_000);
+    expect(asked.length).toBe(3);
+    model.dispose();
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(asked.length).toBe(3);
+  });
+
+  it('drops an answer that comes when the size is none any more', async () => {
+    let answer = (_: IOffers): void => undefined;
+    open({ path: 'a.ipynb' }, { offers: () => new Promise(resolve => (answer = resolve)) });
+    await vi.advanceTimersByTimeAsync(0);
+    model.set({ gpus: 'x' });
+    await vi.advanceTimersByTimeAsync(300);
+    answer(OFFERS);
+    await vi.advanceTimersByTimeAsync(0);
     expect(model.outlook).toEqual({ kind: 'none' });
   });
 

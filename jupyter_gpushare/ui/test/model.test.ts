@@ -110,6 +110,17 @@ describe('jobNotices', () => {
     expect(jobNotices({ ...seenJobs(jobs), living: {} }, with_({ state: 'failed' }))).toEqual([]);
   });
 
+  it('tells of an end also where the answer before had no room for the job', () => {
+    const before = { ...seenJobs(jobs, '2031-06-01T10:00:00.000Z'), living: {} };
+    const since = with_({ state: 'failed', ended_at: '2031-06-01T10:00:00.001Z' });
+    expect(jobNotices(before, since)).toMatchObject([{ kind: 'job-ended', job: { id } }]);
+    expect(jobNotices(seenJobs(since, '2031-06-01T10:00:00.001Z'), since)).toEqual([]);
+    const earlier = with_({ state: 'failed', ended_at: '2031-06-01T09:59:59.999Z' });
+    expect(jobNotices(before, earlier)).toEqual([]);
+    const { at, ...kept } = before; // by an earlier version
+    expect(jobNotices(kept, since)).toEqual([]);
+  });
+
   const later = (n: number, change: Partial<IJob>): IJob => ({
     ...jobs[0]!,
     id: `later${n}`,
@@ -151,7 +162,7 @@ describe('stateOf', () => {
   });
 
   it('has no numbers beside a silence', () => {
-    expect(stateOf(SILENT)).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z') });
+    expect(stateOf(SILENT)).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z'), who: 'broker' });
     expect(stateOf({ enabled: false })).toEqual({ kind: 'off' });
   });
 });
@@ -311,7 +322,7 @@ describe('GpuModel', () => {
   it('has no numbers while the broker is silent, and tells afterwards what was missed', async () => {
     const notices = await start(ANSWERS.active);
     await say(SILENT);
-    expect(model.state).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z') });
+    expect(model.state).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z'), who: 'broker' });
     await say(ANSWERS.asleep);
     expect(model.state.kind).toBe('ready');
     expect(notices.map(notice => notice.kind)).toEqual(['asleep']);
@@ -323,7 +334,7 @@ describe('GpuModel', () => {
     await say(new Error('connection refused'));
     clock_ms = 9_000;
     await say(new Error('connection refused'));
-    expect(model.state).toEqual({ kind: 'silent', since: new Date(5_000) });
+    expect(model.state).toEqual({ kind: 'silent', since: new Date(5_000), who: 'server' });
   });
 
   it('asks ever more rarely while nobody answers, every five minutes at last, and at once as before', async () => {

@@ -87,6 +87,11 @@ describe('sentences', () => {
     );
   });
 
+  it('say when it is the server that does not answer', () => {
+    const state = { kind: 'silent', since: new Date(0), who: 'server' } as const;
+    expect(sentence(trans, state)).toMatch(/^No answer from your server since .*\d\d/);
+  });
+
   it('say how long the GPU took to come back', () => {
     const lease = ANSWERS.active.leases[0]!;
     expect(noticeText(trans, { kind: 'back', lease, seconds: 7.2 })).toBe(

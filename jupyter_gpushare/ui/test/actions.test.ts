@@ -1,0 +1,31 @@
+import { describe, expect, it, vi } from 'vitest';
+
+// Its widgets need a browser; nothing is shown here.
+vi.mock('@jupyterlab/apputils', () => ({ Notification: {} }));
+
+import { Actions } from '../src/actions';
+import { GpuModel, stateOf } from '../src/model';
+import { ANSWERS } from './answers';
+import { trans } from './trans';
+
+function keep(left: number | null, chosen = 30): { label: string; minutes: Promise<number> } {
+  const state = stateOf({ ...ANSWERS.active, keep_left_minutes: left });
+  let minutes = 0;
+  const model = { state, change: async (_: string, asked: number) => (minutes = asked) };
+  const action = new Actions(model as unknown as GpuModel, () => chosen, trans).keep();
+  return { label: action.label, minutes: action.run().then(() => minutes) };
+}
+
+describe('keeping a GPU', () => {
+  it('asks for what was chosen, and for no more than the day has left', async () => {
+    expect(keep(90).label).toBe('Keep it 30 min');
+    expect(await keep(90).minutes).toBe(30);
+    expect(keep(15.9).label).toBe('Keep it 15 min');
+    expect(await keep(15.9).minutes).toBe(15);
+    expect(keep(null).label).toBe('Keep it 30 min');
+  });
+
+  it('lets the broker refuse where nothing is left', async () => {
+    expect(await keep(0.5).minutes).toBe(30);
+  });
+});
