@@ -4,13 +4,12 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Button } from './button';
-import { Log } from './log';
+import { keepReading, Log } from './log';
 import { ENDED } from './model';
 import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
 import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
 
-const READ_EVERY_MS = 1000;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
 export interface IDetailProps {
@@ -121,35 +120,19 @@ function LogView(props: IDetailProps): JSX.Element {
     [job.id, attempt]
   );
   const box = React.useRef<HTMLPreElement>(null);
-  React.useEffect(() => {
-    let over = false;
-    let timer = 0;
-    const read = async (): Promise<void> => {
-      let more = false;
-      // Nobody looks at a page, or at a tab, that is hidden.
-      const seen = document.visibilityState === 'visible' && box.current?.offsetParent !== null;
-      if (seen) {
-        try {
-          more = await log.readOn();
-          setRefusal('');
-        } catch (error) {
-          setRefusal(error instanceof Error ? error.message : String(error));
+  React.useEffect(
+    () =>
+      keepReading(log, {
+        // Nobody looks at a page, or at a tab, that is hidden.
+        isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
+        grows: PRINTS.has(job.state),
+        onRead: (isMore, told) => {
+          setRefusal(told);
+          setRead(n => (isMore ? n + 1 : n));
         }
-      }
-      if (!over) {
-        setRead(n => (more ? n + 1 : n));
-        // A job that does not run prints nothing: until the last line was read.
-        if (more || !seen || PRINTS.has(job.state)) {
-          timer = window.setTimeout(() => void read(), more ? 50 : READ_EVERY_MS);
-        }
-      }
-    };
-    void read();
-    return () => {
-      over = true;
-      window.clearTimeout(timer);
-    };
-  }, [log, job.state]);
+      }),
+    [log, job.state]
+  );
   const found = log.find(wanted);
   React.useEffect(() => {
     if (follow && wanted === '' && box.current !== null) {
