@@ -10,6 +10,8 @@ import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
 import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
 
+/** Who is so near to the end of a log is at it: positions are not whole pixels everywhere. */
+const END_PX = 4;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
 export interface IDetailProps {
@@ -114,7 +116,7 @@ function LogView(props: IDetailProps): JSX.Element {
   const [wanted, setWanted] = React.useState('');
   const [at, setAt] = React.useState(0);
   const [refusal, setRefusal] = React.useState('');
-  const [, setRead] = React.useState(0);
+  const [reads, setRead] = React.useState(0);
   const log = React.useMemo(
     () => new Log((n, from) => props.readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
     [job.id, attempt]
@@ -134,11 +136,22 @@ function LogView(props: IDetailProps): JSX.Element {
     [log, job.state]
   );
   const found = log.find(wanted);
-  React.useEffect(() => {
-    if (follow && wanted === '' && box.current !== null) {
-      box.current.scrollTop = box.current.scrollHeight;
+  const follows = follow && wanted === '';
+  // Before it is drawn: no scroll event comes between new text and this.
+  React.useLayoutEffect(() => {
+    if (follows) {
+      toEnd(box.current!);
     }
-  });
+  }, [follows, log, reads]);
+  React.useEffect(() => {
+    if (!follows) {
+      return;
+    }
+    // Another height, and a tab that is shown again, leave it elsewhere.
+    const observer = new ResizeObserver(() => toEnd(box.current!));
+    observer.observe(box.current!);
+    return () => observer.disconnect();
+  }, [follows]);
   const next = (step: number): void => {
     if (found.length > 0) {
       const to = (at + step + found.length) % found.length;
@@ -191,7 +204,15 @@ function LogView(props: IDetailProps): JSX.Element {
         )}
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
-      <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
+      <pre
+        ref={box}
+        className="gps-log"
+        tabIndex={0}
+        aria-label={trans.__('Log of %1', job.name)}
+        onScroll={({ currentTarget: { scrollTop, clientHeight, scrollHeight } }) =>
+          setFollow(scrollTop + clientHeight >= scrollHeight - END_PX)
+        }
+      >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
         {log.lines.length === 0 && (
           <i>
@@ -202,6 +223,10 @@ function LogView(props: IDetailProps): JSX.Element {
       </pre>
     </>
   );
+}
+
+function toEnd(box: HTMLElement): void {
+  box.scrollTop = box.scrollHeight;
 }
 
 function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> }): JSX.Element {
