@@ -232,6 +232,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await detail.get_by_role("tab", name="Timeline").click()
     await expect(detail.locator(".gps-timeline li")).to_have_count(5)
     await expect(detail).to_contain_text("another project took back its guaranteed GPU")
+    await expect(detail.locator("time").first).to_contain_text("May 2031, ")
     await picture(page, "jobs-timeline")
     for theme in THEMES:
         await use_theme(page, theme)
@@ -260,6 +261,19 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await accessible(page, ".gps-launch-dialog")
     await picture(page, "dialog-duplicate")
     await page.keyboard.press("Escape")
+
+
+async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, golden):
+    counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None}
+    broker.answer("GET jobs", {"jobs": [counting]})
+    lab.say(golden("status_active") | {"jobs": [counting]})
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("1,200.123 done")
+    await picture(page, "panel-done")
+    await accessible(page, ".gps-panel")
+    await run_command(page, "gpushare:jobs")
+    await expect(page.get_by_role("grid")).to_contain_text("1,200.123 done")
 
 
 async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):

@@ -8,7 +8,7 @@ import { keepReading, Log } from './log';
 import { ENDED } from './model';
 import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
-import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
+import { duration, gapText, jobBadge, momentText, timeText } from './words';
 
 /** Who is so near to the end of a log is at it: positions are not whole pixels everywhere. */
 const END_PX = 4;
@@ -259,7 +259,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     <ol className="gps-timeline">
       {moments.map((moment, n) => (
         <li key={n} data-what={moment.what}>
-          <time dateTime={moment.at}>{clockTime(new Date(moment.at), true)}</time>
+          <time dateTime={moment.at}>{timeText(new Date(moment.at), true)}</time>
           <b>{momentText(trans, moment.what)}</b>
           <span>{moment.sentence}</span>
         </li>
@@ -275,7 +275,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Id'), job.id],
     [trans.__('Project'), job.project],
     [trans.__('Size'), job.size],
-    [trans.__('Submitted'), dayTime(new Date(job.submitted_at))],
+    [trans.__('Submitted'), timeText(new Date(job.submitted_at))],
     [trans.__('Waited'), duration(trans, job.waited_s)],
     [trans.__('Ran'), duration(trans, job.ran_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],

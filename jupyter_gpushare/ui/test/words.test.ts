@@ -10,14 +10,17 @@ import {
   jobBadge,
   memoryText,
   noticeText,
+  numberText,
+  progressText,
   projectText,
   sentence,
   statusText,
+  timeText,
   wakingSteps,
   wantsAttention,
   weekText
 } from '../src/words';
-import { ANSWERS, HISTORY, SILENT } from './answers';
+import { ANSWERS, HISTORY, JOB, SILENT } from './answers';
 import { trans } from './trans';
 
 describe('a refusal', () => {
@@ -48,6 +51,40 @@ describe('sizes and times', () => {
       '90 min',
       '2 h'
     ]);
+  });
+});
+
+describe('a number', () => {
+  it('has three digits behind the point, and what the locale puts between thousands', () => {
+    const [comma, point] = [(1000).toLocaleString()[1]!, (0.5).toLocaleString()[1]!];
+    const told = [120, 1234567.891234, 0.1 + 0.2, 0.000123456, 0, -2.5].map(numberText);
+    const expected = ['120', '1,234,567.891', '0.3', '0.000123', '0', '-2.5'];
+    expect(told).toEqual(
+      expected.map(text => text.replace(/[,.]/g, sign => (sign === ',' ? comma : point)))
+    );
+  });
+});
+
+describe('a time', () => {
+  const now = new Date(2031, 4, 6, 15, 0);
+
+  it('is without a day on that day only', () => {
+    expect(timeText(new Date(2031, 4, 6, 0, 5, 7), true, now)).toBe('00:05:07');
+    expect(timeText(new Date(2031, 4, 6, 14, 20), false, now)).toBe('14:20');
+    const yesterday = timeText(new Date(2031, 4, 5, 14, 20, 7), true, now);
+    expect(yesterday).toMatch(/\b5\b.*14:20:07/);
+    expect(yesterday).not.toContain('2031');
+    expect(timeText(new Date(2030, 4, 6, 14, 20), false, now)).toMatch(/2030.*14:20$/);
+  });
+});
+
+describe('a job', () => {
+  it('says how far it is, also when nobody knows how far it goes', () => {
+    const text = (done: number | null, total: number | null) => progressText(trans, { ...JOB, done, total });
+    expect(text(null, null)).toBe('');
+    expect(text(120, null)).toBe('120 done');
+    expect(text(0, 0)).toBe('0 done');
+    expect(text(0.30000000000000004, 10)).toBe(`${numberText(0.3)} of 10`);
   });
 });
 
