@@ -264,7 +264,9 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
 
 
 async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, golden):
-    counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None}
+    cell = [sys.executable, "-u", "-c", "train()"]
+    counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None, "command": cell}
+    counting |= {"source": None, "started_at": "2031-05-06T14:20:07Z"}
     broker.answer("GET jobs", {"jobs": [counting]})
     lab.say(golden("status_active") | {"jobs": [counting]})
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
@@ -272,8 +274,12 @@ async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, g
     await expect(panel).to_contain_text("1,200.123 done")
     await picture(page, "panel-done")
     await accessible(page, ".gps-panel")
-    await run_command(page, "gpushare:jobs")
+    await run_command(page, "gpushare:jobs", {"job": counting["id"]})
     await expect(page.get_by_role("grid")).to_contain_text("1,200.123 done")
+    detail = page.get_by_role("region", name="Job night")
+    await detail.get_by_role("tab", name="About").click()
+    await expect(detail.locator("dt:has-text('Environment') + dd")).to_have_text(sys.executable)
+    await picture(page, "jobs-about")
 
 
 async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):

@@ -8,7 +8,7 @@ import { keepReading, Log } from './log';
 import { ENDED } from './model';
 import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
-import { duration, gapText, jobBadge, momentText, timeText } from './words';
+import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './words';
 
 /** Who is so near to the end of a log is at it: positions are not whole pixels everywhere. */
 const END_PX = 4;
@@ -280,7 +280,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Ran'), duration(trans, job.ran_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
     [trans.__('Attempts'), String(job.attempt)],
-    [trans.__('Environment'), job.source?.kernel || trans.__('of the server')],
+    [trans.__('Environment'), environmentText(trans, job)],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
     [trans.__('Folder'), job.cwd ?? ''],
     [trans.__('Variables'), chosenVariables(job).join(', ')],

@@ -197,6 +197,19 @@ export function progressText(trans: TranslationBundle, job: IJob): string {
     : trans.__('%1 of %2', numberText(job.done), numberText(job.total));
 }
 
+/** Where a job's code runs, as far as it is known; empty: as its command says. */
+export function environmentText(trans: TranslationBundle, job: IJob): string {
+  if (job.source === null) {
+    // Of `%%gpujob` it is the Python of the kernel.
+    const program = job.command[0] ?? '';
+    return /^\/.*\/python[0-9.]*$/.test(program) ? program : '';
+  }
+  if (job.source.kernel !== '') {
+    return job.source.kernel;
+  }
+  return job.source.path.endsWith('.ipynb') ? trans.__('as the notebook says') : trans.__('of the server');
+}
+
 /** The text of a notification. */
 export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'calm' }>): string {
   switch (notice.kind) {

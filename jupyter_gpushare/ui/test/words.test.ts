@@ -6,6 +6,7 @@ import {
   asSentence,
   daysText,
   duration,
+  environmentText,
   gigabytes,
   jobBadge,
   memoryText,
@@ -85,6 +86,19 @@ describe('a job', () => {
     expect(text(120, null)).toBe('120 done');
     expect(text(0, 0)).toBe('0 done');
     expect(text(0.30000000000000004, 10)).toBe(`${numberText(0.3)} of 10`);
+  });
+
+  it('names the environment that it runs in, and none that nobody knows', () => {
+    const source = { path: 'a.py', kernel: '', output: '', arguments: '', parameters: {} };
+    const text = (change: Partial<typeof JOB>) => environmentText(trans, { ...JOB, ...change });
+    expect(text({ source: { ...source, kernel: 'torch' } })).toBe('torch');
+    expect(text({ source })).toBe('of the server');
+    expect(text({ source: { ...source, path: 'a.ipynb' } })).toBe('as the notebook says');
+    expect(text({ source: null, command: ['/opt/torch/bin/python3.11', '-u', '-c', '1'] })).toBe(
+      '/opt/torch/bin/python3.11'
+    );
+    expect(text({ source: null, command: ['python', 'train.py'] })).toBe('');
+    expect(text({ source: null, command: ['/usr/bin/nvidia-smi'] })).toBe('');
   });
 });
 
