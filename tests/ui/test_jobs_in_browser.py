@@ -229,6 +229,15 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await page.wait_for_function(f"() => ({bottom})(document.querySelector('.gps-log'))")
     await page.set_viewport_size({"width": 1280, "height": 800})
     await expect(follow).to_be_checked()
+    # Nothing is read in a tab that is hidden; shown again, it goes on where it was.
+    await page.get_by_role("tab", name="train.ipynb").click()
+    await expect(box).to_be_hidden()
+    with log.open("a") as file:
+        file.write("".join(f"back {n}\n" for n in range(100)))
+    await run_command(page, "gpushare:jobs")
+    await expect(box).to_contain_text("back 99")
+    await expect(follow).to_be_checked()
+    assert await box.evaluate(bottom)
     await detail.get_by_role("tab", name="Timeline").click()
     await expect(detail.locator(".gps-timeline li")).to_have_count(5)
     await expect(detail).to_contain_text("another project took back its guaranteed GPU")
