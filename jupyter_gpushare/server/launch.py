@@ -1,15 +1,17 @@
 """From the page's dialog to a job: which command a notebook or a script becomes.
 
     name.ipynb     python -P -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
-    name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment)
+    name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment, with its variables)
     name.sh        bash name.sh ARGUMENTS
     other          ./name ARGUMENTS              (if it may be executed)
     no file        the words of the command
 
 The command runs in the folder of the file.  A job is started by the Hub, with the
 Hub's environment for servers: what else of this server's environment it needs is
-chosen by name.  The user's folder shadows no module of the notebook runner (``-P``); the
-notebook's kernel and scripts import what is beside them, as ever.
+chosen by name.  Python and variables of an environment are those that its kernels
+have, found as jupyter_client finds them.  The user's folder shadows no module of the
+notebook runner (``-P``); the notebook's kernel and scripts import what is beside them,
+as ever.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from msgspec import structs
@@ -35,6 +39,10 @@ from jupyter_gpushare.jobfiles import own_output
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
 _PYTHON = "python"
+# As `KernelManager.format_kernel_cmd` of jupyter_client has them.
+_OWN_PYTHON = frozenset(("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info)))
+# The broker sets these for each job, and refuses a job that brings its own.
+_OF_THE_SYSTEM = ("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,7 @@ class Spec:
     display_name: str
     language: str
     argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # may name other variables: "$HOME/lib"
 
 
 def specs_of(found: Mapping[str, Mapping[str, Any]]) -> tuple[Spec, ...]:
@@ -54,7 +63,8 @@ def specs_of(found: Mapping[str, Mapping[str, Any]]) -> tuple[Spec, ...]:
         spec = entry.get("spec", {})
         display = str(spec.get("display_name") or name)
         argv = tuple(map(str, spec.get("argv", ())))
-        specs.append(Spec(str(name), display, str(spec.get("language", "")), argv))
+        env = {str(variable): str(value) for variable, value in (spec.get("env") or {}).items()}
+        specs.append(Spec(str(name), display, str(spec.get("language", "")), argv, env))
     return tuple(specs)
 
 
@@ -173,14 +183,15 @@ def job_of(
     """Return the job that a dialog describes.
 
     Raises:
-        InvalidRequest: nothing to run, or a text that cannot be taken apart.
+        InvalidRequest: nothing to run, nothing to run it with, or a text that cannot be taken apart.
         NotFound: no such file or environment.
     """
     by_name = {spec.name: spec for spec in specs}
     if asked.kernel and asked.kernel not in by_name:
         raise NotFound(f"there is no environment {asked.kernel[:60]!r} on this server")
-    env = {"PYTHONUNBUFFERED": "1"} | dict(_variable(text, environ) for text in asked.variables)
-    output = ""
+    spec = by_name.get(asked.kernel)
+    given: dict[str, str] = {}
+    output, kernel = "", asked.kernel
     if not asked.path:
         command, folder, name = _words(asked.command, "the command"), root, None
     else:
@@ -191,7 +202,15 @@ def job_of(
             output = str(written.relative_to(root))
             command = _notebook_command(file, written, asked)
         else:
-            command = [*_script(file, by_name.get(asked.kernel)), *_words(asked.arguments, "the arguments")]
+            if file.suffix == ".py" and spec is not None and spec.language == _PYTHON:
+                given = _variables_of(spec, environ)
+                command = [_python_of(spec, dict(environ) | given), str(file)]
+            else:
+                command, kernel = _script(file), ""
+            command += _words(asked.arguments, "the arguments")
+    # A duplicate of a job names the variables of its environment too, without a value.
+    known = dict(environ) | given
+    env = {"PYTHONUNBUFFERED": "1"} | given | dict(_variable(text, known) for text in asked.variables)
     cwd = asked.cwd or str(folder)
     return wire.JobRequest(
         command=command,
@@ -209,7 +228,7 @@ def job_of(
         grace_s=asked.grace_s,
         source=wire.JobSource(
             path=asked.path.strip("/"),
-            kernel=asked.kernel,
+            kernel=kernel,
             output=output,
             arguments=asked.arguments,
             parameters=asked.parameters,
@@ -244,10 +263,37 @@ def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> li
     return command
 
 
-def _script(file: Path, spec: Spec | None) -> list[str]:
+def _python_of(spec: Spec, environ: Mapping[str, str]) -> str:
+    """Return the Python that the kernels of an environment run in.
+
+    Raises:
+        InvalidRequest: it cannot be found here, or something else starts it.
+    """
+    name = f"the environment {spec.display_name[:60]!r}"
+    program, *options = spec.argv or ("",)
+    # `bash -c "..."` and `conda run python -m ...` start a Python, and are none.
+    if "-m" not in options or not options[0].startswith("-"):
+        raise InvalidRequest(f"{name} does not say which Python it runs in: submit a command")
+    if program in _OWN_PYTHON:
+        return sys.executable
+    if os.path.isabs(program):
+        return program
+    if (found := shutil.which(program, path=environ.get("PATH"))) is None:
+        raise InvalidRequest(f"{name} runs in {program[:200]!r}, which this server does not find")
+    return os.path.abspath(found)
+
+
+def _variables_of(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: Template(value).safe_substitute(environ)
+        for name, value in spec.env.items()
+        if not name.startswith(_OF_THE_SYSTEM)
+    }
+
+
+def _script(file: Path) -> list[str]:
     if file.suffix == ".py":
-        own = spec is not None and spec.language == "python" and spec.argv and os.path.isabs(spec.argv[0])
-        return [spec.argv[0] if spec is not None and own else sys.executable, str(file)]
+        return [sys.executable, str(file)]
     if file.suffix == ".sh":
         return ["bash", str(file)]
     if os.access(file, os.X_OK):

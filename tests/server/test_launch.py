@@ -14,6 +14,8 @@ from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 from jupyter_gpushare.server.launch import Spec, defaults, find, form, job_of, specs_of
 
+KERNEL = ("-m", "ipykernel_launcher", "-f", "{connection_file}")
+
 NOW = datetime(2031, 5, 6, 14, 2, 3)
 SPECS = (
     Spec("ir", "R", "R", ("R",)),
@@ -76,6 +78,64 @@ def test_a_script_is_run_with_its_arguments(root, path, kernel, command):
     assert job.command == [word.format(root=root) for word in command]
     assert job.source is not None
     assert job.source.arguments == "--lr 'a b'"
+    # The name of an environment stays only where the script runs in it.
+    assert job.source.kernel == (kernel if kernel in ("torch", "python3") else "")
+
+
+def script_in(root: Path, spec: Spec, environ: dict[str, str], *variables: str) -> wire.JobRequest:
+    request = wire.LaunchRequest(path="vision/train.py", kernel=spec.name, variables=list(variables))
+    return job_of(request, root, [spec], environ, NOW)
+
+
+def python_in(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+def test_an_environment_without_a_path_is_found_as_its_kernels_are(root):
+    newest = python_in(root / "bin", "python4.7")
+    path = {"PATH": f"/nowhere:{root}/bin"}
+    job = script_in(root, Spec("new", "New", "python", ("python4.7", "-I", *KERNEL)), path)
+    assert job.command[0] == str(newest)
+    assert job.source is not None
+    assert job.source.kernel == "new"
+    # Its own variables say where its programs are.
+    own = Spec("own", "Own", "python", ("python4.7", *KERNEL), {"PATH": f"{root}/own:$PATH"})
+    ours = python_in(root / "own", "python4.7")
+    assert script_in(root, own, path).command[0] == str(ours)
+    for name in ("python", "python3", f"python3.{sys.version_info.minor}"):
+        python_in(root / "bin", name)
+        job = script_in(root, Spec("server", "Server", "python", (name, *KERNEL)), path)
+        assert job.command[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("python4.7", *KERNEL), "runs in 'python4.7', which this server does not find"),
+        (("bash", "-c", "exec python -m ipykernel_launcher"), "does not say which Python"),
+        (("conda", "run", "-n", "x", "python", *KERNEL), "does not say which Python"),
+        ((), "does not say which Python"),
+    ],
+)
+def test_a_script_does_not_run_elsewhere_than_in_its_environment(root, argv, says):
+    with pytest.raises(InvalidRequest, match=says):
+        script_in(root, Spec("new", "New", "python", argv), {"PATH": "/nowhere"})
+
+
+def test_a_script_has_the_variables_of_its_environment_below_the_chosen_ones(root):
+    env = {"SEED": "1", "MODE": "a", "LIBS": "$HOME/lib:${NONE}", "CUDA_VISIBLE_DEVICES": "0"}
+    spec = Spec("torch", "PyTorch", "python", ("/env/torch/bin/python", *KERNEL), env)
+    job = script_in(root, spec, {"HOME": "/home/a", "OTHER": "x"}, "SEED=2", "OTHER", "MODE")
+    assert job.env == {
+        "PYTHONUNBUFFERED": "1",
+        "SEED": "2",
+        "MODE": "a",
+        "LIBS": "/home/a/lib:${NONE}",
+        "OTHER": "x",
+    }
 
 
 def test_a_command_runs_at_the_root_or_where_it_is_told(root):
@@ -188,5 +248,6 @@ def test_a_link_to_a_file_elsewhere_is_a_file(root, tmp_path_factory):
 
 
 def test_the_environments_are_those_of_the_server():
-    found = {"b": {"spec": {"argv": ["x"], "language": "python"}}, "a": {"spec": {"display_name": "A"}}}
-    assert specs_of(found) == (Spec("a", "A", "", ()), Spec("b", "b", "python", ("x",)))
+    b = {"argv": ["x"], "language": "python", "env": {"N": 1}}
+    found = {"b": {"spec": b}, "a": {"spec": {"display_name": "A", "env": None}}}
+    assert specs_of(found) == (Spec("a", "A", "", ()), Spec("b", "b", "python", ("x",), {"N": "1"}))

@@ -203,9 +203,45 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
         await detail.get_by_role("link", name="Download").click()
     assert "epoch 199" in Path(await (await download.value).path()).read_text()
     await picture(page, "jobs-log")
+    # Who reads further up is left there; Follow says so.
+    follow = detail.get_by_label("Follow")
+    await expect(follow).to_be_checked()
+    await box.hover()
+    await page.mouse.wheel(0, -300)
+    await expect(follow).not_to_be_checked()
+    top = await box.evaluate("box => box.scrollTop")
+    with log.open("a") as file:
+        file.write("".join(f"step {n}\n" for n in range(100)))
+    await expect(box).to_contain_text("step 99")
+    assert await box.evaluate("box => box.scrollTop") == top
+    await follow.check()
+    assert await box.evaluate(bottom)
+    await box.focus()
+    await page.keyboard.press("PageUp")
+    await expect(follow).not_to_be_checked()
+    await page.keyboard.press("End")
+    await expect(follow).to_be_checked()
+    with log.open("a") as file:
+        file.write("".join(f"last {n}\n" for n in range(100)))
+    await expect(box).to_contain_text("last 99")
+    assert await box.evaluate(bottom)
+    await page.set_viewport_size({"width": 1280, "height": 700})
+    await page.wait_for_function(f"() => ({bottom})(document.querySelector('.gps-log'))")
+    await page.set_viewport_size({"width": 1280, "height": 800})
+    await expect(follow).to_be_checked()
+    # Nothing is read in a tab that is hidden; shown again, it goes on where it was.
+    await page.get_by_role("tab", name="train.ipynb").click()
+    await expect(box).to_be_hidden()
+    with log.open("a") as file:
+        file.write("".join(f"back {n}\n" for n in range(100)))
+    await run_command(page, "gpushare:jobs")
+    await expect(box).to_contain_text("back 99")
+    await expect(follow).to_be_checked()
+    assert await box.evaluate(bottom)
     await detail.get_by_role("tab", name="Timeline").click()
     await expect(detail.locator(".gps-timeline li")).to_have_count(5)
     await expect(detail).to_contain_text("another project took back its guaranteed GPU")
+    await expect(detail.locator("time").first).to_contain_text("May 2031, ")
     await picture(page, "jobs-timeline")
     for theme in THEMES:
         await use_theme(page, theme)
@@ -252,6 +288,25 @@ async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, brok
     await page.get_by_role("dialog").get_by_role("button", name="Submit").click()
     await expect(page.get_by_role("dialog")).to_have_count(0)
     assert broker.asked("POST jobs")[-1].json["command"] == ["python", "-c", code]
+
+
+async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, golden):
+    cell = [sys.executable, "-u", "-c", "train()"]
+    counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None, "command": cell}
+    counting |= {"source": None, "started_at": "2031-05-06T14:20:07Z"}
+    broker.answer("GET jobs", {"jobs": [counting]})
+    lab.say(golden("status_active") | {"jobs": [counting]})
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("1,200.123 done")
+    await picture(page, "panel-done")
+    await accessible(page, ".gps-panel")
+    await run_command(page, "gpushare:jobs", {"job": counting["id"]})
+    await expect(page.get_by_role("grid")).to_contain_text("1,200.123 done")
+    detail = page.get_by_role("region", name="Job night")
+    await detail.get_by_role("tab", name="About").click()
+    await expect(detail.locator("dt:has-text('Environment') + dd")).to_have_text(sys.executable)
+    await picture(page, "jobs-about")
 
 
 async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):

@@ -4,13 +4,14 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Button } from './button';
-import { Log } from './log';
+import { keepReading, Log } from './log';
 import { ENDED } from './model';
 import { chosenVariables } from './variables';
 import { IJob, ILogPiece, IMoment } from './wire';
-import { clockTime, dayTime, duration, gapText, jobBadge, momentText } from './words';
+import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './words';
 
-const READ_EVERY_MS = 1000;
+/** Who is so near to the end of a log is at it: positions are not whole pixels everywhere. */
+const END_PX = 4;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
 export interface IDetailProps {
@@ -115,47 +116,42 @@ function LogView(props: IDetailProps): JSX.Element {
   const [wanted, setWanted] = React.useState('');
   const [at, setAt] = React.useState(0);
   const [refusal, setRefusal] = React.useState('');
-  const [, setRead] = React.useState(0);
+  const [reads, setRead] = React.useState(0);
   const log = React.useMemo(
     () => new Log((n, from) => props.readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
     [job.id, attempt]
   );
   const box = React.useRef<HTMLPreElement>(null);
-  React.useEffect(() => {
-    let over = false;
-    let timer = 0;
-    const read = async (): Promise<void> => {
-      let more = false;
-      // Nobody looks at a page, or at a tab, that is hidden.
-      const seen = document.visibilityState === 'visible' && box.current?.offsetParent !== null;
-      if (seen) {
-        try {
-          more = await log.readOn();
-          setRefusal('');
-        } catch (error) {
-          setRefusal(error instanceof Error ? error.message : String(error));
+  React.useEffect(
+    () =>
+      keepReading(log, {
+        // Nobody looks at a page, or at a tab, that is hidden.
+        isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
+        grows: PRINTS.has(job.state),
+        onRead: (isMore, told) => {
+          setRefusal(told);
+          setRead(n => (isMore ? n + 1 : n));
         }
-      }
-      if (!over) {
-        setRead(n => (more ? n + 1 : n));
-        // A job that does not run prints nothing: until the last line was read.
-        if (more || !seen || PRINTS.has(job.state)) {
-          timer = window.setTimeout(() => void read(), more ? 50 : READ_EVERY_MS);
-        }
-      }
-    };
-    void read();
-    return () => {
-      over = true;
-      window.clearTimeout(timer);
-    };
-  }, [log, job.state]);
+      }),
+    [log, job.state]
+  );
   const found = log.find(wanted);
-  React.useEffect(() => {
-    if (follow && wanted === '' && box.current !== null) {
-      box.current.scrollTop = box.current.scrollHeight;
+  const follows = follow && wanted === '';
+  // Before it is drawn: no scroll event comes between new text and this.
+  React.useLayoutEffect(() => {
+    if (follows) {
+      toEnd(box.current!);
     }
-  });
+  }, [follows, log, reads]);
+  React.useEffect(() => {
+    if (!follows) {
+      return;
+    }
+    // Another height, and a tab that is shown again, leave it elsewhere.
+    const observer = new ResizeObserver(() => toEnd(box.current!));
+    observer.observe(box.current!);
+    return () => observer.disconnect();
+  }, [follows]);
   const next = (step: number): void => {
     if (found.length > 0) {
       const to = (at + step + found.length) % found.length;
@@ -208,7 +204,15 @@ function LogView(props: IDetailProps): JSX.Element {
         )}
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
-      <pre ref={box} className="gps-log" tabIndex={0} aria-label={trans.__('Log of %1', job.name)}>
+      <pre
+        ref={box}
+        className="gps-log"
+        tabIndex={0}
+        aria-label={trans.__('Log of %1', job.name)}
+        onScroll={({ currentTarget: { scrollTop, clientHeight, scrollHeight } }) =>
+          setFollow(scrollTop + clientHeight >= scrollHeight - END_PX)
+        }
+      >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
         {log.lines.length === 0 && (
           <i>
@@ -219,6 +223,10 @@ function LogView(props: IDetailProps): JSX.Element {
       </pre>
     </>
   );
+}
+
+function toEnd(box: HTMLElement): void {
+  box.scrollTop = box.scrollHeight;
 }
 
 function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> }): JSX.Element {
@@ -251,7 +259,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     <ol className="gps-timeline">
       {moments.map((moment, n) => (
         <li key={n} data-what={moment.what}>
-          <time dateTime={moment.at}>{clockTime(new Date(moment.at), true)}</time>
+          <time dateTime={moment.at}>{timeText(new Date(moment.at), true)}</time>
           <b>{momentText(trans, moment.what)}</b>
           <span>{moment.sentence}</span>
         </li>
@@ -267,12 +275,12 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Id'), job.id],
     [trans.__('Project'), job.project],
     [trans.__('Size'), job.size],
-    [trans.__('Submitted'), dayTime(new Date(job.submitted_at))],
+    [trans.__('Submitted'), timeText(new Date(job.submitted_at))],
     [trans.__('Waited'), duration(trans, job.waited_s)],
     [trans.__('Ran'), duration(trans, job.ran_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
     [trans.__('Attempts'), String(job.attempt)],
-    [trans.__('Environment'), job.source?.kernel || trans.__('of the server')],
+    [trans.__('Environment'), environmentText(trans, job)],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
     [trans.__('Folder'), job.cwd ?? ''],
     [trans.__('Variables'), chosenVariables(job).join(', ')],

@@ -6,11 +6,11 @@ import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
 import { Button } from './button';
-import { Column, IView, JobsModel, progressOf, Show, viewOf } from './jobs';
+import { Column, IView, JobsModel, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
 import { GpuModel } from './model';
 import { IJob } from './wire';
-import { duration, jobBadge, sentence } from './words';
+import { duration, jobBadge, progressText, sentence } from './words';
 
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
@@ -326,7 +326,7 @@ const Row = React.memo(function Row(props: {
   trans: TranslationBundle;
 }): JSX.Element {
   const { job, n, trans } = props;
-  const progress = progressOf(job);
+  const progress = progressText(trans, job);
   return (
     <div
       className="gps-row-grid gps-job-row"
@@ -350,8 +350,8 @@ const Row = React.memo(function Row(props: {
       </span>
       <span role="gridcell">{duration(trans, job.waited_s)}</span>
       <span role="gridcell">{job.started_at === null ? '' : duration(trans, job.ran_s)}</span>
-      <span role="gridcell">
-        {progress === null ? '' : trans.__('%1 of %2', job.done, job.total)}
+      <span role="gridcell" title={progress}>
+        {progress}
       </span>
     </div>
   );

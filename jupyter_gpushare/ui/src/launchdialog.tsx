@@ -164,7 +164,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
             field="kernel"
             label={trans.__('Environment')}
             options={[
-              ['', trans.__('of this server')],
+              ['', isNotebook(fields.path) ? trans.__('as the notebook says') : trans.__('of this server')],
               ...(model.form?.environments ?? []).map(
                 environment => [environment.name, environment.display_name] as const
               )

@@ -2,8 +2,14 @@
 
 import { ILogPiece } from './wire';
 
+/** What the server gives of a log at a time, `LOG_BYTES` there; whole characters, so up to 3 bytes less. */
+const PIECE_BYTES = 256 * 1024;
 /** Where reading begins: the end of a long log. */
-export const FIRST_BYTES = 256 * 1024;
+export const FIRST_BYTES = PIECE_BYTES;
+const READ_EVERY_MS = 1000;
+/** Between two full pieces, for the page to draw the first. */
+const DRAW_MS = 50;
+const READ_AT_LEAST_EVERY_MS = 60_000;
 const MOST_LINES = 10_000;
 /** Characters of a line that has not ended. */
 const MOST_REST = 64 * 1024;
@@ -48,6 +54,11 @@ export class Log {
     return this._isCut;
   }
 
+  /** Whether more is there already: the last piece was full. */
+  get isBehind(): boolean {
+    return this._isBehind;
+  }
+
   /** Reads on; returns whether there was more.  Who asks meanwhile gets the answer of the read under way. */
   readOn(): Promise<boolean> {
     this._reading ??= this._readOn().finally(() => {
@@ -64,12 +75,14 @@ export class Log {
       this._lines = [];
       this._rest = '';
       this._next = 0;
+      this._isBehind = true;
       return true;
     }
     this._attempts = piece.attempts;
     this._isCut = this._isCut || (this._next === null && piece.offset > 0);
     const missing = this._next === null ? 0 : piece.offset - this._next;
     this._next = piece.next;
+    this._isBehind = piece.next - piece.offset > PIECE_BYTES - 4;
     if (piece.text === '') {
       return false;
     }
@@ -103,4 +116,55 @@ export class Log {
   private _next: number | null = null;
   private _attempts = 0;
   private _isCut = false;
+  private _isBehind = false;
+}
+
+export interface IReading {
+  /** Whether somebody looks at it. */
+  readonly isSeen: () => boolean;
+  /** Whether the job may still print. */
+  readonly grows: boolean;
+  /** Called after each read: whether there was more, and what was refused. */
+  readonly onRead: (isMore: boolean, refusal: string) => void;
+}
+
+/**
+ * Reads a log until its end while somebody looks: once a second, at once while it is behind,
+ * less and less often while reads fail.  Returns what ends it.
+ */
+export function keepReading(log: Log, reading: IReading): () => void {
+  let over = false;
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let failures = 0;
+  const read = async (): Promise<void> => {
+    let more = false;
+    let refusal = '';
+    const seen = reading.isSeen();
+    if (seen) {
+      try {
+        more = await log.readOn();
+        failures = 0;
+      } catch (error) {
+        refusal = error instanceof Error ? error.message : String(error);
+        failures++;
+      }
+      if (over) {
+        return;
+      }
+      reading.onRead(more, refusal);
+    }
+    // A job that does not run prints nothing: until the last line was read.
+    if (more || refusal !== '' || !seen || reading.grows) {
+      const pause =
+        seen && failures === 0 && log.isBehind
+          ? DRAW_MS
+          : Math.min(READ_AT_LEAST_EVERY_MS, READ_EVERY_MS * 2 ** (seen ? failures : 0));
+      timer = setTimeout(() => void read(), pause);
+    }
+  };
+  void read();
+  return () => {
+    over = true;
+    clearTimeout(timer);
+  };
 }

@@ -12,15 +12,16 @@ import { ISample } from './samples';
 import { ThemeChanged, Week } from './week';
 import { IDecision, IHistory, IJob, ILease, IProcess, IProject } from './wire';
 import {
-  clockTime,
   duration,
   gigabytes,
   jobBadge,
   levelText,
   memoryText,
+  progressText,
   projectParts,
   projectText,
-  sentence
+  sentence,
+  timeText
 } from './words';
 
 const SHOWN_JOBS = 5;
@@ -382,13 +383,15 @@ function Job(props: {
               duration(trans, job.ran_s)
             )}
       </div>
-      {job.done !== null && job.total !== null && job.total > 0 && (
+      {job.done !== null && job.total !== null && job.total > 0 ? (
         <Meter
           label={trans.__('Progress of %1', job.name)}
-          text={trans.__('%1 of %2', job.done, job.total)}
+          text={progressText(trans, job)}
           max={job.total}
           parts={[{ value: job.done, kind: 'used' }]}
         />
+      ) : (
+        job.done !== null && <div className="gps-muted">{progressText(trans, job)}</div>
       )}
     </li>
   );
@@ -408,7 +411,7 @@ function Events(props: {
       <ul>
         {newest.map(event => (
           <li key={event.seq}>
-            <time dateTime={event.at}>{clockTime(new Date(event.at))}</time> {event.sentence}
+            <time dateTime={event.at}>{timeText(new Date(event.at))}</time> {event.sentence}
           </li>
         ))}
       </ul>

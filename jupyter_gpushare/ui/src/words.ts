@@ -31,20 +31,31 @@ export function duration(trans: TranslationBundle, seconds: number): string {
   return trans.__('%1 h', Math.round(seconds / 3600));
 }
 
-/** `14:20`, or `14:20:07`. */
-export function clockTime(moment: Date, seconds = false): string {
-  return moment.toLocaleTimeString([], {
+/** `120`, `1,234.568`, `0.000123`: at most three digits behind the point, or three that count. */
+export function numberText(value: number): string {
+  const digits = Math.abs(value) < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 3 };
+  return value.toLocaleString([], digits);
+}
+
+/** `14:20`, or `14:20:07`; another day than today is there too: `6 May, 14:20`, `6 May 2030, 14:20`. */
+export function timeText(moment: Date, seconds = false, now = new Date()): string {
+  const time = {
     hour: '2-digit',
     minute: '2-digit',
     second: seconds ? '2-digit' : undefined,
     // As the broker writes them in its sentences.
     hourCycle: 'h23'
+  } as const;
+  if (moment.toDateString() === now.toDateString()) {
+    return moment.toLocaleTimeString([], time);
+  }
+  const isThisYear = moment.getFullYear() === now.getFullYear();
+  return moment.toLocaleString([], {
+    ...time,
+    day: 'numeric',
+    month: 'short',
+    year: isThisYear ? undefined : 'numeric'
   });
-}
-
-/** Day and time, as people here write them. */
-export function dayTime(moment: Date): string {
-  return moment.toLocaleString([], { dateStyle: 'medium', timeStyle: 'short', hourCycle: 'h23' });
 }
 
 /** `Tue`, or `Tue 6 May`: a day in UTC, as people here write it. */
@@ -96,10 +107,10 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
       return trans.__('This server was started without a GPU broker.');
     case 'silent':
       return state.who === 'server'
-        ? trans.__('No answer from your server since %1.', clockTime(state.since))
+        ? trans.__('No answer from your server since %1.', timeText(state.since))
         : trans.__(
             'No news from the GPU broker since %1. Your kernel keeps running.',
-            clockTime(state.since)
+            timeText(state.since)
           );
     case 'ready':
       return state.lease === null
@@ -176,6 +187,29 @@ export function jobBadge(trans: TranslationBundle, job: IJob): string {
     case 'cancelled':
       return trans.__('Cancelled');
   }
+}
+
+/** `120 of 1,000`, `120 done`; empty: the job does not say. */
+export function progressText(trans: TranslationBundle, job: IJob): string {
+  if (job.done === null) {
+    return '';
+  }
+  return job.total === null || job.total <= 0
+    ? trans.__('%1 done', numberText(job.done))
+    : trans.__('%1 of %2', numberText(job.done), numberText(job.total));
+}
+
+/** Where a job's code runs, as far as it is known; empty: as its command says. */
+export function environmentText(trans: TranslationBundle, job: IJob): string {
+  if (job.source === null) {
+    // Of `%%gpujob` it is the Python of the kernel.
+    const program = job.command[0] ?? '';
+    return /^\/.*\/python[0-9.]*$/.test(program) ? program : '';
+  }
+  if (job.source.kernel !== '') {
+    return job.source.kernel;
+  }
+  return job.source.path.endsWith('.ipynb') ? trans.__('as the notebook says') : trans.__('of the server');
 }
 
 /** The text of a notification. */

@@ -1,6 +1,6 @@
-import { describe, expect, it } from 'vitest';
+import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest';
 
-import { FIRST_BYTES, Log, plain, seen } from '../src/log';
+import { FIRST_BYTES, IReading, keepReading, Log, plain, seen } from '../src/log';
 import { points, Samples } from '../src/samples';
 
 /** A log of one attempt that grows. */
@@ -12,8 +12,13 @@ class File {
   /** Where what is kept begins. */
   lost = 0;
 
+  fails = false;
+
   readonly read = async (attempt: number, offset: number) => {
     this.asked.push([attempt, offset]);
+    if (this.fails) {
+      throw new Error('away');
+    }
     const from = Math.max(this.lost, offset < 0 ? this.text.length + offset : offset);
     const text = this.text.slice(from, from + this.most);
     return { text, offset: from, next: from + text.length, attempts: this.attempts };
@@ -161,6 +166,100 @@ describe('Log', () => {
     await log.readOn();
     expect(log.find('LOSS')).toEqual([0, 2]);
     expect(log.find('')).toEqual([]);
+  });
+});
+
+describe('keepReading', () => {
+  beforeEach(() => {
+    vi.useFakeTimers();
+  });
+  afterEach(() => {
+    vi.clearAllTimers();
+    vi.useRealTimers();
+  });
+
+  /** Reads a file; `after` says how often it was asked for in so many seconds. */
+  function begin(file: File, change: Partial<IReading> = {}) {
+    const before = file.asked.length;
+    const stop = keepReading(logOf(file), {
+      isSeen: () => true,
+      grows: true,
+      onRead: () => undefined,
+      ...change
+    });
+    let counted = before;
+    const after = async (seconds: number): Promise<number> => {
+      await vi.advanceTimersByTimeAsync(1000 * seconds);
+      const asked = file.asked.length - counted;
+      counted += asked;
+      return asked;
+    };
+    return { after, stop };
+  }
+
+  it('asks once a second, however often the job prints, until it is stopped', async () => {
+    const file = new File();
+    setInterval(() => (file.text += 'x\n'), 10);
+    const { after, stop } = begin(file);
+    expect(await after(59.5)).toBe(60);
+    stop();
+    expect(await after(60)).toBe(0);
+  });
+
+  it('asks again at once while pieces are full', async () => {
+    const file = new File();
+    file.most = FIRST_BYTES;
+    const { after } = begin(file);
+    expect(await after(0.5)).toBe(1);
+    file.text = 'x'.repeat(FIRST_BYTES * 3 + 1);
+    expect(await after(1)).toBe(4);
+    expect(await after(5)).toBe(5);
+  });
+
+  it('asks for a new attempt at once', async () => {
+    const file = new File();
+    file.text = 'first\n';
+    const { after } = begin(file);
+    expect(await after(0.5)).toBe(1);
+    file.attempts = 2;
+    expect(await after(1)).toBe(2);
+  });
+
+  it('asks less and less often while that fails, until it does not', async () => {
+    const file = new File();
+    const refusals: string[] = [];
+    file.fails = true;
+    const { after } = begin(file, { onRead: (_, refusal) => void refusals.push(refusal) });
+    expect(await after(1)).toBe(1);
+    for (const seconds of [2, 4, 8, 16, 32, 60, 60]) {
+      expect(await after(seconds)).toBe(1);
+    }
+    file.fails = false;
+    expect(await after(60)).toBe(2);
+    expect(await after(60)).toBe(60);
+    expect([...new Set(refusals)]).toEqual(['away', '']);
+  });
+
+  it('asks nothing while nobody looks', async () => {
+    const file = new File();
+    let seen = false;
+    const { after } = begin(file, { isSeen: () => seen });
+    expect(await after(60.5)).toBe(0);
+    seen = true;
+    expect(await after(1)).toBe(1);
+    seen = false;
+    expect(await after(60)).toBe(0);
+  });
+
+  it('ends with the last line of a job that has ended', async () => {
+    const file = new File();
+    file.text = 'last\n';
+    expect(await begin(file, { grows: false }).after(60)).toBe(2);
+    file.fails = true;
+    const { after } = begin(file, { grows: false });
+    expect(await after(1)).toBe(1);
+    file.fails = false;
+    expect(await after(60)).toBe(2);
   });
 });
 

@@ -6,18 +6,22 @@ import {
   asSentence,
   daysText,
   duration,
+  environmentText,
   gigabytes,
   jobBadge,
   memoryText,
   noticeText,
+  numberText,
+  progressText,
   projectText,
   sentence,
   statusText,
+  timeText,
   wakingSteps,
   wantsAttention,
   weekText
 } from '../src/words';
-import { ANSWERS, HISTORY, SILENT } from './answers';
+import { ANSWERS, HISTORY, JOB, SILENT } from './answers';
 import { trans } from './trans';
 
 describe('a refusal', () => {
@@ -48,6 +52,53 @@ describe('sizes and times', () => {
       '90 min',
       '2 h'
     ]);
+  });
+});
+
+describe('a number', () => {
+  it('has three digits behind the point, and what the locale puts between thousands', () => {
+    const [comma, point] = [(1000).toLocaleString()[1]!, (0.5).toLocaleString()[1]!];
+    const told = [120, 1234567.891234, 0.1 + 0.2, 0.000123456, 0, -2.5].map(numberText);
+    const expected = ['120', '1,234,567.891', '0.3', '0.000123', '0', '-2.5'];
+    expect(told).toEqual(
+      expected.map(text => text.replace(/[,.]/g, sign => (sign === ',' ? comma : point)))
+    );
+  });
+});
+
+describe('a time', () => {
+  const now = new Date(2031, 4, 6, 15, 0);
+
+  it('is without a day on that day only', () => {
+    expect(timeText(new Date(2031, 4, 6, 0, 5, 7), true, now)).toBe('00:05:07');
+    expect(timeText(new Date(2031, 4, 6, 14, 20), false, now)).toBe('14:20');
+    const yesterday = timeText(new Date(2031, 4, 5, 14, 20, 7), true, now);
+    expect(yesterday).toMatch(/\b5\b.*14:20:07/);
+    expect(yesterday).not.toContain('2031');
+    expect(timeText(new Date(2030, 4, 6, 14, 20), false, now)).toMatch(/2030.*14:20$/);
+  });
+});
+
+describe('a job', () => {
+  it('says how far it is, also when nobody knows how far it goes', () => {
+    const text = (done: number | null, total: number | null) => progressText(trans, { ...JOB, done, total });
+    expect(text(null, null)).toBe('');
+    expect(text(120, null)).toBe('120 done');
+    expect(text(0, 0)).toBe('0 done');
+    expect(text(0.30000000000000004, 10)).toBe(`${numberText(0.3)} of 10`);
+  });
+
+  it('names the environment that it runs in, and none that nobody knows', () => {
+    const source = { path: 'a.py', kernel: '', output: '', arguments: '', parameters: {} };
+    const text = (change: Partial<typeof JOB>) => environmentText(trans, { ...JOB, ...change });
+    expect(text({ source: { ...source, kernel: 'torch' } })).toBe('torch');
+    expect(text({ source })).toBe('of the server');
+    expect(text({ source: { ...source, path: 'a.ipynb' } })).toBe('as the notebook says');
+    expect(text({ source: null, command: ['/opt/torch/bin/python3.11', '-u', '-c', '1'] })).toBe(
+      '/opt/torch/bin/python3.11'
+    );
+    expect(text({ source: null, command: ['python', 'train.py'] })).toBe('');
+    expect(text({ source: null, command: ['/usr/bin/nvidia-smi'] })).toBe('');
   });
 });
 
