@@ -266,10 +266,13 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(detail).to_contain_text("the owner of the GPU came back")
     bo.picture("paused")
 
-    # The broker is killed and comes back: nobody loses anything.
+    # The broker is killed and comes back: nobody loses anything, and both hear of it again.
     hub.kill_broker()
 
     # She idles again; his job goes on where it was, and ends.
+    expect(ada.page.locator(".gps-status button")).to_contain_text("Asleep", timeout=150_000)
+    expect(detail.locator("header")).to_contain_text("Running")
+    bo.picture("resumed")
     (bo.home / "enough").touch()
     expect(detail).to_contain_text("Done", timeout=150_000)
     expect(bo.toasts).to_contain_text("train.ipynb: Done")
