@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.broker.loop import uninterrupted
 from jupyter_gpushare.core.model import Order
 from jupyter_gpushare.core.plan import look, plan
 from tests.benchmarks.plan_speed import NOW, cluster
@@ -25,3 +26,10 @@ def test_what_a_round_was_made_of_is_gone_with_it(order, ask):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_the_collector_goes_on_after_a_round_that_failed():
+    with pytest.raises(ZeroDivisionError), uninterrupted():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
