@@ -126,8 +126,12 @@ class _Run(NotebookClient):
         self._output = output
         self._saved_at = 0.0
         self._saving_s = 0.0
-        self.total = sum(1 for c in notebook.cells if c.cell_type == "code" and c.source.strip())
+        self.total = sum(map(self._is_run, notebook.cells))
         self.done = 0
+
+    def _is_run(self, cell: Any) -> bool:
+        skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
+        return cell.cell_type == "code" and bool(cell.source.strip()) and not skipped
 
     def save(self) -> None:
         """Write the output notebook; a disk that does not take it does not end the run."""
@@ -177,7 +181,8 @@ class _Run(NotebookClient):
         print(f"[gpushare] cell {self.done + 1} of {self.total}", flush=True)
 
     def _on_cell_done(self, cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
-        if execute_reply["content"]["status"] == "ok":
+        may_fail = "raises-exception" in cell.metadata.get("tags", [])
+        if may_fail or execute_reply["content"]["status"] == "ok":
             self.done += 1
             progress(self.done, self.total)
         self.save()
@@ -239,10 +244,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--kernel", default="", help="name of the environment; default: the notebook's")
     parser.add_argument("-p", dest="parameters", nargs=2, action="append", metavar=("NAME", "VALUE"))
-    asked = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parameters: dict[str, str] = {}
+    while "-p" in words[:-2]:
+        # Here, because argparse takes a value like -1e-3 for an option.
+        at = words.index("-p")
+        _, name, value = words[at : at + 3]
+        parameters[name] = value
+        del words[at : at + 3]
+    asked = parser.parse_args(words)
     job = os.environ.get("GPUSHARE_JOB_ID", "")
     try:
-        return run(asked.notebook, asked.output, asked.kernel, dict(asked.parameters or ()), job)
+        return run(asked.notebook, asked.output, asked.kernel, parameters, job)
     except Unusable as error:
         print(f"[gpushare] {error}", file=sys.stderr)
         return 2

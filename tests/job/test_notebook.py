@@ -202,6 +202,27 @@ def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> 
     assert ran.progress[-1] == (1, 3)
 
 
+def test_cells_that_may_fail_are_done_and_those_that_are_skipped_are_none(tmp_path: Path) -> None:
+    made = notebook("1", "1 / 0", "2", "3")
+    made.cells[1].metadata["tags"] = ["raises-exception"]
+    made.cells[2].metadata["tags"] = ["skip-execution"]
+    ran = Ran(tmp_path, made)
+    code, log = ran.end()
+    assert code == 0, log
+    assert "[gpushare] cell 3 of 3" in log
+    assert ran.progress == [(n, 3) for n in range(4)]
+
+
+def test_a_value_may_look_like_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(module, "run", lambda *arguments: ran.append(arguments) or 0)
+    values = {"lr": "-1e-3", "flag": "--fast", "a": "-p", "x": "-x", "none": "", "text": " -1"}
+    words = [word for name, value in values.items() for word in ("-p", name, value)]
+    monkeypatch.delenv("GPUSHARE_JOB_ID", raising=False)
+    assert main(["in.ipynb", "out.ipynb", "--kernel", "k", *words]) == 0
+    assert ran == [(Path("in.ipynb"), Path("out.ipynb"), "k", values, "")]
+
+
 def test_a_retry_leaves_the_output_of_the_earlier_job_alone(tmp_path: Path) -> None:
     made = notebook("import os\nprint(os.environ['GPUSHARE_JOB_ID'], os.environ['ATTEMPT'])")
     texts = []
