@@ -66,7 +66,12 @@ class GpuMagics(Magics):
     def gpujob(self, line: str, cell: str | None = None) -> None:
         """Submit a command, or this cell, as a training job."""
         try:
-            main(submit_words(line, cell))
+            words = submit_words(line, cell)
+        except ValueError as error:
+            print(f"The line cannot be taken apart: {error}", file=sys.stderr)
+            return
+        try:
+            main(words)
         except SystemExit:
             # Wrong usage or --help: argparse has said it.
             return

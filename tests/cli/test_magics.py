@@ -68,6 +68,12 @@ def test_wrong_usage_is_said_and_ends_nothing(shell, broker, capsys):
     assert not broker.asked("POST jobs")
 
 
+def test_a_line_that_cannot_be_taken_apart_is_said(shell, broker, capsys):
+    shell.run_line_magic("gpujob", "--name it's -- python train.py")
+    assert "No closing quotation" in capsys.readouterr().err
+    assert not broker.asked("POST jobs")
+
+
 def test_the_words_of_a_magic_are_those_of_submit():
     assert submit_words("--gpus 1 --name 'a b'", "x") == [
         *["submit", "--name", "cell", "--gpus", "1", "--name", "a b", "--"],
