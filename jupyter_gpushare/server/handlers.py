@@ -218,8 +218,9 @@ class LogHandler(_Handler):
     """What a job printed, from the user's own files: `LOG_BYTES` and a few from ``offset`` on, as UTF-8.
 
     ``offset`` below zero counts from the end; ``attempt`` is the newest if it is not
-    given; ``download`` gives all that is kept as a file.  Headers: X-Gpushare-Attempts (how
-    many there are), -Offset (where the answer begins), -Next (where to read on).
+    given; ``download`` gives all that is kept as a file.  Headers: X-Gpushare-Attempts (the
+    newest of which a log is kept), -First (the oldest; both 0: none), -Offset (where the
+    answer begins), -Next (where to read on).
     """
 
     def _log(self) -> None:
@@ -235,6 +236,7 @@ class LogHandler(_Handler):
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("Cache-Control", "no-store")
         self.set_header("X-Gpushare-Attempts", str(attempts[-1] if attempts else 0))
+        self.set_header("X-Gpushare-First", str(attempts[0] if attempts else 0))
         if self.get_query_argument("download", ""):
             self.set_header("Content-Type", _TEXT)
             self.set_header("Content-Disposition", f'attachment; filename="{job}-{attempt}.log"')

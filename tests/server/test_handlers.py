@@ -190,11 +190,16 @@ def test_a_log_is_read_on_from_the_users_own_files(server, folder):
     with path.open("a") as file:
         file.write("two\n")
     assert read("offset=9")[0] == "two\n"
+    assert headers["x-gpushare-first"] == "1"
+    path.with_name("attempt-1.log").unlink()
+    assert read("attempt=1")[0] == ""
+    assert read("")[1]["x-gpushare-first"] == "2"
     path.write_text("a€b")
     assert [read(f"offset=-{n}")[0] for n in (1, 2, 3, 4)] == ["b", "b", "b", "€b"]
     assert 'filename="k3v9m2x7qa-2.log"' in read("download=1")[1]["content-disposition"]
     none = server.request("GET", "gpushare/jobs/aaaaaaaaaa/log")
     assert (none.status_code, none.text, none.headers["x-gpushare-attempts"]) == (200, "", "0")
+    assert none.headers["x-gpushare-first"] == "0"
     assert server.request("GET", "gpushare/jobs/k3v9m2x7qa/log?offset=x").status_code == 400
 
 

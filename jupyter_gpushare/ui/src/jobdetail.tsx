@@ -135,6 +135,7 @@ function LogView(props: IDetailProps): JSX.Element {
       }),
     [log, job.state]
   );
+  const kept = log.kept ?? [];
   const found = log.find(wanted);
   const follows = follow && wanted === '';
   // Before it is drawn: no scroll event comes between new text and this.
@@ -183,21 +184,21 @@ function LogView(props: IDetailProps): JSX.Element {
             {trans._n('%1 line', '%1 lines', found.length)}
           </span>
         )}
-        {log.attempts > 1 && (
+        {kept.length > 1 && (
           <select
             aria-label={trans.__('Attempt')}
             value={attempt}
             onChange={event => setAttempt(Number(event.target.value))}
           >
             <option value={0}>{trans.__('Newest attempt')}</option>
-            {Array.from({ length: log.attempts }, (_, n) => (
-              <option key={n + 1} value={n + 1}>
-                {trans.__('Attempt %1', n + 1)}
+            {kept.map(n => (
+              <option key={n} value={n}>
+                {trans.__('Attempt %1', n)}
               </option>
             ))}
           </select>
         )}
-        {log.attempts > 0 && (
+        {kept.length > 0 && (
           <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
             {trans.__('Download')}
           </a>
@@ -214,15 +215,23 @@ function LogView(props: IDetailProps): JSX.Element {
         }
       >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
-        {log.lines.length === 0 && (
-          <i>
-            {job.started_at === null ? trans.__('It has not started yet.') : trans.__('It has printed nothing yet.')}
-          </i>
-        )}
+        {log.lines.length === 0 && <i>{emptyText(trans, job, log.kept)}</i>}
         {wanted === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
       </pre>
     </>
   );
+}
+
+function emptyText(trans: TranslationBundle, job: IJob, kept: readonly number[] | null): string {
+  if (job.started_at === null) {
+    return trans.__('It has not started yet.');
+  }
+  if (kept === null) {
+    return '';
+  }
+  return kept.length === 0
+    ? trans.__('Its log is not in your files any more.')
+    : trans.__('It has printed nothing yet.');
 }
 
 function toEnd(box: HTMLElement): void {
@@ -251,7 +260,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     return () => {
       over = true;
     };
-  }, [job.id, job.state, job.preemptions]);
+  }, [job.id, job.state, job.attempt, job.preemptions]);
   if (moments === null || typeof moments === 'string') {
     return <p role="status">{moments ?? trans.__('Asking.')}</p>;
   }

@@ -44,9 +44,9 @@ export class Log {
     return this._lines;
   }
 
-  /** How often the job was started, as far as its logs tell. */
-  get attempts(): number {
-    return this._attempts;
+  /** The attempts whose logs are kept; null: not known yet. */
+  get kept(): readonly number[] | null {
+    return this._kept;
   }
 
   /** Whether the beginning is not here; the file has it, as far as it is kept. */
@@ -69,12 +69,15 @@ export class Log {
 
   private async _readOn(): Promise<boolean> {
     const piece = await this._fetch(this.attempt, this._next ?? -FIRST_BYTES);
+    const { attempts, first } = piece;
+    this._kept = attempts === 0 ? [] : Array.from({ length: attempts - first + 1 }, (_, n) => first + n);
     if (piece.attempts !== this._attempts && this.attempt === 0 && this._attempts > 0) {
       // A new attempt has begun: its log begins anew.
       this._attempts = piece.attempts;
       this._lines = [];
       this._rest = '';
       this._next = 0;
+      this._isCut = false;
       this._isBehind = true;
       return true;
     }
@@ -115,6 +118,7 @@ export class Log {
   private _reading: Promise<boolean> | null = null;
   private _next: number | null = null;
   private _attempts = 0;
+  private _kept: readonly number[] | null = null;
   private _isCut = false;
   private _isBehind = false;
 }

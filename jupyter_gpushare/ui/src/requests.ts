@@ -90,7 +90,8 @@ export class Requests {
       text: await response.text(),
       offset: number('Offset'),
       next: number('Next'),
-      attempts: number('Attempts')
+      attempts: number('Attempts'),
+      first: number('First')
     };
   }
 

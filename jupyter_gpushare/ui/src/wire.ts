@@ -194,8 +194,10 @@ export interface ILogPiece {
   readonly offset: number;
   /** Where to read on. */
   readonly next: number;
-  /** How often the job was started. */
+  /** How often the job was started, as far as its logs tell. */
   readonly attempts: number;
+  /** The oldest attempt whose log is kept; 0: none. */
+  readonly first: number;
 }
 
 export interface IProject {

@@ -7,6 +7,7 @@ import { points, Samples } from '../src/samples';
 class File {
   text = '';
   attempts = 1;
+  first = 1;
   asked: [number, number][] = [];
   most = 1000;
   /** Where what is kept begins. */
@@ -21,7 +22,7 @@ class File {
     }
     const from = Math.max(this.lost, offset < 0 ? this.text.length + offset : offset);
     const text = this.text.slice(from, from + this.most);
-    return { text, offset: from, next: from + text.length, attempts: this.attempts };
+    return { text, offset: from, next: from + text.length, attempts: this.attempts, first: this.first };
   };
 }
 
@@ -155,8 +156,36 @@ describe('Log', () => {
     await newest.readOn();
     expect(newest.lines).toEqual(['second']);
     await fixed.readOn();
-    expect(fixed.attempts).toBe(2);
+    expect(fixed.kept).toEqual([1, 2]);
     expect(fixed.lines[0]).toMatch(/^first/);
+  });
+
+  it('is not cut where only that of the attempt before was', async () => {
+    const file = new File();
+    file.text = 'x\n'.repeat(FIRST_BYTES);
+    file.most = 10 * FIRST_BYTES;
+    const log = logOf(file);
+    await log.readOn();
+    file.text = 'second';
+    file.attempts = 2;
+    await log.readOn();
+    await log.readOn();
+    expect(log.lines).toEqual(['second']);
+    expect(log.isCut).toBe(false);
+  });
+
+  it('knows which attempts have a log, once it was read', async () => {
+    const file = new File();
+    file.attempts = 5;
+    file.first = 3;
+    const log = logOf(file);
+    expect(log.kept).toBeNull();
+    await log.readOn();
+    expect(log.kept).toEqual([3, 4, 5]);
+    file.attempts = file.first = 0;
+    const gone = logOf(file);
+    await gone.readOn();
+    expect(gone.kept).toEqual([]);
   });
 
   it('finds lines, whatever their case', async () => {
