@@ -45,7 +45,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
   activate: (app: JupyterFrontEnd, registry: ISettingRegistry | null): IGpuModel => {
     const requests = new Requests(app.serviceManager.serverSettings);
     const model = new GpuModel({
-      fetchStatus: () => requests.status(),
+      fetchStatus: signal => requests.status(signal),
       changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
     });
     // Nothing is asked while the page is hidden; whoever comes back sees how it is now.
@@ -55,7 +55,11 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
       }
     };
     listen(app.serviceManager.serverSettings, look);
-    document.addEventListener('visibilitychange', look);
+    document.addEventListener('visibilitychange', () => {
+      if (document.visibilityState === 'visible') {
+        void model.lookBack();
+      }
+    });
     // JupyterLab's tabs keep a click from the browser, which then takes the last key for how we came here.
     for (const type of ['pointerdown', 'keydown']) {
       document.addEventListener(type, () => (document.body.dataset.gpsLast = type), true);

@@ -56,6 +56,9 @@ export type Notice =
 /** Between two questions while nobody answers, at most. */
 const MOST_MS = 300_000;
 
+/** For an answer: this server waits 10 s for the broker's, and says then that it is silent. */
+const PATIENCE_MS = 30_000;
+
 /** The warning comes this long before the GPU is lent, or a third of a shorter idle time-out. */
 const WARNING_S = 300;
 
@@ -247,6 +250,12 @@ export class GpuModel implements IDisposable {
     await this._poll.tick.catch(() => undefined);
   }
 
+  /** Asks now, after a time in which nobody looked. */
+  lookBack(): Promise<void> {
+    this._away = true;
+    return this.refresh();
+  }
+
   /** Wakes, keeps or lends the lease of this server; rejects with the broker's sentence. */
   async change(verb: LeaseVerb, minutes = 30): Promise<void> {
     const state = this._state;
@@ -265,12 +274,16 @@ export class GpuModel implements IDisposable {
 
   private async _ask(): Promise<void> {
     let state: GpuState;
+    const asking = new AbortController();
+    const patience = setTimeout(() => asking.abort(), PATIENCE_MS);
     try {
-      state = stateOf(await this._options.fetchStatus());
+      state = stateOf(await this._options.fetchStatus(asking.signal));
     } catch {
       const before = this._state;
       const since = before.kind === 'silent' && before.who === 'server' ? before.since : new Date(this._now());
       state = { kind: 'silent', since, who: 'server' };
+    } finally {
+      clearTimeout(patience);
     }
     if (this.isDisposed) {
       return;
@@ -294,6 +307,7 @@ export class GpuModel implements IDisposable {
     if (state.kind === 'ready') {
       this._measure(state.status, state.lease);
     } else {
+      this._away = true;
       this.samples.clear();
     }
     this._changed.emit(state);
@@ -304,7 +318,8 @@ export class GpuModel implements IDisposable {
 
   private _measure(status: IStatus, lease: ILease | null): void {
     if (lease !== null && phaseOf(lease) === 'waking' && this._last?.lease === lease.id) {
-      this._wakingSince = this._wakingSince ?? (this._last.phase === 'waking' ? null : this._now());
+      const began = this._last.phase !== 'waking' && !this._away;
+      this._wakingSince = this._wakingSince ?? (began ? this._now() : null);
     }
     if (lease === null || !status.devices_known) {
       this.samples.clear();
@@ -337,6 +352,7 @@ export class GpuModel implements IDisposable {
       this._noticed.emit(notice);
     }
     this._last = { jobs: seenJobs(status.jobs, status.at), lease: lease?.id ?? null, phase };
+    this._away = false;
   }
 
   /** Seconds that it took to wake, also where it was awake long before this page looked again. */
@@ -359,11 +375,13 @@ export class GpuModel implements IDisposable {
   private _seenBefore: ISeenJobs | null = null;
   private _last: { jobs: ISeenJobs; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
+  /** Whether nothing is known of the time since the last answer. */
+  private _away = false;
 }
 
 export namespace GpuModel {
   export interface IOptions {
-    readonly fetchStatus: () => Promise<StatusAnswer>;
+    readonly fetchStatus: (signal: AbortSignal) => Promise<StatusAnswer>;
     readonly changeLease: (lease: string, verb: LeaseVerb, minutes: number) => Promise<unknown>;
     readonly intervalMs?: number;
     readonly standby?: Poll.Standby;

@@ -29,8 +29,8 @@ export class Requests {
   constructor(private readonly _settings: ServerConnection.ISettings) {}
 
   /** Everything that is mine. */
-  status(): Promise<StatusAnswer> {
-    return this._get<StatusAnswer>('status');
+  status(signal: AbortSignal): Promise<StatusAnswer> {
+    return this._get<StatusAnswer>('status', signal);
   }
 
   /** Wakes, keeps or lends a lease. */
@@ -101,8 +101,8 @@ export class Requests {
     return URLExt.join(this._settings.baseUrl, 'gpushare/jobs', job, 'log') + query;
   }
 
-  private async _get<T>(path: string): Promise<T> {
-    const response = await this._fetch(path, { method: 'GET', cache: 'no-store' });
+  private async _get<T>(path: string, signal?: AbortSignal): Promise<T> {
+    const response = await this._fetch(path, { method: 'GET', cache: 'no-store', signal });
     return (await response.json()) as T;
   }
 

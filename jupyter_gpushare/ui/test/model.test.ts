@@ -264,6 +264,59 @@ describe('GpuModel', () => {
     expect(notices).toMatchObject([{ kind: 'back', seconds: null }]);
   });
 
+  it('counts no seconds of a waking that began while nobody looked', async () => {
+    const notices = await start(ANSWERS.asleep);
+    answer = ANSWERS.waking;
+    await model.lookBack();
+    expect(model.wakingSince).toBeNull();
+    await say(ANSWERS.waking);
+    expect(model.wakingSince).toBeNull();
+    await say(awakeFor(0));
+    expect(notices).toMatchObject([{ kind: 'waking' }, { kind: 'back', seconds: null }]);
+    await say(ANSWERS.asleep);
+    await say(SILENT);
+    await say(ANSWERS.waking);
+    expect(model.wakingSince).toBeNull();
+    await say(ANSWERS.asleep);
+    await say(ANSWERS.waking);
+    expect(model.wakingSince).toBe(clock_ms);
+  });
+
+  it('goes on counting the seconds of a waking that it saw begin, after a look away', async () => {
+    clock_ms = 10_000;
+    await start(ANSWERS.asleep);
+    await say(ANSWERS.waking);
+    clock_ms = 13_000;
+    await model.lookBack();
+    expect(model.wakingSince).toBe(10_000);
+  });
+
+  it('keeps no numbers of a server that does not answer at all', async () => {
+    vi.useFakeTimers({ toFake: ['setTimeout', 'clearTimeout', 'Date'] });
+    try {
+      let hangs = false;
+      model = new GpuModel({
+        fetchStatus: async signal => {
+          if (hangs) {
+            await new Promise((_, fail) => signal.addEventListener('abort', () => fail(new Error('aborted'))));
+          }
+          return ANSWERS.active;
+        },
+        changeLease: async () => undefined,
+        standby: 'never'
+      });
+      await vi.advanceTimersByTimeAsync(5_000);
+      hangs = true;
+      await vi.advanceTimersByTimeAsync(40_000);
+      expect(model.state).toMatchObject({ kind: 'silent', who: 'server' });
+      hangs = false;
+      await vi.advanceTimersByTimeAsync(300_000);
+      expect(model.state.kind).toBe('ready');
+    } finally {
+      vi.useRealTimers();
+    }
+  });
+
   it('asks one question at a time, and once more for all that came meanwhile', async () => {
     await start(ANSWERS.active);
     slow = true;
