@@ -12,7 +12,7 @@ export function Meter(props: {
   /** Where a line is drawn across. */
   mark?: number;
 }): JSX.Element {
-  const max = Math.max(props.max, 1);
+  const max = props.max > 0 ? props.max : 1;
   const total = props.parts.reduce((sum, part) => sum + part.value, 0);
   return (
     <div
