@@ -89,7 +89,10 @@ export class JobList extends ReactWidget {
             />
           );
         }
-        return this._list(viewOf(state.jobs, this._model.view), state.jobs.length);
+        return this._list(
+          viewOf(state.jobs, this._model.view, job => jobBadge(trans, job)),
+          state.jobs.length
+        );
     }
   }
 

@@ -56,14 +56,19 @@ export function gpusOf(job: IJob): number {
   return Number(part) / Number(whole);
 }
 
-/** Returns the jobs that a view shows, in its order; equals stay newest first. */
-export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
+/** Returns the jobs that a view shows, in its order; equals stay newest first. `badge`: how a state is shown. */
+export function viewOf(
+  jobs: readonly IJob[],
+  view: IView,
+  badge: (job: IJob) => string = () => ''
+): IJob[] {
   const words = view.text.toLowerCase().split(/\s+/).filter(Boolean);
   const shown = jobs.filter(job => {
     const state =
       view.show === 'all' ||
       (view.show === 'failed' ? job.state === 'failed' : (view.show === 'ended') === ENDED.has(job.state));
-    const text = `${job.name} ${job.id} ${job.project} ${job.command.join(' ')} ${job.state}`.toLowerCase();
+    const texts = [job.name, job.id, job.project, ...job.command, job.state, badge(job)];
+    const text = texts.join(' ').toLowerCase();
     return state && words.every(word => text.includes(word));
   });
   const key = KEYS[view.column];

@@ -3,7 +3,9 @@ import { describe, expect, it, vi } from 'vitest';
 import { FIRST_VIEW, IView, JobsModel, progressOf, viewOf } from '../src/jobs';
 import { GpuModel } from '../src/model';
 import { IJob, StatusAnswer } from '../src/wire';
+import { jobBadge } from '../src/words';
 import { ANSWERS, JOBS, SILENT } from './answers';
+import { trans } from './trans';
 
 function job(change: Partial<IJob>): IJob {
   return { ...JOBS[0]!, ...change };
@@ -34,6 +36,13 @@ describe('viewOf', () => {
     expect(ids({ text: 'D' })).toContain('b');
     expect(ids({ text: 'x.py fail' })).toBe('c');
     expect(ids({ text: 'nothing' })).toBe('');
+  });
+
+  it('finds the words that the list shows for a state', () => {
+    const shown = (each: IJob): string => jobBadge(trans, each);
+    const view = { ...FIRST_VIEW, text: 'done' };
+    expect(viewOf(MANY, view, shown).map(each => each.id)).toEqual(['d']);
+    expect(viewOf(MANY, { ...view, text: 'succeeded' }, shown).map(each => each.id)).toEqual(['d']);
   });
 
   it('sorts by what was asked for, equals by time', () => {
