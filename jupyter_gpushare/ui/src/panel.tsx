@@ -68,20 +68,22 @@ export class GpuPanel extends ReactWidget {
   private _lookBack(): void {
     const now = Date.now();
     const state = this._model.state;
-    if (!this.isVisible || state.kind !== 'ready') {
+    if (!this.isVisible || state.kind !== 'ready' || this._isAsking) {
       return;
     }
     const states = [state.lease?.state, ...state.status.jobs.map(job => job.id + job.state)].join();
     if (states !== this._weekOf || now - this._weekAt > WEEK_EVERY_MS) {
       this._weekOf = states;
       this._weekAt = now;
+      this._isAsking = true;
       this._links()
         .history()
         .then(week => {
           this._week = week;
           this.update();
         })
-        .catch(() => undefined); // the rest of the panel says whether the broker is silent
+        .catch(() => undefined) // the rest of the panel says whether the broker is silent
+        .finally(() => (this._isAsking = false));
     }
   }
 
@@ -155,6 +157,7 @@ export class GpuPanel extends ReactWidget {
   private _week: IHistory | null = null;
   private _weekAt = -Infinity;
   private _weekOf = '';
+  private _isAsking = false;
 }
 
 /** The buttons for what can be done now; none while one of them is under way. */
