@@ -19,7 +19,6 @@ import ast
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -43,7 +42,6 @@ SAVE_SPACING = 20
 # Of what one cell prints, in the notebook; the log has it all.
 CELL_TEXT_CHARS = 1 << 20
 STOPPED = 128 + signal.SIGTERM
-_NAME = re.compile(r"[^\W\d]\w*")
 
 
 class Unusable(Exception):
@@ -58,7 +56,7 @@ def parameter_cell(parameters: Mapping[str, str]) -> str:
     """
     lines = ["# Parameters"]
     for name, text in parameters.items():
-        if not _NAME.fullmatch(name):
+        if not name.isidentifier():
             raise Unusable(f"{name[:60]!r} is not a name of a parameter")
         try:
             value = ast.literal_eval(text.strip())

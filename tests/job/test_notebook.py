@@ -34,14 +34,15 @@ def notebook(*cells: str, language: str = "python") -> Any:
 
 
 def test_values_are_python_where_they_read_as_such_and_text_elsewhere() -> None:
-    told = parameter_cell({"lr": "0.1", "layers": "[1, 2]", "name": "run 1", "quoted": "'a'", "on": "True"})
+    given = {"lr": "0.1", "layers": "[1, 2]", "name": "run 1", "quoted": "'a'", "on": "True", "मात्रा": "1"}
+    told = parameter_cell(given)
     found: dict[str, Any] = {}
     exec(told, found)  # it is a cell
     del found["__builtins__"]
-    assert found == {"lr": 0.1, "layers": [1, 2], "name": "run 1", "quoted": "a", "on": True}
+    assert found == {"lr": 0.1, "layers": [1, 2], "name": "run 1", "quoted": "a", "on": True, "मात्रा": 1}
 
 
-@pytest.mark.parametrize("name", ["a b", "1a", "x; import os", ""])
+@pytest.mark.parametrize("name", ["a b", "1a", "x²", "x; import os", ""])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(Unusable, match="not a name"):
         parameter_cell({name: "1"})

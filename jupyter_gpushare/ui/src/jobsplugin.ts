@@ -108,7 +108,7 @@ class Jobs {
   chosenFile(): string | null {
     const items = Array.from(this._browsers?.tracker.currentWidget?.selectedItems() ?? []);
     const path = items.length === 1 ? items[0]!.path : '';
-    return RUNNABLE.test(path) ? path.replace(/^[^/:]*:/, '') : null;
+    return RUNNABLE.test(path) ? this._app.serviceManager.contents.localPath(path) : null;
   }
 
   /** The file of the open document, saved, if it can be run. */
@@ -129,13 +129,14 @@ class Jobs {
       import('./launch'),
       import('./launchdialog')
     ]);
-    const requests = this._gpu.requests;
+    const { requests, model: gpu } = this._gpu;
     const model = new LaunchModel({
       trans: this._trans,
       fields,
       launchForm: path => requests.launchForm(path),
       offers: query => requests.offers(query),
       launch: (request, key) => requests.launch(request, key),
+      projects: () => (gpu.state.kind === 'ready' ? gpu.state.status.projects.map(({ name }) => name) : []),
       isHidden: () => document.visibilityState === 'hidden'
     });
     const job = await showLaunchDialog(model, this._trans);

@@ -119,7 +119,8 @@ function lines(pairs: { readonly [name: string]: string }): string {
 export function pairsOf(text: string): { [name: string]: string } | null {
   const pairs: { [name: string]: string } = {};
   for (const line of nonEmpty(text)) {
-    const match = /^([A-Za-z_]\w*)\s*=\s*(.*)$/.exec(line);
+    // As Python has names, in any script.
+    const match = /^([\p{XIDS}_]\p{XIDC}*)\s*=\s*(.*)$/u.exec(line);
     if (match === null) {
       return null;
     }
@@ -157,7 +158,7 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   if (fields.path === '' && fields.command.trim() === '') {
     problems.command = trans.__('Name a file, or write a command.');
   }
-  if (pairsOf(fields.parameters) === null) {
+  if (isNotebook(fields.path) && pairsOf(fields.parameters) === null) {
     problems.parameters = trans.__('One parameter a line, like: lr = 0.1');
   }
   if (nonEmpty(fields.variables).some(line => !/^[A-Za-z_]\w*(=.*)?$/.test(line))) {
@@ -189,7 +190,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
     command: file ? '' : fields.command,
     arguments: file && !isNotebook(fields.path) ? fields.arguments : '',
     parameters: isNotebook(fields.path) ? pairsOf(fields.parameters) ?? {} : {},
-    kernel: file ? fields.kernel : '',
+    kernel: runsInKernel(fields.path) ? fields.kernel : '',
     cwd: fields.cwd || null,
     variables: nonEmpty(fields.variables),
     gpus: fields.size === 'gpus' ? fields.gpus.trim() : '1',
@@ -204,6 +205,11 @@ export function requestOf(fields: IFields): ILaunchRequest {
     priority: fields.priority,
     grace_s: fields.grace
   };
+}
+
+/** Whether an environment can be chosen for a file. */
+export function runsInKernel(path: string): boolean {
+  return isNotebook(path) || path.endsWith('.py');
 }
 
 export function isNotebook(path: string): boolean {
@@ -233,7 +239,7 @@ export class LaunchModel implements IDisposable {
   }
 
   get projects(): readonly string[] {
-    return this._offers?.projects ?? [];
+    return this._offers?.projects ?? this._options.projects();
   }
 
   get outlook(): Outlook {
@@ -422,6 +428,8 @@ export namespace LaunchModel {
     readonly launchForm: (path: string) => Promise<ILaunchForm>;
     readonly offers: (query: IOffersQuery) => Promise<IOffers>;
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
+    /** Those of the user, until an offer tells. */
+    readonly projects: () => readonly string[];
     /** Whether nobody sees it: then nothing is asked again. */
     readonly isHidden?: () => boolean;
   }

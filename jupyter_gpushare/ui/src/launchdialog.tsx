@@ -5,7 +5,7 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { FieldOf, IFields, isNotebook, LaunchModel, takenFromServer } from './launch';
+import { FieldOf, IFields, isNotebook, LaunchModel, runsInKernel, takenFromServer } from './launch';
 import { outlookText } from './outlook';
 import { Checkpoint, IJob } from './wire';
 import { checkpointLabel, checkpointText, duration } from './words';
@@ -19,6 +19,8 @@ export async function showLaunchDialog(
   dialog.addClass('gps-launch-dialog');
   await dialog.launch();
   model.dispose();
+  // Who cancels too late is told so.
+  await dialog.submitting;
   return dialog.job;
 }
 
@@ -40,6 +42,9 @@ class LaunchDialog extends Dialog<void> {
 
   /** What was submitted. */
   job: IJob | null = null;
+
+  /** Until nothing is under way. */
+  submitting: Promise<unknown> = Promise.resolve();
 
   /** JupyterLab looked for the first field before there was one, and takes every Enter for a yes. */
   override handleEvent(event: Event): void {
@@ -66,12 +71,13 @@ class LaunchDialog extends Dialog<void> {
       super.resolve(0);
       return;
     }
-    void this._model.submit().then(job => {
+    const submitted = this._model.submit().then(job => {
       if (job !== null) {
         this.job = job;
         super.resolve(1);
       }
     });
+    this.submitting = Promise.all([this.submitting, submitted]);
   }
 }
 
@@ -123,7 +129,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
           hint: trans.__('The notebook runs into a copy beside it, which you can open at any time.')
         })}
       <Size model={model} trans={trans} />
-      {model.projects.length > 1 && (
+      {fields.project !== '' && model.projects.some(name => name !== fields.project) && (
         <Select
           model={model}
           field="project"
@@ -158,16 +164,16 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
       >
         <summary>{trans.__('Name, environment, retries')}</summary>
         {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
-        {file && (
+        {runsInKernel(fields.path) && (
           <Select
             model={model}
             field="kernel"
             label={trans.__('Environment')}
             options={[
               ['', isNotebook(fields.path) ? trans.__('as the notebook says') : trans.__('of this server')],
-              ...(model.form?.environments ?? []).map(
-                environment => [environment.name, environment.display_name] as const
-              )
+              ...(model.form?.environments ?? [])
+                .filter(({ language }) => isNotebook(fields.path) || language === 'python')
+                .map(({ name, display_name }) => [name, display_name] as const)
             ]}
           />
         )}
@@ -265,16 +271,20 @@ function Select(props: {
 }): JSX.Element {
   const { model, field, label, hint } = props;
   const id = `gps-launch-${field}`;
+  const chosen = model.fields[field];
+  // A browser would show the first option for one that is not there any more.
+  const isThere = props.options.some(([value]) => value === chosen);
+  const options = isThere ? props.options : [...props.options, [chosen, chosen] as const];
   return (
     <div className="gps-field">
       <label htmlFor={id}>{label}</label>
       <select
         id={id}
-        value={model.fields[field]}
+        value={chosen}
         aria-describedby={hint && `${id}-hint`}
         onChange={event => model.set({ [field]: event.target.value })}
       >
-        {props.options.map(([value, text]) => (
+        {options.map(([value, text]) => (
           <option key={value} value={value}>
             {text}
           </option>

@@ -34,6 +34,9 @@ describe('what is typed', () => {
 
   it('reads parameters line by line', () => {
     expect(pairsOf('lr = 0.1\n\n name= a = b ')).toEqual({ lr: '0.1', name: 'a = b' });
+    expect(pairsOf('größe = 3\n学習率=0.1\nα_1 = a')).toEqual({ größe: '3', 学習率: '0.1', α_1: 'a' });
+    expect(pairsOf('मात्रा = 1')).toEqual({ मात्रा: '1' });
+    expect(pairsOf('x² = 3')).toBeNull();
     expect(pairsOf('lr 0.1')).toBeNull();
     expect(pairsOf('1a = 2')).toBeNull();
   });
@@ -42,9 +45,14 @@ describe('what is typed', () => {
     expect(problemsOf(trans, fields())).toEqual({});
   });
 
+  it('has no problem with what is not there: parameters of a script', () => {
+    expect(problemsOf(trans, fields({ parameters: 'x' }))).toEqual({});
+    expect(requestOf(fields({ parameters: 'x' })).parameters).toEqual({});
+  });
+
   it.each([
     [{ path: '', command: ' ' }, 'command'],
-    [{ parameters: 'x' }, 'parameters'],
+    [{ path: 'a.ipynb', parameters: 'x' }, 'parameters'],
     [{ variables: 'A=1\nB C' }, 'variables'],
     [{ cwd: 'here' }, 'cwd'],
     [{ gpus: '1.5' }, 'gpus'],
@@ -159,6 +167,7 @@ describe('LaunchModel', () => {
         sent.push([request, key]);
         return options.launch === undefined ? JOB : options.launch();
       },
+      projects: () => ['vision', 'nlp'],
       isHidden: options.isHidden
     });
   }
@@ -239,6 +248,12 @@ describe('LaunchModel', () => {
     open({ path: 'a.ipynb', size: 'profile', profile: '1g.10gb' });
     await vi.advanceTimersByTimeAsync(0);
     expect(asked).toEqual([{ project: '', gpus: '', memory: '', profile: '1g.10gb', borrow: '' }]);
+  });
+
+  it('offers other projects where that of a duplicate is gone', async () => {
+    open({ project: 'gone' }, { offers: () => Promise.reject(new Error('you are not in project gone')) });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(model.projects).toEqual(['vision', 'nlp']);
   });
 
   it('shows the refusal of a size that can never run', async () => {
