@@ -72,6 +72,7 @@ async def test_however_many_wait_those_that_ran_and_those_that_ended_last_are_to
         broker = await site.start_broker()
         ended = [await site.submit("bo", "2", program=Program(work_s=5)) for _ in range(3)]
         await until(lambda: all(broker.job(job).result for job in ended), 300)
+        ended.sort(key=lambda job: broker.job(job).ended_at)  # submitted at once: any may have been first
         await site.submit("bo", "2", program=Program(work_s=5_000))
         waits = []
         for _ in range(20):
