@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Locator, Page, Route, expect
 
 from jupyter_gpushare.jobfiles import log_path
 from tests.server.fake_broker import eventually
@@ -82,11 +83,21 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
 async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, lab, broker):
     (lab.work / "run.sh").write_text("echo hello")
     (lab.work / "data.csv").write_text("1")
+    (lab.work / "12:30.py").write_text("1")
     await run_command(page, "filebrowser:refresh")
     dialog = page.get_by_role("dialog")
+    await page.locator(".jp-DirListing-item", has_text="12:30.py").click(button="right")
+    await page.get_by_role("menuitem", name="Run as training job").click()
+    await expect(dialog.get_by_label("Notebook or script")).to_have_value("12:30.py")
+    await dialog.locator("summary").click()
+    await expect(dialog.get_by_label("Environment")).to_be_visible()
+    await dialog.get_by_label("Arguments").press("Escape")
     await page.locator(".jp-DirListing-item", has_text="run.sh").click(button="right")
     await page.get_by_role("menuitem", name="Run as training job").click()
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("run.sh")
+    await dialog.locator("summary").click()
+    await expect(dialog.get_by_label("Folder")).to_be_visible()
+    await expect(dialog.get_by_label("Environment")).to_have_count(0)
     await dialog.get_by_label("Arguments").press("Escape")
     await expect(dialog).to_have_count(0)
     await page.locator(".jp-DirListing-item", has_text="data.csv").click(button="right")
@@ -103,6 +114,44 @@ async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, 
     await run_command(page, "apputils:activate-command-palette")
     await page.keyboard.type("Run as training")
     await expect(page.locator(".lm-CommandPalette-item", has_text="Run as training job")).to_be_visible()
+    await page.keyboard.press("Escape")
+
+
+async def test_a_job_that_was_cancelled_too_late_is_told(page, lab, broker, golden):
+    broker.answer("POST jobs", golden("job"), 201)
+    held: list[Route] = []
+    await run_command(page, "gpushare:launch", {"path": "train.ipynb"})
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3")
+    await expect(dialog.get_by_label("Parameters")).to_be_visible()
+    await page.route(re.compile("/gpushare/launch\\?[0-9]+$"), lambda route: held.append(route))
+    await dialog.get_by_role("button", name="Submit").click()
+    await expect(dialog).to_contain_text("Submitting.")
+    await dialog.get_by_role("button", name="Cancel").click()
+    await expect(dialog).to_have_count(0)
+    assert len(held) == 1
+    await held[0].continue_()
+    await expect(page.locator(".Toastify")).to_contain_text("Submitted night.")
+
+
+async def test_a_duplicate_whose_project_and_environment_are_gone_can_be_changed(page, lab, broker, golden):
+    old = golden("job") | {"state": "failed", "project": "gone"}
+    old["source"] |= {"path": "train.ipynb", "kernel": "removed"}
+    broker.answer("GET jobs", {"jobs": [old]})
+    broker.answer("GET offers", golden("error"), 403)
+    lab.say(golden("status_active") | {"jobs": [old]})
+    await run_command(page, "gpushare:jobs", {"job": old["id"]})
+    await page.get_by_role("region", name="Job night").get_by_role("button", name="Duplicate").click()
+    dialog = page.get_by_role("dialog")
+    project = dialog.get_by_label("Project", exact=True)
+    await expect(project).to_have_value("gone")
+    broker.answer("GET offers", golden("offers"))
+    await project.select_option(golden("status_active")["projects"][0]["name"])
+    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3")
+    await dialog.locator("summary").click()
+    environment = dialog.get_by_label("Environment")
+    await expect(environment).to_have_value("removed")
+    await environment.select_option("")
     await page.keyboard.press("Escape")
 
 
@@ -272,6 +321,38 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await page.keyboard.press("Escape")
 
 
+async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):
+    begun = golden("job") | {"state": "failed", "started_at": "2031-05-06T14:20:07Z"}
+    kept, gone = begun | {"id": "kept000001", "attempt": 5}, begun | {"id": "gone000001", "name": "gone"}
+    broker.answer("GET jobs", {"jobs": [kept, gone]})
+    lab.say(golden("status_active") | {"jobs": [kept, gone]})
+    for attempt in (3, 4, 5):
+        log = log_path(lab.folder, kept["id"], attempt)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"attempt {attempt}\n")
+    broker.answer(f"GET jobs/{kept['id']}/timeline", golden("timeline"))
+    await run_command(page, "gpushare:jobs", {"job": kept["id"]})
+    detail = page.get_by_role("region", name="Job night")
+    await expect(detail.locator(".gps-log")).to_contain_text("attempt 5")
+    await expect(detail.get_by_label("Attempt").locator("option")).to_have_text(
+        ["Newest attempt", "Attempt 3", "Attempt 4", "Attempt 5"]
+    )
+    await detail.get_by_label("Attempt").select_option("3")
+    await expect(detail.locator(".gps-log")).to_contain_text("attempt 3")
+    # Its timeline is asked for again when it began once more, in the same state.
+    await detail.get_by_role("tab", name="Timeline").click()
+    await expect(detail.locator(".gps-timeline li")).to_have_count(5)
+    moments = golden("timeline")["moments"]
+    broker.answer(f"GET jobs/{kept['id']}/timeline", {"moments": [*moments, moments[-1]]})
+    lab.say(golden("status_active") | {"jobs": [kept | {"attempt": 6}, gone]})
+    await expect(detail.locator(".gps-timeline li")).to_have_count(6)
+    await run_command(page, "gpushare:jobs", {"job": gone["id"]})
+    box = page.get_by_role("region", name="Job gone").locator(".gps-log")
+    await expect(box).to_have_text("Its log is not in your files any more.")
+    await page.get_by_label("Filter jobs").fill("gone failed")
+    await expect(page.locator(".gps-tools").first).to_contain_text("1 of 2 jobs")
+
+
 async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, broker, golden):
     code = "for n in range(2):\n    print(n)"
     cell = golden("job") | {"state": "failed", "source": None, "variables": []}
@@ -383,6 +464,23 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
 
 
 CHARTED = "() => document.querySelector('.gps-days canvas')?.toDataURL()"
+
+
+async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
+    held: list[Route] = []
+    await page.route("**/gpushare/history*", lambda route: held.append(route))
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    job = golden("job")
+    for n, state in enumerate(["running", "suspended", "running"]):
+        lab.say(golden("status_active") | {"jobs": [job | {"state": state, "name": f"name {n}"}]})
+        await expect(panel).to_contain_text(f"name {n}")
+    assert len(held) == 1
+    await held[0].continue_()
+    await expect(panel).to_contain_text("Last seven days")
+    lab.say(golden("status_active") | {"jobs": [job | {"state": "running", "name": "name 3"}]})
+    await expect(panel).to_contain_text("name 3")
+    assert len(held) == 2
 
 
 async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, lab, broker, golden):
