@@ -423,6 +423,22 @@ MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"
 }).map(node => node.outerHTML.slice(0, 120))"""
 
 
+def longest(status: dict[str, Any]) -> dict[str, Any]:
+    """The same with names that are long and have no blanks."""
+    name = "experiments_of_2031_" * 5
+    (lease,) = status["leases"]
+    status["leases"] = [
+        lease
+        | {"project": name, "device_name": name}
+        | {"processes": [process | {"kernel": name, "name": name} for process in lease["processes"]]}
+    ]
+    status["projects"] = [project | {"name": name} for project in status["projects"][:1]]
+    reason = f"The folder /home/ada/{name}/{name} does not exist."
+    status["jobs"] = [job | {"name": name, "reason": reason} for job in status["jobs"]]
+    status["events"] = [event | {"sentence": reason} for event in status["events"]]
+    return status
+
+
 async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, lab, broker, golden):
     await page.emulate_media(reduced_motion="reduce")
     await page.locator(".jp-Notebook .cm-content").first.click()
@@ -454,8 +470,12 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
         assert await page.evaluate(MOVING) == []
         await picture(page, f"panel-narrow-warned-{theme.split()[-1].lower()}")
     await use_theme(page, THEMES[0])
+    lab.say(longest(golden("status_active")))
+    await expect(panel).to_contain_text("does not exist.")
+    assert await panel.evaluate(TOO_WIDE) == []
+    await picture(page, "panel-narrow-long")
     lab.say(golden("status_active"))
-    await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
+    await expect(panel).not_to_contain_text("does not exist.")
     await panel.get_by_role("button", name="Release the GPU memory of train.ipynb").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_contain_text("all of its variables are lost")

@@ -273,7 +273,7 @@ const notifications: JupyterFrontEndPlugin<void> = {
       let kept = JSON.stringify(seen);
       const keep = (): void => {
         const now = gpu.model.state;
-        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs, now.status.at)) : kept;
+        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs)) : kept;
         if (text !== kept) {
           kept = text;
           void state.save(SEEN_KEY, JSON.parse(text) as ReadonlyJSONObject);

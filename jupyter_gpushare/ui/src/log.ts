@@ -11,6 +11,8 @@ const READ_EVERY_MS = 1000;
 const DRAW_MS = 50;
 const READ_AT_LEAST_EVERY_MS = 60_000;
 const MOST_LINES = 10_000;
+/** Of all lines together. */
+const MOST_CHARS = 4_000_000;
 /** Characters of a line that has not ended. */
 const MOST_REST = 64 * 1024;
 // eslint-disable-next-line no-control-regex
@@ -29,6 +31,17 @@ export function seen(rest: string): string {
   // eslint-disable-next-line no-control-regex
   const overwritten = /^[^]*\r(?=[^\r\x1b])/.exec(colourless)?.[0].length ?? 0;
   return colourless.slice(Math.max(overwritten, colourless.length - MOST_REST));
+}
+
+/** Returns as many of the last lines as a page can show. */
+function lastOf(lines: readonly string[]): readonly string[] {
+  const first = Math.max(0, lines.length - MOST_LINES);
+  let from = lines.length;
+  let room = MOST_CHARS;
+  while (from > first && (room -= lines[from - 1]!.length) >= 0) {
+    from--;
+  }
+  return lines.slice(from);
 }
 
 export class Log {
@@ -94,8 +107,8 @@ export class Log {
     this._rest = all[all.length - 1] = seen(all[all.length - 1]!);
     const whole = this._lines.slice(0, Math.max(0, this._lines.length - 1));
     const lines = whole.concat(all.map(plain));
-    this._isCut = this._isCut || lines.length > MOST_LINES || this._rest.length === MOST_REST;
-    this._lines = lines.slice(-MOST_LINES);
+    this._lines = lastOf(lines);
+    this._isCut ||= this._lines.length < lines.length || this._rest.length === MOST_REST;
     return true;
   }
 

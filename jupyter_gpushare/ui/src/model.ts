@@ -122,8 +122,8 @@ export interface ISeenJobs {
   readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
   /** When the newest was submitted; empty: there was none. */
   readonly newest: string;
-  /** When the answer was given; missing in what earlier versions kept. */
-  readonly at?: string;
+  /** When the last one ended; empty: none had; missing in what earlier versions kept. */
+  readonly lastEnd?: string;
 }
 
 const UNSEEN = { preemptions: 0, attempt: 0 };
@@ -131,13 +131,14 @@ const UNSEEN = { preemptions: 0, attempt: 0 };
 /** So many are told one by one. */
 const MOST_NOTICES = 3;
 
-/** Returns what `jobNotices` compares a later answer with. */
-export function seenJobs(jobs: readonly IJob[], at = ''): ISeenJobs {
+/** Returns what `jobNotices` compares a later answer with; the same as long as nothing happens. */
+export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
+  const latest = (moments: readonly string[]): string => moments.reduce((a, b) => (b > a ? b : a), '');
   const living = jobs.filter(job => !ENDED.has(job.state));
   return {
     living: Object.fromEntries(living.map(({ id, preemptions, attempt }) => [id, { preemptions, attempt }])),
-    newest: jobs.reduce((newest, job) => (job.submitted_at > newest ? job.submitted_at : newest), ''),
-    at
+    newest: latest(jobs.map(job => job.submitted_at)),
+    lastEnd: latest(jobs.map(job => job.ended_at ?? ''))
   };
 }
 
@@ -147,7 +148,8 @@ export function seenJobs(jobs: readonly IJob[], at = ''): ISeenJobs {
  */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
   const isNews = (job: IJob): boolean =>
-    job.submitted_at > before.newest || (!!before.at && job.ended_at !== null && job.ended_at > before.at);
+    job.submitted_at > before.newest ||
+    (before.lastEnd !== undefined && job.ended_at !== null && job.ended_at > before.lastEnd);
   const ended: IJob[] = [];
   const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {
@@ -351,7 +353,7 @@ export class GpuModel implements IDisposable {
     for (const notice of seen === null ? [] : jobNotices(seen, status.jobs)) {
       this._noticed.emit(notice);
     }
-    this._last = { jobs: seenJobs(status.jobs, status.at), lease: lease?.id ?? null, phase };
+    this._last = { jobs: seenJobs(status.jobs), lease: lease?.id ?? null, phase };
     this._away = false;
   }
 

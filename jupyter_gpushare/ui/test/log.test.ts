@@ -119,6 +119,19 @@ describe('Log', () => {
     expect(log.isCut).toBe(true);
   });
 
+  it('holds no more of long lines than a page can show', async () => {
+    const file = new File();
+    file.most = 1 << 20;
+    const log = logOf(file);
+    for (let n = 0; n < 60; n++) {
+      file.text += `${'x'.repeat(100_000)} ${n}\n`;
+      await log.readOn();
+    }
+    expect(log.lines.join('').length).toBeLessThan(5e6);
+    expect(log.lines.slice(-2)).toEqual([`${'x'.repeat(100_000)} 59`, '']);
+    expect(log.isCut).toBe(true);
+  });
+
   it('begins near the end of a long one, and says so', async () => {
     const file = new File();
     file.text = 'x\n'.repeat(FIRST_BYTES);

@@ -111,14 +111,22 @@ describe('jobNotices', () => {
   });
 
   it('tells of an end also where the answer before had no room for the job', () => {
-    const before = { ...seenJobs(jobs, '2031-06-01T10:00:00.000Z'), living: {} };
+    const other = later(0, { state: 'succeeded', ended_at: '2031-06-01T10:00:00.000Z' });
+    const before = { ...seenJobs([...jobs, other]), living: {} };
     const since = with_({ state: 'failed', ended_at: '2031-06-01T10:00:00.001Z' });
     expect(jobNotices(before, since)).toMatchObject([{ kind: 'job-ended', job: { id } }]);
-    expect(jobNotices(seenJobs(since, '2031-06-01T10:00:00.001Z'), since)).toEqual([]);
+    expect(jobNotices(seenJobs(since), since)).toEqual([]);
     const earlier = with_({ state: 'failed', ended_at: '2031-06-01T09:59:59.999Z' });
     expect(jobNotices(before, earlier)).toEqual([]);
-    const { at, ...kept } = before; // by an earlier version
+    const first = { ...seenJobs(jobs.filter(job => job.ended_at === null)), living: {} };
+    expect(jobNotices(first, since)).toMatchObject([{ job: { id } }, { job: { id: 'c5t0r9y2ub' } }]);
+    const { lastEnd, ...kept } = before; // by an earlier version
     expect(jobNotices(kept, since)).toEqual([]);
+  });
+
+  it('has seen the same, and so saves nothing, while jobs only go on', () => {
+    const goneOn = jobs.map(job => ({ ...job, ran_s: job.ran_s + 5, waited_s: job.waited_s + 5, done: 17 }));
+    expect(seenJobs(goneOn)).toEqual(seenJobs(jobs));
   });
 
   const later = (n: number, change: Partial<IJob>): IJob => ({
