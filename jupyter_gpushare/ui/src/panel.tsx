@@ -6,6 +6,7 @@ import React from 'react';
 
 import { Action, Actions } from './actions';
 import { Button } from './button';
+import { byKernel } from './kernels';
 import { Meter, Sparkline } from './meter';
 import { ENDED, GpuModel, GpuState, phaseOf } from './model';
 import { ISample } from './samples';
@@ -216,7 +217,9 @@ function Memory(props: {
       />
       <History lease={lease} samples={samples} trans={trans} />
       {!asleep &&
-        lease.processes.map(process => <Process key={process.pid} process={process} {...props} />)}
+        byKernel(lease.processes).map(process => (
+          <Process key={process.kernel_id || process.pid} process={process} {...props} />
+        ))}
       <p className="gps-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
         <br />
