@@ -6,12 +6,12 @@ It asks the driver for memory and copies, and runs no kernels: so it runs on the
 from __future__ import annotations
 
 import os
-import sys
-import time
 from typing import Any
 
 import numpy
 from numba import cuda
+
+from tests.gpu_real.commands import serve
 
 END = 1 << 16  # bytes at either end of an array that are known
 
@@ -36,22 +36,16 @@ def alloc(mib: int) -> int:
     return 0
 
 
+def check() -> str:
+    return "ok" if all((ends_of(array) == known).all() for array, known in arrays) else "bad"
+
+
 def main() -> None:
     if not cuda.is_available():
         print("skip Numba finds no GPU", flush=True)
         return
     cuda.current_context()
-    print("ready 0", flush=True)
-    for line in sys.stdin:
-        verb, *words = line.split()
-        if verb == "alloc":
-            answer: object = alloc(int(words[0]))
-        elif verb == "check":
-            answer = "ok" if all((ends_of(array) == known).all() for array, known in arrays) else "bad"
-        else:
-            time.sleep(float(words[0]))
-            answer = 0
-        print(verb, answer, flush=True)
+    serve(alloc=alloc, check=check)
 
 
 if __name__ == "__main__":
