@@ -15,12 +15,12 @@ cgroup is removed, as "MPS v3 Memory Partitioning" (docs.nvidia.com) asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..errors import DeviceError
-from .lease import Lease
+from .lease import Key, Lease
 from .nvml import NO_LIMIT, Nvml
 from .verbs import Phase
 
@@ -32,9 +32,11 @@ PREFIX = "gpushare-"
 class Cgroups:
     """Makes the cgroups of leases; ``unavailable`` says why it cannot, or is empty."""
 
-    def __init__(self, root: Path | None, nvml: Nvml) -> None:
+    def __init__(self, root: Path | None, nvml: Nvml, alive: Callable[[Key], bool]) -> None:
+        """``alive`` says whether this very process, not another one with its pid, has not ended."""
         self._root = root or Path("/nonexistent")
         self._nvml = nvml
+        self._alive = alive
         if root is None:
             self.unavailable = "the helper was started without --cgroup-root"
         elif not (root / "cgroup.procs").is_file():
@@ -87,16 +89,19 @@ class Cgroups:
         if not lease.in_cgroup or keys <= lease.placed:
             return
         placed = lease.placed & keys
-        for pid, start_ticks in keys - lease.placed:
+        for key in keys - lease.placed:
+            if not self._alive(key):
+                continue
             try:
                 with (self.path(lease.name) / "cgroup.procs").open("a", encoding="ascii") as procs:
-                    procs.write(f"{pid}\n")
-                placed |= {(pid, start_ticks)}
+                    procs.write(f"{key[0]}\n")
             except ProcessLookupError:
                 continue
             except OSError as error:
-                log.warning("lease=%s process %d is not limited by the driver: %s", lease.name, pid, error)
+                log.warning("lease=%s process %d is not limited by the driver: %s", lease.name, key[0], error)
                 lease.in_cgroup = False
+            else:
+                placed |= {key}
         lease.placed = placed
 
     def remove(self, name: str, uuids: Iterable[str]) -> None:

@@ -93,7 +93,7 @@ class Helper:
         self._host = HostMemory(options.host_budget_percent, self._checkpoint.simulated_host_memory)
         self._processes = Processes(self._state.leases)
         self._events = Events()
-        self._cgroups = Cgroups(options.cgroup_root, self._nvml)
+        self._cgroups = Cgroups(options.cgroup_root, self._nvml, self._processes.alive)
         self._book = LeaseBook(
             self._state,
             self._nvml,

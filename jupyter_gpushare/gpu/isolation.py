@@ -16,6 +16,7 @@ The layout is that of native/gpushare_lease.h; tests hold the two together.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
@@ -258,6 +259,8 @@ class LeaseDirectory:
     def reopen(self) -> None:
         """Look the account up again: its owner may have replaced it."""
         fd = _open_regular(self._account)
+        if fd >= 0:
+            _cut(fd)
         with self._guard:
             old, self._account_fd = self._account_fd, fd
         if old >= 0:
@@ -314,6 +317,14 @@ def _open_regular(path: Path) -> int:
         return fd
     os.close(fd)
     return -1
+
+
+def _cut(fd: int) -> None:
+    """Cut an account that has grown: the disk that it would fill is everybody's."""
+    found = os.fstat(fd)
+    if found.st_size > ACCOUNT_BYTES and found.st_nlink == 1:
+        with contextlib.suppress(OSError):
+            os.truncate(f"/proc/self/fd/{fd}", ACCOUNT_BYTES)
 
 
 def _write_whole(path: Path, content: bytes, mode: int, uid: int) -> None:

@@ -39,7 +39,7 @@ enum gpushare_phase {
 enum gpushare_taint {
     GPUSHARE_TAINT_MANAGED = 1,    /* cuMemAllocManaged */
     GPUSHARE_TAINT_IPC = 2,        /* cuIpcGetMemHandle, cuIpcOpenMemHandle, ... */
-    GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle, its imports, and those of pools */
+    GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle and the like, and every import */
     GPUSHARE_TAINT_PEER = 8,       /* cuCtxEnablePeerAccess, cuMemSetAccess to another device, ... */
 };
 

@@ -251,6 +251,9 @@ static const struct {
     {"cuMemSetAccess", 10020, HOOK_cuMemSetAccess, HOOK_cuMemSetAccess},
     {"cuMemPoolSetAccess", 11020, HOOK_cuMemPoolSetAccess, HOOK_cuMemPoolSetAccess},
     {"cuMulticastCreate", 12010, HOOK_cuMulticastCreate, HOOK_cuMulticastCreate},
+    {"cuImportExternalMemory", 10000, HOOK_cuImportExternalMemory, HOOK_cuImportExternalMemory},
+    {"cuLogicalEndpointExport", 13030, HOOK_cuLogicalEndpointExport, HOOK_cuLogicalEndpointExport},
+    {"cuLogicalEndpointImport", 13030, HOOK_cuLogicalEndpointImport, HOOK_cuLogicalEndpointImport},
 };
 
 static void *typed_for(const char *base, int version, bool per_thread, void *function)

@@ -26,6 +26,10 @@ TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolExportToShareableHandle,
        (void *out, CUmemoryPool pool, int type, unsigned long long flags), (out, pool, type, flags))
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolImportFromShareableHandle,
        (CUmemoryPool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuImportExternalMemory, (void **out, const void *description), (out, description))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuLogicalEndpointExport, (void *out, unsigned endpoint, int type), (out, endpoint, type))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuLogicalEndpointImport, (unsigned endpoint, const void *handle, int type),
+       (endpoint, handle, type))
 TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
 TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
        (out, properties))

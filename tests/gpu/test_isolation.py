@@ -200,6 +200,25 @@ def test_a_hostile_account_reads_as_broken(tmp_path: Path, make: Callable[[Path]
     assert not files.path.exists()
 
 
+def test_an_account_that_grows_is_cut(tmp_path: Path) -> None:
+    files = directory(tmp_path)
+    account = files.path / "account"
+    with account.open("ab") as file:
+        file.write(b"x" * (8 << 20))
+    assert files.account() is not None
+    assert account.stat().st_size == ACCOUNT_BYTES
+
+
+def test_nothing_is_cut_that_has_another_name_too(tmp_path: Path) -> None:
+    files = directory(tmp_path)
+    other = tmp_path / "notebook"
+    other.write_bytes(b"x" * (ACCOUNT_BYTES + 1))
+    (files.path / "account").unlink()
+    (files.path / "account").hardlink_to(other)
+    files.account()
+    assert other.stat().st_size == ACCOUNT_BYTES + 1
+
+
 @pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
 def test_a_hostile_account_costs_its_own_lease_only(machine: Machine, make: Callable[[Path], None]) -> None:
     directory = machine.lease("eve", 20 * GIB)

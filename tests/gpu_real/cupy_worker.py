@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import Any
 
 import cupy
+
+from tests.gpu_real.commands import serve
 
 arrays: list[tuple[Any, int]] = []
 
@@ -23,23 +23,17 @@ def alloc(mib: int) -> int:
     return 0
 
 
+def check() -> str:
+    return "ok" if all(int(array.sum(dtype=cupy.int64)) == total for array, total in arrays) else "bad"
+
+
 def main() -> None:
     try:
         cupy.zeros(1)
     except Exception as error:  # whatever is wrong with its installation
         print(f"skip CuPy {cupy.__version__} finds no GPU ({error})".replace("\n", " "), flush=True)
         return
-    print("ready 0", flush=True)
-    for line in sys.stdin:
-        verb, *words = line.split()
-        if verb == "alloc":
-            answer: object = alloc(int(words[0]))
-        elif verb == "check":
-            answer = "ok" if all(int(a.sum(dtype=cupy.int64)) == total for a, total in arrays) else "bad"
-        else:
-            time.sleep(float(words[0]))
-            answer = 0
-        print(verb, answer, flush=True)
+    serve(alloc=alloc, check=check)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What has to work with real frameworks; none of them runs on the simulated driver."""
+"""What has to work with real frameworks; of them only Numba runs on the simulated driver."""
 
 from __future__ import annotations
 

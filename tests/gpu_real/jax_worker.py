@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as every hold
 
 import jax
 import jax.numpy as jnp
+
+from tests.gpu_real.commands import serve
 
 arrays: list[tuple[Any, int]] = []
 
@@ -39,22 +39,16 @@ def alloc(mib: int) -> int:
     return 0
 
 
+def check() -> str:
+    return "ok" if all(total_of(array) == total for array, total in arrays) else "bad"
+
+
 def main() -> None:
     if jax.default_backend() != "gpu":
         print(f"skip JAX {jax.__version__} finds no GPU", flush=True)
         return
     jnp.zeros(1).block_until_ready()
-    print("ready 0", flush=True)
-    for line in sys.stdin:
-        verb, *words = line.split()
-        if verb == "alloc":
-            answer: object = alloc(int(words[0]))
-        elif verb == "check":
-            answer = "ok" if all(total_of(array) == total for array, total in arrays) else "bad"
-        else:
-            time.sleep(float(words[0]))
-            answer = 0
-        print(verb, answer, flush=True)
+    serve(alloc=alloc, check=check)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Scenario:
     @property
     def everywhere(self) -> bool:
         """Whether the simulated driver can run it too."""
-        return self.function.__module__ == scenarios.__name__
+        return self.function.__module__ == scenarios.__name__ or self.given == ("numba",)
 
 
 SCENARIOS = (
@@ -61,4 +61,6 @@ SCENARIOS = (
     Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("cupy",)),
     Scenario(frameworks.its_memory_comes_back_as_it_was, 120, ("jax",)),
     Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 90, ("jax",)),
+    Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("numba",)),
+    Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("numba",)),
 )

@@ -29,6 +29,7 @@ WORKERS = {
     "torch": Path(__file__).with_name("torch_worker.py"),
     "cupy": Path(__file__).with_name("cupy_worker.py"),
     "jax": Path(__file__).with_name("jax_worker.py"),
+    "numba": Path(__file__).with_name("numba_worker.py"),
 }
 PATIENCE_S = 120.0
 # A process that was killed and is not gone after this hangs in the driver.

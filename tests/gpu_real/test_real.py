@@ -1,7 +1,7 @@
 """What only a real driver can show: ``make test-gpu`` (docs/isolation.md says how to read it).
 
-It needs Python 3.11, a C compiler, pytest, psutil and nvidia-ml-py; torch, cupy, jax
-and jupyter_client for what names them.  The largest device is used; no setting of a
+It needs Python 3.11, a C compiler, pytest, psutil and nvidia-ml-py; torch, cupy, jax,
+numba and jupyter_client for what names them.  The largest device is used; no setting of a
 device is changed.  Each scenario has a process and a bound of its own, in the order
 of `order`; figures are printed as they come and judged by nobody.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import sys
 import time
 from typing import Any
 
@@ -21,6 +20,8 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+
+from tests.gpu_real.commands import serve
 
 tensors: list[tuple[Any, float]] = []
 
@@ -74,31 +75,17 @@ def timed(steps: int) -> float:
     return round(time.monotonic() - began, 4)
 
 
+def info() -> str:
+    return "{} {}".format(*torch.cuda.mem_get_info())
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         print(f"skip torch {torch.__version__} finds no GPU", flush=True)
         return
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    print("ready 0", flush=True)
-    for line in sys.stdin:
-        verb, *words = line.split()
-        if verb == "alloc":
-            answer: object = alloc(int(words[0]))
-        elif verb == "check":
-            answer = check()
-        elif verb == "curve":
-            answer = curve(int(words[0]))
-        elif verb == "time":
-            answer = timed(int(words[0]))
-        elif verb == "info":
-            answer = "{} {}".format(*torch.cuda.mem_get_info())
-        elif verb == "sleep":
-            time.sleep(float(words[0]))
-            answer = 0
-        else:
-            answer = "unknown"
-        print(verb, answer, flush=True)
+    serve(alloc=alloc, check=check, curve=curve, time=timed, info=info)
 
 
 if __name__ == "__main__":

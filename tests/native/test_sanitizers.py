@@ -17,6 +17,16 @@ SANITIZERS = {
     "threads": ["-fsanitize=thread"],
 }
 
+PLANTED = {
+    "overflow": ("memory", "volatile int most = 0x7fffffff; return (most + argc) & 1;"),
+    "out of bounds": ("memory", "char *volatile x = malloc(8); x[8 * argc] = 1; return x[0] & 1;"),
+    "use after free": ("memory", "char *volatile x = malloc(8); free(x); return x[argc] & 1;"),
+    "race": (
+        "threads",
+        "pthread_t t; pthread_create(&t, 0, add, 0); add(0); return pthread_join(t, 0) + argc - 1;",
+    ),
+}
+
 
 def works(flags: list[str], folder: Path) -> str:
     """Why this compiler or machine cannot do it; empty when it can."""
@@ -80,3 +90,24 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     assert machine.device_used(0) == 0
     assert sum(slot.used_bytes[0] for slot in lease.slots().values()) == 0
     assert {event.event for event in machine.ledger()} >= {"alloc", "free", "checkpoint", "restore", "unlock"}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_planted_is_caught(tmp_path: Path, planted: str) -> None:
+    kind, body = PLANTED[planted]
+    if reason := works(SANITIZERS[kind], tmp_path):
+        pytest.skip(reason)
+    source, program = tmp_path / "planted.c", tmp_path / "planted"
+    source.write_text(
+        "#include <pthread.h>\n#include <stdlib.h>\nstatic int n;\n"
+        "void *add(void *x);\nvoid *add(void *x) { n++; return x; }\n"
+        f"int main(int argc, char **argv) {{ (void)argv; {body} }}\n"
+    )
+    flags = ["-g", "-O1", *SANITIZERS[kind], "-pthread"]
+    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(program)], check=True)
+    env = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(
+        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "planted.c" in done.stderr

@@ -1,0 +1,26 @@
+"""What a process of a lease is told, one command a line, and how it answers: ``alloc 512`` -> ``alloc 0``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+
+def sleep(seconds: float) -> int:
+    """Sleep, without the GPU."""
+    time.sleep(seconds)
+    return 0
+
+
+def serve(**commands: Callable[..., object]) -> None:
+    """Say that all is ready; then do what is told until nobody tells anything any more.
+
+    A command is called with its numbers; what it returns is the answer.
+    """
+    known: dict[str, Callable[..., object]] = {"sleep": sleep, **commands}
+    print("ready 0", flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        numbers = [int(word) if word.isdigit() else float(word) for word in words]
+        print(verb, known[verb](*numbers) if verb in known else "unknown", flush=True)
