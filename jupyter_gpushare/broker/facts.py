@@ -16,6 +16,8 @@ from jupyter_gpushare.core.model import HOLDS_ROOM, Kind, Lease, State
 
 # A moment closer than this is told with its seconds.
 _CLOSE_S = 120.0
+# Of times of another day, those that need no day with them, and those that need no date.
+_NEAR, _THIS_WEEK = timedelta(hours=12), timedelta(days=6)
 # Who may be lent and is not after so long is kept because it would help nobody.
 _OVERDUE_S = 5.0
 
@@ -55,7 +57,7 @@ class Facts:
             borrowed=moment.borrowed.get(record.id, False),
             unclaimed=asleep and record.id not in moment.lent,
             wanted=live.wanted,
-            since=clock_time(record.since_at),
+            since=clock_time(record.since_at, book.iso_now()),
             lent_to=self._lent_to(record) if asleep else "",
             suspendable=not obstacle,
             suspend_reason=record.suspend_reason if record.note == words.STATE_LOST else obstacle,
@@ -138,17 +140,28 @@ class Facts:
             return text
         checkpoint = wire.decode(job.request.encode(), wire.JobRequest).checkpoint
         because = record.note or words.because_of(record.why)
-        return words.requeued(clock_time(record.since_at), because, words.GOES_ON.get(checkpoint, ""), text)
+        since = clock_time(record.since_at, self._book.iso_now())
+        return words.requeued(since, because, words.GOES_ON.get(checkpoint, ""), text)
 
     def _time_in(self, seconds: float) -> str:
         """Return the local time so long from now; empty for a past one."""
         if seconds <= 0:
             return ""
-        moment = datetime.fromisoformat(self._book.iso_now()) + timedelta(seconds=seconds)
-        return clock_time(moment.isoformat(), seconds=seconds < _CLOSE_S)
+        now = self._book.iso_now()
+        moment = datetime.fromisoformat(now) + timedelta(seconds=seconds)
+        return clock_time(moment.isoformat(), now, seconds=seconds < _CLOSE_S)
 
 
-def clock_time(iso: str, *, seconds: bool = False) -> str:
-    """Return the local time of a moment, ``14:20``, with seconds ``14:20:05``; empty for none."""
-    form = "%H:%M:%S" if seconds else "%H:%M"
-    return datetime.fromisoformat(iso).astimezone().strftime(form) if iso else ""
+def clock_time(iso: str, now: str, *, seconds: bool = False) -> str:
+    """Return the local time of a moment, ``14:20``, with seconds ``14:20:05``; empty for none.
+
+    One of another day has its day too, ``Fri 14:20``, or its date, ``6 Nov 14:20``, unless it is near.
+    """
+    if not iso:
+        return ""
+    moment, seen = (datetime.fromisoformat(each).astimezone() for each in (iso, now))
+    apart = abs(seen - moment)
+    time = f"{moment:%H:%M:%S}" if seconds else f"{moment:%H:%M}"
+    if moment.date() == seen.date() or apart < _NEAR:
+        return time
+    return f"{moment:%a} {time}" if apart < _THIS_WEEK else f"{moment.day} {moment:%b} {time}"

@@ -38,6 +38,8 @@ from jupyter_gpushare.jobfiles import own_output
 
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
+# Of a notebook's name in that of its output: a file's name has 255 at most, and more is put behind it.
+_STEM_BYTES = 180
 _PYTHON = "python"
 # As `KernelManager.format_kernel_cmd` of jupyter_client has them.
 _OWN_PYTHON = frozenset(("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info)))
@@ -198,7 +200,8 @@ def job_of(
         file = find(root, asked.path)
         folder, name = file.parent, file.name
         if file.suffix == ".ipynb":
-            written = file.with_name(f"{file.stem}-{now:%Y%m%d-%H%M%S}.ipynb")
+            stem = file.stem.encode()[:_STEM_BYTES].decode(errors="ignore")
+            written = file.with_name(f"{stem}-{now:%Y%m%d-%H%M%S}.ipynb")
             output = str(written.relative_to(root))
             command = _notebook_command(file, written, asked)
         else:

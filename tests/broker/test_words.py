@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from datetime import datetime
 
 import pytest
 
 from jupyter_gpushare import words
+from jupyter_gpushare.broker.facts import clock_time
 from jupyter_gpushare.core.model import Kind, State, Why
 from jupyter_gpushare.words import DecisionFacts, LeaseFacts
 
@@ -248,3 +250,20 @@ def test_sizes_are_written_as_asked_for():
 )
 def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
     assert words.starts_in(*seconds) == says
+
+
+@pytest.mark.parametrize(
+    ("moment", "told"),
+    [
+        ("2026-11-21T00:05", "00:05"),
+        ("2026-11-20T23:50", "23:50"),  # last night
+        ("2026-11-22T00:10", "Sun 00:10"),
+        ("2026-11-20T09:30", "Fri 09:30"),
+        ("2026-11-16T09:30", "Mon 09:30"),
+        ("2026-11-06T09:30", "6 Nov 09:30"),
+        ("2025-11-21T08:00", "21 Nov 08:00"),
+    ],
+)
+def test_a_time_of_another_day_has_its_day(moment: str, told: str) -> None:
+    local = [datetime.fromisoformat(each).astimezone().isoformat() for each in (moment, "2026-11-21T08:00")]
+    assert clock_time(*local) == told

@@ -12,6 +12,7 @@ import pytest
 
 from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
+from jupyter_gpushare.jobfiles import own_output
 from jupyter_gpushare.server.launch import Spec, defaults, find, form, job_of, specs_of
 
 KERNEL = ("-m", "ipykernel_launcher", "-f", "{connection_file}")
@@ -61,6 +62,14 @@ def test_a_notebook_writes_another_one_beside_itself(root):
         output="vision/train-20310506-140203.ipynb",
         parameters=parameters,
     )
+
+
+def test_the_longest_name_of_a_notebook_leaves_room_for_that_of_its_output(root):
+    source = root / ("学" * 80 + ".ipynb")
+    source.write_text((root / "vision" / "train.ipynb").read_text())
+    written = Path(asked(root, path=source.name).command[5])
+    assert written.name == "学" * 60 + "-20310506-140203.ipynb"
+    own_output(written, "0123456789").write_text("{}")
 
 
 @pytest.mark.parametrize(
