@@ -97,8 +97,8 @@ def test_a_file_of_the_user_shadows_nothing_of_the_runner_but_its_script_imports
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    (home / "random.py").write_text("print('mine')")
-    (home / "train.py").write_text("import random")
+    (home / "queue.py").write_text("print('mine')")
+    (home / "train.py").write_text("import queue")
     job = start(sys.executable, "train.py")
     assert job.ended()["exit_code"] == 0
     assert job.log == "mine\n"
