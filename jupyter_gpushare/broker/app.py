@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler
-from tornado import httpserver, web
+from tornado import web
 from tornado.netutil import bind_sockets
 from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
 from traitlets.config import Application
@@ -364,12 +364,12 @@ class GPUShareBroker(Application):
         except* StoreError as failed:
             raise StoreError(str(failed.exceptions[0])) from None
         finally:
-            server.stop()
+            await server.end()
             await backend.close()
 
     def _listen(
         self, book: Book, backend: LocalBackend, loop: Loop, forecast: Forecast, host: str, port: int
-    ) -> httpserver.HTTPServer:
+    ) -> Listener:
         prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
         terms, views = Terms(book), Views(book, forecast)

@@ -8,6 +8,8 @@ which nothing could be done for those who are connected.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import resource
 from typing import Any
@@ -27,6 +29,8 @@ _OTHER_FILES = 128
 # An idle connection is closed after this long, and a request that does not come to its end.
 IDLE_S = 60.0
 BODY_S = 30.0
+# For the connections to close when the broker ends.
+_END_S = 3.0
 
 
 def connections_allowed() -> int:
@@ -79,6 +83,13 @@ class Listener(httpserver.HTTPServer):
             return stream.close()
         self._sources[stream] = source
         super().handle_stream(stream, address)
+
+    async def end(self) -> None:
+        """Listen no more, and close the connections of those who still wait for news."""
+        self.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self.close_all_connections()
 
     def on_close(self, server_conn: Any) -> None:
         self._sources.pop(server_conn.stream, None)

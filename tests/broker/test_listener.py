@@ -29,8 +29,7 @@ async def port():
     listening, number = bind_unused_port()
     server.add_socket(listening)
     yield number
-    server.stop()
-    await server.close_all_connections()
+    await server.end()
 
 
 async def test_connections_beyond_the_bound_are_refused_and_room_comes_back(port):
@@ -126,3 +125,29 @@ def test_connections_leave_files_to_the_database_and_the_helper(monkeypatch, lim
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: new.append(pair))
     assert connections_allowed() == allowed
     assert new == ([(raised_to, limits[1])] if raised_to else [])
+
+
+async def test_at_its_end_nobody_waits_for_news_any_more():
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    class News(web.RequestHandler):
+        def on_connection_close(self):
+            gone.set()
+
+        async def get(self):
+            asked.set()
+            await gone.wait()
+
+    server = Listener(web.Application([("/", News)]), max_connections=2, max_per_source=2)
+    listening, port = bind_unused_port()
+    server.add_socket(listening)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(30):
+        await asked.wait()
+        await server.end()
+        await gone.wait()
+        assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
