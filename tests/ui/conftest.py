@@ -116,6 +116,14 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
     return opened
 
 
+@pytest.fixture
+async def page(lab, broker, open_page) -> AsyncIterator[Page]:
+    """A page with a GPU in use."""
+    async with open_page(lab) as page:
+        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        yield page
+
+
 @contextmanager
 def start_lab_in(folder: Path, app: str = "jupyterlab", packages: Path | None = None) -> Iterator[Lab]:
     """Start JupyterLab or ``notebook``, of a folder of packages that come before those of the tests."""

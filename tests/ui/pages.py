@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
 BUNDLE = UI.parent / "labextension"
 AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
 TOKEN = "token-of-the-page"
 THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
+
+# What sticks out of an area on the right.
+TOO_WIDE = """area => {
+    const edge = area.getBoundingClientRect().left + area.clientWidth;
+    return [...area.querySelectorAll('*')]
+        .filter(node => node.getBoundingClientRect().right > edge + 0.5)
+        .map(node => node.outerHTML.slice(0, 120));
+}"""
 
 needs_browser = [
     pytest.mark.browser,
@@ -50,3 +60,17 @@ async def use_theme(page: Page, theme: str) -> None:
     await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
     # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
     await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
+
+
+async def loaded(page: Page) -> dict[str, int]:
+    """The files of our bundle that the page has, by name: their size in bytes, compressed."""
+    urls = await page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+    names = {url.split("?")[0].rsplit("/", 1)[1] for url in urls if "/jupyter-gpushare/static/" in url}
+    return {name: len(gzip.compress((BUNDLE / "static" / name).read_bytes())) for name in names}
+
+
+async def arrived(held: list[Route], count: int) -> None:
+    """Wait for so many requests, and fail on more."""
+    while len(held) < count:
+        await asyncio.sleep(0.05)
+    assert len(held) == count

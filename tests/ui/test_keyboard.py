@@ -20,14 +20,12 @@ UNSEEN = """() => {
 
 
 @pytest.fixture
-async def page(lab, broker, open_page):
-    async with open_page(lab) as page:
-        await expect(page.locator(".gps-status button")).to_contain_text("Active")
-        # In a cell that is being edited, Tab would be a part of its text.
-        await focus_is_in(page, ".jp-Notebook")
-        await page.keyboard.press("Escape")
-        await expect(page.locator(".jp-Notebook.jp-mod-commandMode")).to_have_count(1)
-        yield page
+async def page(page):
+    # In a cell that is being edited, Tab would be a part of its text.
+    await focus_is_in(page, ".jp-Notebook")
+    await page.keyboard.press("Escape")
+    await expect(page.locator(".jp-Notebook.jp-mod-commandMode")).to_have_count(1)
+    return page
 
 
 async def walk(page: Page, key: str, target: Locator) -> None:

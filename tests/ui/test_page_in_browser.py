@@ -1,0 +1,346 @@
+"""The sidebar in every theme, waiting cells, news, settings, and no harm done, in a real JupyterLab."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from playwright.async_api import Locator, Page, Route, expect
+
+from jupyter_gpushare.jobfiles import log_path
+from tests.server.fake_broker import eventually
+from tests.ui.pages import (
+    THEMES,
+    TOO_WIDE,
+    accessible,
+    arrived,
+    loaded,
+    needs_browser,
+    picture,
+    run_command,
+    use_theme,
+)
+
+pytestmark = needs_browser
+
+
+async def narrow(page: Page, panel: Locator) -> None:
+    """Make the sidebar 240 px wide."""
+    wide = await panel.bounding_box()
+    assert wide is not None
+    await page.mouse.move(wide["x"] - 2, 400)
+    await page.mouse.down()
+    await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
+    await page.mouse.up()
+    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+
+
+# What of ours moves by itself.
+MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
+    const style = getComputedStyle(node);
+    return style.animationName !== 'none' || style.transitionDuration.split(', ').some(s => s !== '0s');
+}).map(node => node.outerHTML.slice(0, 120))"""
+
+
+def longest(status: dict[str, Any]) -> dict[str, Any]:
+    """The same with names that are long and have no blanks."""
+    name = "experiments_of_2031_" * 5
+    (lease,) = status["leases"]
+    status["leases"] = [
+        lease
+        | {"project": name, "device_name": name}
+        | {"processes": [process | {"kernel": name, "name": name} for process in lease["processes"]]}
+    ]
+    status["projects"] = [project | {"name": name} for project in status["projects"][:1]]
+    reason = f"The folder /home/ada/{name}/{name} does not exist."
+    status["jobs"] = [job | {"name": name, "reason": reason} for job in status["jobs"]]
+    status["events"] = [event | {"sentence": reason} for event in status["events"]]
+    return status
+
+
+async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, lab, broker, golden):
+    await page.emulate_media(reduced_motion="reduce")
+    await page.locator(".jp-Notebook .cm-content").first.click()
+    await page.keyboard.type("1")
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("You used 14 GPU-hours.")
+    # Who came by mouse needs no ring around it; with the first key there is one.
+    outline = "node => getComputedStyle(node).outlineStyle"
+    await expect(panel).to_be_focused()
+    assert await panel.evaluate(outline) == "none"
+    await page.keyboard.press("Shift")
+    assert await panel.evaluate(outline) == "solid"
+    await narrow(page, panel)
+    for theme in THEMES:
+        await use_theme(page, theme)
+        lab.say(golden("status_active"))
+        await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
+        await accessible(page, ".gps-panel")
+        await accessible(page, ".gps-status")
+        assert await panel.evaluate(TOO_WIDE) == []
+        await picture(page, f"panel-narrow-{theme.split()[-1].lower()}")
+        lab.say(golden("status_warned"))
+        await expect(panel).to_contain_text("2 jobs are waiting")
+        await expect(page.locator(".gps-banner")).to_contain_text("Lent in 5 min")
+        for selector in (".gps-panel", ".gps-banner", ".gps-status"):
+            await accessible(page, selector)
+        assert await panel.evaluate(TOO_WIDE) == []
+        assert await page.evaluate(MOVING) == []
+        await picture(page, f"panel-narrow-warned-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    lab.say(longest(golden("status_active")))
+    await expect(panel).to_contain_text("does not exist.")
+    await picture(page, "panel-narrow-long")
+    assert await panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth")
+    lab.say(golden("status_active"))
+    await expect(panel).not_to_contain_text("does not exist.")
+    await panel.get_by_role("button", name="Release the GPU memory of train.ipynb").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text("all of its variables are lost")
+    await dialog.get_by_role("button", name="Restart the kernel").click()
+    await expect(page.locator(".Toastify")).to_contain_text("no such kernel")
+
+
+CHARTED = "() => document.querySelector('.gps-days canvas')?.toDataURL()"
+
+
+async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
+    held: list[Route] = []
+    await page.route("**/gpushare/history*", lambda route: held.append(route))
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    job = golden("job")
+    for n, state in enumerate(["running", "suspended", "running"]):
+        lab.say(golden("status_active") | {"jobs": [job | {"state": state, "name": f"name {n}"}]})
+        await expect(panel).to_contain_text(f"name {n}")
+    await arrived(held, 1)
+    await held[0].continue_()
+    await expect(panel).to_contain_text("Last seven days")
+    lab.say(golden("status_active") | {"jobs": [job | {"state": "running", "name": "name 3"}]})
+    await arrived(held, 2)
+
+
+async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, lab, broker, golden):
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    panel = page.get_by_role("region", name="Shared GPU")
+    await expect(panel).to_contain_text("You used 14 GPU-hours.")
+    at_start = await loaded(page)
+    asked = len(broker.asked("GET history"))
+    await page.route("**/jupyter-gpushare/static/**", lambda route: route.abort())
+    button = panel.get_by_role("button", name="Show days")
+    await button.focus()
+    await expect(button).to_have_attribute("aria-expanded", "false")
+    assert (await loaded(page)).keys() == at_start.keys()
+    await page.keyboard.press("Enter")
+    await expect(panel.get_by_role("alert")).to_have_text("The chart could not be loaded.")
+    await accessible(page, ".gps-panel")
+    await page.unroute_all()
+    await page.keyboard.press("Tab")
+    await expect(panel.get_by_role("button", name="Try again")).to_be_focused()
+    await page.keyboard.press("Enter")
+    chart = panel.get_by_role("img", name="GPU-hours a day.")
+    canvas = chart.locator("canvas")
+    await expect(canvas).to_be_visible()
+    assert ": 2.0 used, 2.4 given to others" in await chart.get_attribute("aria-label")
+    assert (await loaded(page)).keys() > at_start.keys()
+    assert len(broker.asked("GET history")) == asked
+
+    await narrow(page, panel)
+    await page.wait_for_function("""() => {
+        const host = document.querySelector('.gps-days');
+        return host.querySelector('.uplot').offsetWidth === host.clientWidth;
+    }""")
+    for theme in [*THEMES[1:], THEMES[0]]:
+        before = await page.evaluate(CHARTED)
+        await use_theme(page, theme)
+        await page.wait_for_function(f"before => ({CHARTED})() !== before", arg=before)
+        await accessible(page, ".gps-panel")
+        assert await panel.evaluate(TOO_WIDE) == []
+        await canvas.scroll_into_view_if_needed()
+        await picture(page, f"days-{theme.split()[-1].lower()}")
+
+    # Nothing is drawn where nobody sees it.
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    await expect(canvas).to_have_count(0)
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    await expect(canvas).to_be_visible()
+    await panel.get_by_role("button", name="Hide days").press("Enter")
+    await expect(canvas).to_have_count(0)
+    await expect(button).to_be_focused()
+
+
+UNTIL_TOLD = """from pathlib import Path
+import time
+while not Path("told").exists():
+    time.sleep(0.1)"""
+
+
+async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page, lab, broker, golden):
+    await page.locator(".jp-Notebook .jp-Cell").first.click()
+    await page.locator(".jp-Notebook .cm-content").first.click()
+    await page.keyboard.insert_text(UNTIL_TOLD)
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    await page.keyboard.press("Shift+Enter")
+    lab.say(golden("status_waking"))
+    line = page.locator(".jp-Cell .gps-cell-line")
+    await expect(page.locator(".gps-banner")).to_contain_text("s so far")
+    await expect(line).to_contain_text("Waking up: step")
+    for theme in THEMES:
+        await use_theme(page, theme)
+        await accessible(page, ".gps-banner")
+        await accessible(page, ".gps-cell-line")
+    await use_theme(page, THEMES[0])
+    await picture(page, "cell-waits")
+    await run_command(page, "docmanager:save")
+    (lab.work / "told").touch()
+    await expect(line).to_have_count(0)
+    assert "Waking up" not in (lab.work / "train.ipynb").read_text()
+
+    # What was cancelled by a restart of the kernel does not wait for anything.
+    (lab.work / "told").unlink()
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    cell = page.locator(".jp-Notebook .jp-CodeCell").first
+    await cell.click()
+    await page.keyboard.press("Control+Enter")
+    lab.say(golden("status_waking"))
+    await expect(line).to_contain_text("Waking up: step")
+    await run_command(page, "kernelmenu:restart")
+    await page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+    await expect(line).to_have_count(0)
+    await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    (lab.work / "told").touch()
+    lab.say(golden("status_active"))
+    await expect(page.locator(".gps-banner")).to_be_hidden()
+
+
+async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, golden):
+    banner, toasts = page.locator(".gps-banner"), page.locator(".Toastify")
+    lab.say(golden("status_waking"))
+    await expect(banner).to_contain_text("Getting the GPU back")
+    lab.say(golden("status_lost"))
+    lost = "Your GPU memory could not be brought back"
+    await expect(banner).to_contain_text(f"GPU state lost. {lost} (the driver refused: CUDA error 46), so ")
+    await expect(banner).to_contain_text("Files are safe. Reference ")
+    told = f"{lost}: the kernels that used it have to restart. Your files are safe."
+    await expect(toasts).to_contain_text(told)
+    await expect(page.locator(".gps-status button.gps-attention")).to_contain_text("GPU state lost")
+    await accessible(page, ".gps-banner")
+    await picture(page, "banner-lost")
+    lab.say(golden("status_active"))
+    await expect(banner).to_be_hidden()
+    await expect(toasts).not_to_contain_text(told)
+
+
+async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, broker, golden, open_page):
+    living = golden("job") | {"state": "running"}
+    lab.say(golden("status_active") | {"jobs": [living]})
+    async with open_page(lab) as page:
+        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        # The state database of JupyterLab saves with a delay.
+        saved = f'"newest": "{living["submitted_at"]}"'
+        await asyncio.to_thread(eventually, lambda: saved in workspaces(lab), 60)
+    ended = living | {"state": "succeeded", "reason": "Ended."}
+    unseen = ended | {"id": "unseen", "name": "unseen", "submitted_at": "2031-06-01T10:00:00Z"}
+    quiet = unseen | {"id": "quiet", "name": "quiet", "notify": False}
+    lab.say(golden("status_active") | {"jobs": [quiet, unseen, ended]})
+    async with open_page(lab, reset=False) as page:
+        toasts = page.locator(".Toastify")
+        await expect(toasts).to_contain_text("night: Done.")
+        await expect(toasts).to_contain_text("unseen: Done.")
+        await expect(toasts).not_to_contain_text("quiet")
+
+
+def workspaces(lab: Any) -> str:
+    """What JupyterLab keeps of its pages, as text."""
+    folder = lab.folder / "data"
+    kept = (json.dumps(json.loads(path.read_text())) for path in folder.glob("*.jupyterlab-workspace"))
+    return "".join(kept)
+
+
+# What shows that a plugin is there, once the GPU is about to be lent.
+SIGNS = {
+    "status-bar": ".gps-status button",
+    "panel": ".gps-panel",
+    "banner": ".gps-banner b",
+    "notifications": ".Toastify__toast",
+    "jobs": '[data-jp-item-name="gpushare-launch"]',
+}
+IN_USE = ".gps-status button:has-text('Active'), .gps-panel:has-text('is in use')"
+
+
+async def test_each_plugin_can_be_disabled_alone(lab, broker, golden, open_page):
+    page_config = lab.folder / "config" / "labconfig" / "page_config.json"
+    page_config.parent.mkdir()
+    async with open_page(lab) as page:
+        for disabled in SIGNS:
+            off = {"disabledExtensions": {f"jupyter-gpushare:{disabled}": True}}
+            page_config.write_text(json.dumps(off))
+            lab.say(golden("status_active"))
+            await page.reload()
+            await expect(page.locator(IN_USE).first).to_be_attached()
+            await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
+            lab.say(golden("status_warned"))
+            for plugin, sign in SIGNS.items():
+                if plugin != disabled:
+                    await expect(page.locator(sign).first).to_be_attached()
+            await expect(page.locator(SIGNS[disabled])).to_have_count(0)
+    page_config.unlink()
+
+
+async def test_what_is_set_holds(lab, broker, golden, open_page):
+    mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
+    mine.parent.mkdir()
+    mine.write_text(json.dumps({"keepMinutes": 45, "banner": False, "toasts": False, "refreshSeconds": 300}))
+    async with open_page(lab) as page:
+        await page.locator(".gps-status button").click()
+        panel = page.get_by_role("region", name="Shared GPU")
+        await expect(panel.get_by_role("button", name="Keep it 45 min")).to_be_visible()
+        broker.seen.clear()
+        lab.say(golden("status_warned"))
+        await expect(panel).to_contain_text("Lent in 5 min")
+        await expect(page.locator(".gps-banner")).to_be_hidden()
+        await expect(page.locator(".Toastify__toast")).to_have_count(0)
+        lease = golden("status_warned")["leases"][0]
+        broker.answer(f"POST leases/{lease['id']}/keep", lease)
+        await panel.get_by_role("button", name="Keep it 45 min").click()
+        await asyncio.to_thread(eventually, lambda: broker.asked(f"POST leases/{lease['id']}/keep"), 30)
+        assert broker.asked(f"POST leases/{lease['id']}/keep")[0].json == {"minutes": 45.0}
+    mine.unlink()
+
+
+async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
+    running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
+    broker.answer("GET jobs", {"jobs": [running]})
+    lab.say(golden("status_active") | {"jobs": [running]})
+    log = log_path(lab.folder, running["id"], 1)
+    log.parent.mkdir(parents=True)
+    log.write_text("epoch 1\n")
+    await run_command(page, "gpushare:jobs", {"job": running["id"]})
+    await expect(page.locator(".gps-log")).to_contain_text("epoch 1")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/gpushare/" in request.url else None)
+    hide = """hidden => {
+        const set = (name, value) =>
+            Object.defineProperty(document, name, { value, configurable: true });
+        set('visibilityState', hidden ? 'hidden' : 'visible');
+        set('hidden', hidden);
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    await page.evaluate(hide, True)
+    for _ in range(10):  # what the page had begun with may still come
+        asked.clear()
+        await page.wait_for_timeout(2_000)
+        if not asked:
+            break
+    await page.wait_for_timeout(8_000)
+    assert asked == []
+    async with page.expect_request("**/gpushare/status*"):
+        await page.evaluate(hide, False)
+    await page.wait_for_timeout(6_000)
+    told = [url.split("/gpushare/")[1].split("?")[0] for url in asked]
+    assert told.count("status") <= 3
+    assert set(told) <= {"status", f"jobs/{running['id']}/log"}
