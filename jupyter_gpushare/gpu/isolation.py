@@ -9,7 +9,8 @@ The layout is that of native/gpushare_lease.h; tests hold the two together.
   The user can make it anything: shorter, a FIFO, a link, full of lies, locked
   for ever.  So the helper never maps it (a truncated map kills the reader), never
   locks it (its mutex may have a holder that never leaves) and never follows it:
-  it preads a fixed number of bytes from what is a regular file.  What it says is
+  it preads a fixed number of bytes from what is a regular file, and cuts one that
+  has grown, which would fill everybody's disk.  What it says is
   used for its own lease only: to notice that the owner wants the GPU, and to
   explain.  Another lease's safety never rests on it.
 """
