@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module as _load
 from typing import Any
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def progress(done: float, total: float | None = None) -> bool:
@@ -21,4 +21,4 @@ def progress(done: float, total: float | None = None) -> bool:
 
 def load_ipython_extension(shell: Any) -> None:
     """Give a notebook ``%gpu``, ``%gpujob`` and ``%%gpujob``: ``%load_ext jupyter_gpushare``."""
-    shell.register_magics(_load("jupyter_gpushare.magics").GpuMagics)
+    shell.register_magics(_load("jupyter_gpushare.cli.magics").GpuMagics)

@@ -1,39 +1,44 @@
-"""Talks to the broker: one request, one typed answer.
+"""Client of the broker: one request, one typed answer.
 
-Both clients repeat a request that did not reach the broker for `RETRY_S`
-seconds (a managed broker is restarted within one), when repeating is safe:
-reads, and writes that the caller marks ``repeatable``.  After that they raise
-`BrokerUnavailable`, and the caller goes on without.
+A request that did not reach the broker is retried for `RETRY_S` seconds (a managed
+broker restarts within one) when that is safe: reads, writes with an idempotency
+key, and writes that the caller marks ``repeatable``.  Then `BrokerUnavailable` is
+raised, and callers continue without the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
-from jupyter_gpushare import wire
+from jupyter_gpushare import channel
 from jupyter_gpushare.errors import (
+    BrokerStopped,
     BrokerUnavailable,
     Conflict,
+    DiskFull,
     InvalidRequest,
     NotAllowed,
     NotFound,
     RequestError,
     TooMany,
 )
+from jupyter_gpushare.protocol import wire
 
 T = TypeVar("T")
-# A list is a parameter that is given several times.
+# A list repeats its parameter.
 Params = Mapping[str, str | int | float | list[str]]
 
-# The broker's parent starts it again within a second; a little more for its recovery.
+# The broker's parent restarts it within a second; the rest is for its recovery.
 RETRY_S = 5.0
 _PAUSE_S = 0.2
+# Of a 429 without Retry-After, which is not the broker's.
+_RETRY_AFTER_S = 60.0
 _BY_STATUS: Mapping[int, type[RequestError]] = {
     400: InvalidRequest,
     401: NotAllowed,
@@ -41,73 +46,60 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
     404: NotFound,
     409: Conflict,
     413: InvalidRequest,
-    429: TooMany,
+    507: DiskFull,
 }
 
 
 def _answer(response: httpx.Response, kind: type[T]) -> T:
-    """Return the typed answer, or raise what the broker said."""
-    degraded = response.status_code == 503 and kind is wire.Health  # then it says why
-    if response.status_code >= 500 and not degraded:
-        raise BrokerUnavailable(f"the GPU broker answered {response.status_code}")
-    if response.status_code >= 400 and not degraded:
+    """Return the typed answer, or raise the broker's refusal."""
+    status = response.status_code
+    degraded = status == 503 and kind is wire.Health  # its body names the faults
+    if status >= 500 and status not in _BY_STATUS and not degraded:
+        raise BrokerUnavailable("the GPU broker answered %1", status)
+    if status >= 400 and not degraded:
         try:
-            said = msgspec.json.decode(response.content, type=wire.ErrorAnswer)
-            message, reason = said.message, said.reason
-        except msgspec.MsgspecError:
-            message, reason = f"the GPU broker answered {response.status_code}", "refused"
-        raise _BY_STATUS.get(response.status_code, RequestError)(message, reason=reason)
-    if kind is type(None) or response.status_code == 204:
+            error = wire.decode_answer(response.content, wire.ErrorAnswer)
+        except BrokerUnavailable:
+            error = wire.ErrorAnswer(
+                status=status, reason="refused", message=f"the GPU broker answered {status}"
+            )
+        if status == 429:
+            given = response.headers.get("Retry-After", "")
+            raise TooMany(
+                *error.parts,
+                reason=error.reason,
+                retry_after_s=float(given) if given.isascii() and given.isdigit() else _RETRY_AFTER_S,
+            )
+        raise _BY_STATUS.get(status, RequestError)(*error.parts, reason=error.reason)
+    if kind is type(None) or status == 204:
         return None  # type: ignore[return-value]
-    try:
-        return msgspec.json.decode(response.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise BrokerUnavailable(f"the GPU broker answered something else than expected: {error}") from None
+    return wire.decode_answer(response.content, kind)
 
 
-class _Requests:
-    """What both clients share: the address, the token, the shape of a request."""
+class BrokerClient:
+    """Connection to the broker for asyncio: spawner, server extension, job runner."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        certificate: str = "",
+        timeout_s: float = 10.0,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """Connect to ``url``; see `channel` for its forms and for ``certificate``.
+
+        Raises:
+            InvalidRequest: not an address of a broker.
+        """
+        self.address = channel.parse(url, certificate)
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"token {token}"}
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        params: Params | None,
-        key: str | None,
-    ) -> dict[str, Any]:
-        headers = dict(self._headers)
-        if key is not None:
-            headers["Idempotency-Key"] = key
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        return {
-            "method": method,
-            "url": f"{self.url}/{path}",
-            "content": None if body is None else wire.encode(body),
-            "params": params,
-            "headers": headers,
-        }
-
-    def _lost(self, error: httpx.TransportError) -> BrokerUnavailable:
-        return BrokerUnavailable(f"the GPU broker at {self.url} does not answer ({type(error).__name__})")
-
-
-def _safe(method: str, key: str | None, repeatable: bool) -> bool:
-    return method == "GET" or key is not None or repeatable
-
-
-class BrokerClient(_Requests):
-    """For asyncio: spawner, server extension, job runner."""
-
-    def __init__(self, url: str, token: str, *, timeout_s: float = 10.0, retry_s: float = RETRY_S) -> None:
-        super().__init__(url, token)
         self._retry_s = retry_s
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+        self._http = httpx.AsyncClient(
+            timeout=timeout_s, trust_env=False, transport=channel.async_transport(self.address)
+        )
 
     async def request(
         self,
@@ -119,80 +111,119 @@ class BrokerClient(_Requests):
         params: Params | None = None,
         key: str | None = None,
         repeatable: bool = False,
+        await_start: bool = True,
         timeout_s: float | None = None,
     ) -> T:
         """Return the broker's answer as ``kind`` (``type(None)``: none is expected).
 
+        ``await_start=False`` does not wait for a broker that does not run: a managed one keeps
+        its sockets open while it restarts.
+
         Raises:
             RequestError: the broker refused; the text is for the user.
+            BrokerStopped: no process listens at its address.
             BrokerUnavailable: it did not answer within the retry time.
         """
-        asked = self._request(method, path, body, params, key)
-        if timeout_s is not None:
-            asked["timeout"] = timeout_s
-        until = time.monotonic() + (self._retry_s if _safe(method, key, repeatable) else 0.0)
+        headers = dict(self._headers)
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        request = self._http.build_request(
+            method,
+            f"{self.address.url}/{path}",
+            content=None if body is None else wire.encode(body),
+            params=params,
+            headers=headers,
+            timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
+        )
+        is_repeatable = method == "GET" or key is not None or repeatable
+        until = time.monotonic() + (self._retry_s if is_repeatable else 0.0)
         while True:
             try:
-                return _answer(await self._http.request(**asked), kind)
+                return _answer(await self._http.send(request), kind)
             except httpx.TransportError as error:
-                if time.monotonic() >= until:
-                    raise self._lost(error) from None
-            await asyncio.sleep(_PAUSE_S)
+                is_gone = isinstance(error, httpx.ConnectError) and not await_start
+                if is_gone or time.monotonic() >= until:
+                    raise self._unreachable(error) from None
+                pause_s = _PAUSE_S
+            except TooMany as error:
+                # The broker says when: a script that submits many jobs is slowed down, not refused.
+                if time.monotonic() + error.retry_after_s > until:
+                    raise
+                pause_s = error.retry_after_s
+            await asyncio.sleep(pause_s)
+
+    def _unreachable(self, error: httpx.TransportError) -> BrokerUnavailable:
+        is_unverified = isinstance(error.__cause__, channel.Unverified)
+        why = str(error) if is_unverified else type(error).__name__
+        is_stopped = isinstance(error, httpx.ConnectError) and not is_unverified
+        if is_stopped:
+            return BrokerStopped("the GPU broker at %1 does not answer (%2)", self.url, why)
+        return BrokerUnavailable("the GPU broker at %1 does not answer (%2)", self.url, why)
 
     async def get(self, path: str, kind: type[T], **options: Any) -> T:
+        """Return the broker's answer as ``kind``; options and errors as in `request`."""
         return await self.request("GET", path, kind, **options)
 
     async def post(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
+        """Send ``body`` and return the answer as ``kind``; options and errors as in `request`."""
         return await self.request("POST", path, kind, body, **options)
 
     async def put(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
+        """Replace what is at ``path``; returns and raises as `request`."""
         return await self.request("PUT", path, kind, body, **options)
 
     async def delete(self, path: str, kind: type[T], **options: Any) -> T:
+        """Delete what is at ``path``; returns and raises as `request`."""
         return await self.request("DELETE", path, kind, **options)
 
     async def close(self) -> None:
+        """Close the connections to the broker."""
         await self._http.aclose()
 
 
-class SyncBrokerClient(_Requests):
-    """For the command line."""
+class BlockingClient:
+    """A `BrokerClient` for code that does not await: command line and notebook magics.
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = 10.0, retry_s: float = RETRY_S) -> None:
-        super().__init__(url, token)
-        self._retry_s = retry_s
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
+    Requests run on an event loop in a thread, because a notebook's own thread already runs one.
+    """
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        body: Any = None,
-        *,
-        params: Params | None = None,
-        key: str | None = None,
-        repeatable: bool = False,
-    ) -> T:
-        """Return the broker's answer as ``kind``; raises like `BrokerClient.request`."""
-        asked = self._request(method, path, body, params, key)
-        until = time.monotonic() + (self._retry_s if _safe(method, key, repeatable) else 0.0)
-        while True:
-            try:
-                return _answer(self._http.request(**asked), kind)
-            except httpx.TransportError as error:
-                if time.monotonic() >= until:
-                    raise self._lost(error) from None
-            time.sleep(_PAUSE_S)
+    def __init__(self, url: str, token: str, **options: Any) -> None:
+        """Connect like `BrokerClient`, with its options; raises like it."""
+        self._client = BrokerClient(url, token, **options)
+        self.address = self._client.address
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
 
     def get(self, path: str, kind: type[T], **options: Any) -> T:
-        return self.request("GET", path, kind, **options)
+        """Return the broker's answer; raises like `BrokerClient.request`, as do `post` and `delete`."""
+        return self._run(self._client.get(path, kind, **options))
 
     def post(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
-        return self.request("POST", path, kind, body, **options)
+        """Send ``body`` and return the broker's answer as ``kind``."""
+        return self._run(self._client.post(path, body, kind, **options))
+
+    def put(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
+        """Replace what is at ``path`` and return the broker's answer as ``kind``."""
+        return self._run(self._client.put(path, body, kind, **options))
 
     def delete(self, path: str, kind: type[T], **options: Any) -> T:
-        return self.request("DELETE", path, kind, **options)
+        """Delete what is at ``path`` and return the broker's answer as ``kind``."""
+        return self._run(self._client.delete(path, kind, **options))
 
     def close(self) -> None:
-        self._http.close()
+        """Close the connection and end the thread."""
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, request: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(request, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupt leaves no request behind
+            future.cancel()
+            raise

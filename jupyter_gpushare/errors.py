@@ -6,7 +6,9 @@ GpuShareError
 |   +-- NotAllowed          403  no rights on this project
 |   +-- NotFound            404  no such lease, job or project (or another's)
 |   +-- Conflict            409  not in a state where this is possible
+|   +-- TooLarge            413  a body beyond the limit
 |   +-- TooMany             429  a bound is reached: try later, or release something
+|   +-- DiskFull            507  the broker's disk takes no change: try later
 +-- BrokerUnavailable   503  the broker did not answer: callers retry, then degrade
 +-- DeviceError         the driver said no; carries its call and code
 +-- HelperError         the device helper refused, or is not there
@@ -15,9 +17,28 @@ GpuShareError
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+
+def fill(template: str, values: Sequence[str]) -> str:
+    """Return ``template`` with ``values`` for ``%1``, ``%2``, ...
+
+    Raises:
+        IndexError: the template names more values than are given.
+    """
+    return re.sub(r"%(\d)", lambda found: values[int(found[1]) - 1], template)
+
 
 class GpuShareError(Exception):
-    """Base class: ``except GpuShareError`` catches all of ours and nothing else."""
+    """Base class: ``except GpuShareError`` catches all of ours and nothing else.
+
+    ``template`` is the English text with ``%1``, ``%2``, ... for ``values``: what a page translates.
+    """
+
+    def __init__(self, template: str = "", *values: object) -> None:
+        self.template, self.values = template, tuple(str(value) for value in values)
+        super().__init__(fill(template, self.values) if values else template)
 
 
 class RequestError(GpuShareError):
@@ -29,8 +50,8 @@ class RequestError(GpuShareError):
     status = 400
     default_reason = "refused"
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, template: str, *values: object, reason: str = "") -> None:
+        super().__init__(template, *values)
         self.reason = reason or self.default_reason
 
 
@@ -48,7 +69,7 @@ class NotAllowed(RequestError):
 
 
 class NotFound(RequestError):
-    """There is no such thing, or it belongs to somebody else."""
+    """The lease, job or project does not exist, or belongs to another user."""
 
     status = 404
     default_reason = "not_found"
@@ -61,24 +82,51 @@ class Conflict(RequestError):
     default_reason = "conflict"
 
 
+class TooLarge(RequestError):
+    """The body is beyond the limit."""
+
+    status = 413
+    default_reason = "too_large"
+
+
 class TooMany(RequestError):
     """A bound of the service is reached.
 
-    ``retry_after_s``: when it will not be any more; None: that depends on the caller.
+    ``retry_after_s``: seconds after which the request may succeed (the header Retry-After).
     """
 
     status = 429
     default_reason = "too_many"
 
-    def __init__(self, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
-        super().__init__(message, reason=reason)
+    def __init__(self, template: str, *values: object, retry_after_s: float, reason: str = "") -> None:
+        super().__init__(template, *values, reason=reason)
         self.retry_after_s = retry_after_s
+
+
+DISK_FULL = (
+    "The disk of the GPU service is full, so nothing can be changed now. What runs goes on; "
+    "tell your administrator."
+)
+
+
+class DiskFull(RequestError):
+    """The broker's disk is full: nothing is changed, and nothing that was accepted is lost."""
+
+    status = 507
+    default_reason = "disk_full"
+
+    def __init__(self, template: str = DISK_FULL, *values: object, reason: str = "") -> None:
+        super().__init__(template, *values, reason=reason)
 
 
 class BrokerUnavailable(GpuShareError):
     """The broker did not answer; the caller retries, then goes on without it."""
 
     status = 503
+
+
+class BrokerStopped(BrokerUnavailable):
+    """No process listens at the broker's address: it has ended, and is not being restarted."""
 
 
 class DeviceError(GpuShareError):
@@ -107,3 +155,7 @@ class HelperError(GpuShareError):
 
 class StoreError(GpuShareError):
     """The database cannot be opened, is in use, or comes from a newer version."""
+
+
+class Superseded(StoreError):
+    """A newer broker is at work on the same devices: this one ends and must not be started again."""

@@ -1,13 +1,13 @@
-"""When will it start?  A range, from a replay of what runs and waits.
+"""Estimate when waiting jobs start: a range, from replays of running and waiting work.
 
-How long jobs take is not known beforehand; how long ended jobs took is.  Three
-futures are replayed (`core.replay`): every job takes what the faster quarter of
-comparable jobs stays below, what half of them do, what three quarters do.  For
-one that runs already only those count that took longer than it has run.  With
-fewer than `LEAST` samples nothing is said.
+Durations of jobs are unknown; those of ended jobs are known.  Three futures are
+replayed (`core.replay`): every job takes the first quartile, the median, or the
+third quartile of comparable jobs.  For a running job only ended jobs count that
+took longer than it has run.  With fewer than `LEAST` samples there is no
+estimate.
 
-Who computes in a notebook is taken to go on, who sleeps to sleep on, and
-nobody new comes: the range is about the work that is there.
+Busy sessions are taken to stay busy, suspended ones to stay suspended, and no
+new lease to come: the range is about the work that is there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from jupyter_gpushare.core.model import HOLDS_ROOM, WHOLE_GPU, Cluster, Kind, Lease, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.core.replay import NO_COSTS, Costs, Replay, Watcher
 
@@ -30,7 +30,7 @@ HORIZON_S = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """In how many seconds a lease gets room: probably ``likely_s``, within the two others."""
+    """Seconds until a lease starts: ``likely_s``, between ``low_s`` and ``high_s``."""
 
     low_s: float
     likely_s: float
@@ -45,11 +45,11 @@ def estimates(
     costs: Costs = NO_COSTS,
     most_events: int = 2_000,
 ) -> Mapping[str, Estimate]:
-    """Return, by id, when the jobs that wait for room will get some.
+    """Return the estimates of waiting jobs, by id.
 
-    ``durations_s``: how long ended jobs ran.  ``most_events`` bounds the work
-    per future; who does not start within it, or within `HORIZON_S`, in each of
-    them gets no estimate.
+    ``durations_s``: durations of ended jobs.  ``most_events`` bounds the work per
+    future; a job that does not start within it, or within `HORIZON_S`, in each
+    of them gets no estimate.
     """
     samples = sorted(durations_s)
     waiting = [x for x in cluster.leases if _waits(x)]
@@ -70,7 +70,7 @@ def _waits(lease: Lease) -> bool:
 
 
 class _Starts(Watcher):
-    """Notes when each lease first gets room, and ends the replay with the last."""
+    """Notes when each lease first starts, and ends the replay with the last."""
 
     replay: Replay
 
@@ -79,7 +79,7 @@ class _Starts(Watcher):
         self._left = waiting
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
-        if before is None or not _waits(before) or after.state not in HOLDS_ROOM or after.id in self.at:
+        if before is None or not _waits(before) or after.state not in HOLDS_CAPACITY or after.id in self.at:
             return
         self.at[after.id] = now
         self._left -= 1
@@ -90,15 +90,7 @@ def _starts(
     cluster: Cluster, now: float, samples: Sequence[float], percent: int, costs: Costs, most_events: int
 ) -> Mapping[str, float]:
     watcher = _Starts(sum(map(_waits, cluster.leases)))
-    replay = Replay(
-        cluster.devices,
-        cluster.projects,
-        cluster.settings,
-        costs,
-        now=now,
-        watcher=watcher,
-        lags_gpu_s=cluster.lags_gpu_s,
-    )
+    replay = Replay(cluster, costs, now=now, watcher=watcher)
     watcher.replay = replay
     for lease in cluster.leases:
         left_s = inf
@@ -112,9 +104,9 @@ def _starts(
 
 
 def remaining_s(ran_s: float, samples: Sequence[float], percent: float) -> float:
-    """What is left to ``percent`` of the ended jobs that took longer than ``ran_s``; ``samples`` ascend.
+    """Percentile ``percent`` of the remaining seconds of ended jobs that took longer than ``ran_s``.
 
-    A job that outlasts them all is taken to be in its middle.
+    ``samples`` ascend.  A job that outlasts them all is taken to be in its middle.
     """
     longer = samples[bisect_right(samples, ran_s) :]
     if not longer:

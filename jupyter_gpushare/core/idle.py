@@ -1,29 +1,28 @@
-"""From when the room of an idle session may be lent.
+"""When an idle session's devices may be lent.
 
-Fixed: after so many seconds of idleness.  Adaptive: by how likely the owner is
-to come back just now.  Lending too early makes a cell wait; waiting wastes what
-the session holds.  Per second of waiting the waste is ``gpus``, and the chance
-that waiting spares a cell its delay is the rate of return; so the room is lent
+Fixed: after ``idle_timeout_s`` without activity.  Adaptive: by how likely the
+owner is to return.  Lending too early delays a cell; waiting wastes what the
+session holds.  Per second of waiting the waste is ``gpus``, and the chance that
+waiting spares a cell its delay is the rate of return; so the devices are lent
 when
 
     rate of return  <=  gpus / price_gpu_s
 
 where the price says how many idle GPU-seconds one undelayed cell is worth.
 
-Pauses are heavy-tailed: the longer one has lasted, the longer it will (Pareto),
-so that after t seconds the rate of return is k / t.  Who took many breaks
-lately comes back from the next one soon, and after a long cell the owner stays
-away for longer:
+Pauses are heavy-tailed (Pareto): after t seconds the rate of return is k / t.
+An owner with many breaks lately returns soon; after a long cell the owner
+stays away for longer:
 
     k  =  0.38 (1 + breaks) ** 0.4 / (1 + minutes of the last cell) ** 0.2
 
-A break is a pause that was not short; each counts the less the longer ago it
-was.  Short pauses, between one cell and the next, teach nothing about it and
+A break is a pause that was not short; it counts the less the longer ago it
+was.  Short pauses, between one cell and the next, say nothing about breaks and
 are never worth a suspension.
 
-The constants are those of the pauses of 337 notebook sessions (Adobe, June
-2021); docs/benchmarks.md says how well they do where they were not fitted, and
-why more features would hardly do better.
+The constants are fitted to the pauses of 337 notebook sessions (Adobe, June
+2021); docs/benchmarks.md says how well they do elsewhere, and why more features
+would hardly do better.
 """
 
 from __future__ import annotations
@@ -47,35 +46,35 @@ _RATE, _BREAKS_POWER, _CELL_POWER = 0.38, 0.4, 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """What a session's pauses taught so far."""
+class PauseHistory:
+    """Breaks of a session so far, and its last work."""
 
-    breaks: float = 0.0  # pauses that were not short, each faded by the time since
+    breaks: float = 0.0  # pauses that were not short, each decayed by the time since
     busy_s: float = 0.0  # the last cell (or cells without a pause) ran for so long
 
-    def after(self, pause_s: float, busy_s: float) -> Past:
-        """What is known after one more pause and the work that followed it."""
+    def after(self, pause_s: float, busy_s: float) -> PauseHistory:
+        """Return the history after one more pause and the work that followed it."""
         breaks = _faded(self.breaks, pause_s) + (pause_s > _SHORT_S)
-        return Past(_faded(breaks, busy_s), busy_s)
+        return PauseHistory(_faded(breaks, busy_s), busy_s)
 
 
 def _faded(breaks: float, age_s: float) -> float:
     return breaks * exp2(-age_s / _HALF_LIFE_S)
 
 
-def adaptive_timeout_s(past: Past, gpus: float, price_gpu_s: float = PRICE_GPU_S) -> float:
-    """Return the seconds of idleness after which the room of a session with this past may be lent."""
+def adaptive_timeout_s(past: PauseHistory, gpus: float, price_gpu_s: float = PRICE_GPU_S) -> float:
+    """Return the idle timeout, in seconds, of a session with this history and so many GPUs."""
     rate: float = _RATE * (1 + past.breaks) ** _BREAKS_POWER / (1 + past.busy_s / 60) ** _CELL_POWER
     return min(_MOST_S, max(_SHORT_S, price_gpu_s * rate / gpus))
 
 
 def idle_timeout_s(lease: Lease, settings: Settings) -> float:
-    """Seconds of idleness after which the room of a session may be lent."""
+    """Idle timeout of a session, in seconds: its own, else the site's."""
     return settings.idle_timeout_s if lease.idle_timeout_s is None else lease.idle_timeout_s
 
 
 def eligible_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which a running session's room may be lent; None: not while it is as it is."""
+    """Time from which a running session may be suspended to lend its devices; None: not in this state."""
     if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:
         return None
     if not lease.lend_now and lease.idle_since_at is None:
@@ -85,12 +84,12 @@ def eligible_at(lease: Lease, settings: Settings) -> float | None:
 
 
 def eligible(lease: Lease, settings: Settings, now: float) -> bool:
-    """Whether the room of this session may be lent now, should anybody need it."""
+    """Whether this session may be suspended now to lend its devices."""
     at = eligible_at(lease, settings)
     return at is not None and now >= at
 
 
 def warn_at(lease: Lease, settings: Settings) -> float | None:
-    """The moment from which its owner should know, if somebody waits for room."""
+    """Time from which the owner is warned while a lease waits for capacity; None: not in this state."""
     at = eligible_at(lease, settings)
     return None if at is None else at - min(300.0, idle_timeout_s(lease, settings) / 3)

@@ -1,4 +1,4 @@
-"""The nouns: devices, projects, leases, and the life of a lease.  Plain data.
+"""Data types: devices, projects, leases, actions, and the life of a lease.
 
 Units are part of the names and never mixed:
 
@@ -7,69 +7,72 @@ Units are part of the names and never mixed:
 * ``*_s``: a duration in seconds.  ``*_at``: a moment in seconds, on one
   monotonic clock (the machine's in the broker, virtual in the simulator).
 
-Three things that are easy to confuse:
+Three terms that are easy to confuse:
 
-* a lease *holds room* on its devices in the states of `HOLDS_ROOM`: device
-  memory is, or may still be, in use;
-* a build session within its project's quota keeps its *claim* on its devices
-  for as long as it lives, asleep or not: claims on one device never exceed
-  the device, and whoever uses claimed room *borrows* it;
-* a suspended lease holds host memory (`Lease.saved_bytes`), not room.
+* a lease *holds capacity* of its devices in the states of `HOLDS_CAPACITY`:
+  device memory is, or may still be, in use;
+* a build session within its project's quota keeps a *claim* on its devices for
+  as long as it lives, running or suspended: claims on one device never exceed
+  the device, and any other lease on claimed capacity *borrows* it;
+* a suspended lease holds host memory (`Lease.saved_bytes`), not capacity.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
+from math import inf
 from types import MappingProxyType
 
-from jupyter_gpushare.errors import Conflict, InvalidRequest
-
-WHOLE_GPU = 1000
+from jupyter_gpushare.core.size import WHOLE_GPU as WHOLE_GPU
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import Conflict
 
 
 class Kind(enum.StrEnum):
+    """Kind of a lease."""
+
     BUILD = "build"  # interactive: one Jupyter server
     TRAIN = "train"  # batch, preemptible
 
 
-class Survival(enum.StrEnum):
-    """How a training job outlives the loss of its room."""
+class CheckpointMode(enum.StrEnum):
+    """How a training job survives a preemption."""
 
-    SUSPEND = "suspend"  # device memory parked, process lives; else as SIGTERM
+    SUSPEND = "suspend"  # device memory suspended, process lives; else as SIGTERM
     SIGTERM = "sigterm"  # stopped with grace, starts again from its own checkpoint
     NONE = "none"  # stopped with grace, starts again from the beginning
 
 
 class Order(enum.StrEnum):
-    """By what the jobs of a project are ordered; `order` says how."""
+    """Order of the jobs of a project (`order.ORDERS`)."""
 
+    PROGRESS = "progress"  # least remaining work where it is measured, else as `LAS`; preempts
     LAS = "las"  # least attained service; preempts
-    FIFO = "fifo"  # first come first served; who cannot start blocks those behind
-    BACKFILL = "backfill"  # first come first served; who cannot start is skipped, for a while
-    SRTF = "srtf"  # shortest remaining service; needs durations: simulation only; preempts
+    FIFO = "fifo"  # first come first served; a job that cannot start blocks the jobs behind it
+    BACKFILL = "backfill"  # first come first served; a job that cannot start is bypassed, for a while
 
 
 class State(enum.StrEnum):
-    """Where a lease is in its life.  ``docs/lease.md`` draws the arrows."""
+    """State of a lease; ``docs/lease.md`` draws the transitions."""
 
-    PENDING = "pending"  # waits for room
-    GRANTED = "granted"  # room is reserved, its processes are being started
+    PENDING = "pending"  # waits for capacity
+    GRANTED = "granted"  # holds capacity, its processes are being started
     RUNNING = "running"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
     RESUMING = "resuming"
-    STOPPING = "stopping"  # told to end; its room is on its way out
+    STOPPING = "stopping"  # told to end; its capacity is being released
     RELEASED = "released"
     FAILED = "failed"  # could not be started, or its device state was lost
 
 
 class Event(enum.StrEnum):
+    """What moves a lease from one `State` to another."""
+
     GRANT = "grant"
-    GRANT_ASLEEP = "grant_asleep"  # a build session whose claimed room is lent just now
+    GRANT_ASLEEP = "grant_asleep"  # to a build session on lent devices
     STARTED = "started"
     START_FAILED = "start_failed"
     SUSPEND = "suspend"
@@ -87,8 +90,7 @@ class Event(enum.StrEnum):
 
 _ENDED = frozenset({State.RELEASED, State.FAILED})
 
-# The whole life of a lease.  Anything that is not in this table is a bug, and
-# `advance` says so; no other module assigns `Lease.state`.
+# Every transition of a lease.  `advance` refuses any other; no other module assigns `Lease.state`.
 TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
     {
         (State.PENDING, Event.GRANT): State.GRANTED,
@@ -116,8 +118,8 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
 )
 
 # Device memory is, or may still be, in use.
-HOLDS_ROOM = frozenset({State.GRANTED, State.RUNNING, State.SUSPENDING, State.RESUMING, State.STOPPING})
-# ... and will be free soon without anybody else being asked.
+HOLDS_CAPACITY = frozenset({State.GRANTED, State.RUNNING, State.SUSPENDING, State.RESUMING, State.STOPPING})
+# Leases that release their capacity without a further decision.
 LEAVING = frozenset({State.SUSPENDING, State.STOPPING})
 
 
@@ -149,11 +151,24 @@ class Device:
 
     @property
     def grantable_bytes(self) -> int:
+        """Device memory that leases may get: all but the reserve."""
         return self.memory_bytes - self.reserve_bytes
+
+    def demand_milli(self, size: Size) -> int:
+        """Thousandths of this device that ``size`` needs here; more than 1000 if it does not fit.
+
+        Bytes are rounded up to the next thousandth.
+        """
+        if size.memory_bytes:
+            most = self.grantable_bytes
+            return -(-size.memory_bytes * WHOLE_GPU // most) if most > 0 else WHOLE_GPU + 1
+        return size.fraction_milli if size.profile == self.profile else WHOLE_GPU + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
+    """A project with its part of the cluster, in thousandths of a GPU."""
+
     name: str
     quota_milli: int  # guaranteed
     weight: int = 1  # share of what is over
@@ -165,56 +180,85 @@ class Project:
 class Lease:
     """The right of one workload to fractions of devices.
 
-    What is asked for: ``device_count`` devices with ``fraction_milli`` of each
-    (1000 for several), or ``memory_bytes`` of one device when that is not 0, or
-    ``device_count`` MIG instances of one ``profile``.
+    It requests ``size``, and gets ``held_milli`` of each of ``devices``.
     """
 
     id: str
     project: str
     kind: Kind
-    fraction_milli: int = 0
-    device_count: int = 1
-    memory_bytes: int = 0
-    profile: str = ""  # a whole MIG instance of this profile is asked for
+    size: Size
     user: str = ""
     server: str = ""
     state: State = State.PENDING
     devices: tuple[str, ...] = ()  # UUIDs; kept while suspended (bound to return there)
     held_milli: int = 0  # per device, once placed (memory requests are converted then)
     priority: int = 0
-    survival: Survival = Survival.SUSPEND
+    survival: CheckpointMode = CheckpointMode.SUSPEND
     consolidate: bool = True  # several GPUs: within one island or node
-    borrow: bool = True  # False: a job that starts only on what its project is guaranteed
-    submitted_at: float = 0.0  # first came
-    queued_at: float = 0.0  # entered its present queue: came, or was demoted (`order.served`)
-    waits_since_at: float = 0.0  # came, or last lost its room
-    granted_at: float = 0.0  # last got room
+    borrow: bool = True  # False: a job that starts only within its project's quota
+    submitted_at: float = 0.0  # created
+    queued_at: float = 0.0  # entered its present queue: submitted, or demoted (`order.served`)
+    waits_since_at: float = 0.0  # submitted, or last lost its capacity
+    granted_at: float = 0.0  # last got capacity
     idle_since_at: float | None = None  # None: busy
     idle_timeout_s: float | None = None  # its own (`idle`); None: that of the settings
-    keep_until_at: float = 0.0  # the owner asked not to be put to sleep before
-    lend_now: bool = False  # the owner offers the room at once
+    keep_until_at: float = 0.0  # not suspended for being idle before
+    lend_now: bool = False  # the owner offers the devices at once
     wanted: bool = False  # suspended, and its processes want the GPU
     suspendable: bool = True
-    retry_at: float = 0.0  # a refused action is not tried again before
-    used_bytes: int = 0  # device memory in use, all devices: what suspending it would park
+    retry_at: float = 0.0  # a refused action is not retried before
+    used_bytes: int = 0  # device memory in use, all devices: what suspending it would suspends
     saved_bytes: int = 0  # host memory it holds while suspended, all devices
     attained_gpu_s: float = 0.0  # received up to ``attained_at``
     attained_at: float | None = None  # None: what a running job receives is not counted
-    duration_s: float | None = None  # known in simulation only
-    cancelled: bool = False  # its owner ended it
-    borrowed: bool = False  # its last grant said so: claims of others come first
+    left_gpu_s: float | None = None  # remaining work by its progress (`measure.rounded`); None: not measured
+    trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` is doubted
+    cancelled: bool = False  # ended by its owner
+    borrowed: bool = False  # as its last grant said: claims of other leases come first
+
+
+@dataclass(frozen=True, slots=True)
+class JobOrder:
+    """Rules of an order of jobs: first come first served; `order` has those of the others."""
+
+    strict: bool = False  # a job that cannot start blocks the jobs behind it
+    preempts: bool = False  # a waiting job may preempt running jobs of a later level
+    bounds_bypass: bool = False  # `Settings.max_bypass_s` applies
+    drifts: bool = False  # the group of a running job changes continuously
+
+    def group(self, lease: Lease, now: float, settings: Settings) -> float:
+        """Group of a job; a smaller group comes first."""
+        return 0.0
+
+    def place(self, lease: Lease, settings: Settings) -> tuple[float, bool, float]:
+        """Group of a waiting job, whether it comes after jobs that ran in it, and its sort time."""
+        return 0.0, False, lease.queued_at
+
+    def entered_at(self, lease: Lease, now: float, settings: Settings) -> float:
+        """Time at which a job entered its present group."""
+        return lease.queued_at
+
+    def leaves_at(self, lease: Lease, now: float, settings: Settings) -> float | None:
+        """Time at which a running job enters a later group; None: it stays."""
+        return None
+
+    def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
+        """GPU-seconds that a waiting job may run before it ends or enters a later group."""
+        return inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The knobs of the policy."""
+    """Parameters of the policy; by default nothing that costs or bounds anything is on.
+
+    `DEFAULT_POLICY` is what a site gets.
+    """
 
     idle_timeout_s: float = 900.0
-    host_budget_bytes: int = 1 << 62  # for suspended state, all of it
-    order: Order = Order.LAS
+    host_budget_bytes: int = 1 << 62  # host memory for all suspended state
+    order: Order | JobOrder = Order.LAS
     las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # ascending; where queues 1, 2, ... begin
-    # What the site's users ask for: (thousandths of each GPU, GPUs, how often); placement keeps room for it.
+    # What users usually ask for: (thousandths of each GPU, GPUs, relative frequency).
     workload: tuple[tuple[int, int, float], ...] = (
         (250, 1, 1.0),
         (500, 1, 1.0),
@@ -223,48 +267,58 @@ class Settings:
         (1000, 4, 1.0),
         (1000, 8, 1.0),
     )
-    min_run_s: float = 0.0  # inside a project no job is preempted before
-    preempt_cost_s: float = 0.0  # of each of its GPUs, what a preemption costs
-    guard_s: float | None = None  # who waits for longer comes first; None: nobody does
-    skip_wait_s: float | None = None  # who waits for longer is not overtaken any more; None: for ever
-    catch_up_s: float | None = (
-        None  # in which a lag behind the fair share is made good (`ledger`); None: never
-    )
+    min_run_s: float = 0.0  # no job is preempted inside its project before
+    preempt_cost_s: float = 0.0  # of each GPU that changes hands, what a preemption costs
+    starvation_guard_s: float | None = None  # a job that waits for longer comes first; None: no guard
+    max_bypass_s: float | None = None  # with backfill: bypassed for at most this long; None: no bound
+    fairness_horizon_s: float | None = None  # lags behind the fair share are made up within; None: never
+
+
+# The one source of a site's defaults: traits, broker and simulator read them here.
+DEFAULT_ORDER = Order.PROGRESS
+DEFAULT_POLICY = Settings(
+    order=DEFAULT_ORDER,
+    min_run_s=600.0,
+    preempt_cost_s=30.0,
+    starvation_guard_s=14 * 86_400.0,
+    max_bypass_s=86_400.0,
+    fairness_horizon_s=1_800.0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Everything `plan` may look at, at one moment."""
+    """Everything that `plan` depends on, at one moment."""
 
     devices: tuple[Device, ...]
     projects: tuple[Project, ...]
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
-    lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`ledger`)
+    lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
 
 
 class Why(enum.StrEnum):
-    """Machine-readable reasons, of decisions and of waiting."""
+    """Machine-readable reasons of decisions and of waiting."""
 
-    FREE_ROOM = "free_room"
+    FREE_CAPACITY = "free_capacity"
     CLAIM = "claim"  # guaranteed to its project
-    IDLE = "idle"  # an idle session's room is lent
-    LEND_NOW = "lend_now"  # its owner offered it
-    OVER_QUOTA = "over_quota"  # taken back for a project below its quota
-    LENDER_RETURNED = "lender_returned"  # taken back for the owner of the room
-    PRIORITY = "priority"  # a lease of the same project has a higher priority
-    ORDER = "order"  # a job of the same project comes first by the order of jobs
-    MOVED = "moved"  # makes room for a larger job, and has room elsewhere
-    ROOM_BACK = "room_back"  # there is room again
+    IDLE = "idle"  # devices of an idle session are lent
+    LEND_NOW = "lend_now"  # offered by its owner
+    OVER_QUOTA = "over_quota"  # reclaimed for another project
+    LENDER_RETURNED = "lender_returned"  # reclaimed for the session with the claim
+    PRIORITY = "priority"  # for a lease of the same project with higher priority
+    ORDER = "order"  # for a job of the same project that comes first in the order of jobs
+    MOVED = "moved"  # for a larger job; it continues elsewhere
+    CAPACITY_BACK = "capacity_back"  # capacity is free again
     WANTED = "wanted"  # its owner runs a GPU cell
-    NOT_WAITING = "not_waiting"  # it has what it needs, or asks for nothing now
-    NO_ROOM = "no_room"
-    NOT_WORTH_IT = "not_worth_it"  # making room would cost more than it gains
-    RESERVED = "reserved"  # it waited for long: nobody behind it gets the room that it needs
+    NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
+    NO_CAPACITY = "no_capacity"
+    NOT_WORTH_IT = "not_worth_it"  # a preemption would cost more than it gains
+    RESERVED = "reserved"  # it was bypassed for long: the capacity that it needs is reserved
     IN_LINE = "in_line"  # a job before it has to start first
-    WAITS_FOR_ROOM = "waits_for_room"  # room was asked for and is on its way
+    AWAITING_RELEASE = "awaiting_release"  # the capacity is being released
     PROJECT_LIMIT = "project_limit"
-    QUOTA = "quota"  # it does not borrow, and what its project is guaranteed is taken
+    QUOTA = "quota"  # it does not borrow, and its project's quota is in use
     TOO_LARGE = "too_large"  # can never run here
     HOST_MEMORY = "host_memory"
     BACKING_OFF = "backing_off"
@@ -273,10 +327,11 @@ class Why(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Reserve ``held_milli`` of each of ``devices`` for a pending lease.
+    """Give ``held_milli`` of each of ``devices`` to a pending lease.
 
-    ``asleep``: a build session whose claim fits but whose room is lent now.
-    ``borrowed``: beyond quota or on claimed room; may be taken back.
+    ``asleep``: a build session gets its claim on devices that are lent now, and
+    starts suspended.  ``borrowed``: over quota or on claimed capacity; it may be
+    reclaimed.
     """
 
     lease: str
@@ -298,7 +353,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Bring a suspended lease back to its devices, whose room is free."""
+    """Resume a suspended lease on its devices, which are free."""
 
     lease: str
     why: Why
@@ -306,7 +361,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Stop a job with grace; it goes back to the queue."""
+    """Stop a job with grace and queue it again."""
 
     lease: str
     why: Why
@@ -318,29 +373,7 @@ Action = Grant | Suspend | Resume | Requeue
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``actions``, most important first; ``next_at``: when to ask again though nothing happens."""
+    """``actions``, most important first; ``next_at``: when to plan again if nothing changes until then."""
 
     actions: tuple[Action, ...]
     next_at: float | None = None
-
-
-def parse_fraction(text: str) -> int:
-    """Return thousandths of one GPU for what a user typed: ``0.25``, ``1/4``, ``1``.
-
-    Exact: ``1/3`` is 333 (the next thousandth below), ``0.33333`` is refused.
-
-    Raises:
-        InvalidRequest: not a number, not in (0, 1], or finer than 1/1000.
-    """
-    help_text = "a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1"
-    try:
-        # Bounded before parsing: 1e999999999 would take for ever.
-        value = Fraction(text) if len(text) <= 16 and "e" not in text.lower() else None
-    except (ValueError, ZeroDivisionError):
-        value = None
-    if value is None or not 0 < value <= 1:
-        raise InvalidRequest(f"{text[:40]!r} is not a GPU fraction: {help_text}")
-    milli = math.floor(value * WHOLE_GPU)
-    if milli < 1 or ("/" not in text and value * WHOLE_GPU != milli):
-        raise InvalidRequest(f"{text[:40]!r} is too fine: {help_text}, in steps of 0.001")
-    return milli

@@ -1,17 +1,15 @@
-"""Where a lease goes.
+"""Where a lease is placed.
 
-* One device, or a part of one: where it adds least fragmentation to its node
-  (`fragmentation`), then the device with the least room that is still enough,
-  then the node with the least; ties by UUID.
-* Memory is asked for in bytes and held in thousandths, which differ between
-  devices: the next thousandth above.
-* A MIG instance is given whole, to who asks for its profile; who asks for
-  bytes may get a part of one.
+* One device, or a part of one: on the node where fragmentation grows least
+  (`fragmentation`), there on the device with the least capacity that is enough,
+  then on the node with the least free; ties by UUID.
+* Memory is requested in bytes and held in thousandths of a device, rounded up.
+* A MIG instance goes whole to a request for its profile; a request for bytes
+  may get a part of one.
 * Several devices are taken at once or not at all.  With `Lease.consolidate`
-  they lie in one island, else in one node; a job that is larger than every node
-  takes whole nodes, and what remains of it lies in one more.  Without it they
-  lie anywhere.
-* A device that is not usable takes nothing new.
+  they lie in one island, else in one node; a job larger than every node takes
+  whole nodes, and the rest in one more.  Without it they lie anywhere.
+* A device that is not usable takes no new lease.
 """
 
 from __future__ import annotations
@@ -20,90 +18,83 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.fragmentation import Workload
+from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
+from jupyter_gpushare.core.fragmentation import Fit, Workload, best_fit_on_node
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
-from jupyter_gpushare.core.room import Room, RoomOf
 
-Group = Sequence[Room]
+Group = Sequence[DeviceCapacity]
 
 
-def whole(room: Room) -> int:
-    """What an empty device has."""
+def empty_device(capacity: DeviceCapacity) -> int:
+    """Capacity of an empty device."""
     return WHOLE_GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Devices, and how much of each."""
+class Placement:
+    """Devices, and the thousandths held of each."""
 
     devices: tuple[str, ...]
     held_milli: int
 
     @property
     def size_milli(self) -> int:
+        """Thousandths of a GPU over all devices."""
         return self.held_milli * len(self.devices)
 
 
-def demand(lease: Lease, device: Device) -> int:
-    """Thousandths of ``device`` that ``lease`` needs there; more than 1000 if it cannot be there."""
-    if lease.memory_bytes:
-        most = device.grantable_bytes
-        return -(-lease.memory_bytes * WHOLE_GPU // most) if most > 0 else WHOLE_GPU + 1
-    return lease.fraction_milli if lease.profile == device.profile else WHOLE_GPU + 1
+class Topology:
+    """Islands and nodes: the sets of devices that lie together."""
 
-
-class Layout:
-    """The sets of devices that lie together: islands and nodes."""
-
-    def __init__(self, rooms: Group) -> None:
-        islands: dict[tuple[str, str], list[Room]] = {}
-        nodes: dict[str, list[Room]] = {}
-        for room in rooms:
-            nodes.setdefault(room.device.node, []).append(room)
-            if room.device.island:
-                islands.setdefault((room.device.node, room.device.island), []).append(room)
-        self.everything = rooms
+    def __init__(self, capacities: Group) -> None:
+        islands: dict[tuple[str, str], list[DeviceCapacity]] = {}
+        nodes: dict[str, list[DeviceCapacity]] = {}
+        for capacity in capacities:
+            nodes.setdefault(capacity.device.node, []).append(capacity)
+            if capacity.device.island:
+                islands.setdefault((capacity.device.node, capacity.device.island), []).append(capacity)
+        self.everything = capacities
         self.islands: list[Group] = list(islands.values())
         self.nodes: list[Group] = list(nodes.values())
         self._by_size = sorted(self.nodes, key=lambda node: (-len(node), min(r.device.uuid for r in node)))
-        self._sets: dict[bool, tuple[list[Group], dict[Room, tuple[int, ...]]]] = {}
+        self._sets: dict[bool, tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]] = {}
         self.largest_node = max(map(len, self.nodes), default=0)
 
-    def is_wider(self, lease: Lease) -> bool:
-        """Whether a job has to take several nodes."""
-        return lease.consolidate and lease.device_count > self.largest_node
+    def spans_nodes(self, lease: Lease) -> bool:
+        """Whether a job is larger than every node."""
+        return lease.consolidate and lease.size.device_count > self.largest_node
 
     def tiers(self, lease: Lease) -> list[list[Group]]:
-        """Sets within which a lease may lie, the better kind of set first."""
-        if lease.device_count == 1:
-            return [[(room,) for room in self.everything]]
-        if not lease.consolidate or self.is_wider(lease):
+        """Sets of devices that a lease may lie in, the better kind of set first."""
+        if lease.size.device_count == 1:
+            return [[(capacity,) for capacity in self.everything]]
+        if not lease.consolidate or self.spans_nodes(lease):
             return [[self.everything]]
         return [self.islands, self.nodes]
 
-    def sets(self, lease: Lease) -> tuple[list[Group], dict[Room, tuple[int, ...]]]:
-        """The sets of all tiers in a row, and in which of them each device is; not for one device alone."""
-        together = lease.consolidate and not self.is_wider(lease)
+    def sets(self, lease: Lease) -> tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]:
+        """Sets of all tiers, and the sets that each device belongs to; for several devices only."""
+        together = lease.consolidate and not self.spans_nodes(lease)
         if together not in self._sets:
             sets = [*self.islands, *self.nodes] if together else [self.everything]
-            of: dict[Room, tuple[int, ...]] = dict.fromkeys(self.everything, ())
+            of: dict[DeviceCapacity, tuple[int, ...]] = dict.fromkeys(self.everything, ())
             for number, group in enumerate(sets):
-                for room in group:
-                    of[room] = (*of[room], number)
+                for capacity in group:
+                    of[capacity] = (*of[capacity], number)
             self._sets[together] = sets, of
         return self._sets[together]
 
-    def choose(self, lease: Lease, able: Group, room_of: RoomOf) -> list[Room] | None:
-        """Which of the devices with enough room, all of one tier's set, ``lease`` takes; None: too few."""
-        count = lease.device_count
+    def choose(self, lease: Lease, able: Group, view: CapacityView) -> list[DeviceCapacity] | None:
+        """The devices that ``lease`` takes of ``able``, all of one set; None: too few."""
+        count = lease.size.device_count
         if len(able) < count:
             return None
-        if not self.is_wider(lease):
-            return packed(lease, able, room_of)[:count]
-        nodes: dict[str, list[Room]] = {}
-        for room in sorted(able, key=lambda room: room.device.uuid):
-            nodes.setdefault(room.device.node, []).append(room)
-        chosen: list[Room] = []
+        if not self.spans_nodes(lease):
+            return packed(lease, able, view)[:count]
+        nodes: dict[str, list[DeviceCapacity]] = {}
+        for capacity in sorted(able, key=lambda capacity: capacity.device.uuid):
+            nodes.setdefault(capacity.device.node, []).append(capacity)
+        chosen: list[DeviceCapacity] = []
         for node in self._by_size:
             inside = nodes.get(node[0].device.node, [])
             if len(inside) == len(node) <= count - len(chosen):
@@ -115,205 +106,198 @@ class Layout:
             return None
         if rest:
             others.sort(key=lambda inside: (len(inside), inside[0].device.uuid))
-            chosen += packed(lease, others[0], room_of)[:rest]
+            chosen += packed(lease, others[0], view)[:rest]
         return chosen
 
 
-def packed(lease: Lease, rooms: Iterable[Room], room_of: RoomOf) -> list[Room]:
-    """The order in which a job takes devices: node by node, tight devices first.
+def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityView) -> list[DeviceCapacity]:
+    """Devices in the order in which a job takes them: node by node, the fullest device first.
 
-    A consolidated job begins with the node that has most to give, any other
-    with the node that has least, to leave large pieces for those who need them.
+    A consolidated job begins with the node that has most able devices, any
+    other with the node that has fewest, which leaves large sets free.
     """
-    rooms = list(rooms)
+    capacities = list(capacities)
     on_node: dict[str, int] = {}
-    for room in rooms:
-        on_node[room.device.node] = on_node.get(room.device.node, 0) + 1
+    for capacity in capacities:
+        on_node[capacity.device.node] = on_node.get(capacity.device.node, 0) + 1
     sign = -1 if lease.consolidate else 1
 
-    def key(room: Room) -> tuple[int, str, int, str, str]:
-        device = room.device
-        return sign * on_node[device.node], device.node, room_of(room), device.island, device.uuid
+    def key(capacity: DeviceCapacity) -> tuple[int, str, int, str, str]:
+        device = capacity.device
+        return sign * on_node[device.node], device.node, view(capacity), device.island, device.uuid
 
-    return sorted(rooms, key=key)
+    return sorted(capacities, key=key)
 
 
 def find(
-    lease: Lease, layout: Layout, room_of: RoomOf, workload: Workload, most_milli: int | None = None
-) -> Spot | None:
+    lease: Lease, topology: Topology, view: CapacityView, workload: Workload, most_milli: int | None = None
+) -> Placement | None:
     """Return where ``lease`` fits, or None.
 
-    ``room_of`` says how much of a device may be used; ``most_milli`` bounds
+    ``view`` says how much of a device may be used; ``most_milli`` bounds
     what is taken over all devices (what a quota or a limit leaves).
     """
-    return Index(layout, room_of, workload, set()).find(lease, most_milli)
+    return Index(topology, view, workload, set()).find(lease, most_milli)
 
 
-# After so many changes an index forgets what fitted nowhere, and after judging so many nodes for
-# somebody what it thought of them: room, quotas and what is asked for change in ever new ways.
+# Bounds of the caches of an index: changes of nodes that it remembers, and fits on nodes.
 _FORGET = 10_000
 _JUDGED = 100_000
-# What a node looks like to who wants to be placed there: kind of device and room, ascending.
-_Look = tuple[tuple[int, int], ...]
-# How good a node is (less is better), and how the devices look that are as good.
-_Best = tuple[tuple[int, int, int], _Look]
+# A node as a placement sees it: kind and capacity of its devices, ascending.
+_Summary = tuple[tuple[int, int], ...]
+# The fit on a node, and the devices that tie for it.
+_Best = tuple[Fit, _Summary]
 
 
 class Index:
-    """Finds room by ``room_of``, without looking at every device each time.
+    """Finds capacity by one ``view`` without scanning all devices.
 
-    Nodes that look alike are looked at once; gangs of whole devices go by the
-    number of empty devices per set.  What lies in ``changed`` is brought up to
-    date by the next query.
+    Nodes with the same summary are judged once; gangs of whole devices are
+    found by the number of empty devices per set.  A query first updates the
+    devices in ``changed``.
     """
 
-    def __init__(self, layout: Layout, room_of: RoomOf, workload: Workload, changed: set[Room]) -> None:
-        self._layout = layout
-        self._room_of = room_of
+    def __init__(
+        self, topology: Topology, view: CapacityView, workload: Workload, changed: set[DeviceCapacity]
+    ) -> None:
+        self._topology = topology
+        self._view = view
         self._workload = workload
         self._changed = changed
-        self._value: dict[Room, int] = dict.fromkeys(layout.everything, 0)
+        self._value: dict[DeviceCapacity, int] = dict.fromkeys(topology.everything, 0)
         kinds: dict[tuple[int, str], int] = {}
-        self._kind: dict[Room, int] = {}
+        self._kind: dict[DeviceCapacity, int] = {}
         self._kinds: list[Device] = []
-        for room in layout.everything:
-            key = room.device.grantable_bytes, room.device.profile
+        for capacity in topology.everything:
+            key = capacity.device.grantable_bytes, capacity.device.profile
             if key not in kinds:
                 kinds[key] = len(kinds)
-                self._kinds.append(room.device)
-            self._kind[room] = kinds[key]
-        self._node: dict[Room, int] = {}
+                self._kinds.append(capacity.device)
+            self._kind[capacity] = kinds[key]
+        self._node: dict[DeviceCapacity, int] = {}
         self._first: list[str] = []  # the first UUID of each node, its name in ties
-        for number, node in enumerate(layout.nodes):
-            self._first.append(min(room.device.uuid for room in node))
-            for room in node:
-                self._node[room] = number
-        self._look: list[_Look] = [()] * len(layout.nodes)
-        self._alike: dict[_Look, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
-        self._best: dict[object, dict[_Look, _Best | None]] = {}
-        self._judged_so_far = 0  # how many are in `_best`
-        self._renewed: list[_Look] = []  # how nodes came to look, in order
-        self._nowhere: dict[object, int] = {}  # what fitted nowhere when so many had come
-        self._empty = [0] * (len(layout.islands) + len(layout.nodes))  # whole devices per set
+        for number, node in enumerate(topology.nodes):
+            self._first.append(min(capacity.device.uuid for capacity in node))
+            for capacity in node:
+                self._node[capacity] = number
+        self._summary: list[_Summary] = [()] * len(topology.nodes)
+        self._similar: dict[_Summary, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
+        self._best: dict[object, dict[_Summary, _Best | None]] = {}
+        self._judged_so_far = 0  # the number of entries in `_best`
+        self._history: list[_Summary] = []  # summaries that nodes took on, in order
+        self._unplaced_since: dict[object, int] = {}  # by shape: length of the history when it fitted nowhere
+        self._empty = [0] * (len(topology.islands) + len(topology.nodes))  # whole devices per set
         self._empty_total = 0
-        self._sets: dict[Room, list[int]] = {room: [] for room in layout.everything}
-        for number, group in enumerate([*layout.islands, *layout.nodes]):
-            for room in group:
-                self._sets[room].append(number)
-        self._update(layout.everything)
+        self._sets: dict[DeviceCapacity, list[int]] = {capacity: [] for capacity in topology.everything}
+        for number, group in enumerate([*topology.islands, *topology.nodes]):
+            for capacity in group:
+                self._sets[capacity].append(number)
+        self._update(topology.everything)
 
-    def _update(self, rooms: Iterable[Room]) -> None:
+    def _update(self, capacities: Iterable[DeviceCapacity]) -> None:
         nodes = set()
-        for room in rooms:
-            if room not in self._value:
+        for capacity in capacities:
+            if capacity not in self._value:
                 continue  # not usable
-            value = self._room_of(room)
-            before = self._value[room]
-            if value != before or not self._look[self._node[room]]:
-                self._value[room] = value
-                nodes.add(self._node[room])
+            value = self._view(capacity)
+            before = self._value[capacity]
+            if value != before or not self._summary[self._node[capacity]]:
+                self._value[capacity] = value
+                nodes.add(self._node[capacity])
                 change = (value >= WHOLE_GPU) - (before >= WHOLE_GPU)
                 if change:
                     self._empty_total += change
-                    for number in self._sets[room]:
+                    for number in self._sets[capacity]:
                         self._empty[number] += change
         for number in nodes:
-            node = self._layout.nodes[number]
-            look = tuple(sorted([(self._kind[room], max(0, self._value[room])) for room in node]))
-            if look != self._look[number]:
-                self._look[number] = look
-                self._renewed.append(look)
-                heapq.heappush(self._alike.setdefault(look, []), (self._first[number], number))
+            node = self._topology.nodes[number]
+            summary = tuple(
+                sorted([(self._kind[capacity], max(0, self._value[capacity])) for capacity in node])
+            )
+            if summary != self._summary[number]:
+                self._summary[number] = summary
+                self._history.append(summary)
+                heapq.heappush(self._similar.setdefault(summary, []), (self._first[number], number))
 
-    def find(self, lease: Lease, most_milli: int | None = None) -> Spot | None:
+    def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits, or None."""
         if self._changed:
-            if len(self._renewed) > _FORGET:
-                self._renewed.clear()
-                self._nowhere.clear()
+            if len(self._history) > _FORGET:
+                self._history.clear()
+                self._unplaced_since.clear()
             self._update(self._changed)
             self._changed.clear()
         if self._judged_so_far > _JUDGED:
             self._best.clear()
-            self._nowhere.clear()
+            self._unplaced_since.clear()
             self._judged_so_far = 0
-        if lease.device_count > 1:
-            if most_milli is not None and lease.fraction_milli * lease.device_count > most_milli:
+        if lease.size.device_count > 1:
+            if most_milli is not None and lease.size.fraction_milli * lease.size.device_count > most_milli:
                 return None
             return self._find_gang(lease)
         return self._find_one(lease, most_milli)
 
-    def _find_one(self, lease: Lease, most_milli: int | None) -> Spot | None:
-        shape = lease.fraction_milli, lease.memory_bytes, lease.profile, most_milli
+    def _find_one(self, lease: Lease, most_milli: int | None) -> Placement | None:
+        shape = lease.size, most_milli
         known = self._best.setdefault(shape, {})
-        since = self._nowhere.get(shape)
+        since = self._unplaced_since.get(shape)
         if since is not None and not any(
-            self._judged(known, lease, x, most_milli) for x in self._renewed[since:]
+            self._judged(known, lease, x, most_milli) for x in self._history[since:]
         ):
-            self._nowhere[shape] = len(self._renewed)
+            self._unplaced_since[shape] = len(self._history)
             return None
-        found: tuple[tuple[int, int, int], tuple[str, int], _Look] | None = None
-        for look, nodes in list(self._alike.items()):
-            while nodes and self._look[nodes[0][1]] != look:
+        found: tuple[tuple[int, int, int], tuple[str, int], _Summary] | None = None
+        for summary, nodes in list(self._similar.items()):
+            while nodes and self._summary[nodes[0][1]] != summary:
                 heapq.heappop(nodes)
             if not nodes:
-                del self._alike[look]
+                del self._similar[summary]
                 continue
-            if best := self._judged(known, lease, look, most_milli):
+            if best := self._judged(known, lease, summary, most_milli):
                 candidate = best[0], nodes[0], best[1]
                 if found is None or candidate < found:
                     found = candidate
         if found is None:
-            self._nowhere[shape] = len(self._renewed)
+            self._unplaced_since[shape] = len(self._history)
             return None
-        self._nowhere.pop(shape, None)
-        node = self._layout.nodes[found[1][1]]
-        alike = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
-        room = min(alike, key=lambda room: room.device.uuid)
-        return Spot((room.device.uuid,), demand(lease, room.device))
+        self._unplaced_since.pop(shape, None)
+        node = self._topology.nodes[found[1][1]]
+        similar = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
+        capacity = min(similar, key=lambda capacity: capacity.device.uuid)
+        return Placement((capacity.device.uuid,), capacity.device.demand_milli(lease.size))
 
     def _judged(
-        self, known: dict[_Look, _Best | None], lease: Lease, look: _Look, most_milli: int | None
+        self, known: dict[_Summary, _Best | None], lease: Lease, summary: _Summary, most_milli: int | None
     ) -> _Best | None:
-        if look not in known:
-            known[look] = self._judge(lease, look, most_milli)
+        if summary not in known:
+            known[summary] = self._judge(lease, summary, most_milli)
             self._judged_so_far += 1
-        return known[look]
+        return known[summary]
 
-    def _judge(self, lease: Lease, look: _Look, most_milli: int | None) -> _Best | None:
-        gpus = [value for _, value in look]
-        free = sum(gpus)
-        before = self._workload.fragment_milli(tuple(sorted(gpus)))
-        best: tuple[int, int, int] | None = None
-        alike: list[tuple[int, int]] = []
-        for n, (kind, value) in enumerate(look):
-            need = demand(lease, self._kinds[kind])
-            if value < need or (most_milli is not None and need > most_milli) or look[n] in look[:n]:
-                continue
-            after = sorted([*gpus[:n], value - need, *gpus[n + 1 :]])
-            score = self._workload.score(before, self._workload.fragment_milli(tuple(after)))
-            this = -score, value - need, free
-            if best is None or this < best:
-                best, alike = this, []
-            if this == best:
-                alike.append(look[n])
-        return None if best is None else (best, tuple(alike))
+    def _judge(self, lease: Lease, summary: _Summary, most_milli: int | None) -> _Best | None:
+        needs: list[int | None] = []
+        for kind, _ in summary:
+            need = self._kinds[kind].demand_milli(lease.size)
+            needs.append(None if most_milli is not None and need > most_milli else need)
+        found = best_fit_on_node(self._workload, [value for _, value in summary], needs)
+        return None if found is None else (found[0], tuple(summary[n] for n in found[1]))
 
-    def _find_gang(self, lease: Lease) -> Spot | None:
-        count, layout, need = lease.device_count, self._layout, lease.fraction_milli
-        if need == WHOLE_GPU and not lease.profile:
+    def _find_gang(self, lease: Lease) -> Placement | None:
+        size, topology = lease.size, self._topology
+        count, need = size.device_count, size.fraction_milli
+        if need == WHOLE_GPU and not size.profile:
             if self._empty_total < count:
                 return None
-            if lease.consolidate and not layout.is_wider(lease) and max(self._empty) < count:
+            if lease.consolidate and not topology.spans_nodes(lease) and max(self._empty) < count:
                 return None
-        for tier in layout.tiers(lease):
-            insides: list[list[Room]] = []
+        for tier in topology.tiers(lease):
+            insides: list[list[DeviceCapacity]] = []
             for group in tier:
-                inside = [r for r in group if self._value[r] >= need and demand(lease, r.device) <= need]
+                inside = [r for r in group if self._value[r] >= need and r.device.demand_milli(size) <= need]
                 if len(inside) >= count:
                     insides.append(inside)
-            # The set with the fewest devices that would do: the others stay whole.
+            # The set with the fewest able devices: larger ones stay free for larger gangs.
             inside = min(insides, key=len, default=[])
-            if inside and (chosen := layout.choose(lease, inside, self._value.__getitem__)):
-                return Spot(tuple(room.device.uuid for room in chosen), need)
+            if inside and (chosen := topology.choose(lease, inside, self._value.__getitem__)):
+                return Placement(tuple(capacity.device.uuid for capacity in chosen), need)
         return None

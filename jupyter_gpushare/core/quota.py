@@ -1,21 +1,20 @@
-"""Who is owed what: claims, use, quota and fair share.
+"""Claims, use, quota and fair share of projects.
 
-* A build session within quota has a *claim*: room on its devices for as long
-  as it lives, asleep or not.  Claims of one project never exceed its quota and
-  claims on one device never exceed the device.
+* A build session within quota has a *claim*: capacity of its devices for as
+  long as it lives, running or suspended.  Claims of a project never exceed its
+  quota; claims on a device never exceed the device.
 * A job that does not *borrow* (`Lease.borrow`) starts only on what the quota
   leaves beside claims and the other jobs of this kind, and is in quota before
-  jobs that do borrow, as long as there is quota.
-* *Use* is room held by a project's leases, without what is on its way out.  A
-  sleeping lease is a claim, not use.
-* A lease is *in quota* if it has a claim, or if it is a training job that fits
-  in what the project's claims in use leave of its quota: who does not borrow
-  first, then the oldest grant.
-  All other use is *over quota*: borrowed, and taken back first.
+  jobs that borrow.
+* *Use* is what a project's leases hold, without leaving ones.  A suspended
+  session is a claim, not use.
+* A lease is *in quota* if it has a claim, or if it is a job that fits into what
+  the claims in use leave of the quota: first jobs that do not borrow, then the
+  oldest grant.  All other use is *over quota*: borrowed, and reclaimed first.
 * *Fair share*: quota first, then the rest by weight, never more than a project
-  can use (water filling over real demand).
+  can use (water filling over its real demand).
 
-Nothing here is remembered: standing follows from the states of the leases.
+All of this follows from the states of the leases; no history is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import (
-    HOLDS_ROOM,
+    HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
     Kind,
@@ -35,8 +34,8 @@ from jupyter_gpushare.core.model import (
 
 
 def held_by(lease: Lease) -> int:
-    """Thousandths of each of its devices that ``lease`` holds, or will hold again."""
-    return lease.held_milli or lease.fraction_milli
+    """Thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""
+    return lease.held_milli or lease.size.fraction_milli
 
 
 def size_of(lease: Lease) -> int:
@@ -46,18 +45,18 @@ def size_of(lease: Lease) -> int:
 
 @dataclass(slots=True)
 class Account:
-    """Where one project stands in a round; every number in thousandths of a GPU."""
+    """Use and claims of one project in a round, in thousandths of a GPU."""
 
     project: Project
-    claimed: int = 0  # by its build sessions, asleep or not
-    use: int = 0  # held, and not on its way out
+    claimed: int = 0  # by its build sessions, suspended or not
+    use: int = 0  # held by leases that are not leaving
     in_quota_use: int = 0
-    unborrowing: int = 0  # the part of the use by jobs that do not borrow
-    capped: int = 0  # what counts against the limit: held in any way, or claimed
-    leaving: int = 0  # the part of it that is on its way out
+    unborrowing: int = 0  # the part of it held by jobs that do not borrow
+    capped: int = 0  # what counts against the limit: held, leaving, or claimed
+    leaving: int = 0  # the part of it that is leaving
 
-    def undoing(self) -> Callable[[], None]:
-        """Return what brings the account back to how it is now, after decisions."""
+    def rollback_point(self) -> Callable[[], None]:
+        """Return a function that restores what decisions change."""
         before = self.claimed, self.use, self.in_quota_use, self.unborrowing, self.capped, self.leaving
 
         def undo() -> None:
@@ -73,31 +72,31 @@ class Account:
         return undo
 
     def is_below_quota(self, more: int) -> bool:
-        """Whether the project stays within quota with ``more``: then it is owed that room."""
+        """Whether the project stays within quota with ``more``: quota owes it that capacity."""
         return self.use + more <= self.project.quota_milli
 
     def fits_quota(self, more: int) -> bool:
-        """Whether ``more`` would be in quota, whatever the project borrows already."""
+        """Whether ``more`` would be in quota, leaving aside what the project borrows."""
         return self.in_quota_use + more <= self.project.quota_milli
 
     @property
     def unborrowed_left(self) -> int:
-        """What jobs that do not borrow may still have."""
+        """Quota left for jobs that do not borrow."""
         return self.project.quota_milli - self.claimed - self.unborrowing
 
     def over_limit(self, more: int) -> int:
-        """By how much ``more`` would exceed the project's limit now; 0: it does not."""
+        """Thousandths by which ``more`` would exceed the project's limit now, or 0."""
         limit = self.project.limit_milli
         return 0 if limit is None else max(0, self.capped + more - limit)
 
     def over_limit_soon(self, more: int) -> int:
-        """The same once everything on its way out has left."""
+        """`over_limit` once every leaving lease has left."""
         return max(0, self.over_limit(more) - self.leaving)
 
     def turn(self, catching_up: int, *, owed: bool) -> tuple[float, float]:
-        """Sorts projects that are ``owed`` room, by what they have of it; or the others, by weight.
+        """Sort key of projects: by the part of their quota in use if ``owed``, else by excess per weight.
 
-        ``catching_up``: what a project may have more, or has to have less, because of what it had.
+        ``catching_up``: thousandths that a project may have more, or must have less, for its lag.
         """
         quota = self.project.quota_milli
         if owed:
@@ -105,29 +104,29 @@ class Account:
         return -self.project.priority, (self.use - quota - catching_up) / max(self.project.weight, 1)
 
 
-class Standing:
-    """Accounts of all projects, and which leases are within quota.
+class QuotaState:
+    """Accounts of all projects, and the leases that are in quota.
 
-    Leases that have a place `enter` and `exit`.  Whether a session has a claim
-    decides how it is counted: so `count` who came after `claims_to_change`, and
-    whose claim changed anew; `settle` then brings the quotas up to date.
+    Leases with devices `enter` and `exit`.  Whether a session has a claim decides
+    how it is counted, so leases are counted after `claims_to_change`, those with a
+    changed claim once more; `settle` then brings the quotas up to date.
     """
 
     def __init__(self, projects: Iterable[Project]) -> None:
         self.accounts = {p.name: Account(p) for p in projects}
-        self.claimants: set[str] = set()  # build sessions whose room is theirs
-        self.in_quota: set[str] = set()  # leases that hold room within quota
-        self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: hold room, are not leaving
-        self._beyond: dict[str, dict[str, Lease]] = {}  # those of them that are not in quota
-        # The same with their sizes, in the order in which they get into quota.
+        self.claimants: set[str] = set()  # build sessions with a claim
+        self.in_quota: set[str] = set()  # leases in quota that hold capacity
+        self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: jobs that hold capacity
+        self._beyond: dict[str, dict[str, Lease]] = {}  # jobs over quota
+        # Jobs over quota with their sizes, in the order in which they get into quota.
         self._next: dict[str, list[tuple[int, Lease]]] = {}
-        self._guests: dict[str, Lease] = {}  # sessions that hold room without a claim
+        self._guests: dict[str, Lease] = {}  # sessions over quota
         self._sessions: dict[str, Lease] = {}  # may have a claim
-        self._unsettled: set[str] = set()  # projects whose jobs are not yet in or out of quota
+        self._unsettled: set[str] = set()  # projects with changed jobs
         self._claims_unsettled = False
 
-    def undoing(self) -> Callable[[], None]:
-        """Return what brings back who holds room and who is in quota, after decisions."""
+    def rollback_point(self) -> Callable[[], None]:
+        """Return a function that restores holders and quotas after decisions."""
         jobs, in_quota = {name: held.copy() for name, held in self.jobs.items()}, self.in_quota.copy()
 
         def undo() -> None:
@@ -137,28 +136,28 @@ class Standing:
         return undo
 
     def account(self, project: str) -> Account:
-        """The account of ``project``; one that is not configured (any more) is owed nothing."""
+        """The account of ``project``; one that is not configured has no quota."""
         found = self.accounts.get(project)
         if found is None:
             found = self.accounts[project] = Account(Project(name=project, quota_milli=0))
         return found
 
     def enter(self, lease: Lease) -> None:
-        """``lease`` has a place from now on; it is not counted yet."""
+        """Add a lease that has devices; `count` counts it."""
         if lease.kind is Kind.BUILD and lease.state is not State.STOPPING:
             self._sessions[lease.id] = lease
             self._claims_unsettled = True
 
     def exit(self, lease: Lease) -> None:
-        """``lease``, as it entered, has no place any more; what was counted of it still is."""
+        """Remove a lease as it entered; `count` with sign -1 takes out what was counted."""
         if self._sessions.pop(lease.id, None) is not None:
             self._claims_unsettled = True
 
     def count(self, lease: Lease, sign: int) -> None:
-        """Count what ``lease`` holds, or take it out again."""
+        """Add what ``lease`` holds (``sign`` 1), or subtract it (-1)."""
         account, size = self.account(lease.project), sign * size_of(lease)
         claimant = lease.id in self.claimants
-        holds, leaving = lease.state in HOLDS_ROOM, lease.state in LEAVING
+        holds, leaving = lease.state in HOLDS_CAPACITY, lease.state in LEAVING
         if claimant or holds:
             account.capped += size
             if leaving and not claimant:
@@ -176,7 +175,7 @@ class Standing:
                 self.jobs.setdefault(lease.project, {})[lease.id] = lease
                 self._beyond.setdefault(lease.project, {})[lease.id] = lease
             else:
-                self._put_out(account, lease)
+                self._take_out_of_quota(account, lease)
                 del self.jobs[lease.project][lease.id]
                 del self._beyond[lease.project][lease.id]
         elif sign > 0:
@@ -184,45 +183,45 @@ class Standing:
         else:
             del self._guests[lease.id]
 
-    def _put_out(self, account: Account, job: Lease) -> None:
+    def _take_out_of_quota(self, account: Account, job: Lease) -> None:
         if job.id in self.in_quota:
             self.in_quota.discard(job.id)
             self._beyond[job.project][job.id] = job
             account.in_quota_use -= size_of(job)
 
     def over_quota(self) -> Iterator[Lease]:
-        """The leases that hold room beyond their project's quota."""
+        """The leases that hold capacity beyond their project's quota."""
         for beyond in self._beyond.values():
             yield from beyond.values()
         yield from self._guests.values()
 
     def claims_to_change(self) -> set[str]:
-        """Give the quotas to the sessions anew; returns the sessions whose claim comes or goes."""
+        """Distribute claims again; returns the sessions that gain or lose one."""
         if not self._claims_unsettled:
             return set()
         self._claims_unsettled = False
         return _give_claims(self, self._sessions.values()) ^ self.claimants
 
     def settle(self) -> None:
-        """Bring the jobs of projects that changed into quota, or out of it."""
+        """Decide again which jobs of changed projects are in quota."""
         for name in self._unsettled:
             self._next.pop(name, None)
             account, beyond = self.account(name), self._beyond.get(name, {})
             if not account.project.quota_milli:
-                continue  # nobody is in quota
+                continue  # no job can be in quota
             if account.in_quota_use + sum(map(size_of, beyond.values())) > account.project.quota_milli:
                 # Not all fit: whether one does depends on those that are older.
                 for lease in self.jobs.get(name, {}).values():
-                    self._put_out(account, lease)
+                    self._take_out_of_quota(account, lease)
             for lease in self.promote(account):
                 del beyond[lease.id]
             self._next.pop(name, None)
         self._unsettled.clear()
 
     def promote(self, account: Account) -> list[Lease]:
-        """Bring jobs that hold room into their project's quota as far as they fit.
+        """Bring jobs into quota as far as they fit; returns the jobs that were over quota before.
 
-        Those that do not borrow first, then the oldest.  Returns those that were not in quota before.
+        Jobs that do not borrow come first, then the oldest.
         """
         if not account.fits_quota(1):
             return []
@@ -245,13 +244,13 @@ class Standing:
 
 
 def has_place(lease: Lease) -> bool:
-    """Whether ``lease`` is bound to devices now, asleep or not."""
-    return bool(lease.devices) and (lease.state in HOLDS_ROOM or lease.state is State.SUSPENDED)
+    """Whether ``lease`` is bound to devices now, suspended or not."""
+    return bool(lease.devices) and (lease.state in HOLDS_CAPACITY or lease.state is State.SUSPENDED)
 
 
-def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
-    """Return who is within quota now."""
-    result = Standing(projects)
+def quota_state(projects: Iterable[Project], leases: Iterable[Lease]) -> QuotaState:
+    """Return accounts and quotas for these leases."""
+    result = QuotaState(projects)
     placed = [lease for lease in leases if has_place(lease)]
     for lease in placed:
         result.enter(lease)
@@ -262,18 +261,18 @@ def standing(projects: Iterable[Project], leases: Iterable[Lease]) -> Standing:
     return result
 
 
-def _give_claims(standing: Standing, sessions: Iterable[Lease]) -> set[str]:
-    """Give the quotas to the sessions, first come first served.
+def _give_claims(quotas: QuotaState, sessions: Iterable[Lease]) -> set[str]:
+    """Sessions with a claim, first come first served.
 
-    A session that started on borrowed room may move up into its project's
-    quota, but never at the cost of a claim that was granted as one.
+    A session that started on borrowed capacity may gain a claim, but never at
+    the cost of one that was granted.
     """
     claimants = set()
     on_device: dict[str, int] = {}
-    for account in standing.accounts.values():
+    for account in quotas.accounts.values():
         account.claimed = 0
     for lease in sorted(sessions, key=lambda x: (x.borrowed, x.queued_at, x.id)):
-        account, held, size = standing.account(lease.project), held_by(lease), size_of(lease)
+        account, held, size = quotas.account(lease.project), held_by(lease), size_of(lease)
         if account.claimed + size > account.project.quota_milli:
             continue
         if any(on_device.get(uuid, 0) + held > WHOLE_GPU for uuid in lease.devices):
@@ -288,11 +287,11 @@ def _give_claims(standing: Standing, sessions: Iterable[Lease]) -> set[str]:
 def fair_shares(
     projects: Iterable[Project], demand_milli: Mapping[str, int], capacity_milli: int
 ) -> dict[str, int]:
-    """Return what each project may hold now, by name.
+    """Return the fair share of each project in thousandths of a GPU, by name.
 
-    Quota first, then what is left by weight, none getting more than it demands
-    or its limit allows.  Exact: the shares add up to the capacity, or to the
-    whole demand if that is less.
+    Quota first, then the rest by weight, never more than a project demands or
+    its limit allows.  Exact: the shares add up to the capacity, or to the whole
+    demand if that is less.
     """
     caps: dict[str, int] = {}
     weights: dict[str, int] = {}
@@ -305,13 +304,13 @@ def fair_shares(
         shares[p.name] = min(caps[p.name], p.quota_milli, left)
         left -= shares[p.name]
     while left > 0:
-        thirsty = [name for name in shares if shares[name] < caps[name] and weights[name]]
-        thirsty = thirsty or [name for name in shares if shares[name] < caps[name]]
-        if not thirsty:
+        unsatisfied = [name for name in shares if shares[name] < caps[name] and weights[name]]
+        unsatisfied = unsatisfied or [name for name in shares if shares[name] < caps[name]]
+        if not unsatisfied:
             break
-        total = sum(weights[name] or 1 for name in thirsty)
+        total = sum(weights[name] or 1 for name in unsatisfied)
         pool = left
-        for name in thirsty:
+        for name in unsatisfied:
             more = min(caps[name] - shares[name], max(1, pool * (weights[name] or 1) // total), left)
             shares[name] += more
             left -= more
@@ -319,28 +318,28 @@ def fair_shares(
 
 
 class Shares:
-    """Fair shares of the projects in a round, worked out when somebody asks.
+    """Fair shares of the projects in a round, computed on first use.
 
-    ``catching_up``: what is added to them because of what projects had before.
+    ``catching_up``: thousandths added to each share for its lag (`fairshare`).
     """
 
     def __init__(
         self,
-        standing: Standing,
+        quotas: QuotaState,
         waiting_milli: Callable[[], Mapping[str, int]],
         capacity_milli: int,
         catching_up: Mapping[str, int],
     ):
-        self._standing = standing
+        self._quotas = quotas
         self._waiting_milli = waiting_milli
         self._capacity = capacity_milli
         self._catching_up = catching_up
         self._shares: dict[str, int] | None = None
 
     def of(self, project: str) -> int:
-        """What a project may hold now, thousandths of a GPU."""
+        """Fair share of a project, in thousandths of a GPU."""
         if self._shares is None:
-            accounts = self._standing.accounts
+            accounts = self._quotas.accounts
             if len(accounts) == 1:
                 return self._capacity
             waiting = self._waiting_milli()
@@ -350,31 +349,21 @@ class Shares:
             self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
         return self._shares.get(project, 0)
 
-    def within(self) -> frozenset[str]:
-        """The projects that hold no more than their share."""
-        return frozenset(n for n, account in self._standing.accounts.items() if account.use <= self.of(n))
+    def at_or_below_share(self) -> frozenset[str]:
+        """Projects that hold no more than their share."""
+        return frozenset(n for n, account in self._quotas.accounts.items() if account.use <= self.of(n))
 
-    def overdrawn(self, leaving: Iterable[Lease]) -> frozenset[str]:
-        """The projects of which not all of these leases may leave.
+    def at_or_below_quota(self) -> frozenset[str]:
+        """Projects that hold no more than their quota."""
+        return frozenset(n for n, a in self._quotas.accounts.items() if a.use <= a.project.quota_milli)
 
-        Each may, while its project is above its share without the others.  The
-        project may fall below by part of a lease then, and cannot take that
-        back: the same lease would bring it above again.
-        """
-        sizes: dict[str, list[int]] = {}
-        for lease in leaving:
-            sizes.setdefault(lease.project, []).append(size_of(lease))
-        return frozenset(
-            n for n, own in sizes.items() if self._standing.account(n).use - sum(own) + min(own) <= self.of(n)
-        )
-
-    def indebted(self, leaving: Iterable[Lease]) -> frozenset[str]:
-        """The projects that would hold less than their quota without these leases."""
-        left = {n: a.use - a.project.quota_milli for n, a in self._standing.accounts.items()}
+    def any_below_quota_without(self, leaving: Iterable[Lease]) -> bool:
+        """Whether a project would hold less than its quota without these leases."""
+        left = {n: a.use - a.project.quota_milli for n, a in self._quotas.accounts.items()}
         for lease in leaving:
             left[lease.project] -= size_of(lease)
-        return frozenset(lease.project for lease in leaving if left[lease.project] < 0)
+        return any(left[lease.project] < 0 for lease in leaving)
 
-    def beyond(self) -> int:
-        """What all projects together hold beyond their shares."""
-        return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._standing.accounts.items())
+    def total_excess(self) -> int:
+        """Thousandths that all projects together hold beyond their shares."""
+        return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._quotas.accounts.items())

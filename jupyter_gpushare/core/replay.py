@@ -1,96 +1,85 @@
-"""Run work through the policy in virtual time: the engine of estimates and of the simulator.
+"""Replay work through the policy in virtual time, for estimates and for the simulator.
 
-A `Replay` holds leases and a heap of what will happen to them.  Time jumps from
-event to event; after those of one moment the planner, the very one of the
-broker, is asked, and what it decides is carried out at the cost that `Costs`
-says.  It is asked only when somebody waits and something changed for the
-better: room came free, a lease came or wants its GPU, or the moment has come
-that the last plan named (`Plan.next_at`).  Nothing ticks.
+A `Replay` holds leases and a heap of events.  Time jumps from event to event;
+after the events of one moment the broker's planner plans, and its actions are
+carried out at the cost of `Costs`.  It plans only when a lease waits and
+something changed for the better: capacity was released, a lease came or wants
+its GPU, or the time of `Plan.next_at` has come.
 
 * A *job* runs for ``duration_s``.  Suspended, it keeps its devices; requeued, it
-  starts again anywhere, from where it was (`Survival.NONE`: from the beginning).
+  starts again anywhere, from where it was (`CheckpointMode.NONE`: from the start).
 * A *session* comes with its first cell and ends with its last.  Its cells run
   one after the other, each when it is submitted or when the one before it
-  ends; between two it is idle.  A cell of a session that sleeps wakes it.
+  ends; in between it is idle.  A cell of a suspended session wakes it.
 
-Leases move along the table of `model.TRANSITIONS` like any others.
+Leases follow `model.TRANSITIONS` like any others.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from jupyter_gpushare.core.idle import Past, adaptive_timeout_s, eligible_at
-from jupyter_gpushare.core.ledger import Ledger
+from jupyter_gpushare.core.fairshare import Ledger
+from jupyter_gpushare.core.idle import adaptive_timeout_s, eligible_at
 from jupyter_gpushare.core.model import (
-    HOLDS_ROOM,
+    HOLDS_CAPACITY,
     WHOLE_GPU,
     Action,
-    Device,
+    CheckpointMode,
+    Cluster,
     Event,
     Grant,
     Kind,
     Lease,
-    Project,
     Resume,
-    Settings,
     State,
-    Survival,
     Suspend,
     advance,
 )
 from jupyter_gpushare.core.order import served
-from jupyter_gpushare.core.plan import Planner
+from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
+from jupyter_gpushare.core.simulated_lease import Cell as Cell
+from jupyter_gpushare.core.simulated_lease import EventKind, Reports, SimulatedLease
 
-# Rounds at one moment after which a plan is taken for one that never settles.
+# After this many rounds at one moment the plan is taken not to settle.
 MOST_ROUNDS = 10_000
-_ALWAYS = -1  # the stamp of an event that nothing makes void
+_ALWAYS = -1  # stamp of an event that stays valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What carrying out a decision takes, in virtual seconds."""
+    """Duration of actions, in virtual seconds."""
 
-    restart_s: float = 0.0  # a job that was requeued holds its GPUs so long before it goes on
-    grace_s: float = 0.0  # from being told to stop until the room is free
+    restart_s: float = 0.0  # a requeued job holds its GPUs for this long before it continues
+    grace_s: float = 0.0  # from SIGTERM until the capacity is free
     copy_bytes_per_s: float = inf  # of each GPU, to host memory and back
 
     def copy_s(self, count: int, devices: int) -> float:
-        """Seconds to move ``count`` bytes that lie evenly on so many GPUs."""
+        """Seconds to copy ``count`` bytes that are spread evenly over ``devices`` GPUs."""
         return count / max(devices, 1) / self.copy_bytes_per_s
 
 
 NO_COSTS = Costs()
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One execution of a notebook cell on the GPU."""
-
-    submit_at: float
-    duration_s: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRun:
-    """How a cell fared when it began."""
+    """How long a cell waited, and why, told when it begins."""
 
     lease: Lease  # its session, as it is now
-    due_at: float  # submitted, and the cell before it had ended
-    waited_s: float  # from then on
+    due_at: float  # submitted, and the previous cell had ended
+    waited_s: float  # since then
     lent: bool  # its GPU was lent
-    crowded: bool  # other sessions held what it needs
+    crowded: bool  # other sessions held its devices
 
 
 class Watcher:
-    """Is told what happens; measures, and may add work.  This one does nothing."""
+    """Receives the events of a replay; this one ignores them."""
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
         """A lease came (``before`` is None) or changed."""
@@ -99,136 +88,83 @@ class Watcher:
         """A cell runs from now on."""
 
 
-class _What(enum.IntEnum):
-    """Events; at one moment in this order: what frees room comes first."""
-
-    MOVED = 0  # a transition is complete
-    ENDED = 1  # a job, or the cell that a session runs, has done its work
-    CAME = 2
-    CELL = 3  # a cell is submitted
-
-
-class _Life:
-    """A lease and what lies before it."""
-
-    __slots__ = (
-        "busy",
-        "busy_from_at",
-        "cells",
-        "crowded",
-        "due",
-        "due_at",
-        "duration_s",
-        "lease",
-        "left_s",
-        "lent",
-        "next_cell",
-        "past",
-        "pause_s",
-        "restarts",
-        "runs_from_at",
-        "stamp",
-    )  # fmt: skip
-
-    def __init__(self, lease: Lease, work_s: float, cells: Sequence[Cell] = ()) -> None:
-        self.lease = lease
-        self.duration_s = work_s
-        self.left_s = work_s  # of the job, or of the cell that runs
-        self.runs_from_at: float | None = None  # None: makes no progress
-        self.stamp = 0  # ends and completions foreseen under an older one are void
-        self.restarts = False
-        self.cells = cells
-        self.next_cell = 0  # the next to be submitted
-        self.due: deque[Cell] = deque()  # submitted, not begun
-        self.due_at = 0.0  # since when the first of them waits for the GPU alone
-        self.busy = False  # a cell has begun
-        self.lent = self.crowded = False  # what the cell that is due found
-        self.past = Past()
-        self.pause_s = 0.0  # before the work that goes on, or went on last
-        self.busy_from_at = 0.0
-
-
 class Replay:
     """Leases on devices in virtual time, from ``now`` on."""
 
     def __init__(
         self,
-        devices: Iterable[Device],
-        projects: Iterable[Project],
-        settings: Settings,
+        cluster: Cluster,
         costs: Costs = NO_COSTS,
         *,
         now: float = 0.0,
         adaptive: bool = False,
         watcher: Watcher | None = None,
-        lags_gpu_s: Mapping[str, float] | None = None,
     ) -> None:
-        """``adaptive``: each session's idle timeout follows from its own past (`idle`).
+        """``cluster``: as it is at ``now``; its leases come in by `adopt`.
 
-        ``lags_gpu_s``: of projects behind their fair share, at ``now`` (`ledger`).
+        ``adaptive``: each session's idle timeout follows from its own history (`idle`).
         """
         self.now = now
         self.rounds = self.decisions = self.events = 0
-        self._settings = settings
+        settings = self._settings = cluster.settings
         self._costs = costs
         self._adaptive = adaptive
         self._watcher = watcher or Watcher()
-        self.stopped = False  # set it, and `run` returns after the present moment
-        devices, projects = tuple(devices), tuple(projects)
-        self._planner = Planner(devices, projects, settings)
-        self._ledger: Ledger | None = None  # where there is something to share
-        if settings.catch_up_s and len(projects) > 1:
-            capacity = WHOLE_GPU * sum(device.usable for device in devices)
-            self._ledger = Ledger(projects, capacity, lags_gpu_s or {}, now=now)
-        self._lives: dict[str, _Life] = {}
-        self._heap: list[tuple[float, _What, int, str, int]] = []
-        self._foreseen = 0
-        self._asking: set[str] = set()  # wait for room
-        self._due = False  # a round may have something to decide
-        self._look_at = inf
-        self._delayed: list[_Life] = []  # sessions with a cell that found no GPU at this moment
+        self.stopped = False  # set to True: `run` returns after the present moment
+        self._planner = Planner(cluster.devices, cluster.projects, settings)
+        self._ledger: Ledger | None = None  # with several projects only
+        if settings.fairness_horizon_s and len(cluster.projects) > 1:
+            capacity_milli = WHOLE_GPU * sum(device.usable for device in cluster.devices)
+            self._ledger = Ledger(cluster.projects, capacity_milli, cluster.lags_gpu_s, now=now)
+        self._leases: dict[str, SimulatedLease] = {}
+        self._heap: list[tuple[float, EventKind, int, str, int]] = []
+        self._scheduled = 0
+        self._waiting: set[str] = set()  # ids of leases that wait for capacity
+        self._due = False  # a round may decide something
+        self._next_at = inf
+        self._delayed: list[SimulatedLease] = []  # sessions with a cell that found no GPU at this moment
 
-    def add_job(self, lease: Lease, duration_s: float) -> None:
-        """A job that comes at its ``submitted_at`` and runs for ``duration_s``."""
-        self._lives[lease.id] = _Life(lease, duration_s)
-        self._foresee(max(lease.submitted_at, self.now), _What.CAME, lease.id)
+    def add_job(self, lease: Lease, duration_s: float, reports: Reports | None = None) -> None:
+        """Add a job that comes at its ``submitted_at``, runs for ``duration_s`` and may report progress."""
+        self._leases[lease.id] = SimulatedLease(lease, duration_s, reports=reports)
+        self._schedule(max(lease.submitted_at, self.now), EventKind.CAME, lease.id)
 
     def add_session(self, lease: Lease, cells: Sequence[Cell]) -> None:
-        """A session that comes with the first of ``cells``, which are ordered by submission."""
-        self._lives[lease.id] = _Life(lease, 0.0, cells)
-        self._foresee(max(cells[0].submit_at, self.now), _What.CAME, lease.id)
+        """Add a session that comes with the first of ``cells``, which are sorted by submission."""
+        self._leases[lease.id] = SimulatedLease(lease, 0.0, cells)
+        self._schedule(max(cells[0].submit_at, self.now), EventKind.CAME, lease.id)
 
     def adopt(self, lease: Lease, left_s: float = inf) -> None:
-        """A lease that is there already, with ``left_s`` of work before it.
+        """Add a lease in its present state, with ``left_s`` seconds of work left.
 
-        What it is in the middle of takes as long as if it began now.
+        A transition that has begun takes as long as if it began now.
         """
-        life = self._lives[lease.id] = _Life(lease, left_s)
+        sim = self._leases[lease.id] = SimulatedLease(lease, left_s)
         self._changed(None, lease)
         self._due = True
-        if _asks(lease):
-            self._asking.add(lease.id)
+        if _waits(lease):
+            self._waiting.add(lease.id)
         elif lease.state is State.RUNNING:
-            self._progress(life)
+            self._run_from_now(sim)
         elif lease.state is not State.SUSPENDED:
-            self._foresee(self.now + self._takes(life), _What.MOVED, lease.id)
+            self._schedule(self.now + self._takes(sim), EventKind.MOVED, lease.id)
 
     def run(self, until_at: float = inf, *, most_events: float = inf) -> bool:
-        """Go on until ``until_at``, or for about ``most_events``; False: nothing is left to do."""
+        """Run until ``until_at``, or for about ``most_events``; False: nothing is left to do."""
         last = self.events + most_events
         self._decide()
         while self.events < last and not self.stopped:
-            at = min(self._heap[0][0] if self._heap else inf, self._look_at)
+            at = min(self._heap[0][0] if self._heap else inf, self._next_at)
             if at > until_at or at == inf:
                 return at < inf
             self.now = max(self.now, at)
             while self._heap and self._heap[0][0] <= self.now:
                 _, what, _, name, stamp = heapq.heappop(self._heap)
-                life = self._lives.get(name)
-                if life is not None and stamp in (life.stamp, _ALWAYS):
+                sim = self._leases.get(name)
+                if sim is not None and stamp in (sim.stamp, _ALWAYS):
                     self.events += 1
-                    self._happen(what, life)
-            if self._look_at <= self.now:
+                    self._handle(what, sim)
+            if self._next_at <= self.now:
                 self.events += 1
                 self._due = True
             self._decide()
@@ -236,53 +172,55 @@ class Replay:
 
     # -- events
 
-    def _foresee(self, moment: float, what: _What, name: str) -> None:
-        self._foreseen += 1
-        stamp = _ALWAYS if what >= _What.CAME else self._lives[name].stamp
-        heapq.heappush(self._heap, (moment, what, self._foreseen, name, stamp))
+    def _schedule(self, moment: float, what: EventKind, name: str) -> None:
+        self._scheduled += 1
+        stamp = _ALWAYS if what >= EventKind.CAME else self._leases[name].stamp
+        heapq.heappush(self._heap, (moment, what, self._scheduled, name, stamp))
 
-    def _happen(self, what: _What, life: _Life) -> None:
+    def _handle(self, what: EventKind, sim: SimulatedLease) -> None:
         match what:
-            case _What.MOVED:
+            case EventKind.MOVED:
                 self._due = True
-                self._arrive(life, life.lease)
-            case _What.ENDED if life.busy:
-                life.busy = False
-                self._next_cell(life)
-            case _What.ENDED:
-                self._release(life)
-            case _What.CAME:
-                self._come(life)
+                self._complete(sim, sim.lease)
+            case EventKind.ENDED if sim.busy:
+                sim.busy = False
+                self._next_cell(sim)
+            case EventKind.ENDED:
+                self._release(sim)
+            case EventKind.REPORTED:
+                self._report(sim)
+            case EventKind.CAME:
+                self._on_arrival(sim)
             case _:
-                self._submit_cell(life)
+                self._submit_cell(sim)
 
-    def _come(self, life: _Life) -> None:
+    def _on_arrival(self, sim: SimulatedLease) -> None:
         now = self.now
-        life.lease = replace(life.lease, submitted_at=now, queued_at=now, waits_since_at=now)
-        self._changed(None, life.lease)
-        self._asking.add(life.lease.id)
+        sim.lease = replace(sim.lease, submitted_at=now, queued_at=now, waits_since_at=now)
+        self._changed(None, sim.lease)
+        self._waiting.add(sim.lease.id)
         self._due = True
-        if life.cells:
-            self._submit_cell(life)
+        if sim.cells:
+            self._submit_cell(sim)
 
-    def _put(self, life: _Life, state: State, **changes: Any) -> None:
-        """The lease becomes this; notes who asks for room, and whether somebody may get some."""
-        before = life.lease
-        self._tell(life, before, replace(before, state=state, **changes))
+    def _put(self, sim: SimulatedLease, state: State, **changes: Any) -> None:
+        """Change a lease; notes whether it waits, and whether the planner may have something to decide."""
+        before = sim.lease
+        self._update(sim, before, replace(before, state=state, **changes))
 
-    def _tell(self, life: _Life, before: Lease, after: Lease) -> None:
-        life.lease = after
-        if _asks(after):
-            self._due = self._due or after.state is not before.state or after.id not in self._asking
-            self._asking.add(after.id)
+    def _update(self, sim: SimulatedLease, before: Lease, after: Lease) -> None:
+        sim.lease = after
+        if _waits(after):
+            self._due = self._due or after.state is not before.state or after.id not in self._waiting
+            self._waiting.add(after.id)
         else:
-            self._asking.discard(after.id)
-        if before.state in HOLDS_ROOM and after.state not in HOLDS_ROOM:
+            self._waiting.discard(after.id)
+        if before.state in HOLDS_CAPACITY and after.state not in HOLDS_CAPACITY:
             self._due = True
         self._changed(before, after)
 
     def _changed(self, before: Lease | None, after: Lease) -> None:
-        """Tell everybody that a lease came (``before`` is None), changed or ended."""
+        """Tell planner, ledger and watcher that a lease came (``before`` is None), changed or ended."""
         if after.state in (State.RELEASED, State.FAILED):
             self._planner.drop(after.id)
         else:
@@ -294,11 +232,11 @@ class Replay:
             self._ledger.count(after, 1)
         self._watcher.changed(self.now, before, after)
 
-    def _release(self, life: _Life) -> None:
-        before = life.lease
+    def _release(self, sim: SimulatedLease) -> None:
+        before = sim.lease
         after = replace(self._served(before), state=advance(before.state, Event.RELEASE))
-        del self._lives[before.id]
-        self._asking.discard(before.id)
+        del self._leases[before.id]
+        self._waiting.discard(before.id)
         self._due = True
         self._changed(before, after)
 
@@ -307,67 +245,67 @@ class Replay:
 
     # -- sessions
 
-    def _submit_cell(self, life: _Life) -> None:
-        life.due.append(life.cells[life.next_cell])
-        life.next_cell += 1
-        if life.next_cell < len(life.cells):
-            self._foresee(life.cells[life.next_cell].submit_at, _What.CELL, life.lease.id)
-        if not life.busy and len(life.due) == 1:
-            self._next_cell(life)
+    def _submit_cell(self, sim: SimulatedLease) -> None:
+        sim.due.append(sim.cells[sim.next_cell])
+        sim.next_cell += 1
+        if sim.next_cell < len(sim.cells):
+            self._schedule(sim.cells[sim.next_cell].submit_at, EventKind.CELL, sim.lease.id)
+        if not sim.busy and len(sim.due) == 1:
+            self._next_cell(sim)
 
-    def _next_cell(self, life: _Life) -> None:
-        """Begin the next cell that is due; be idle if none is, end if none will be."""
-        state = life.lease.state
-        if life.due:
-            life.due_at = self.now
-            life.lent = state not in (State.RUNNING, State.PENDING)
-            life.crowded = False
+    def _next_cell(self, sim: SimulatedLease) -> None:
+        """Begin the next due cell; without one become idle, or end after the last."""
+        state = sim.lease.state
+        if sim.due:
+            sim.due_at = self.now
+            sim.lent = state not in (State.RUNNING, State.PENDING)
+            sim.crowded = False
             if state is State.RUNNING:
-                self._begin_cell(life)
+                self._begin_cell(sim)
             else:
-                self._delayed.append(life)
-                self._put(life, state, wanted=True)
-        elif life.next_cell == len(life.cells):
-            self._release(life)
+                self._delayed.append(sim)
+                self._put(sim, state, wanted=True)
+        elif sim.next_cell == len(sim.cells):
+            self._release(sim)
         else:
-            self._be_idle(life)
+            self._be_idle(sim)
 
-    def _be_idle(self, life: _Life) -> None:
-        lease, now = life.lease, self.now
+    def _be_idle(self, sim: SimulatedLease) -> None:
+        lease, now = sim.lease, self.now
         timeout_s = lease.idle_timeout_s
         if self._adaptive:
-            life.past = life.past.after(life.pause_s, now - life.busy_from_at)
-            timeout_s = adaptive_timeout_s(life.past, size_of(lease) / WHOLE_GPU)
-        self._put(life, lease.state, idle_since_at=now, idle_timeout_s=timeout_s)
-        at = eligible_at(life.lease, self._settings)
-        if self._asking and at is not None:
-            self._look_at = min(self._look_at, at)
+            sim.past = sim.past.after(sim.pause_s, now - sim.busy_from_at)
+            timeout_s = adaptive_timeout_s(sim.past, size_of(lease) / WHOLE_GPU)
+        self._put(sim, lease.state, idle_since_at=now, idle_timeout_s=timeout_s)
+        at = eligible_at(sim.lease, self._settings)
+        if self._waiting and at is not None:
+            self._next_at = min(self._next_at, at)
 
-    def _begin_cell(self, life: _Life) -> None:
-        life.left_s = life.due.popleft().duration_s
-        life.busy = True
-        idle_since_at = life.lease.idle_since_at
+    def _begin_cell(self, sim: SimulatedLease) -> None:
+        sim.left_s = sim.due.popleft().duration_s
+        sim.busy = True
+        idle_since_at = sim.lease.idle_since_at
         if idle_since_at is not None:
-            life.pause_s = life.due_at - idle_since_at
-            life.busy_from_at = self.now
-        elif life.next_cell == 1:
-            life.busy_from_at = self.now
-        if idle_since_at is not None or life.lease.wanted:
-            self._put(life, State.RUNNING, idle_since_at=None, wanted=False)
-        self._progress(life)
-        waited_s = self.now - life.due_at
+            sim.pause_s = sim.due_at - idle_since_at
+            sim.busy_from_at = self.now
+        elif sim.next_cell == 1:
+            sim.busy_from_at = self.now
+        if idle_since_at is not None or sim.lease.wanted:
+            self._put(sim, State.RUNNING, idle_since_at=None, wanted=False)
+        self._run_from_now(sim)
+        waited_s = self.now - sim.due_at
         run = CellRun(
-            lease=life.lease, due_at=life.due_at, waited_s=waited_s, lent=life.lent, crowded=life.crowded
+            lease=sim.lease, due_at=sim.due_at, waited_s=waited_s, lent=sim.lent, crowded=sim.crowded
         )
         self._watcher.began(self.now, run)
 
     # -- decisions
 
     def _decide(self) -> None:
-        """Ask the planner until it has nothing more to say at this moment."""
+        """Plan until nothing is left to decide at this moment."""
         for _ in range(MOST_ROUNDS):
-            if not self._asking:
-                self._due, self._look_at = False, inf
+            if not self._waiting:
+                self._due, self._next_at = False, inf
             if not self._due:
                 break
             self._due = False
@@ -376,56 +314,56 @@ class Replay:
                 self._ledger.advance(self.now)
                 self._planner.lags_gpu_s = self._ledger.lags_gpu_s
             plan = self._planner.plan(self.now)
-            self._look_at = inf if plan.next_at is None else plan.next_at
+            self._next_at = inf if plan.next_at is None else plan.next_at
             for action in plan.actions:
                 self.decisions += 1
                 self._carry_out(action)
         else:
             raise AssertionError(f"the plan does not settle at {self.now}")
-        for life in self._delayed:
-            state = life.lease.state
-            life.crowded = state is State.PENDING or (state is State.SUSPENDED and life.lease.borrowed)
+        for sim in self._delayed:
+            state = sim.lease.state
+            sim.crowded = state is State.PENDING or (state is State.SUSPENDED and sim.lease.borrowed)
         self._delayed.clear()
 
     def _carry_out(self, action: Action) -> None:
-        life = self._lives[action.lease]
-        state = life.lease.state
+        sim = self._leases[action.lease]
+        state = sim.lease.state
         match action:
             case Grant():
                 placed = {"devices": action.devices, "held_milli": action.held_milli}
                 placed |= {"borrowed": action.borrowed, "granted_at": self.now}
                 if action.asleep:
-                    self._put(life, advance(state, Event.GRANT_ASLEEP), **placed)
+                    self._put(sim, advance(state, Event.GRANT_ASLEEP), **placed)
                 else:
-                    self._move(life, advance(state, Event.GRANT), placed)
+                    self._move(sim, advance(state, Event.GRANT), placed)
             case Suspend():
-                self._move(life, advance(state, Event.SUSPEND), {"wanted": life.busy})
+                self._move(sim, advance(state, Event.SUSPEND), {"wanted": sim.busy})
             case Resume():
-                self._move(life, advance(state, Event.RESUME), {"granted_at": self.now})
+                self._move(sim, advance(state, Event.RESUME), {"granted_at": self.now})
             case _:
-                self._move(life, advance(state, Event.STOP), {})
+                self._move(sim, advance(state, Event.STOP), {})
 
-    def _move(self, life: _Life, state: State, changes: dict[str, Any]) -> None:
-        """Enter a state in which something has to be done; if that takes no time, leave it at once."""
-        before = life.lease
-        if life.runs_from_at is not None:
-            life.left_s -= self.now - life.runs_from_at
-            life.runs_from_at = None
-            life.lease = self._served(before)
-        life.stamp += 1
-        life.lease = replace(life.lease, state=state, **changes)
-        takes_s = self._takes(life)
+    def _move(self, sim: SimulatedLease, state: State, changes: dict[str, Any]) -> None:
+        """Enter a transitional state; leave it at once if the transition takes no time."""
+        before = sim.lease
+        if sim.runs_from_at is not None:
+            sim.left_s -= self.now - sim.runs_from_at
+            sim.runs_from_at = None
+            sim.lease = self._served(before)
+        sim.stamp += 1
+        sim.lease = replace(sim.lease, state=state, **changes)
+        takes_s = self._takes(sim)
         if takes_s > 0:
-            self._tell(life, before, life.lease)
-            self._foresee(self.now + takes_s, _What.MOVED, life.lease.id)
+            self._update(sim, before, sim.lease)
+            self._schedule(self.now + takes_s, EventKind.MOVED, sim.lease.id)
         else:
-            self._arrive(life, before)
+            self._complete(sim, before)
 
-    def _takes(self, life: _Life) -> float:
-        lease, costs = life.lease, self._costs
+    def _takes(self, sim: SimulatedLease) -> float:
+        lease, costs = sim.lease, self._costs
         match lease.state:
             case State.GRANTED:
-                return costs.restart_s if life.restarts else 0.0
+                return costs.restart_s if sim.restarts else 0.0
             case State.STOPPING:
                 return costs.grace_s
             case State.SUSPENDING:
@@ -433,9 +371,9 @@ class Replay:
             case _:
                 return costs.copy_s(lease.saved_bytes, len(lease.devices))
 
-    def _arrive(self, life: _Life, before: Lease) -> None:
-        """What a lease was in the middle of is complete; ``before``: as it was told last."""
-        lease, now = life.lease, self.now
+    def _complete(self, sim: SimulatedLease, before: Lease) -> None:
+        """Complete a transition; ``before``: the lease as the watcher knows it."""
+        lease, now = sim.lease, self.now
         changes: dict[str, Any]
         match lease.state:
             case State.GRANTED:
@@ -448,28 +386,38 @@ class Replay:
             case _:
                 event, changes = Event.REQUEUED, {"devices": (), "held_milli": 0, "waits_since_at": now}
                 changes["saved_bytes"] = 0
-                life.restarts = True
-                if lease.survival is Survival.NONE:
-                    life.left_s = life.duration_s
-        self._tell(life, before, replace(lease, state=advance(lease.state, event), **changes))
-        if life.lease.state is State.RUNNING:
-            self._go_on(life)
+                sim.restarts = True
+                sim.attempt += 1
+                if lease.survival is CheckpointMode.NONE:
+                    sim.left_s = sim.duration_s
+        self._update(sim, before, replace(lease, state=advance(lease.state, event), **changes))
+        if sim.lease.state is State.RUNNING:
+            self._continue(sim)
 
-    def _go_on(self, life: _Life) -> None:
-        """A lease runs (again): its job, its cell, or the cell that waits for it."""
-        if life.due and not life.busy:
-            self._begin_cell(life)
+    def _continue(self, sim: SimulatedLease) -> None:
+        """Continue the job or cell of a running lease, or begin the cell that waits for it."""
+        if sim.due and not sim.busy:
+            self._begin_cell(sim)
         else:
-            self._progress(life)
+            self._run_from_now(sim)
 
-    def _progress(self, life: _Life) -> None:
-        life.runs_from_at = self.now
-        if life.left_s < inf:
-            self._foresee(self.now + life.left_s, _What.ENDED, life.lease.id)
+    def _run_from_now(self, sim: SimulatedLease) -> None:
+        sim.runs_from_at = self.now
+        if sim.left_s < inf:
+            self._schedule(self.now + sim.left_s, EventKind.ENDED, sim.lease.id)
+        if sim.reports is not None:
+            self._report(sim)
+
+    def _report(self, sim: SimulatedLease) -> None:
+        before = sim.lease
+        if (after := sim.report(self.now)) != before:
+            self._due = True
+            self._update(sim, before, after)
+        self._schedule(self.now + sim.reports_in_s(self.now), EventKind.REPORTED, before.id)
 
 
-def _asks(lease: Lease) -> bool:
-    """Whether a lease waits for room."""
+def _waits(lease: Lease) -> bool:
+    """Whether a lease waits for capacity."""
     if lease.state is State.SUSPENDED:
         return lease.kind is Kind.TRAIN or lease.wanted
     return lease.state is State.PENDING

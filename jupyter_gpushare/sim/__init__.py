@@ -1,6 +1,6 @@
-"""Replays a trace against the policy: files in, `core.replay` in between, figures out.
+"""Replay a trace against the policy: files in, figures out.
 
-The decisions are `core.plan`'s, the same that the broker carries out; nothing
-here decides.  `traces` reads files, `synthetic` makes load, `metrics` measures,
-`report` prints, `run` is the command line.
+`core.planner` decides, as in the broker.  `traces` reads files, `synthetic`
+generates load, `scenario` replays it, `metrics` measures, `report` prints, `run`
+is the command line.
 """

@@ -1,4 +1,4 @@
-"""Fill a cluster with pods that ask for parts of GPUs, until more is asked for than there is.
+"""Fill a cluster with pods that request parts of GPUs, until more is requested than exists.
 
 The set-up of the published comparison (FGD, USENIX ATC'23; the openb trace of
 2023): the pods of the list are shuffled, and more are drawn from it at random,
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jupyter_gpushare.core.fragmentation import Task, Workload
+from jupyter_gpushare.core.fragmentation import Task, Workload, best_fit_on_node
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.sim.traces import Node, Pod
 
@@ -26,7 +26,7 @@ LOAD = 1.3
 
 
 class Stock(NamedTuple):
-    """What is left of a node; nodes with the same stock are alike."""
+    """Free resources of a node; nodes with the same stock are interchangeable."""
 
     model: str
     cpu_milli: int
@@ -35,7 +35,7 @@ class Stock(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a pod asks for; pods of one shape are alike."""
+    """Request of a pod; pods of one shape are interchangeable."""
 
     gpus: int
     gpu_milli: int
@@ -46,12 +46,12 @@ class Shape(NamedTuple):
 
 # The least of these is taken: (score, what is left), or None where the shape does not fit.
 Choice = tuple[tuple[float, ...], Stock] | None
-Placement = Callable[[Stock, Shape], Choice]
+Choose = Callable[[Stock, Shape], Choice]
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What came of it."""
+    """Allocation over a run."""
 
     pods: int  # that arrived
     dropped: int
@@ -66,6 +66,7 @@ class Filled:
 
 
 def shape_of(pod: Pod) -> Shape:
+    """What decides where a pod fits."""
     return Shape(pod.gpus, pod.gpu_milli, pod.cpu_milli, pod.memory_mib, pod.models)
 
 
@@ -74,14 +75,14 @@ def arrivals(pods: Sequence[Pod], capacity_milli: int, rng: random.Random) -> li
 
     Without one that asks for a GPU there is nothing to draw for.
     """
-    coming = list(pods)
-    rng.shuffle(coming)
-    asked = sum(p.gpus * p.gpu_milli for p in coming)
+    arriving = list(pods)
+    rng.shuffle(arriving)
+    asked = sum(p.gpus * p.gpu_milli for p in arriving)
     while 0 < asked < LOAD * capacity_milli:
         pod = rng.choice(pods)
-        coming.append(pod)
+        arriving.append(pod)
         asked += pod.gpus * pod.gpu_milli
-    return coming
+    return arriving
 
 
 def options(stock: Stock, shape: Shape) -> list[Stock]:
@@ -107,7 +108,7 @@ def options(stock: Stock, shape: Shape) -> list[Stock]:
 
 
 def best_fit(stock: Stock, shape: Shape) -> Choice:
-    """The node with the least left of CPU and GPU together, there the GPU with the least room."""
+    """The node with the least left of CPU and GPU together, there the GPU with the least free."""
     able = options(stock, shape)
     if not able:
         return None
@@ -123,38 +124,41 @@ _CPU_SCALE = 128_000
 _GPU_SCALE = 8 * WHOLE_GPU
 
 
-def fragmentation_gradient(pods: Sequence[Pod]) -> Placement:
-    """Where fragments grow least (`core.fragmentation`) for the pods of this load that ask for GPUs."""
-    often = Counter(shape_of(pod) for pod in pods if pod.gpus)
-    workload = Workload(
-        (Task(gpu_milli=s.gpu_milli, gpu_count=s.gpus, cpu_milli=s.cpu_milli, models=s.models), float(n))
-        for s, n in often.items()
-    )
+def product(pods: Sequence[Pod]) -> Choose:
+    """The product's placement (`core.fragmentation`, `core.placement`) for the GPU requests of this load.
 
-    def fragment(stock: Stock) -> float:
-        return workload.fragment_milli(stock.gpu_milli, stock.cpu_milli, stock.model)
+    CPU and memory only bind: the product does not place them.  A pod for several
+    GPUs goes to the node with the fewest empty ones, a pod without goes where
+    `best_fit` puts it.
+    """
+    often = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
+    workload = Workload((Task(gpu_milli=milli, gpu_count=n), float(w)) for (milli, n), w in often.items())
 
-    def place(stock: Stock, shape: Shape) -> Choice:
+    def choose(stock: Stock, shape: Shape) -> Choice:
         able = options(stock, shape)
-        if not able:
-            return None
-        before = fragment(stock)
-        scored = [(-workload.score(before, fragment(left)), _left(left), left) for left in able]
-        score, least, left = min(scored, key=lambda x: x[0])  # the tightest GPU of those that tie
-        return (score, least), left
+        if not able or not shape.gpus:
+            return best_fit(stock, shape)
+        if shape.gpus > 1:
+            return (float(stock.gpu_milli.count(WHOLE_GPU)),), able[0]
+        found = best_fit_on_node(workload, stock.gpu_milli, [shape.gpu_milli] * len(stock.gpu_milli))
+        assert found is not None  # `options` found one
+        fit, ties = found
+        free = list(stock.gpu_milli)
+        free[ties[0]] -= shape.gpu_milli
+        return fit, able[0]._replace(gpu_milli=tuple(sorted(free)))
 
-    return place
+    return choose
 
 
-def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Placement | None, seed: int) -> Filled:
+def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Choose | None, seed: int) -> Filled:
     """Return how the cluster filled; ``placement`` None: a random node, there a random GPU."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable order, no secret
     capacity = WHOLE_GPU * sum(n.gpus for n in nodes)
     fleet = _Fleet(nodes, placement, rng)
     asked = given = dropped = 0
     asked_percent, allocated_percent = [], []
-    coming = arrivals(pods, capacity, rng)
-    for pod in coming:
+    arriving = arrivals(pods, capacity, rng)
+    for pod in arriving:
         size = pod.gpus * pod.gpu_milli
         asked += size
         if fleet.place(shape_of(pod)):
@@ -164,13 +168,15 @@ def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Placement | None
         if size:
             asked_percent.append(100 * asked / capacity)
             allocated_percent.append(100 * given / capacity)
-    return Filled(len(coming), dropped, capacity // WHOLE_GPU, tuple(asked_percent), tuple(allocated_percent))
+    return Filled(
+        len(arriving), dropped, capacity // WHOLE_GPU, tuple(asked_percent), tuple(allocated_percent)
+    )
 
 
 class _Fleet:
-    """Nodes by what is left of them: alike nodes are looked at once."""
+    """Nodes grouped by their stock, so that equal nodes are judged once."""
 
-    def __init__(self, nodes: Sequence[Node], placement: Placement | None, rng: random.Random) -> None:
+    def __init__(self, nodes: Sequence[Node], placement: Choose | None, rng: random.Random) -> None:
         self._placement = placement
         self._rng = rng
         self._count: dict[Stock, int] = {}
@@ -193,7 +199,7 @@ class _Fleet:
         self._add(after)
         return True
 
-    def _best(self, shape: Shape, placement: Placement) -> tuple[Stock, Stock] | None:
+    def _best(self, shape: Shape, placement: Choose) -> tuple[Stock, Stock] | None:
         known = self._known.setdefault(shape, {})
         best: tuple[tuple[float, ...], Stock, Stock] | None = None
         for stock in self._count:

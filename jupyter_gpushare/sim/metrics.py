@@ -1,14 +1,14 @@
 """Measure a replay: how long work took and waited, what was held, used, lent and shared.
 
-A `Meter` is told of every change (`core.replay.Watcher`) and integrates what is
-held between two of them.  What it calls:
+A `Meter` receives every change (`core.replay.Watcher`) and integrates what is
+held between changes.  Terms:
 
 * *completion*: from submission to the end; *queue*: the part of it without GPUs;
 * *allocation*: held GPU time over all GPU time; *utilization*: the part of all
   GPU time in which jobs make progress or cells run;
 * *idle*: GPU time of sessions between the end of a cell and the next; it is
-  *available* once the session may be put to sleep, whether anybody needs it or
-  not, and *used* where a job runs in the room of a sleeping session;
+  *available* once the session may be suspended, needed or not, and *used* where
+  a job runs on the devices of a suspended session;
 * *delayed*: a cell that found its GPU lent;
 * *owed*: a project has a job waiting that its quota covers.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
-    HOLDS_ROOM,
+    HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
     Device,
@@ -36,7 +36,7 @@ from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, Watcher
 
 # A job that goes from the one to the other is preempted; what takes no time is told in one step.
-_PRESENT = HOLDS_ROOM - LEAVING
+_PRESENT = HOLDS_CAPACITY - LEAVING
 _PREEMPTED = LEAVING | {State.PENDING, State.SUSPENDED}
 HOUR_S = 3600.0
 DAY_HOURS = 24
@@ -49,6 +49,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -73,7 +74,7 @@ class Curve:
 
 @dataclass(slots=True)
 class ProjectMeter:
-    """What one project had; GPU-seconds."""
+    """Use of one project, in GPU-seconds."""
 
     project: Project
     held: Curve = field(default_factory=Curve)
@@ -147,8 +148,8 @@ class Meter(Watcher):
         for p in self.projects.values():
             p.held.advance(self.now, now)
             p.waiting.advance(self.now, now)
-            room = p.project.quota_milli - p.use_milli
-            if room > 0 and p.sizes and min(p.sizes) <= room:
+            left = p.project.quota_milli - p.use_milli
+            if left > 0 and p.sizes and min(p.sizes) <= left:
                 p.owed_since_at = self.now if p.owed_since_at is None else p.owed_since_at
                 p.longest_owed_s = max(p.longest_owed_s, now - p.owed_since_at)
             else:
@@ -173,7 +174,7 @@ class Meter(Watcher):
         p = self.projects[after.project]
         waited, waits = _waits(before), _waits(after)
         if waits != waited:
-            size = after.fraction_milli * after.device_count
+            size = after.size.fraction_milli * after.size.device_count
             p.sizes[size] += 1 if waits else -1
             if not p.sizes[size]:
                 del p.sizes[size]
@@ -199,7 +200,7 @@ class Meter(Watcher):
             self._idle[after.id] = now, math.inf if at is None else at
 
     def _count_lending(self, before: Lease | None, after: Lease) -> None:
-        """Room of sleeping sessions that jobs hold; both by device."""
+        """Capacity of suspended sessions that jobs hold, by device."""
         change = _holds(after) - _holds(before)
         slept, sleeps = _sleeps(before), _sleeps(after)
         if after.kind is Kind.TRAIN:
@@ -218,7 +219,7 @@ class Meter(Watcher):
 
 def _holds(lease: Lease | None) -> int:
     """Thousandths of a GPU that are held, over all devices."""
-    return size_of(lease) if lease is not None and lease.state in HOLDS_ROOM else 0
+    return size_of(lease) if lease is not None and lease.state in HOLDS_CAPACITY else 0
 
 
 def _computes(lease: Lease | None) -> int:
@@ -233,7 +234,7 @@ def _waits(lease: Lease | None) -> bool:
 
 
 def _sleeps(lease: Lease | None) -> bool:
-    """Whether others may hold the room of a session: until it wants it back."""
+    """Whether a session is suspended and does not want its devices back."""
     return (
         lease is not None and lease.kind is Kind.BUILD and lease.state is State.SUSPENDED and not lease.wanted
     )

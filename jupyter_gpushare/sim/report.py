@@ -1,4 +1,4 @@
-"""Print what a replay showed: numbers for programs, a table for people, a picture over time."""
+"""Report a replay: numbers as JSON, as a table, and as a plot over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers = dict[str, object]
 
 
 def job_numbers(result: Result) -> Numbers:
-    """What became of the training jobs; times in virtual seconds."""
+    """Figures of the training jobs; times in virtual seconds."""
     meter, replay = result.meter, result.replay
     makespan_s = replay.now - (meter.began_at or 0.0)
     gpu_s = max(result.fleet.gpus * makespan_s, 1e-9)
@@ -43,7 +43,7 @@ def job_numbers(result: Result) -> Numbers:
 
 
 def engine_numbers(result: Result) -> Numbers:
-    """How hard the planner worked."""
+    """Work of the planner."""
     replay, wall_s = result.replay, result.wall_s
     return {
         "rounds": replay.rounds,
@@ -55,7 +55,7 @@ def engine_numbers(result: Result) -> Numbers:
 
 
 def notebook_numbers(result: Result) -> Numbers:
-    """What became of the cells, and of the time between them."""
+    """Figures of the cells and of the idle time between them."""
     meter = result.meter
     return {
         "sessions": meter.sessions,
@@ -72,7 +72,7 @@ def notebook_numbers(result: Result) -> Numbers:
 
 
 def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
-    """How full the cluster became."""
+    """Allocation of the filled cluster."""
     return {
         "pods": filled.pods,
         "dropped": filled.dropped,
@@ -124,7 +124,7 @@ def fairness(meter: Meter) -> list[Numbers]:
 
 
 def _contested_days(projects: Sequence[ProjectMeter]) -> list[int]:
-    """The hours at which a day begins that every project waits all through, for room beyond quotas."""
+    """Hours at which a contested day begins: every project has a job waiting throughout."""
     if len(projects) < 2:
         return []
     hours = min(len(p.waiting.hours) for p in projects)

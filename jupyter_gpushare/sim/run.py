@@ -11,12 +11,23 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from jupyter_gpushare.core.model import WHOLE_GPU, Order, Project, Settings, Survival
+from jupyter_gpushare.core.model import (
+    DEFAULT_ORDER,
+    DEFAULT_POLICY,
+    WHOLE_GPU,
+    CheckpointMode,
+    JobOrder,
+    Order,
+    Project,
+    Settings,
+)
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim import fractions, report, synthetic, traces
 from jupyter_gpushare.sim.progress import Bar
+from jupyter_gpushare.sim.reporting import some
 from jupyter_gpushare.sim.scenario import (
     GIB,
     GPUS_PER_NODE,
@@ -26,15 +37,20 @@ from jupyter_gpushare.sim.scenario import (
     replay_jobs,
     replay_notebooks,
 )
+from jupyter_gpushare.sim.srtf import SRTF
 
 EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
+# Those of a site, and the ideal of a scheduler that knows all durations.
+_ORDERS: dict[str, Order | JobOrder] = {order.value: order for order in Order} | {"srtf": SRTF}
 PLACEMENTS = ("fgd", "best-fit", "random")
-# What is on where placement or preemption costs something.
-MIN_RUN_S = 600.0
-GUARD_S = 1_209_600.0
-SKIP_WAIT_S = 86_400.0
-CATCH_UP_S = 1_800.0
+# Options that bound preemptions and waits, and the parameters of the policy that they set.
+_BOUNDS = {
+    "skip-wait": ("max_bypass_s", "with backfill: seconds for which a job that does not fit is bypassed"),
+    "min-run": ("min_run_s", "seconds before which no job is preempted inside its project"),
+    "catch-up": ("fairness_horizon_s", "seconds in which a project makes up its lag behind its fair share"),
+    "guard": ("starvation_guard_s", "with progress or las: seconds of waiting after which a job comes first"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +117,7 @@ def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "jobs",
         _jobs,
         "training jobs in a queue",
-        "jobs philly.csv.gz --gpus 40 --nodes 10 --order las --preempt-cost 30",
+        "jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3",
         "jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal",
         "jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg",
     )
@@ -114,6 +130,14 @@ def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default=0.0,
         metavar="S",
         help="seconds from telling a job to stop until its GPUs are free (default 0)",
+    )
+    jobs.add_argument(
+        "--progress",
+        type=_share_and_error,
+        default=(0.0, 0.0),
+        metavar="SHARE,SIGMA",
+        help="with order progress: this share of the jobs reports progress, by which the remaining work is "
+        "estimated with a log-normal error (default 0,0)",
     )
     jobs.add_argument(
         "--weights",
@@ -154,7 +178,7 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
     notebooks.add_argument(
         "--idle-timeout",
         type=_seconds_or("adaptive"),
-        default=900.0,
+        default=DEFAULT_POLICY.idle_timeout_s,
         metavar="S",
         help="idle seconds after which a session's GPUs may be lent (default 900);"
         " adaptive: learned from each session's past",
@@ -175,9 +199,9 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     notebooks.add_argument(
         "--survival",
-        type=Survival,
-        choices=[Survival.SIGTERM, Survival.SUSPEND],
-        default=Survival.SIGTERM,
+        type=CheckpointMode,
+        choices=[CheckpointMode.SIGTERM, CheckpointMode.SUSPEND],
+        default=CheckpointMode.SIGTERM,
         help="of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
     )
     notebooks.add_argument(
@@ -205,7 +229,9 @@ def _add_cluster(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_policy(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--order", type=Order, choices=list(Order), default=Order.LAS, help="default las")
+    verb.add_argument(
+        "--order", choices=list(_ORDERS), default=DEFAULT_ORDER.value, help="default %(default)s"
+    )
     verb.add_argument(
         "--preempt-cost",
         type=_seconds,
@@ -213,18 +239,15 @@ def _add_policy(verb: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that a preempted job holds its GPUs before it goes on (default 0)",
     )
-    for name, text in (
-        ("skip-wait", f"who was skipped for so long is not overtaken any more (default {SKIP_WAIT_S:g})"),
-        ("min-run", f"no job is preempted by one of its project before (default {MIN_RUN_S:g})"),
-        ("catch-up", f"in which a project gets what it lags behind its fair share (default {CATCH_UP_S:g})"),
-        ("guard", f"who has waited for so long comes first (default {GUARD_S:g})"),
-    ):
+    for option, (field, text) in _BOUNDS.items():
         verb.add_argument(
-            f"--{name}",
+            f"--{option}",
+            dest=field,
             type=_seconds_or("none"),
             default=argparse.SUPPRESS,
             metavar="S",
-            help=f"{text}; none: off, as with --placement-nodes none and no preemption cost",
+            help=f"{text} (default {getattr(DEFAULT_POLICY, field):g}); none: off, as with "
+            "--placement-nodes none and no preemption cost",
         )
 
 
@@ -290,6 +313,16 @@ def _number(text: str, least: float, expected: str) -> float:
     return value
 
 
+def _share_and_error(text: str) -> tuple[float, float]:
+    try:
+        share, sigma = map(float, text.split(","))
+    except ValueError:
+        share, sigma = -1.0, 0.0
+    if not (0 <= share <= 1 and 0 <= sigma <= 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share and an error like 0.5,0.3")
+    return share, sigma
+
+
 def _seconds_or(word: str) -> Callable[[str], float | None]:
     """Parses seconds, or ``word`` as None."""
     return lambda text: None if text == word else _seconds(text)
@@ -314,22 +347,19 @@ def _fleet(args: argparse.Namespace) -> Fleet:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    free = args.placement_nodes == "none" and args.preempt_cost <= 0
-
-    def chosen(name: str, otherwise: float) -> float | None:
-        """What was asked for; else by whether placement or preemption costs something."""
-        value: float | None = getattr(args, name, None if free else otherwise)
-        return value
-
-    return Settings(
-        order=args.order,
+    # Where neither placement nor preemption costs anything, nothing is bounded: the published ideal.
+    ideal = args.placement_nodes == "none" and args.preempt_cost <= 0
+    policy = Settings() if ideal else DEFAULT_POLICY
+    given = {field: getattr(args, field) for field, _ in _BOUNDS.values() if hasattr(args, field)}
+    if "min_run_s" in given:
+        given["min_run_s"] = given["min_run_s"] or 0.0
+    return replace(
+        policy,
+        order=_ORDERS[args.order],
         preempt_cost_s=args.preempt_cost,
-        min_run_s=chosen("min_run", MIN_RUN_S) or 0.0,
-        guard_s=chosen("guard", GUARD_S),
-        skip_wait_s=chosen("skip_wait", SKIP_WAIT_S),
-        catch_up_s=chosen("catch_up", CATCH_UP_S),
         idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
         host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
+        **given,
     )
 
 
@@ -354,6 +384,7 @@ def _jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
             projects=_projects(args),
             preempt_cost_s=args.preempt_cost,
             grace_s=args.grace,
+            reports=some(*args.progress),
             progress=bar,
         )
     return report.job_numbers(result), result
@@ -385,10 +416,10 @@ def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]
 def _fractions(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     pods, nodes = traces.read_pods(args.file), traces.read_nodes(args.nodes_file)
     began = time.perf_counter()
-    placement: fractions.Placement | None
+    placement: fractions.Choose | None
     match args.placement:
         case "fgd":
-            placement = fractions.fragmentation_gradient(pods)
+            placement = fractions.product(pods)
         case "best-fit":
             placement = fractions.best_fit
         case _:

@@ -1,4 +1,4 @@
-"""Make a cluster and its load, and run them through `core.replay`."""
+"""Build a cluster and its load, and replay them with `core.replay`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
+    CheckpointMode,
+    Cluster,
     Device,
     Kind,
     Lease,
     Project,
     Settings,
     State,
-    Survival,
 )
 from jupyter_gpushare.core.replay import Costs, Replay
+from jupyter_gpushare.core.simulated_lease import Reports
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim.metrics import Meter
+from jupyter_gpushare.sim.srtf import TraceJob
 from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob
 
 GIB = 1 << 30
@@ -96,33 +100,33 @@ def replay_jobs(
     projects: Sequence[Project] = (),
     preempt_cost_s: float = 0.0,
     grace_s: float = 0.0,
+    reports: Callable[[int], Reports | None] = lambda number: None,
     progress: Progress | None = None,
 ) -> Result:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
     A preempted job is stopped, which takes ``grace_s``, and starts again
-    anywhere; there it makes no progress for ``preempt_cost_s``.
+    anywhere; there it makes no progress for ``preempt_cost_s``.  ``reports``: what
+    each job, by its number, reports of its progress.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
     meter = Meter(devices, projects, settings)
-    replay = Replay(
-        devices, projects, settings, Costs(restart_s=preempt_cost_s, grace_s=grace_s), watcher=meter
-    )
+    cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
+    replay = Replay(cluster, Costs(restart_s=preempt_cost_s, grace_s=grace_s), watcher=meter)
     for number, job in enumerate(jobs):
         lease = _job_lease(number, job, projects[number % len(projects)].name, fleet)
-        replay.add_job(lease, job.duration_s)
+        replay.add_job(lease, job.duration_s, reports(number))
     return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
 
 
 def _job_lease(number: int, job: TrainingJob, project: str, fleet: Fleet, **more: object) -> Lease:
-    given: dict[str, object] = {"survival": Survival.SIGTERM} | more
-    return Lease(
+    given: dict[str, object] = {"survival": CheckpointMode.SIGTERM} | more
+    return TraceJob(
         id=f"j{number:07d}",
         project=project,
         kind=Kind.TRAIN,
-        fraction_milli=WHOLE_GPU,
-        device_count=job.gpus,
+        size=Size(WHOLE_GPU, job.gpus),
         consolidate=fleet.nodes is not None,
         submitted_at=job.submit_at,
         duration_s=job.duration_s,
@@ -132,7 +136,7 @@ def _job_lease(number: int, job: TrainingJob, project: str, fleet: Fleet, **more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """What a workload keeps on each of its GPUs, and how fast it is copied."""
+    """Device memory of a workload on each of its GPUs, and its copy rate."""
 
     bytes_per_gpu: int = 16 * GIB
     copy_bytes_per_s: float = 8e9  # of each GPU
@@ -145,7 +149,7 @@ def replay_notebooks(
     settings: Settings,
     *,
     adaptive: bool = False,
-    survival: Survival = Survival.SIGTERM,
+    survival: CheckpointMode = CheckpointMode.SIGTERM,
     saturate: bool = False,
     state: DeviceState = DeviceState(),
     preempt_cost_s: float = 0.0,
@@ -154,7 +158,7 @@ def replay_notebooks(
     """Replay notebook sessions and training jobs together, until the last session ends.
 
     The sessions' project is guaranteed every GPU, that of the jobs none: jobs
-    run where nobody claims anything and where sessions sleep.  A session that
+    run on unclaimed devices and on those of suspended sessions.  A session that
     is suspended has its state copied to host memory; so has a job with
     ``survival`` suspend, which then goes on where it was, while one with sigterm
     takes as long to write its state and goes on anywhere.  ``adaptive``: each
@@ -170,14 +174,14 @@ def replay_notebooks(
     meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
     rate = state.copy_bytes_per_s
     costs = Costs(restart_s=preempt_cost_s, grace_s=state.bytes_per_gpu / rate, copy_bytes_per_s=rate)
-    replay = meter.replay = Replay(devices, projects, settings, costs, adaptive=adaptive, watcher=meter)
+    cluster = Cluster(devices=devices, projects=projects, leases=(), settings=settings)
+    replay = meter.replay = Replay(cluster, costs, adaptive=adaptive, watcher=meter)
     for number, session in enumerate(sessions):
         lease = Lease(
             id=f"s{number:05d}",
             project=NOTEBOOKS,
             kind=Kind.BUILD,
-            fraction_milli=WHOLE_GPU,
-            device_count=session.gpus,
+            size=Size(WHOLE_GPU, session.gpus),
             used_bytes=session.gpus * state.bytes_per_gpu,
         )
         replay.add_session(lease, session.cells)
@@ -192,7 +196,7 @@ def replay_notebooks(
 
 
 def _jobs_with_state(
-    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState, survival: Survival
+    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState, survival: CheckpointMode
 ) -> Iterator[_Work]:
     for number, job in enumerate(jobs):
         used = job.gpus * state.bytes_per_gpu
@@ -212,7 +216,7 @@ class _UntilSessionsEnd(Meter):
         self._left = sessions
         self._source: Iterator[_Work] = iter(())
         self._size = 0  # of the jobs of which some always wait; 0: of none
-        self._coming = 0  # of that size, added but not come
+        self._scheduled = 0  # of that size, added but not come
 
     def feed(self, source: Iterator[_Work], gpus: int) -> None:
         """From now on keep `BACKLOG` jobs for ``gpus`` GPUs waiting, from an endless ``source``."""
@@ -226,18 +230,18 @@ class _UntilSessionsEnd(Meter):
             self._left -= after.state is State.RELEASED
             self.replay.stopped = not self._left
         elif self._size and (before is None or before.state is State.PENDING):
-            self._coming -= before is None and _size(after) == self._size
+            self._scheduled -= before is None and _size(after) == self._size
             self._top_up()
 
     def _top_up(self) -> None:
-        while self.projects[JOBS].sizes[self._size] + self._coming < BACKLOG:
+        while self.projects[JOBS].sizes[self._size] + self._scheduled < BACKLOG:
             lease, duration_s = next(self._source)
             self.replay.add_job(lease, duration_s)
-            self._coming += _size(lease) == self._size
+            self._scheduled += _size(lease) == self._size
 
 
 def _size(lease: Lease) -> int:
-    return lease.fraction_milli * lease.device_count
+    return lease.size.fraction_milli * lease.size.device_count
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Made-up load in the format of the traces, for whoever has none.
+"""Generated load in the format of the traces.
 
 Durations are log-normal: the median and the spread (the standard deviation of
 the logarithm) say everything, a percentile is ``median * exp(spread * z)`` with
@@ -30,16 +30,18 @@ from jupyter_gpushare.sim.traces import MINUTE_S, NotebookSession, TrainingJob
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Positive numbers whose logarithm is normally distributed."""
+    """Log-normal distribution."""
 
     median: float
     spread: float
 
     @property
     def mean(self) -> float:
+        """The mean of the distribution."""
         return self.median * exp(self.spread**2 / 2)
 
     def draw(self, rng: random.Random) -> float:
+        """A random value of it."""
         return self.median * exp(rng.gauss(0.0, self.spread))
 
 

@@ -9,7 +9,8 @@ training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
             sorted by ``submit_time``
 cells       the same columns in *minutes*; rows are grouped by session: a drop
             of ``submit_time`` starts the next session
-pods        ``name, cpu_milli, memory_mib, num_gpu, gpu_milli, gpu_spec``
+pods        ``name, cpu_milli, memory_mib, num_gpu, gpu_milli``, optional
+            ``gpu_spec`` (GPU models that will do, ``V100M16|V100M32``)
 nodes       ``sn, cpu_milli, memory_mib, gpu, model``
 ==========  ================================================================
 
@@ -57,6 +58,8 @@ class NotebookSession:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
+    """One pod of a trace: its name, and what it requests of one node."""
+
     name: str
     cpu_milli: int
     memory_mib: int
@@ -67,6 +70,8 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """One node of a trace, with what it has."""
+
     name: str
     cpu_milli: int
     memory_mib: int
@@ -125,12 +130,12 @@ def read_pods(path: Path) -> list[Pod]:
         InvalidRequest: the file cannot be read, or a row is not as expected.
     """
     pods = []
-    for row in _rows(path, ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "gpu_spec")):
+    for row in _rows(path, ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli")):
         gpus = row.count("num_gpu")
         milli = row.count("gpu_milli", least=1 if gpus else 0, most=WHOLE_GPU) if gpus else 0
         if gpus > 1 and milli != WHOLE_GPU:
             raise row.wrong("gpu_milli", f"{WHOLE_GPU}: several GPUs are only given whole")
-        models = frozenset(m for m in row.text("gpu_spec").split("|") if m)
+        models = frozenset(m for m in row.text("gpu_spec", "").split("|") if m)
         pods.append(
             Pod(row.text("name"), row.count("cpu_milli"), row.count("memory_mib"), gpus, milli, models)
         )
@@ -155,10 +160,10 @@ def read_nodes(path: Path) -> list[Node]:
     ]
 
 
-def _gpus(row: _Row, most: int | None, whose: str) -> int:
+def _gpus(row: _Row, most: int | None, owner: str) -> int:
     gpus = row.count("num_gpu", least=1)
     if most is not None and gpus > most:
-        raise row.wrong("num_gpu", f"at most {most}, the GPUs {whose}")
+        raise row.wrong("num_gpu", f"at most {most}, the GPUs {owner}")
     return gpus
 
 
@@ -173,8 +178,8 @@ class _Row:
     def wrong(self, column: str, expected: str) -> InvalidRequest:
         return _wrong(self._path, self.number_in_file, f"{column} is {self._cells[column][:40]!r}", expected)
 
-    def text(self, column: str) -> str:
-        return self._cells[column]
+    def text(self, column: str, otherwise: str | None = None) -> str:
+        return self._cells[column] if otherwise is None else self._cells.get(column, otherwise)
 
     def number(self, column: str) -> float:
         try:
@@ -194,24 +199,24 @@ class _Row:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[_Row]:
-    lines = csv.reader(_lines(path), strict=True)
+    reader = csv.reader(_lines(path), strict=True)
     try:
-        header = next(lines, [])
+        header = next(reader, [])
         missing = [name for name in columns if name not in header]
         if missing:
             there = ", ".join(header)[:120] or "nothing"
             raise _wrong(path, 1, f"the header has {there}", f"the columns {', '.join(columns)}")
         count = 0
-        for cells in lines:
+        for cells in reader:
             if not cells:
                 continue  # an empty line
             if len(cells) != len(header):
                 expected = f"{len(header)}, as the header has"
-                raise _wrong(path, lines.line_num, f"{len(cells)} columns", expected)
+                raise _wrong(path, reader.line_num, f"{len(cells)} columns", expected)
             count += 1
-            yield _Row(path, lines.line_num, dict(zip(header, cells, strict=True)))
+            yield _Row(path, reader.line_num, dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise _wrong(path, lines.line_num, str(error), "comma-separated values") from None
+        raise _wrong(path, reader.line_num, str(error), "comma-separated values") from None
     if not count:
         raise _wrong(path, 2, "there is none", "at least one row below the header")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jupyter_gpushare.core.model import (
+    CheckpointMode,
     Cluster,
     Device,
     Grant,
@@ -13,10 +14,10 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
     State,
-    Survival,
     Why,
 )
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.size import Size
 
 NOW = 10_000.0
 GIB = 1 << 30
@@ -36,9 +37,11 @@ def _lease(kind: Kind, id: str, milli: int, on: str, **more: Any) -> Lease:
     """``on``: where it is, as in "0" or "0 1"; "" if it waits."""
     devices = tuple(f"gpu{n}" for n in on.split())
     state = more.pop("state", State.RUNNING if devices else State.PENDING)
-    given = {"id": id, "project": "p", "kind": kind, "state": state, "fraction_milli": milli}
+    count = more.pop("device_count", len(devices) or 1)
+    size = Size(milli, count, more.pop("memory_bytes", 0), more.pop("profile", ""))
+    given = {"id": id, "project": "p", "kind": kind, "state": state, "size": size}
     if devices:
-        given |= {"devices": devices, "held_milli": milli, "device_count": len(devices)}
+        given |= {"devices": devices, "held_milli": milli}
     return Lease(**given | more)
 
 
@@ -66,12 +69,21 @@ def cluster(
     )
 
 
-def actions(c: Cluster) -> list[object]:
-    return list(plan(c, NOW).actions)
+def actions(c: Cluster, now: float = NOW) -> list[object]:
+    return list(plan(c, now).actions)
 
 
-def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_ROOM, **more: bool) -> Grant:
+def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_CAPACITY, **more: bool) -> Grant:
     return Grant(lease, tuple(f"gpu{n}" for n in on), milli, why, **more)
+
+
+def stops(id: str, on: str = "", **more: Any) -> Lease:
+    """A job that is stopped and starts again, wherever there is capacity."""
+    return train(id, 1000, on, survival=CheckpointMode.SIGTERM, **more)
+
+
+def started(c: Cluster) -> list[str]:
+    return [a.lease for a in plan(c, NOW).actions if isinstance(a, Grant)]
 
 
 __all__ = [
@@ -79,12 +91,14 @@ __all__ = [
     "GIB",
     "NOW",
     "ON",
-    "Survival",
+    "CheckpointMode",
     "actions",
     "build",
     "cluster",
     "device",
     "grant",
     "project",
+    "started",
+    "stops",
     "train",
 ]

@@ -6,10 +6,10 @@ import pytest
 
 from jupyter_gpushare.core.explain import borrowed, check_request, explain
 from jupyter_gpushare.core.model import Grant, Order, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.plan import plan
-from jupyter_gpushare.core.quota import standing
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.quota import quota_state
 from jupyter_gpushare.errors import InvalidRequest
-from tests.core.build import ASLEEP, GIB, NOW, Survival, build, cluster, device, project, train
+from tests.core.build import ASLEEP, GIB, NOW, CheckpointMode, build, cluster, device, project, train
 
 
 def steady(id: str, milli: int, on: str = "", **more: object):
@@ -18,7 +18,7 @@ def steady(id: str, milli: int, on: str = "", **more: object):
 
 def test_it_starts_within_quota_and_is_not_borrowed():
     c = cluster(steady("job", 1000), gpus=2, projects=[project("p", 1), project("q", 1)])
-    assert plan(c, NOW).actions == (Grant("job", ("gpu0",), 1000, Why.FREE_ROOM),)
+    assert plan(c, NOW).actions == (Grant("job", ("gpu0",), 1000, Why.FREE_CAPACITY),)
 
 
 def test_it_waits_beyond_quota_though_gpus_are_free():
@@ -26,7 +26,7 @@ def test_it_waits_beyond_quota_though_gpus_are_free():
     assert plan(c, NOW).actions == ()
     assert explain(c, "job", NOW).why is Why.QUOTA
     may = cluster(train("job", 1000), gpus=2, projects=c.projects)
-    assert plan(may, NOW).actions == (Grant("job", ("gpu0",), 1000, Why.FREE_ROOM, borrowed=True),)
+    assert plan(may, NOW).actions == (Grant("job", ("gpu0",), 1000, Why.FREE_CAPACITY, borrowed=True),)
 
 
 def test_the_next_one_waits_until_the_first_has_ended():
@@ -50,7 +50,7 @@ def test_it_does_not_go_where_a_session_sleeps():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
     c = cluster(nb, steady("job", 1000), projects=[project("p", 1), project("q", 1)])
     assert plan(c, NOW).actions == ()
-    assert explain(c, "job", NOW).why is Why.NO_ROOM
+    assert explain(c, "job", NOW).why is Why.NO_CAPACITY
     lent = cluster(nb, train("job", 1000), projects=c.projects)
     assert isinstance(plan(lent, NOW).actions[0], Grant)
 
@@ -62,9 +62,9 @@ def test_no_session_is_put_to_sleep_for_it():
     assert isinstance(plan(cluster(idle, train("job", 1000), projects=quotas), NOW).actions[0], Suspend)
 
 
-def test_it_does_not_preempt_for_lent_room():
+def test_it_does_not_preempt_for_lent_capacity():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    junior = train("junior", 1000, "0", survival=Survival.SIGTERM)
+    junior = train("junior", 1000, "0", survival=CheckpointMode.SIGTERM)
     quotas = [project("p", 1), project("q", 1)]
     assert plan(cluster(nb, junior, steady("job", 1000, priority=1), projects=quotas), NOW).actions == ()
     assert plan(cluster(nb, junior, train("job", 1000, priority=1), projects=quotas), NOW).actions == (
@@ -73,19 +73,21 @@ def test_it_does_not_preempt_for_lent_room():
 
 
 def test_it_takes_back_what_others_have_beyond_their_quota():
-    other = train("other", 1000, "0", project="q", survival=Survival.SIGTERM)
+    other = train("other", 1000, "0", project="q", survival=CheckpointMode.SIGTERM)
     c = cluster(other, steady("job", 1000), projects=[project("p", 1), project("q", 0)])
     assert plan(c, NOW).actions == (Requeue("other", Why.OVER_QUOTA, "job"),)
 
 
-def test_it_waits_for_room_on_its_way_but_not_for_lent_room():
+def test_it_waits_for_releasing_capacity_but_not_for_lent_capacity():
     leaving = train("old", 1000, "0", project="q", state=State.STOPPING)
     quotas = [project("p", 1), project("q", 1)]
     assert explain(cluster(leaving, steady("job", 1000), projects=quotas), "job", NOW).why is (
-        Why.WAITS_FOR_ROOM
+        Why.AWAITING_RELEASE
     )
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    assert explain(cluster(leaving, nb, steady("job", 1000), projects=quotas), "job", NOW).why is Why.NO_ROOM
+    assert (
+        explain(cluster(leaving, nb, steady("job", 1000), projects=quotas), "job", NOW).why is Why.NO_CAPACITY
+    )
 
 
 def test_it_is_in_quota_before_older_jobs_that_borrow():
@@ -94,18 +96,20 @@ def test_it_is_in_quota_before_older_jobs_that_borrow():
         steady("job", 1000, "1", granted_at=2),
         projects=[project("p", 1)],
     )
-    assert standing(c.projects, c.leases).in_quota == {"job"}
+    assert quota_state(c.projects, c.leases).in_quota == {"job"}
     assert borrowed(c) == {"old": True, "job": False}
 
 
 def test_it_need_not_wait_for_those_of_its_project_that_borrow():
     c = cluster(train("old", 1000, "0"), steady("job", 1000), gpus=2, projects=[project("p", 1)])
-    assert plan(c, NOW).actions == (Grant("job", ("gpu1",), 1000, Why.FREE_ROOM),)
+    assert plan(c, NOW).actions == (Grant("job", ("gpu1",), 1000, Why.FREE_CAPACITY),)
 
 
 def test_one_that_sleeps_goes_on_only_within_quota():
     asleep = steady("job", 1000, "0", state=ASLEEP)
-    assert plan(cluster(asleep, projects=[project("p", 1)]), NOW).actions == (Resume("job", Why.ROOM_BACK),)
+    assert plan(cluster(asleep, projects=[project("p", 1)]), NOW).actions == (
+        Resume("job", Why.CAPACITY_BACK),
+    )
     assert plan(cluster(asleep, projects=[project("p", 0)]), NOW).actions == ()
 
 
@@ -116,7 +120,7 @@ def test_it_gets_no_part_of_a_gpu_that_is_dearer_than_its_quota():
     quotas = [project("p", 0.3), project("q", 0)]
     job = steady("job", 0, memory_bytes=20 * GIB)
     c = cluster(job, gpus=gpus, projects=quotas)
-    assert plan(c, NOW).actions == (Grant("job", ("gpu1",), 250, Why.FREE_ROOM),)
+    assert plan(c, NOW).actions == (Grant("job", ("gpu1",), 250, Why.FREE_CAPACITY),)
     c = cluster(job, other, gpus=[gpus[0], device(1)], projects=quotas)
     assert [a.lease for a in plan(c, NOW).actions] == ["other"]
     small = train("small", 1000, "0", project="q")
@@ -124,7 +128,7 @@ def test_it_gets_no_part_of_a_gpu_that_is_dearer_than_its_quota():
     assert plan(c, NOW).actions == ()
 
 
-def test_who_waits_for_its_own_quota_keeps_no_room_from_others():
+def test_a_job_that_waits_for_its_own_quota_keeps_no_capacity_from_others():
     waited = steady("job", 1000, waits_since_at=NOW - 1000)
     c = cluster(
         waited,
@@ -132,7 +136,7 @@ def test_who_waits_for_its_own_quota_keeps_no_room_from_others():
         gpus=1,
         projects=[project("p", 0.5)],
         order=Order.BACKFILL,
-        skip_wait_s=60.0,
+        max_bypass_s=60.0,
     )
     assert [a.lease for a in plan(c, NOW).actions] == ["small"]
 
@@ -150,9 +154,9 @@ def test_what_the_quota_can_never_cover_is_refused():
         check_request(c, steady("x", 1000, device_count=3))
 
 
-def test_no_running_job_makes_way_for_a_gang_that_would_be_on_lent_room():
+def test_no_running_job_makes_way_for_a_gang_that_would_be_on_lent_capacity():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    junior = train("junior", 1000, "1", survival=Survival.SIGTERM)
+    junior = train("junior", 1000, "1", survival=CheckpointMode.SIGTERM)
     gang = steady("gang", 1000, device_count=2, priority=1)
     quotas = [project("p", 2), project("q", 1)]
     assert plan(cluster(nb, junior, gang, gpus=2, projects=quotas), NOW).actions == ()
@@ -160,3 +164,15 @@ def test_no_running_job_makes_way_for_a_gang_that_would_be_on_lent_room():
     assert plan(cluster(nb, junior, may, gpus=2, projects=quotas), NOW).actions == (
         Requeue("junior", Why.PRIORITY, "gang"),
     )
+
+
+def test_no_job_is_preempted_on_a_device_where_the_request_is_larger_than_the_quota_left():
+    """15 GiB are 188 thousandths of 80 GiB, and 375 of 40 GiB; the quota is 250."""
+    c = cluster(
+        train("other", 1000, "0", project="q"),
+        train("junior", 1000, "1"),
+        train("job", 0, memory_bytes=15 * GIB, priority=1, borrow=False),
+        gpus=[device(0), device(1, memory_bytes=40 * GIB)],
+        projects=[project("p", 0.25), project("q", 1)],
+    )
+    assert plan(c, NOW).actions == ()

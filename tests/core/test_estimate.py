@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpushare.core.estimate import Estimate, estimates, remaining_s
-from jupyter_gpushare.core.model import Order, Survival
+from jupyter_gpushare.core.model import CheckpointMode, Order
 from tests.core.build import ASLEEP, NOW, build, cluster, train
 
 # Quartiles: 300, 500, 800.
@@ -56,7 +56,7 @@ def test_an_idle_session_is_lent_after_its_timeout_and_a_busy_one_never():
 
 
 def test_a_job_that_sleeps_is_told_when_it_goes_on():
-    asleep = train("z", 1000, "0", state=ASLEEP, survival=Survival.SUSPEND)
+    asleep = train("z", 1000, "0", state=ASLEEP, survival=CheckpointMode.SUSPEND)
     found = estimates(queue(running(), asleep), NOW, RAN_S)
     assert found == {"z": Estimate(300, 500, 800)}
 

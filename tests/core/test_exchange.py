@@ -1,11 +1,11 @@
-"""Room for gangs that others hold in pieces."""
+"""Capacity for gangs that others hold in pieces."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from jupyter_gpushare.core.model import Cluster, Requeue, Survival, Why
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.model import CheckpointMode, Cluster, Requeue, Why
+from jupyter_gpushare.core.planner import plan
 from tests.core.build import NOW, actions, cluster, device, project, train
 
 HOUR_S = 3600.0
@@ -17,7 +17,7 @@ def nodes(gpus: int, size: int) -> list:
 
 def held(name: str, on: range, **more) -> list:
     """Jobs of a project, one per GPU, the oldest first."""
-    jobs = {"project": name, "survival": Survival.SIGTERM} | more
+    jobs = {"project": name, "survival": CheckpointMode.SIGTERM} | more
     return [train(f"{name}{n}", 1000, f"{n}", granted_at=n, **jobs) for n in on]
 
 
@@ -54,7 +54,7 @@ def test_no_gang_leaves_a_project_less_than_its_quota():
             train("gang", 1000, device_count=4),
             gpus=nodes(8, 4),
             projects=[project("p", 0, weight=8), project("q", quota), project("s", 4)],
-            catch_up_s=HOUR_S,
+            fairness_horizon_s=HOUR_S,
         )
 
     lags = {"p": 2 * HOUR_S, "q": -2 * HOUR_S}
@@ -74,13 +74,13 @@ def test_a_gang_wider_than_a_node_asks_for_whole_nodes():
     assert actions(c) == [Requeue("q3", Why.OVER_QUOTA, "gang")]
 
 
-def test_a_gang_wider_than_a_node_disturbs_nobody_where_no_whole_nodes_come_of_it():
+def test_a_gang_wider_than_a_node_preempts_no_job_where_no_whole_nodes_come_of_it():
     c = cluster(
         *held("q", range(1, 2)),
         *held("r", range(3, 6, 2)),
         train("gang", 1000, device_count=4),
         gpus=nodes(6, 2),
         projects=[project("p", 0), project("q", 0), project("r", 2)],
-        catch_up_s=HOUR_S,
+        fairness_horizon_s=HOUR_S,
     )
     assert actions(replace(c, lags_gpu_s={"p": 4 * HOUR_S, "q": -4 * HOUR_S})) == []

@@ -20,7 +20,7 @@ from jupyter_gpushare.core.explain import (
     uses,
     warn_at,
 )
-from jupyter_gpushare.core.model import Kind, Order, State, Survival, Why
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Order, State, Why
 from jupyter_gpushare.errors import InvalidRequest, NotFound
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
@@ -42,7 +42,7 @@ def test_positions_follow_the_order_in_which_jobs_would_be_served():
 def test_needs_and_free_are_over_all_devices():
     c = cluster(build("nb", 750, "0"), train("gang", 1000, device_count=2), gpus=2)
     told = explain(c, "gang", NOW)
-    assert (told.needs_milli, told.free_milli, told.why) == (2000, 1250, Why.NO_ROOM)
+    assert (told.needs_milli, told.free_milli, told.why) == (2000, 1250, Why.NO_CAPACITY)
     assert told.blocked_by == "p"
 
 
@@ -58,8 +58,8 @@ def test_a_smaller_size_that_would_start_now_is_named():
     assert explain(c, "new", NOW).smaller == Size(500, 1)
 
 
-def test_what_gets_room_now_is_explained_by_its_decision():
-    assert explain(cluster(train("job", 500)), "job", NOW).why is Why.FREE_ROOM
+def test_what_gets_capacity_now_is_explained_by_its_decision():
+    assert explain(cluster(train("job", 500)), "job", NOW).why is Why.FREE_CAPACITY
     assert explain(cluster(train("job", 500, "0")), "job", NOW).why is Why.NOT_WAITING
 
 
@@ -84,13 +84,13 @@ def test_an_unknown_lease_is_not_found():
         (Why.BACKING_OFF, cluster(train("x", 500, retry_at=NOW + 1))),
         (Why.BACKING_OFF, cluster(build("x", 500, retry_at=NOW + 1))),
         (Why.BACKING_OFF, cluster(build("x", 500, "0", state=ASLEEP, wanted=True, retry_at=NOW + 1))),
-        (Why.WAITS_FOR_ROOM, cluster(train("a", 500, "0", state=State.STOPPING), train("x", 1000))),
-        (Why.WAITS_FOR_ROOM, cluster(build("a", 500, "0", idle_s=9000), train("x", 1000))),
+        (Why.AWAITING_RELEASE, cluster(train("a", 500, "0", state=State.STOPPING), train("x", 1000))),
+        (Why.AWAITING_RELEASE, cluster(build("a", 500, "0", idle_s=9000), train("x", 1000))),
         (
             Why.HOST_MEMORY,
             cluster(build("a", 500, "0", idle_s=9000, used_bytes=9), train("x", 1000), host_budget_bytes=9),
         ),
-        (Why.NO_ROOM, cluster(build("a", 600, "0"), build("x", 500))),
+        (Why.NO_CAPACITY, cluster(build("a", 600, "0"), build("x", 500))),
         (Why.QUOTA, cluster(train("x", 500, borrow=False), projects=[project("p", 0)])),
         (Why.PROJECT_LIMIT, cluster(build("x", 500), projects=[project("p", 0, limit_milli=400)])),
         (Why.PROJECT_LIMIT, cluster(train("x", 500), projects=[project("p", 0, limit_milli=400)])),
@@ -106,7 +106,7 @@ def test_why(why, c):
     assert explain(c, "x", NOW).why is why
 
 
-def test_a_suspended_job_says_who_holds_its_devices():
+def test_a_suspended_job_names_the_holders_of_its_devices():
     c = cluster(
         build("ada", 1000, "0", project="q"),
         train("big", 1000, "1 2"),
@@ -116,23 +116,27 @@ def test_a_suspended_job_says_who_holds_its_devices():
     assert explain(c, "bo", NOW).blocked_by == "q"
 
 
-def test_in_a_strict_line_everybody_waits_for_its_head():
+def test_in_a_strict_queue_all_jobs_wait_for_its_head():
     held = train("old", 500, "0")
     line = [train(f"j{n}", milli, queued_at=n) for n, milli in enumerate((1000, 500, 250))]
     c = cluster(held, *line, order=Order.FIFO)
     told = [explain(c, f"j{n}", NOW) for n in range(3)]
-    assert [x.why for x in told] == [Why.NO_ROOM, Why.IN_LINE, Why.IN_LINE]
+    assert [x.why for x in told] == [Why.NO_CAPACITY, Why.IN_LINE, Why.IN_LINE]
     assert [x.position for x in told] == [1, 2, 3]
     assert [x.behind for x in told] == ["", "j0", "j0"]
     assert {x.first_at for x in told} == {None}
 
 
-def test_who_waits_is_told_when_others_make_way():
+def test_a_waiting_job_is_told_when_others_make_way():
     c = cluster(
-        train("old", 1000, "0"), train("x", 500, waits_since_at=NOW - 60), skip_wait_s=100.0, guard_s=50.0
+        train("old", 1000, "0"),
+        train("x", 500, waits_since_at=NOW - 60),
+        order=Order.BACKFILL,
+        max_bypass_s=100.0,
+        starvation_guard_s=50.0,
     )
     assert explain(c, "x", NOW).first_at == NOW + 40
-    c = cluster(*c.leases, skip_wait_s=100.0, guard_s=70.0, min_run_s=1.0)
+    c = cluster(*c.leases, max_bypass_s=65.0, starvation_guard_s=70.0, min_run_s=1.0)
     assert explain(c, "x", NOW).first_at == NOW + 10
     assert explain(cluster(*c.leases), "x", NOW).first_at is None
 
@@ -144,8 +148,7 @@ def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
     c = cluster(train("job", 1000, "0"), gpus=2, projects=[project("p", 2)])
     now, both = offers(c, "p", [Size(500), Size(1000, 2)], NOW)
     assert now == Offer(
-        fraction_milli=500,
-        device_count=1,
+        size=Size(500),
         starts=Starts.NOW,
         why=Why.CLAIM,
         devices=("gpu1",),
@@ -155,7 +158,7 @@ def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
     (beyond,) = offers(c, "other", [Size(500)], NOW)
     assert (beyond.starts, beyond.borrowed) == (Starts.NOW, True)
     (refused,) = offers(c, "other", [Size(1000, 2)], NOW)
-    assert (refused.starts, refused.why, refused.devices) == (Starts.NO, Why.NO_ROOM, ())
+    assert (refused.starts, refused.why, refused.devices) == (Starts.NO, Why.NO_CAPACITY, ())
 
 
 def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():
@@ -163,12 +166,14 @@ def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():
     assert [o.starts for o in offers(c, "p", [Size(250), Size(500)], NOW)] == [Starts.NOW, Starts.NO]
 
 
-def test_offers_of_jobs_say_whether_others_make_room():
+def test_offers_of_jobs_say_whether_others_are_preempted():
     c = cluster(build("nb", 500, "0", idle_s=9000), projects=[project("p", 0.6)])
-    got = offers(c, "p", [Size(500), Size(1000), Size(1000, 2)], NOW, kind=Kind.TRAIN, survival=Survival.NONE)
+    got = offers(
+        c, "p", [Size(500), Size(1000), Size(1000, 2)], NOW, kind=Kind.TRAIN, survival=CheckpointMode.NONE
+    )
     assert [(o.starts, o.why) for o in got] == [
-        (Starts.NOW, Why.FREE_ROOM),
-        (Starts.SOON, Why.WAITS_FOR_ROOM),
+        (Starts.NOW, Why.FREE_CAPACITY),
+        (Starts.SOON, Why.AWAITING_RELEASE),
         (Starts.NO, Why.TOO_LARGE),
     ]
     assert got[0].borrowed
@@ -189,7 +194,7 @@ def test_offers_of_jobs_say_whether_others_make_room():
             r"a MIG instance of profile 1g\.10gb; no GPU here is divided\.",
         ),
         (train("x", 1000, device_count=8, consolidate=False), r"Asks for 8 GPUs; there are 3\."),
-        (train("x", 0, memory_bytes=100 * GIB), r"100\.0 GiB of GPU memory; the largest GPU has 78\.0 GiB"),
+        (train("x", 0, memory_bytes=100 * GIB), r"100 GB of GPU memory; the largest GPU has 78 GB"),
         (train("x", 1000, device_count=2), r"Asks for 2 GPUs; project p may use at most 1 GPU\."),
         (train("x", 0), "asks for nothing"),
         (train("x", -1), "asks for nothing"),
@@ -234,7 +239,7 @@ def test_a_mig_instance_is_offered_by_its_profile():
     c = cluster(gpus=[device(0, profile="1g.10gb"), device(1)], projects=[project("p", 2)])
     whole, instance = offers(c, "p", [Size(1000), Size(1000, profile="1g.10gb")], NOW)
     assert (whole.devices, instance.devices) == (("gpu1",), ("gpu0",))
-    assert (whole.profile, instance.profile) == ("", "1g.10gb")
+    assert (whole.size.profile, instance.size.profile) == ("", "1g.10gb")
 
 
 def test_nothing_smaller_than_a_mig_instance_is_proposed():
@@ -283,10 +288,10 @@ def test_busy_sleeping_and_unsuspendable_sessions_and_jobs_are_never_eligible():
         assert not eligible(lease, settings, NOW)
 
 
-# -- who borrows
+# -- which leases borrow
 
 
-def test_use_beyond_quota_and_on_lent_room_is_borrowed():
+def test_use_beyond_quota_and_on_lent_capacity_is_borrowed():
     c = cluster(
         build("ada", 500, "0", state=ASLEEP),
         train("within", 500, "0", granted_at=1),
@@ -327,7 +332,7 @@ def test_use_of_each_project():
         Use(
             project="q",
             in_use_milli=1000,
-            borrowed_milli=1000,
+            borrowed_milli=0,  # on a lent GPU, and within its quota
             claimed_milli=0,
             lent_milli=0,
             fair_share_milli=2500,
@@ -343,3 +348,17 @@ def test_use_of_each_project():
             waiting_milli=0,
         ),
     )
+
+
+def test_a_project_borrows_what_it_holds_over_its_quota_and_no_more():
+    wide = cluster(train("wide", 1000, "0 1"), gpus=2, projects=[project("p", 1)])
+    assert borrowed(wide) == {"wide": True}
+    assert uses(wide)[0].borrowed_milli == 1000
+    beside_claim = cluster(
+        build("ada", 500, "0", state=ASLEEP),
+        train("within", 500, "0", granted_at=1),
+        train("beyond", 1000, "1", granted_at=2),
+        gpus=2,
+        projects=[project("p", 1)],
+    )
+    assert uses(beside_claim)[0].borrowed_milli == 1000

@@ -7,17 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.loop import uninterrupted
+from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import Order
-from jupyter_gpushare.core.plan import look, plan
+from jupyter_gpushare.core.planner import dry_run, plan
+from jupyter_gpushare.sim.srtf import SRTF
 from tests.benchmarks.plan_speed import NOW, cluster
 
+ROUNDS = {"plan": lambda c: plan(c, NOW), "dry_run": lambda c: dry_run(c, NOW).run()}
 
-@pytest.mark.parametrize("order", [Order.LAS, Order.FIFO, Order.BACKFILL, Order.SRTF])
-@pytest.mark.parametrize("ask", [lambda c: plan(c, NOW), lambda c: look(c, NOW).run()], ids=["plan", "look"])
+
+@pytest.mark.parametrize("order", [Order.LAS, Order.FIFO, Order.BACKFILL, SRTF])
+@pytest.mark.parametrize("ask", ROUNDS.values(), ids=ROUNDS)
 def test_what_a_round_was_made_of_is_gone_with_it(order, ask):
     busy = cluster(16, 100, 200, order)
-    busy = replace(busy, lags_gpu_s={"a": 3_600.0}, settings=replace(busy.settings, catch_up_s=1_800.0))
+    busy = replace(
+        busy, lags_gpu_s={"a": 3_600.0}, settings=replace(busy.settings, fairness_horizon_s=1_800.0)
+    )
     assert plan(busy, NOW).actions
     gc.collect()
     gc.disable()
@@ -29,7 +34,7 @@ def test_what_a_round_was_made_of_is_gone_with_it(order, ask):
 
 
 def test_the_collector_goes_on_after_a_round_that_failed():
-    @uninterrupted()
+    @gc_paused()
     def fails() -> None:
         assert not gc.isenabled()
         raise ZeroDivisionError

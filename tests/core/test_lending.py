@@ -1,9 +1,9 @@
-"""`plan`: who lends, what host memory holds, and what happens when an owner returns."""
+"""`plan`: which sessions lend, what host memory holds, and what happens when an owner returns."""
 
 from __future__ import annotations
 
-from jupyter_gpushare.core.model import Plan, Requeue, Resume, State, Survival, Suspend, Why
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.model import CheckpointMode, Plan, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.planner import plan
 from tests.core.build import ASLEEP, GIB, NOW, actions, build, cluster, device, grant, project, train
 
 
@@ -12,7 +12,7 @@ def test_an_idle_session_is_suspended_for_a_job():
     assert actions(c) == [Suspend("nb", Why.IDLE, "job")]
 
 
-def test_nobody_is_suspended_when_nobody_waits():
+def test_no_session_is_suspended_when_no_job_waits():
     assert plan(cluster(build("nb", 500, "0", idle_s=3600)), NOW) == Plan(())
 
 
@@ -22,7 +22,7 @@ def test_idle_begins_at_the_timeout_and_the_plan_says_when():
     assert plan(c, NOW + 1).actions == (Suspend("nb", Why.IDLE, "job"),)
 
 
-def test_nobody_is_suspended_in_vain():
+def test_no_session_is_suspended_in_vain():
     c = cluster(build("idle", 250, "0", idle_s=3600), build("busy", 500, "0"), train("job", 1000))
     assert actions(c) == []
 
@@ -39,7 +39,7 @@ def test_a_session_that_is_not_needed_stays_awake():
     assert actions(c) == [Suspend("large", Why.IDLE, "job")]
 
 
-def test_an_owner_may_keep_or_offer_the_room():
+def test_an_owner_may_keep_or_offer_the_capacity():
     c = cluster(build("nb", 500, "0", idle_s=3600, keep_until_at=NOW + 60), train("job", 1000))
     assert plan(c, NOW) == Plan((), next_at=NOW + 60)
     c = cluster(build("nb", 500, "0", lend_now=True), train("job", 1000))
@@ -71,12 +71,12 @@ def test_two_jobs_do_not_share_one_victim():
     assert actions(c) == [Suspend("nb", Why.IDLE, "a")]
 
 
-def test_room_made_by_a_sleeping_session_is_lent():
+def test_capacity_made_by_a_sleeping_session_is_lent():
     c = cluster(build("nb", 500, "0", state=ASLEEP), train("job", 1000))
     assert actions(c) == [grant("job", 0, borrowed=True)]
 
 
-def test_unclaimed_room_is_used_before_lent_room():
+def test_unclaimed_capacity_is_used_before_lent_capacity():
     c = cluster(build("nb", 1000, "0", state=ASLEEP), train("job", 1000), gpus=2)
     assert actions(c) == [grant("job", 1)]
 
@@ -89,18 +89,24 @@ def test_a_gang_that_fits_only_if_a_session_sleeps():
 
 
 def test_a_session_is_suspended_only_if_host_memory_holds_its_bytes():
-    nb, job = build("nb", 500, "0", idle_s=3600, used_bytes=100), train("job", 1000, survival=Survival.NONE)
+    nb, job = (
+        build("nb", 500, "0", idle_s=3600, used_bytes=100),
+        train("job", 1000, survival=CheckpointMode.NONE),
+    )
     assert actions(cluster(nb, job, host_budget_bytes=104)) == []
     assert actions(cluster(nb, job, host_budget_bytes=105)) == [Suspend("nb", Why.IDLE, "job")]
 
 
 def test_what_is_parked_and_being_parked_counts():
-    nb, job = build("nb", 500, "0", idle_s=3600, used_bytes=100), train("job", 1000, survival=Survival.NONE)
-    parked = build("parked", 500, "1", state=ASLEEP, saved_bytes=100)
+    nb, job = (
+        build("nb", 500, "0", idle_s=3600, used_bytes=100),
+        train("job", 1000, survival=CheckpointMode.NONE),
+    )
+    suspended = build("suspended", 500, "1", state=ASLEEP, saved_bytes=100)
     leaving = build("leaving", 500, "1", state=State.SUSPENDING, used_bytes=100)
     devices = [device(0), device(1, usable=False)]
-    assert actions(cluster(nb, job, parked, leaving, gpus=devices, host_budget_bytes=309)) == []
-    assert actions(cluster(nb, job, parked, leaving, gpus=devices, host_budget_bytes=310))
+    assert actions(cluster(nb, job, suspended, leaving, gpus=devices, host_budget_bytes=309)) == []
+    assert actions(cluster(nb, job, suspended, leaving, gpus=devices, host_budget_bytes=310))
 
 
 def test_a_suspendable_job_borrows_only_if_its_own_bytes_fit_beside_its_lenders():
@@ -116,20 +122,20 @@ def owner(**more: object) -> object:
     return build("ada", 500, "0", state=ASLEEP, wanted=True, **more)
 
 
-def test_an_owner_who_returns_to_free_room_wakes_at_once():
+def test_an_owner_that_returns_to_free_capacity_wakes_at_once():
     assert actions(cluster(owner())) == [Resume("ada", Why.WANTED)]
 
 
-def test_a_sleeping_session_that_nobody_wants_sleeps_on():
+def test_a_sleeping_session_that_is_not_wanted_sleeps_on():
     assert actions(cluster(build("ada", 500, "0", state=ASLEEP))) == []
 
 
-def test_a_returning_owner_takes_the_room_back_by_suspending_the_borrower():
+def test_a_returning_owner_takes_its_capacity_back_by_suspending_the_borrower():
     c = cluster(owner(), train("bo", 1000, "0 1"), gpus=2)
     assert actions(c) == [Suspend("bo", Why.LENDER_RETURNED, "ada")]
 
 
-def test_a_returning_owner_waits_for_room_on_its_way_out():
+def test_a_returning_owner_waits_for_releasing_capacity():
     c = cluster(
         owner(), train("bo", 500, "0", state=State.STOPPING), train("next", 500, "0"), train("new", 500)
     )
@@ -138,7 +144,7 @@ def test_a_returning_owner_waits_for_room_on_its_way_out():
 
 def test_a_borrower_that_cannot_be_suspended_is_requeued():
     for job in (
-        train("bo", 1000, "0", survival=Survival.SIGTERM),
+        train("bo", 1000, "0", survival=CheckpointMode.SIGTERM),
         train("bo", 1000, "0", suspendable=False),
         train("bo", 1000, "0", retry_at=NOW + 9),
         train("bo", 1000, "0", state=State.GRANTED),
@@ -154,7 +160,7 @@ def test_a_borrower_is_requeued_when_host_memory_is_short():
 def test_suspendable_borrowers_go_before_those_that_start_again_and_the_last_in_first():
     c = cluster(
         owner(),
-        train("stop", 250, "0", survival=Survival.NONE, granted_at=9),
+        train("stop", 250, "0", survival=CheckpointMode.NONE, granted_at=9),
         train("first", 250, "0", granted_at=1),
         train("last", 250, "0", granted_at=2),
         train("other", 250, "0", granted_at=0),
@@ -185,16 +191,16 @@ def test_a_borrower_that_is_just_resuming_is_left_alone_until_it_runs():
     assert actions(c) == []
 
 
-def test_an_owner_backs_off_but_keeps_its_room():
+def test_an_owner_backs_off_but_keeps_its_capacity():
     c = cluster(owner(retry_at=NOW + 5), train("job", 1000), build("other", 600))
     assert plan(c, NOW) == Plan((), next_at=NOW + 5)
 
 
-def test_an_owner_whose_device_is_gone_waits():
+def test_an_owner_without_its_device_waits():
     assert actions(cluster(owner(), gpus=0)) == []
 
 
-def test_a_session_beyond_quota_wakes_on_free_unclaimed_room_only():
+def test_a_session_beyond_quota_wakes_on_free_unclaimed_capacity_only():
     guest = build("guest", 500, "0", project="q", state=ASLEEP, wanted=True)
     assert actions(cluster(guest)) == [Resume("guest", Why.WANTED)]
     assert actions(cluster(guest, train("job", 600, "0"))) == []
@@ -208,13 +214,13 @@ def test_an_idle_neighbour_sleeps_before_a_borrower_is_disturbed():
     assert actions(c) == [Suspend("bo", Why.LENDER_RETURNED, "ada")]
 
 
-def test_a_suspended_job_resumes_when_its_room_is_back():
-    assert actions(cluster(train("bo", 1000, "0", state=ASLEEP))) == [Resume("bo", Why.ROOM_BACK)]
+def test_a_suspended_job_resumes_when_its_capacity_is_back():
+    assert actions(cluster(train("bo", 1000, "0", state=ASLEEP))) == [Resume("bo", Why.CAPACITY_BACK)]
 
 
 def test_a_suspended_job_comes_before_its_waiting_peers_but_not_before_higher_ranks():
     bo = train("bo", 1000, "0", state=ASLEEP, queued_at=9)
-    assert actions(cluster(train("new", 1000, queued_at=1), bo)) == [Resume("bo", Why.ROOM_BACK)]
+    assert actions(cluster(train("new", 1000, queued_at=1), bo)) == [Resume("bo", Why.CAPACITY_BACK)]
     assert actions(cluster(train("new", 1000, priority=1), bo)) == [grant("new", 0)]
 
 
@@ -229,10 +235,10 @@ def test_a_suspended_job_does_not_return_onto_an_awake_or_waking_session():
     assert actions(cluster(owner(), bo)) == [Resume("ada", Why.WANTED)]
 
 
-def test_lending_sessions_are_not_asked_where_host_memory_cannot_hold_the_borrower_but_owed_room_is_taken():
+def test_lenders_are_not_suspended_without_host_memory_for_the_borrower_but_owed_capacity_is_taken():
     c = cluster(
         build("nb", 1000, "0", idle_s=9000, project="q"),
-        train("over", 1000, "1", project="q", survival=Survival.NONE),
+        train("over", 1000, "1", project="q", survival=CheckpointMode.NONE),
         train("job", 1000),
         gpus=2,
         projects=[project("p", 1), project("q", 1)],
@@ -273,16 +279,16 @@ def test_a_job_that_cannot_be_parked_anyway_needs_no_host_memory():
 
 
 def of_two_sizes(**more):
-    """A small session that is idle for longest, a large one, and a job that fits into the room of either."""
+    """A small session that is idle for longest, a large one, and a job that fits where either is."""
     return cluster(
         build("small", 250, "0", idle_s=9000, used_bytes=10 * GIB),
         build("large", 750, "0", idle_s=700, used_bytes=10 * GIB),
-        train("job", 250, survival=Survival.NONE),
+        train("job", 250, survival=CheckpointMode.NONE),
         **more,
     )
 
 
-def test_the_longest_idle_goes_first_while_host_memory_holds_all_who_are_idle():
+def test_the_longest_idle_goes_first_while_host_memory_holds_all_idle_sessions():
     assert actions(of_two_sizes(host_budget_bytes=21 * GIB)) == [Suspend("small", Why.IDLE, "job")]
 
 
@@ -290,11 +296,11 @@ def test_the_biggest_idle_goes_first_where_host_memory_holds_not_all_of_them():
     assert actions(of_two_sizes(host_budget_bytes=21 * GIB - 1)) == [Suspend("large", Why.IDLE, "job")]
 
 
-def test_what_is_big_is_the_room_that_is_freed_not_what_has_to_be_parked_for_it():
+def test_size_means_the_capacity_that_is_freed_not_what_has_to_be_parked_for_it():
     c = cluster(
         build("full", 250, "0", idle_s=9000, used_bytes=18 * GIB),
         build("empty", 750, "0", idle_s=700, used_bytes=GIB),
-        train("job", 250, survival=Survival.NONE),
+        train("job", 250, survival=CheckpointMode.NONE),
         host_budget_bytes=19 * GIB,
     )
     assert actions(c) == [Suspend("empty", Why.IDLE, "job")]
@@ -304,7 +310,7 @@ def test_of_equally_big_idle_sessions_the_longest_idle_goes_first():
     c = cluster(
         build("short", 500, "0", idle_s=700, used_bytes=GIB),
         build("long", 500, "0", idle_s=9000, used_bytes=GIB),
-        train("job", 500, survival=Survival.NONE),
+        train("job", 500, survival=CheckpointMode.NONE),
         host_budget_bytes=2 * GIB,
     )
     assert actions(c) == [Suspend("long", Why.IDLE, "job")]
@@ -316,7 +322,7 @@ def test_a_busy_session_or_one_that_cannot_sleep_makes_host_memory_no_scarcer():
         build("firm", 100, "0", idle_s=9999, suspendable=False, used_bytes=50 * GIB),
         build("small", 250, "0", idle_s=9000, used_bytes=GIB),
         build("large", 500, "0", idle_s=700, used_bytes=GIB),
-        train("job", 250, survival=Survival.NONE),
+        train("job", 250, survival=CheckpointMode.NONE),
         host_budget_bytes=3 * GIB,
     )
     assert actions(c) == [Suspend("small", Why.IDLE, "job")]
@@ -324,17 +330,17 @@ def test_a_busy_session_or_one_that_cannot_sleep_makes_host_memory_no_scarcer():
 
 def test_two_idle_sessions_sleep_only_if_host_memory_holds_both():
     both = [build(f"b{n}", 500, "0", used_bytes=100, idle_s=9000) for n in range(2)]
-    c = cluster(*both, train("job", 1000, survival=Survival.NONE), host_budget_bytes=150)
+    c = cluster(*both, train("job", 1000, survival=CheckpointMode.NONE), host_budget_bytes=150)
     assert actions(c) == []
 
 
-def test_when_host_memory_gets_short_the_next_job_is_made_room_by_a_smaller_session():
+def test_when_host_memory_gets_short_a_smaller_session_gives_way_to_the_next_job():
     c = cluster(
         build("large", 1000, "0", used_bytes=60 * GIB, idle_s=9999),
         build("second", 1000, "1", used_bytes=60 * GIB, idle_s=9998),
         build("small", 1000, "2", used_bytes=9 * GIB, idle_s=9997),
-        train("a", 1000, survival=Survival.NONE),
-        train("b", 1000, survival=Survival.NONE),
+        train("a", 1000, survival=CheckpointMode.NONE),
+        train("b", 1000, survival=CheckpointMode.NONE),
         gpus=3,
         host_budget_bytes=75 * GIB,
     )

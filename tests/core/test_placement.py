@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.core import placement
+from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
-from jupyter_gpushare.core.placement import Index, Layout, Spot, demand, find
-from jupyter_gpushare.core.plan import plan
-from jupyter_gpushare.core.room import Room
+from jupyter_gpushare.core.placement import Index, Placement, Topology, find
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
 
@@ -34,7 +35,7 @@ def test_a_gang_stays_inside_an_island():
     assert placed(train("gang", 1000, device_count=2), gpus=gpus) == ["0 3"]
 
 
-def test_a_gang_takes_a_node_where_no_island_has_room():
+def test_a_gang_takes_a_node_where_no_island_has_capacity():
     gpus = [device(n, island="left" if n in (0, 3) else "") for n in range(4)]
     assert placed(train("old", 1000, "0"), train("gang", 1000, device_count=2), gpus=gpus) == ["1 2"]
 
@@ -74,7 +75,7 @@ def test_a_job_larger_than_a_node_takes_whole_nodes_and_the_rest_in_one():
     assert placed(train("gang", 1000, device_count=6), gpus=nodes(4, 2, 1)) == ["0 1 2 3 4 5"]
 
 
-def test_mig_instances_go_to_who_asks_for_their_profile_or_for_bytes():
+def test_mig_instances_go_to_requests_for_their_profile_or_for_bytes():
     small = [device(n, profile="1g.10gb", memory_bytes=10 * GIB) for n in range(2)]
     gpus = [*small, device(2)]
     assert placed(train("job", 1000), gpus=gpus) == ["2"]
@@ -90,7 +91,7 @@ def test_a_single_gpu_is_taken_where_no_whole_node_is_broken():
     assert placed(train("a", 1000, "2"), train("job", 1000), gpus=nodes(2, 2)) == ["3"]
 
 
-def test_fractions_leave_room_for_what_is_asked_for():
+def test_fractions_leave_capacity_for_what_is_asked_for():
     """Two halves are free in pieces: the quarter goes where no half is spoiled."""
     held = [train("a", 500, "0"), train("b", 750, "1")]
     assert placed(*held, train("job", 250), gpus=2) == ["1"]
@@ -101,11 +102,11 @@ def test_memory_is_converted_for_the_device_it_is_placed_on():
     lease = train("job", 0, memory_bytes=30 * GIB)
     assert plan(cluster(lease, gpus=[large]), NOW).actions[0].held_milli == 188
     assert plan(cluster(lease, gpus=[small, large]), NOW).actions == (
-        Grant("job", ("gpu0",), 750, Why.FREE_ROOM),
+        Grant("job", ("gpu0",), 750, Why.FREE_CAPACITY),
     )
     lease = train("job", 0, memory_bytes=50 * GIB)
     assert plan(cluster(lease, gpus=[small, large]), NOW).actions == (
-        Grant("job", ("gpu1",), 313, Why.FREE_ROOM),
+        Grant("job", ("gpu1",), 313, Why.FREE_CAPACITY),
     )
 
 
@@ -117,10 +118,10 @@ def test_a_claim_in_bytes_must_fit_the_quota_where_it_is_placed():
 
 def test_a_gang_beyond_quota_is_no_claim():
     c = cluster(build("nb", 1000, device_count=2), gpus=2, projects=[project("p", 1)])
-    assert plan(c, NOW).actions == (Grant("nb", ("gpu0", "gpu1"), 1000, Why.FREE_ROOM, borrowed=True),)
+    assert plan(c, NOW).actions == (Grant("nb", ("gpu0", "gpu1"), 1000, Why.FREE_CAPACITY, borrowed=True),)
 
 
-def test_room_for_a_gang_is_made_where_it_disturbs_fewest():
+def test_a_gang_preempts_where_it_disturbs_fewest():
     idle = [build(f"nb{n}", 500, on, idle_s=9000) for n, on in enumerate("0123")]
     busy_elsewhere = build("other", 500, "3", idle_s=9000)
     c = cluster(*idle, busy_elsewhere, train("gang", 1000, device_count=2), gpus=nodes(2, 2))
@@ -132,7 +133,7 @@ def test_a_victim_on_several_devices_is_asked_once():
     assert plan(c, NOW).actions == (Suspend("nb", Why.IDLE, "gang"),)
 
 
-def test_a_device_that_is_gone_counts_for_nobody():
+def test_a_device_that_is_gone_counts_for_no_project():
     c = cluster(train("old", 1000, "0 7"), train("job", 1000), gpus=2)
     assert placed(*c.leases, gpus=2) == ["1"]
 
@@ -152,9 +153,9 @@ def test_an_owner_on_two_devices_wakes_when_both_are_free():
 
 
 def row(seed):
-    """Devices of mixed sizes, nodes and islands with random room."""
+    """Devices of mixed sizes, nodes and islands with random capacity."""
     random = Random(seed)
-    rooms = []
+    capacities = []
     for n in range(random.randrange(1, 12)):
         d = device(
             n,
@@ -163,76 +164,82 @@ def row(seed):
             memory_bytes=random.choice([40, 80]) * GIB,
             reserve_bytes=random.choice([0, 0, 40]) * GIB,
         )
-        room = Room(d)
-        room.free = random.choice([0, 250, 300, 500, 1000, 1000, 1000])
-        rooms.append(room)
-    return random, rooms
+        capacity = DeviceCapacity(d)
+        capacity.free = random.choice([0, 250, 300, 500, 1000, 1000, 1000])
+        capacities.append(capacity)
+    return random, capacities
 
 
 WORKLOAD = Workload([(Task(gpu_milli=m, gpu_count=n), 1.0) for m, n in ((250, 1), (1000, 1), (1000, 2))])
 
 
-def free(room):
-    return room.free
+def free(capacity):
+    return capacity.free
 
 
-def best_device(lease, layout):
+def best_device(lease, topology):
     """Looks at every device: least fragmentation, then tightest device, then tightest node."""
     found = []
-    for node in layout.nodes:
-        gpus = sorted(room.free for room in node)
-        for room in node:
-            need = demand(lease, room.device)
-            if room.free >= need:
+    for node in topology.nodes:
+        gpus = sorted(capacity.free for capacity in node)
+        for capacity in node:
+            need = capacity.device.demand_milli(lease.size)
+            if capacity.free >= need:
                 after = list(gpus)
-                after[after.index(room.free)] -= need
+                after[after.index(capacity.free)] -= need
                 before, then = (
                     WORKLOAD.fragment_milli(tuple(gpus)),
                     WORKLOAD.fragment_milli(tuple(sorted(after))),
                 )
                 first = min(r.device.uuid for r in node)
-                order = (-WORKLOAD.score(before, then), room.free - need, sum(gpus), first, room.device.uuid)
-                found.append((order, Spot((room.device.uuid,), need)))
+                order = (
+                    -WORKLOAD.score(before, then),
+                    capacity.free - need,
+                    sum(gpus),
+                    first,
+                    capacity.device.uuid,
+                )
+                found.append((order, Placement((capacity.device.uuid,), need)))
     return min(found, key=lambda x: x[0])[1] if found else None
 
 
 @given(st.integers(0, 10_000))
 def test_the_index_answers_as_if_every_device_was_looked_at(seed):
-    random, rooms = row(seed)
-    layout, changed = Layout(rooms), set()
-    index = Index(layout, free, WORKLOAD, changed)
+    random, capacities = row(seed)
+    topology, changed = Topology(capacities), set()
+    index = Index(topology, free, WORKLOAD, changed)
     for _ in range(20):
-        shape = random.choice(
+        size = random.choice(
             [
-                {"fraction_milli": random.choice([125, 250, 300, 1000])},
-                {"fraction_milli": 0, "memory_bytes": random.randrange(1, 80) * GIB},
-                {"fraction_milli": 1000, "device_count": random.randrange(2, 6)},
-                {"fraction_milli": 250, "device_count": 2},
+                Size(random.choice([125, 250, 300, 1000])),
+                Size(memory_bytes=random.randrange(1, 80) * GIB),
+                Size(1000, random.randrange(2, 6)),
+                Size(250, 2),
             ]
         )
-        lease = replace(train("job", 0, consolidate=random.choice([True, True, False])), **shape)
-        spot = index.find(lease)
-        assert spot == find(lease, layout, free, WORKLOAD)
-        if lease.device_count == 1:
-            assert spot == best_device(lease, layout)
-        for room in rooms:
-            if spot and room.device.uuid in spot.devices:
-                room.free -= spot.held_milli
-                changed.add(room)
+        lease = replace(train("job", 0, consolidate=random.choice([True, True, False])), size=size)
+        placement = index.find(lease)
+        assert placement == find(lease, topology, free, WORKLOAD)
+        if lease.size.device_count == 1:
+            assert placement == best_device(lease, topology)
+        for capacity in capacities:
+            if placement and capacity.device.uuid in placement.devices:
+                capacity.free -= placement.held_milli
+                changed.add(capacity)
         if random.random() < 0.3:
-            room = random.choice(rooms)
-            room.free = 1000
-            changed.add(room)
+            capacity = random.choice(capacities)
+            capacity.free = 1000
+            changed.add(capacity)
 
 
 def test_what_was_judged_once_is_forgotten_when_it_is_much(monkeypatch):
     """What a quota leaves, and what people ask for, takes ever new values."""
     monkeypatch.setattr(placement, "_JUDGED", 50)
-    _, rooms = row(3)
-    layout = Layout(rooms)
-    index = Index(layout, free, WORKLOAD, set())
+    _, capacities = row(3)
+    topology = Topology(capacities)
+    index = Index(topology, free, WORKLOAD, set())
     for left in range(1000):
         lease = train("job", 250)
-        assert index.find(lease, left) == find(lease, layout, free, WORKLOAD, left)
-        assert len(index._best) <= 51 + len(rooms)
-        assert len(index._nowhere) <= 51 + len(rooms)
+        assert index.find(lease, left) == find(lease, topology, free, WORKLOAD, left)
+        assert len(index._best) <= 51 + len(capacities)
+        assert len(index._unplaced_since) <= 51 + len(capacities)

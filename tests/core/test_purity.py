@@ -11,7 +11,7 @@ import jupyter_gpushare.core
 
 ALLOWED = {
     "__future__", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq",
-    "itertools", "math", "operator", "types", "typing",
+    "itertools", "math", "re", "operator", "types", "typing",
     "random",  # only `random.Random(seed)`: replayed futures
 }  # fmt: skip
 OURS = ("jupyter_gpushare.core", "jupyter_gpushare.errors")

@@ -1,4 +1,4 @@
-"""Fair shares and standing, with worked examples."""
+"""Fair shares and quota_state, with worked examples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.board import Board
-from jupyter_gpushare.core.model import Grant, Requeue, Resume, State, Survival, Suspend, Why
-from jupyter_gpushare.core.plan import plan
-from jupyter_gpushare.core.quota import fair_shares, standing
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.quota import fair_shares, quota_state
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, train
 
 
@@ -37,7 +37,7 @@ def test_fair_shares(projects, demand, capacity, shares):
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 4000)] * 2, st.integers(0, 3)), max_size=6), st.integers(0, 9000))
-def test_shares_are_exact_and_nobody_gets_more_than_asked_for(numbers, capacity):
+def test_shares_are_exact_and_never_more_than_asked_for(numbers, capacity):
     projects = [project(f"{n}", quota / 1000, weight=weight) for n, (quota, _, weight) in enumerate(numbers)]
     demand = {f"{n}": wants for n, (_, wants, _) in enumerate(numbers)}
     shares = fair_shares(projects, demand, capacity)
@@ -52,15 +52,15 @@ def test_sessions_claim_the_quota_first_come_first_served():
         build("ending", 400, "1", state=State.STOPPING),
         projects=[project("p", 1)],
     )
-    assert standing(c.projects, c.leases).claimants == {"early"}
+    assert quota_state(c.projects, c.leases).claimants == {"early"}
 
 
 def test_a_borrowing_session_moves_up_into_quota_that_is_free():
     c = cluster(build("nb", 600, "0", borrowed=True))
-    assert standing(c.projects, c.leases).claimants == {"nb"}
+    assert quota_state(c.projects, c.leases).claimants == {"nb"}
     c = cluster(build("nb", 600, "0", borrowed=True), build("other", 600, "0", project="q"))
     c = cluster(*c.leases, projects=[project("p", 1), project("q", 1)])
-    assert standing(c.projects, c.leases).claimants == {"other"}
+    assert quota_state(c.projects, c.leases).claimants == {"other"}
 
 
 def test_jobs_are_in_quota_oldest_first_after_the_sessions():
@@ -71,10 +71,10 @@ def test_jobs_are_in_quota_oldest_first_after_the_sessions():
         train("small", 500, "0", granted_at=3),
         projects=[project("p", 2)],
     )
-    assert standing(c.projects, c.leases).in_quota == {"nb", "old", "small"}
+    assert quota_state(c.projects, c.leases).in_quota == {"nb", "old", "small"}
 
 
-def test_who_leaves_within_quota_makes_room_there_for_the_next_oldest():
+def test_a_lease_that_leaves_the_quota_is_replaced_by_the_next_oldest():
     """Two that are in quota make way for higher priorities; the two borrowers are in quota then."""
     c = cluster(
         *[train(f"old{n}", 1000, f"{n}", granted_at=n) for n in (0, 1)],
@@ -83,20 +83,20 @@ def test_who_leaves_within_quota_makes_room_there_for_the_next_oldest():
         gpus=4,
         projects=[project("p", 2)],
     )
-    board = Board.of(c)
-    assert board.standing.in_quota == {"old0", "old1"}
-    board.begin()
+    state = ClusterState.of(c)
+    assert state.quotas.in_quota == {"old0", "old1"}
+    state.begin()
     for name in ("old1", "old0"):
-        board.leave(board.leases[name], parked=False)
-    assert board.standing.in_quota == {"old0", "old1", "high2", "high3"}
-    board.undo()
-    assert board.standing.in_quota == {"old0", "old1"}
+        state.evict(state.leases[name], suspended=False)
+    assert state.quotas.in_quota == {"old0", "old1", "high2", "high3"}
+    state.undo()
+    assert state.quotas.in_quota == {"old0", "old1"}
     assert [a.lease for a in plan(c, NOW).actions] == ["old1", "old0"]
 
 
 def test_a_project_that_is_not_configured_is_owed_nothing():
     c = cluster(train("job", 1000, "0", project="gone"))
-    account = standing(c.projects, c.leases).account("gone")
+    account = quota_state(c.projects, c.leases).account("gone")
     assert (account.use, account.in_quota_use, account.project.quota_milli) == (1000, 0, 0)
 
 
@@ -225,7 +225,7 @@ def thirds(*leases, nodes="000000", **more):
     return cluster(*leases, gpus=gpus, projects=[project(name, 0) for name in "pqr"], **more)
 
 
-def held(project, on, granted_at, survival=Survival.SIGTERM):
+def held(project, on, granted_at, survival=CheckpointMode.SIGTERM):
     """Jobs of one GPU each, the youngest last, that go on elsewhere when they are stopped."""
     more = {"project": project, "survival": survival}
     return [train(f"{project}{n}", 1000, n, granted_at=granted_at + int(n), **more) for n in on.split()]
@@ -235,7 +235,7 @@ def waiting(project, *names, gpus=1):
     return [train(name, 1000, project=project, device_count=gpus) for name in names]
 
 
-def test_who_is_within_its_share_is_spared_though_its_jobs_would_be_cheapest():
+def test_a_project_within_its_share_is_protected_though_its_jobs_would_be_cheapest():
     others = [*waiting("q", "q"), *waiting("r", "r")]
     c = thirds(*held("q", "0 1", 200), *held("r", "2 3 4 5", 100), *waiting("p", "a", "b", "c"), *others)
     assert plan(c, NOW).actions == (
@@ -244,23 +244,14 @@ def test_who_is_within_its_share_is_spared_though_its_jobs_would_be_cheapest():
     )
 
 
-def test_a_gang_does_not_take_two_jobs_from_a_project_that_has_one_too_many():
-    jobs = [*held("q", "0 1 2", 200), *held("r", "3 4 5 6", 100), *waiting("p", "gang", gpus=2)]
-    c = thirds(*jobs, *waiting("q", "q"), *waiting("r", "r"), nodes="0000000")
-    assert plan(c, NOW).actions == (
-        Requeue("r6", Why.OVER_QUOTA, "gang"),
-        Requeue("r5", Why.OVER_QUOTA, "gang"),
-    )
-
-
-def apart(survival=Survival.SIGTERM, p="", **more):
+def apart(survival=CheckpointMode.SIGTERM, p="", **more):
     """What r has too much lies on four nodes, beside jobs of q; p wants two GPUs of one node."""
     jobs = [*held("q", "0 2", 100, survival), *held("r", "1 3 4" if p else "1 3 4 5", 200), *held("p", p, 1)]
     gang, others = waiting("p", "gang", gpus=2), [*waiting("q", "more"), *waiting("r", "most")]
     return thirds(*jobs, *gang, *others, nodes="001123", **more)
 
 
-def test_a_gang_takes_room_in_exchange_where_what_others_have_too_much_lies_apart():
+def test_a_gang_takes_capacity_in_exchange_where_the_excess_of_others_lies_apart():
     """It takes a job of q with one of r, and q what r has too much elsewhere."""
     assert plan(apart(), NOW).actions == (
         Requeue("r3", Why.OVER_QUOTA, "gang"),
@@ -270,6 +261,6 @@ def test_a_gang_takes_room_in_exchange_where_what_others_have_too_much_lies_apar
 
 
 def test_nothing_is_exchanged_that_could_not_go_on_elsewhere_or_is_not_there():
-    assert plan(apart(Survival.SUSPEND), NOW).actions == ()
+    assert plan(apart(CheckpointMode.SUSPEND), NOW).actions == ()
     lags = {"p": 3600.0, "q": 0.0, "r": 0.0}  # p may have three now, and r has only one too many
-    assert plan(replace(apart(p="5", catch_up_s=3600.0), lags_gpu_s=lags), NOW).actions == ()
+    assert plan(replace(apart(p="5", fairness_horizon_s=3600.0), lags_gpu_s=lags), NOW).actions == ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jupyter_gpushare.core.model import Grant, Plan, Requeue, Resume, State, Survival, Suspend, Why
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Plan, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.planner import plan
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, train
 
 TWO = [project("p", 2), project("q", 2)]
@@ -44,7 +44,7 @@ def test_a_project_within_quota_loses_nothing():
     assert actions(cluster(*held, train("q1", 1000, project="q"), gpus=4, projects=TWO)) == []
 
 
-def test_room_on_its_way_is_not_asked_for_twice():
+def test_releasing_capacity_is_not_reclaimed_twice():
     held = [train(f"p{n}", 1000, f"{n}", granted_at=n) for n in range(3)]
     leaving = train("p3", 1000, "3", state=State.SUSPENDING)
     assert actions(cluster(*held, leaving, train("q0", 1000, project="q"), gpus=4, projects=TWO)) == []
@@ -82,7 +82,7 @@ def test_the_rest_goes_by_weight():
     assert (got.count("p"), got.count("q")) == (3, 5)
 
 
-def test_a_projects_limit_binds_free_room_too():
+def test_a_projects_limit_binds_free_capacity_too():
     limited = [project("p", 1, limit_milli=1000)]
     c = cluster(train("old", 600, "0"), train("a", 500), train("b", 400), gpus=2, projects=limited)
     assert actions(c) == [grant("b", 0, milli=400)]
@@ -105,7 +105,7 @@ def test_a_limit_that_no_job_is_in_the_way_of_keeps_no_owner_asleep():
     assert actions(c) == [Resume("nb", Why.WANTED)]
 
 
-def test_a_job_takes_room_from_lower_priorities_of_its_project():
+def test_a_job_takes_capacity_from_lower_priorities_of_its_project():
     c = cluster(train("low", 1000, "0"), train("high", 1000, priority=1))
     assert actions(c) == [Suspend("low", Why.PRIORITY, "high")]
     c = cluster(train("low", 1000, "0"), train("same", 1000))
@@ -125,7 +125,7 @@ def test_a_job_beyond_quota_does_not_displace_what_its_project_is_guaranteed():
 def test_a_victim_stays_if_another_one_leaves_enough_for_all():
     c = cluster(
         train("small", 250, "0", project="q", granted_at=2),
-        train("large", 500, "0", project="r", survival=Survival.NONE, granted_at=1),
+        train("large", 500, "0", project="r", survival=CheckpointMode.NONE, granted_at=1),
         build("nb", 250, "0"),
         train("owed", 250),
         train("high", 188, project="r", priority=1),
@@ -150,11 +150,11 @@ def test_a_higher_priority_frees_the_limit_of_its_project():
     assert actions(c) == [Suspend("low", Why.PRIORITY, "high")]
 
 
-def test_a_project_that_just_gave_room_away_gets_its_turn_earlier():
+def test_a_project_that_just_gave_capacity_back_gets_its_turn_earlier():
     """q takes from p, which then has borrowed no more than r."""
     c = cluster(
-        *[train(f"p{n}", 1000, f"{n}", granted_at=9 + n, survival=Survival.NONE) for n in range(3)],
-        train("r0", 1000, "3", project="r", granted_at=1, survival=Survival.NONE),
+        *[train(f"p{n}", 1000, f"{n}", granted_at=9 + n, survival=CheckpointMode.NONE) for n in range(3)],
+        train("r0", 1000, "3", project="r", granted_at=1, survival=CheckpointMode.NONE),
         train("q0", 1000, project="q", device_count=2),
         *[train(f"x{x}", 500, project=x, queued_at=1) for x in "pr"],
         build("nb", 500, "4", project="q", granted_at=1),
@@ -174,7 +174,7 @@ def test_a_pause_for_priority_is_a_stop_where_host_memory_holds_only_one():
     assert actions(c) == [Suspend("b1", Why.PRIORITY, "high"), Requeue("b0", Why.PRIORITY, "high")]
 
 
-def test_a_limit_that_priority_cannot_make_room_under_holds():
+def test_a_limit_holds_where_priority_cannot_free_capacity_under_it():
     limited = [project("p", 1, limit_milli=1000)]
     c = cluster(
         train("low", 400, "0"), train("same", 600, "0", priority=1), train("high", 1000, priority=1),

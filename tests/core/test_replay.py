@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
-from jupyter_gpushare.core.model import Lease, Order, Plan, Resume, Settings, State, Survival, Why
+from jupyter_gpushare.core.idle import PauseHistory, adaptive_timeout_s
+from jupyter_gpushare.core.model import (
+    CheckpointMode,
+    Cluster,
+    Lease,
+    Order,
+    Plan,
+    Resume,
+    Settings,
+    State,
+    Why,
+)
 from jupyter_gpushare.core.replay import Cell, CellRun, Costs, Replay, Watcher
+from jupyter_gpushare.core.simulated_lease import SimulatedLease
 from tests.core.build import GIB, build, device, project, train
 
 
@@ -14,7 +25,7 @@ class Story(Watcher):
     """What happened, as lines like "10 a pending->granted"."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.queues: list[str] = []
         self.cells: list[CellRun] = []
         self.leases: dict[str, Lease] = {}
 
@@ -22,7 +33,7 @@ class Story(Watcher):
         self.leases[after.id] = after
         if before is None or before.state is not after.state:
             was = f"{before.state}->" if before else ""
-            self.lines.append(f"{now:g} {after.id} {was}{after.state}")
+            self.queues.append(f"{now:g} {after.id} {was}{after.state}")
 
     def began(self, now, run):
         self.cells.append(run)
@@ -30,7 +41,7 @@ class Story(Watcher):
     def at(self, id: str, state: State) -> list[float]:
         """The moments at which a lease came into a state."""
         ends = f"{state}"
-        found = [line.split() for line in self.lines]
+        found = [line.split() for line in self.queues]
         return [float(now) for now, name, change in found if name == id and change.split("->")[-1] == ends]
 
     def ended(self, id: str) -> float:
@@ -48,11 +59,17 @@ def world(story, *, gpus=1, projects=None, costs=None, now=0.0, adaptive=False, 
     projects = projects or [project("p", len(devices))]
     given = {"idle_timeout_s": 60.0} | settings
     costs = costs or Costs()
-    return Replay(devices, projects, Settings(**given), costs, now=now, adaptive=adaptive, watcher=story)
+    c = Cluster(devices=tuple(devices), projects=tuple(projects), leases=(), settings=Settings(**given))
+    return Replay(c, costs, now=now, adaptive=adaptive, watcher=story)
 
 
 def job(id, gpus=1, at=0.0, **more):
-    given = {"device_count": gpus, "survival": Survival.SIGTERM, "submitted_at": at, "consolidate": False}
+    given = {
+        "device_count": gpus,
+        "survival": CheckpointMode.SIGTERM,
+        "submitted_at": at,
+        "consolidate": False,
+    }
     return train(id, 1000, **given | more)
 
 
@@ -67,7 +84,7 @@ def test_a_job_starts_when_it_comes_and_ends_when_its_work_is_done(story):
     r = world(story)
     r.add_job(job("a", at=10), 60)
     assert r.run() is False
-    assert story.lines == [
+    assert story.queues == [
         "10 a pending",
         "10 a pending->running",
         "70 a running->released",
@@ -75,7 +92,7 @@ def test_a_job_starts_when_it_comes_and_ends_when_its_work_is_done(story):
     assert (r.now, r.rounds, r.decisions) == (70, 1, 1)
 
 
-def test_who_finds_no_room_starts_when_there_is_some(story):
+def test_a_job_without_capacity_starts_when_there_is_some(story):
     r = world(story, order=Order.FIFO)
     r.add_job(job("a"), 50)
     r.add_job(job("b", at=10), 5)
@@ -83,7 +100,7 @@ def test_who_finds_no_room_starts_when_there_is_some(story):
     assert (story.ended("a"), story.ended("b")) == (50, 55)
 
 
-def test_nobody_is_asked_when_nobody_waits(story):
+def test_no_session_is_suspended_when_no_job_waits(story):
     r = world(story, gpus=2)
     r.add_job(job("a"), 50)
     r.add_job(job("b"), 60)
@@ -115,13 +132,13 @@ def test_a_demotion_comes_without_any_event(story):
 
 def test_without_a_checkpoint_a_job_begins_anew(story):
     r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,))
-    r.add_job(job("a", survival=Survival.NONE), 150)
+    r.add_job(job("a", survival=CheckpointMode.NONE), 150)
     r.add_job(job("b", at=10), 50)
     r.run()
     assert story.ended("a") == 150 + 150
 
 
-def test_grace_passes_before_the_room_is_free(story):
+def test_grace_passes_before_the_capacity_is_free(story):
     r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,), costs=Costs(grace_s=7))
     r.add_job(job("a"), 150)
     r.add_job(job("b", at=10), 50)
@@ -157,7 +174,7 @@ def test_cells_run_one_after_the_other_and_the_last_ends_the_session(story):
 def test_an_idle_session_lends_its_gpu_and_gets_it_back(story):
     r = world(story, costs=Costs(copy_bytes_per_s=4 * GIB), projects=[project("p", 1), project("q", 0)])
     r.add_session(session(), [Cell(0, 10), Cell(200, 10)])
-    r.add_job(job("j", at=5, project="q", survival=Survival.SUSPEND, used_bytes=4 * GIB), 500)
+    r.add_job(job("j", at=5, project="q", survival=CheckpointMode.SUSPEND, used_bytes=4 * GIB), 500)
     r.run()
     assert story.at("nb", State.SUSPENDING) == [70]  # idle since 10, for 60
     assert story.at("j", State.RUNNING)[0] == 72
@@ -180,7 +197,7 @@ def test_a_session_that_is_wanted_while_it_goes_to_sleep_wakes_at_once(story):
     assert story.cells[1].lent
 
 
-def test_a_session_starts_asleep_where_its_room_is_lent_and_wakes(story):
+def test_a_session_starts_asleep_where_its_capacity_is_lent_and_wakes(story):
     r = world(story, projects=[project("p", 1), project("q", 0)], costs=Costs(grace_s=5))
     r.add_job(job("j", project="q"), 500)
     r.add_session(session(), [Cell(100, 10)])
@@ -201,7 +218,7 @@ def test_a_session_that_finds_all_claimed_waits_for_others(story):
     ]
 
 
-def test_a_busy_session_on_borrowed_room_is_suspended_in_its_cell_and_goes_on(story):
+def test_a_busy_session_on_borrowed_capacity_is_suspended_in_its_cell_and_goes_on(story):
     r = world(story, projects=[project("p", 0), project("q", 1)], costs=Costs(copy_bytes_per_s=8 * GIB))
     r.add_session(session(), [Cell(0, 100)])
     r.add_job(job("j", at=30, project="q"), 20)
@@ -258,7 +275,7 @@ def test_a_plan_that_never_settles_is_an_error_and_not_a_hang(story, monkeypatch
     monkeypatch.setattr(r, "_carry_out", lambda action: setattr(r, "_due", True))
     r.add_job(job("b", at=2), 50)
     monkeypatch.setattr("jupyter_gpushare.core.replay.MOST_ROUNDS", 5)
-    monkeypatch.setattr(r._planner, "plan", lambda now: Plan((Resume("b", Why.ROOM_BACK),)))
+    monkeypatch.setattr(r._planner, "plan", lambda now: Plan((Resume("b", Why.CAPACITY_BACK),)))
     with pytest.raises(AssertionError, match="does not settle at 2"):
         r.run()
 
@@ -270,7 +287,34 @@ def test_an_adaptive_timeout_is_learned_from_the_pauses_of_the_session(story):
     timeouts = {}
     story.changed = lambda now, before, after: timeouts.update({now: after.idle_timeout_s})
     r.run(until_at=8000)
-    first = Past().after(0.0, 120.0)
+    first = PauseHistory().after(0.0, 120.0)
     second = first.after(4000 - 120.0, 20.0)
     assert timeouts[120] == adaptive_timeout_s(first, 1.0)
     assert timeouts[4020] == adaptive_timeout_s(second, 1.0)
+
+
+def test_a_job_that_reports_is_ordered_by_what_it_has_left(story):
+    """Both received 8,000 GPU-seconds when the third ends; one has 1,000 left and the other 30,000."""
+    r = world(story, gpus=2, order=Order.PROGRESS)
+    r.add_job(train("long", 1000, submitted_at=0), 38_000, lambda done: done)
+    r.add_job(train("short", 1000, submitted_at=0), 9_000, lambda done: done)
+    r.add_job(train("new", 1000, submitted_at=8_000), 2_000)
+    r.run()
+    assert (story.at("long", State.SUSPENDED), story.at("short", State.SUSPENDED)) == ([8_000], [])
+    assert story.leases["short"].left_gpu_s == 0
+    assert story.ended("short") == 9_000
+
+
+def test_a_requeued_job_reports_where_it_begins_again(story):
+    r = world(story, order=Order.PROGRESS)
+    job = train("long", 1000, submitted_at=0, survival=CheckpointMode.SIGTERM)
+    r.add_job(job, 38_000, lambda done: done)
+    r.add_job(train("new", 1000, submitted_at=8_000), 1_000)
+    r.run(until_at=9_100)
+    assert story.leases["long"].left_gpu_s == 15_360
+    r.run()
+    assert story.ended("long") == 39_000
+
+
+def test_a_job_that_reports_nothing_has_no_measure():
+    assert SimulatedLease(train("a", 1000), 10.0).report(0.0) == train("a", 1000)

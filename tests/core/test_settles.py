@@ -1,4 +1,4 @@
-"""A plan comes to rest: nobody is disturbed for room that goes to somebody else."""
+"""A plan comes to rest: no job is preempted for capacity that goes to another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.model import Cluster, Grant, Lease, Order, Requeue, State, Survival
-from jupyter_gpushare.core.plan import plan
+from jupyter_gpushare.core.model import CheckpointMode, Cluster, Grant, Lease, Order, Requeue, State
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.size import Size
 from tests.core.build import GIB, NOW, actions, cluster, device, project, train
 
 
@@ -47,7 +48,7 @@ def where(leases: tuple[Lease, ...]) -> dict[str, tuple[str, ...]]:
 @pytest.mark.parametrize("grace", [False, True])
 def test_what_a_project_is_short_of_is_not_taken_out_of_turn(grace):
     """The wide job waits for long: the small one behind it gets nothing before those of q."""
-    held = {"project": "q", "survival": Survival.SIGTERM}
+    held = {"project": "q", "survival": CheckpointMode.SIGTERM}
     c = cluster(
         train("a", 500, "0", granted_at=1, **held),
         train("b", 500, queued_at=2, **held),
@@ -55,19 +56,19 @@ def test_what_a_project_is_short_of_is_not_taken_out_of_turn(grace):
         train("small", 250, queued_at=2, waits_since_at=NOW),
         projects=[project("p", 0), project("q", 0, priority=1)],
         order=Order.BACKFILL,
-        skip_wait_s=3600.0,
+        max_bypass_s=3600.0,
     )
     assert where(at_rest(c, grace=grace)) == {"a": ("gpu0",), "b": ("gpu0",)}
 
 
 def crossing() -> Cluster:
-    """Two gangs; who is moved for one goes where a junior was that made way for the other."""
+    """Two gangs; a job moved for one goes where a junior was that made way for the other."""
     gpus = [device(n, node=f"n{n // 2}") for n in range(4)]
     ran = {"attained_gpu_s": 4000.0, "attained_at": NOW}
     return cluster(
-        train("first", 1000, priority=1, survival=Survival.SIGTERM, queued_at=1, **ran),
-        train("junior", 1000, "2", survival=Survival.NONE, queued_at=2, **ran),
-        train("busy", 1000, "3", survival=Survival.NONE),
+        train("first", 1000, priority=1, survival=CheckpointMode.SIGTERM, queued_at=1, **ran),
+        train("junior", 1000, "2", survival=CheckpointMode.NONE, queued_at=2, **ran),
+        train("busy", 1000, "3", survival=CheckpointMode.NONE),
         train("gang", 1000, device_count=2, queued_at=3),
         train("loose", 1000, device_count=2, consolidate=False, queued_at=4),
         gpus=gpus,
@@ -76,17 +77,21 @@ def crossing() -> Cluster:
 
 
 @pytest.mark.parametrize("grace", [False, True])
-def test_nobody_takes_the_room_in_which_a_moved_job_goes_on(grace):
+def test_no_other_job_takes_the_capacity_in_which_a_moved_job_goes_on(grace):
     found = where(at_rest(crossing(), grace=grace))
     assert found == {"first": ("gpu2",), "gang": ("gpu0", "gpu1"), "busy": ("gpu3",)}
 
 
-def test_nobody_is_moved_to_a_device_that_is_too_small_for_it():
+def test_no_job_is_moved_to_a_device_that_is_too_small_for_it():
     gpus = [device(n, node=f"n{n // 2}", memory_bytes=(80 if n < 3 else 40) * GIB) for n in range(4)]
-    moves = {"survival": Survival.SIGTERM, "fraction_milli": 0, "memory_bytes": 60 * GIB, "held_milli": 1000}
+    moves = {
+        "survival": CheckpointMode.SIGTERM,
+        "size": Size(memory_bytes=60 * GIB),
+        "held_milli": 1000,
+    }
     c = cluster(
         replace(train("a", 0, "0"), **moves),
-        train("b", 1000, "2", survival=Survival.NONE),
+        train("b", 1000, "2", survival=CheckpointMode.NONE),
         train("gang", 1000, device_count=2),
         gpus=gpus,
         order=Order.LAS,
@@ -111,7 +116,7 @@ def crowd(seed: int) -> Cluster:
             device_count=count,
             consolidate=random.random() < 0.7,
             priority=random.choice([0, 0, 1]),
-            survival=random.choice([Survival.SIGTERM, Survival.NONE]),
+            survival=random.choice([CheckpointMode.SIGTERM, CheckpointMode.NONE]),
             queued_at=float(n),
             waits_since_at=random.choice([0.0, NOW]),
             attained_gpu_s=attained,
@@ -131,13 +136,13 @@ def crowd(seed: int) -> Cluster:
             for name in "pqr"
         ],
         order=random.choice([Order.LAS, Order.BACKFILL]),
-        skip_wait_s=random.choice([None, 3600.0]),
+        max_bypass_s=random.choice([None, 3600.0]),
     )
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(seed=st.integers(0, 1 << 20), grace=st.booleans())
-def test_whoever_comes_while_others_run_the_plan_comes_to_rest(seed, grace):
+def test_the_plan_comes_to_rest_with_new_leases_while_others_run(seed, grace):
     c = crowd(seed)
     first = Random(seed).randrange(len(c.leases))
     c = replace(c, leases=at_rest(replace(c, leases=c.leases[first:]), grace=grace) + c.leases[:first])

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from jupyter_gpushare.core.board import parked_bytes
-from jupyter_gpushare.core.explain import Size, borrowed, explain, lent, offers, uses
+from jupyter_gpushare.core.cluster_state import suspended_bytes
+from jupyter_gpushare.core.explain import borrowed, explain, lent, offers, uses
 from jupyter_gpushare.core.model import (
-    HOLDS_ROOM,
+    HOLDS_CAPACITY,
     WHOLE_GPU,
+    CheckpointMode,
     Cluster,
     Event,
     Grant,
@@ -29,14 +30,15 @@ from jupyter_gpushare.core.model import (
     Resume,
     Settings,
     State,
-    Survival,
     Suspend,
     Why,
     advance,
 )
 from jupyter_gpushare.core.order import served
-from jupyter_gpushare.core.plan import Keeper, Planner, plan
-from jupyter_gpushare.core.quota import held_by, standing
+from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
+from jupyter_gpushare.core.quota import held_by, quota_state
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.sim.srtf import SRTF, TraceJob
 from tests.core.build import GIB, device
 
 SUCCESS = {
@@ -60,7 +62,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.count = 0
-        self.story: deque[object] = deque(maxlen=60)  # what led here, for whoever reads a failure
+        self.story: deque[object] = deque(maxlen=60)  # what led here, for the reader of a failure
         self.leases: dict[str, Lease] = {}
         self.lags: dict[str, float] = {}
         self.ending: set[str] = set()  # stopped for good, not to be requeued
@@ -71,7 +73,7 @@ class World(RuleBasedStateMachine):
             Project(name="r", quota_milli=0, limit_milli=1500),
         )
         self.settings = Settings(idle_timeout_s=600, host_budget_bytes=200 * GIB, **self.policy)
-        self.keeper = Keeper()
+        self.incremental = IncrementalPlanner()
         self.start_planner()
 
     def start_planner(self) -> None:
@@ -121,7 +123,7 @@ class World(RuleBasedStateMachine):
             self.keep(lease)
 
     @initialize(sessions=st.lists(st.tuples(st.sampled_from([250, 500, 1000]), st.sampled_from("pqr"))))
-    def morning(self, sessions):
+    def initial_sessions(self, sessions):
         for milli, project in sessions[:4]:
             self.spawn((milli, 1), project)
         self.settle()
@@ -133,7 +135,7 @@ class World(RuleBasedStateMachine):
         shape=st.sampled_from([(250, 1), (500, 1), (1000, 1), (1000, 2), (0, 1)]),
         project=st.sampled_from("pqr"),
         priority=st.integers(0, 1),
-        survival=st.sampled_from(Survival),
+        survival=st.sampled_from(CheckpointMode),
         consolidate=st.booleans(),
         borrow=st.booleans(),
         duration=st.sampled_from([None, 100.0, 5000.0]),
@@ -141,20 +143,19 @@ class World(RuleBasedStateMachine):
     def submit(self, shape, project, priority, survival, consolidate, borrow, duration):
         self.count += 1
         milli, count = shape
-        lease = Lease(
+        known = {} if duration is None else {"duration_s": duration}
+        lease = (TraceJob if known else Lease)(
             id=f"j{self.count}",
             project=project,
             kind=Kind.TRAIN,
-            fraction_milli=milli,
-            device_count=count,
-            memory_bytes=0 if milli else 15 * GIB,
+            size=Size(milli, count, 0 if milli else 15 * GIB),
             consolidate=consolidate,
             borrow=borrow,
             priority=priority,
             survival=survival,
             queued_at=self.now,
             waits_since_at=self.now,
-            duration_s=duration,
+            **known,
         )
         self.keep(lease)
         return lease.id
@@ -171,8 +172,7 @@ class World(RuleBasedStateMachine):
             id=f"b{self.count}",
             project=project,
             kind=Kind.BUILD,
-            fraction_milli=milli,
-            device_count=count,
+            size=Size(milli, count),
             queued_at=self.now,
         )
         (offer,) = offers(self.cluster(), project, [Size(*size)], self.now)
@@ -192,7 +192,7 @@ class World(RuleBasedStateMachine):
     def end(self, id):
         if id in self.leases:
             lease = self.leases[id]
-            if lease.state in HOLDS_ROOM and lease.state is not State.STOPPING:
+            if lease.state in HOLDS_CAPACITY and lease.state is not State.STOPPING:
                 self.change(id, Event.STOP)
                 self.ending.add(id)
             else:
@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
             self.change(id, wanted=True)
 
     @rule()
-    def everybody_returns(self):
+    def all_owners_return(self):
         for id in [x.id for x in self.leases.values() if x.kind is Kind.BUILD]:
             self.run_a_gpu_cell(id)
         self.settle()
@@ -272,13 +272,13 @@ class World(RuleBasedStateMachine):
     def told(self, what: str) -> str:
         return "\n".join([what, *map(str, self.story), *map(str, self.leases.values())])
 
-    def who_does_not_borrow_starts_within_quota(self, action: Grant | Resume) -> None:
+    def a_job_that_does_not_borrow_starts_within_quota(self, action: Grant | Resume) -> None:
         """Its project's claims, and its jobs that do not borrow, stay within quota with it."""
         lease = self.leases[action.lease]
         if lease.kind is Kind.BUILD or lease.borrow:
             return
         assert not (isinstance(action, Grant) and action.borrowed)
-        stand = standing(self.projects, self.leases.values())
+        stand = quota_state(self.projects, self.leases.values())
         account = stand.account(lease.project)
         held = action.held_milli if isinstance(action, Grant) else held_by(lease)
         devices = action.devices if isinstance(action, Grant) else lease.devices
@@ -289,14 +289,14 @@ class World(RuleBasedStateMachine):
                 for x in self.leases.values()
                 if uuid in x.devices and x.state is State.SUSPENDED and x.id in stand.claimants
             ]
-            holders = [x for x in self.leases.values() if uuid in x.devices and x.state in HOLDS_ROOM]
+            holders = [x for x in self.leases.values() if uuid in x.devices and x.state in HOLDS_CAPACITY]
             there = sum(map(held_by, holders)) + sum(map(held_by, asleep))
-            assert there + held <= WHOLE_GPU, self.told("it is on lent room")
+            assert there + held <= WHOLE_GPU, self.told("it is on lent capacity")
 
     def carry_out(self, action: object) -> None:
         self.story.append(action)
         if isinstance(action, Grant | Resume):
-            self.who_does_not_borrow_starts_within_quota(action)
+            self.a_job_that_does_not_borrow_starts_within_quota(action)
         match action:
             case Grant():
                 event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
@@ -325,7 +325,9 @@ class World(RuleBasedStateMachine):
         shuffled = replace(cluster, leases=cluster.leases[::-1], devices=cluster.devices[::-1])
         assert plan(cluster, self.now) == done
         assert self.planner.plan(self.now) == done, self.told("a planner that was kept decides otherwise")
-        assert self.keeper.plan(cluster, self.now) == done, self.told("one that compares decides otherwise")
+        assert self.incremental.plan(cluster, self.now) == done, self.told(
+            "one that compares decides otherwise"
+        )
         assert Counter(plan(shuffled, self.now).actions) == Counter(done.actions)
         assert done.next_at is None or done.next_at > self.now
         assert max(Counter(a.lease for a in done.actions).values(), default=0) <= 1
@@ -337,7 +339,7 @@ class World(RuleBasedStateMachine):
             if isinstance(action, Requeue):
                 assert self.leases[action.lease].kind is Kind.TRAIN
             self.carry_out(action)
-            self.room_is_never_given_twice()
+            self.capacity_is_never_granted_twice()
         return done.actions
 
     @rule()
@@ -356,11 +358,11 @@ class World(RuleBasedStateMachine):
                     made_way[a.lease] = a.for_lease
                     stronger |= {a.for_lease} if a.why in (Why.PRIORITY, Why.OVER_QUOTA) else set()
             for a in actions:
-                # A job may wake again where it outranks others or is owed their room, or where the
-                # lease that it made way for has found better room.
+                # A job may wake again where it outranks others or is owed their capacity, or where the
+                # lease that it made way for has found better capacity.
                 if isinstance(a, Resume) and a.lease in made_way and a.lease not in stronger:
                     other = self.leases[made_way[a.lease]]
-                    assert other.state in HOLDS_ROOM, self.told("suspended and resumed for nothing")
+                    assert other.state in HOLDS_CAPACITY, self.told("suspended and resumed for nothing")
             moving = [x.id for x in self.leases.values() if x.state in {*SUCCESS, State.STOPPING}]
             for id in moving:
                 self.step(id, used_bytes=GIB)
@@ -372,15 +374,17 @@ class World(RuleBasedStateMachine):
         self.owners_are_awake()
 
     def owners_are_awake(self) -> None:
-        """Whoever has a claim and came back has the room, or what is in the way cannot be moved."""
+        """A returning owner of a claim has the capacity, or what is in the way cannot be moved."""
         cluster = self.cluster()
-        claimants = standing(cluster.projects, cluster.leases).claimants
+        claimants = quota_state(cluster.projects, cluster.leases).claimants
         for lease in self.leases.values():
             if lease.id in claimants and lease.wanted and lease.retry_at <= self.now:
                 in_the_way = [
                     x
                     for x in self.leases.values()
-                    if x.state in HOLDS_ROOM and set(x.devices) & set(lease.devices) and x.id not in claimants
+                    if x.state in HOLDS_CAPACITY
+                    and set(x.devices) & set(lease.devices)
+                    and x.id not in claimants
                 ]
                 assert any(
                     (x.kind is Kind.BUILD and not x.suspendable) or x.retry_at > self.now for x in in_the_way
@@ -389,15 +393,15 @@ class World(RuleBasedStateMachine):
     # -- what always holds
 
     @invariant()
-    def room_is_never_given_twice(self):
+    def capacity_is_never_granted_twice(self):
         for d in self.devices:
-            holders = [x for x in self.leases.values() if d.uuid in x.devices and x.state in HOLDS_ROOM]
+            holders = [x for x in self.leases.values() if d.uuid in x.devices and x.state in HOLDS_CAPACITY]
             assert sum(held_by(x) for x in holders) <= WHOLE_GPU
 
     @invariant()
     def claims_are_never_oversubscribed(self):
         cluster = self.cluster()
-        claimants = standing(cluster.projects, cluster.leases).claimants
+        claimants = quota_state(cluster.projects, cluster.leases).claimants
         for d in self.devices:
             claims = [x for x in self.leases.values() if d.uuid in x.devices and x.id in claimants]
             assert sum(held_by(x) for x in claims) <= WHOLE_GPU
@@ -410,15 +414,15 @@ class World(RuleBasedStateMachine):
         held = sum(
             held_by(x) * len(x.devices)
             for x in self.leases.values()
-            if x.project == "r" and x.state in HOLDS_ROOM
+            if x.project == "r" and x.state in HOLDS_CAPACITY
         )
         assert held <= 1500
 
     @invariant()
     def host_memory_is_never_promised_twice(self):
-        parked = sum(x.saved_bytes for x in self.leases.values())
-        parked += sum(parked_bytes(x) for x in self.leases.values() if x.state is State.SUSPENDING)
-        assert parked <= self.settings.host_budget_bytes
+        suspended = sum(x.saved_bytes for x in self.leases.values())
+        suspended += sum(suspended_bytes(x) for x in self.leases.values() if x.state is State.SUSPENDING)
+        assert suspended <= self.settings.host_budget_bytes
 
     @invariant()
     def what_is_said_agrees_with_what_is(self):
@@ -449,10 +453,10 @@ class PatientLasWorld(World):
         "order": Order.LAS,
         "las_thresholds_gpu_s": (500.0, 2000.0),
         "min_run_s": 20.0,
-        "guard_s": 600.0,
-        "skip_wait_s": 300.0,
+        "starvation_guard_s": 600.0,
+        "max_bypass_s": 300.0,
         "preempt_cost_s": 30.0,
-        "catch_up_s": 1000.0,
+        "fairness_horizon_s": 1000.0,
     }
 
 
@@ -461,11 +465,11 @@ class FifoWorld(World):
 
 
 class PatientWorld(World):
-    policy = {"order": Order.BACKFILL, "skip_wait_s": 300.0}
+    policy = {"order": Order.BACKFILL, "max_bypass_s": 300.0}
 
 
 class SrtfWorld(World):
-    policy = {"order": Order.SRTF}
+    policy = {"order": SRTF}
 
 
 TestBackfill = World.TestCase

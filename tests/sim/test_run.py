@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jupyter_gpushare.cli import main
+from jupyter_gpushare.core.model import DEFAULT_POLICY
 from jupyter_gpushare.sim import run, scenario
 from jupyter_gpushare.sim.progress import Bar
 
@@ -46,7 +47,7 @@ def simulate(tmp_path, monkeypatch, capsys):
     return call
 
 
-@pytest.mark.parametrize("order", ["las", "fifo", "backfill", "srtf"])
+@pytest.mark.parametrize("order", ["progress", "las", "fifo", "backfill", "srtf"])
 @pytest.mark.parametrize("placement", ["--nodes 2", "--placement-nodes none", ""])
 def test_jobs_as_json(simulate, order, placement):
     code, out, err = simulate(f"jobs jobs.csv --gpus 4 {placement} --order {order} --json")
@@ -54,6 +55,18 @@ def test_jobs_as_json(simulate, order, placement):
     assert (code, err) == (0, "")
     assert numbers.keys() >= JOB_KEYS
     assert (numbers["jobs"], numbers["unfinished"], numbers["avg_completion_s"]) == (3, 0, 63.333)
+
+
+def test_jobs_report_progress(simulate):
+    code, out, _ = simulate("jobs jobs.csv --gpus 4 --progress 1,0.3 --json")
+    assert (code, json.loads(out)["avg_completion_s"]) == (0, 63.333)
+
+
+@pytest.mark.parametrize("words", ["1", "a,b", "1.1,0", "0.5,-1", "0.5,nan", "0.5,0.3,1"])
+def test_a_share_that_is_none_is_refused(simulate, words):
+    code, _, errors = simulate(f"jobs jobs.csv --gpus 4 --progress {words}")
+    assert code == 2
+    assert "is not a share and an error like 0.5,0.3" in errors
 
 
 @pytest.mark.parametrize("timeout", ["900", "adaptive", "0"])
@@ -95,8 +108,8 @@ def test_a_made_up_trace_can_be_simulated(simulate, kind):
 def test_a_plot_is_an_svg_of_allocation_and_utilization(simulate, tmp_path):
     assert simulate("jobs jobs.csv --gpus 4 --plot use.svg")[0] == 0
     drawing = ET.fromstring((tmp_path / "use.svg").read_text())
-    lines = [e for e in drawing.iter() if e.tag.endswith("polyline")]
-    assert len(lines) == 2
+    queues = [e for e in drawing.iter() if e.tag.endswith("polyline")]
+    assert len(queues) == 2
     assert {"allocation", "utilization"} <= {e.text for e in drawing.iter() if e.text}
     assert [p.name for p in tmp_path.glob(".*")] == []
 
@@ -182,15 +195,18 @@ def settings_of(words, monkeypatch):
     [
         ("--placement-nodes none", (0.0, None, None)),
         ("--placement-nodes none --preempt-cost 0", (0.0, None, None)),
-        ("--placement-nodes none --preempt-cost 30", (run.MIN_RUN_S, run.GUARD_S, run.SKIP_WAIT_S)),
-        ("", (run.MIN_RUN_S, run.GUARD_S, run.SKIP_WAIT_S)),
+        (
+            "--placement-nodes none --preempt-cost 30",
+            (DEFAULT_POLICY.min_run_s, DEFAULT_POLICY.starvation_guard_s, DEFAULT_POLICY.max_bypass_s),
+        ),
+        ("", (DEFAULT_POLICY.min_run_s, DEFAULT_POLICY.starvation_guard_s, DEFAULT_POLICY.max_bypass_s)),
         ("--min-run none --guard none --skip-wait none", (0.0, None, None)),
         ("--placement-nodes none --min-run 7 --guard 8 --skip-wait 9", (7.0, 8.0, 9.0)),
     ],
 )
 def test_the_ideal_is_what_was_published_and_all_else_has_its_price(simulate, monkeypatch, words, expected):
     settings, _ = settings_of(words, monkeypatch)
-    assert (settings.min_run_s, settings.guard_s, settings.skip_wait_s) == expected
+    assert (settings.min_run_s, settings.starvation_guard_s, settings.max_bypass_s) == expected
 
 
 def test_nodes_have_eight_gpus_unless_told_otherwise(simulate, monkeypatch):

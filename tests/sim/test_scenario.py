@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.model import Order, Project, Settings, Survival
+from jupyter_gpushare.core.model import CheckpointMode, Order, Project, Settings
 from jupyter_gpushare.core.replay import Cell
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim import report
@@ -65,7 +65,7 @@ def test_what_a_preemption_costs_is_allocated_but_not_utilized():
     assert numbers["avg_queue_s"] == (60 + 55) / 2
 
 
-def test_an_owed_project_waits_for_the_grace_of_whom_it_displaces():
+def test_an_owed_project_waits_for_the_grace_of_the_jobs_it_displaces():
     projects = [Project(name="p0", quota_milli=0), Project(name="p1", quota_milli=1000)]
     load = jobs((1, 0, 1000), (1, 100, 10))
     result = replay_jobs(load, Fleet(gpus=1, nodes=1), FIFO, projects=projects, grace_s=30)
@@ -88,7 +88,7 @@ def test_shares_are_compared_with_weights_on_days_on_which_all_wait():
     assert light["worst_day_percent"] == heavy["worst_day_percent"] == 0
 
 
-def test_idle_hours_are_available_after_the_timeout_and_used_when_somebody_comes():
+def test_idle_hours_are_available_after_the_timeout_and_used_when_a_job_comes():
     state = DeviceState(bytes_per_gpu=8 * 10**9, copy_bytes_per_s=8e9)  # a copy takes 1 s
     sessions = [session((0, 100), (1100, 100), (1300, 50))]
     result = replay_notebooks(
@@ -113,7 +113,7 @@ def test_a_cell_waits_for_cells_where_guarantees_do_not_fit():
     assert report.notebook_numbers(result)["cells_waiting_for_cells"] == 1
 
 
-@pytest.mark.parametrize("survival", [Survival.SIGTERM, Survival.SUSPEND])
+@pytest.mark.parametrize("survival", [CheckpointMode.SIGTERM, CheckpointMode.SUSPEND])
 def test_saturating_jobs_come_over_and_over_until_the_last_session_ends(survival):
     sessions = [session((0, 600), (7200, 600)), session((300, 60), (9000, 300))]
     load = jobs((1, 0, 500), (2, 0, 900))

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol import wire
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS: dict[str, type[Any]] = {

@@ -1,0 +1,171 @@
+"""Connections to the broker that carry a token only after the broker is verified.
+
+| address                                                  | verified by                                |
+|----------------------------------------------------------|--------------------------------------------|
+| ``http+unix://%2Frun%2Fgpushare%2Fapi.sock/services/..`` | the folder of the socket, and SO_PEERCRED  |
+| ``https://host:8004/services/gpushare``                  | the pinned certificate of the broker, or   |
+|                                                          | (no certificate given) the system's CAs    |
+| ``http://hub/services/gpushare``                         | nothing: the Hub's proxy, for users' own   |
+|                                                          | tokens; spawners refuse it                 |
+
+A loopback TCP port belongs to the process that binds it first, so an address
+alone proves nothing.  A path does: only root and the owner of a folder that is
+closed to others can put a socket there.  SO_PEERCRED (unix(7)) tells the uid of
+the process that called listen(2), which is root's under socket activation.
+The scheme ``http+unix`` is the one of JupyterHub and its proxy.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+import struct
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import httpcore
+import httpx
+
+from jupyter_gpushare.errors import InvalidRequest
+
+UNIX_SCHEME = "http+unix"
+# Holds the pinned certificate (PEM) beside GPUSHARE_API_URL; servers of other machines get it.
+CERTIFICATE_VARIABLE = "GPUSHARE_API_CERTIFICATE"
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Unverified(httpcore.ConnectError):
+    """The process behind the address is not proved to be the broker; nothing was sent to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A broker's address, parsed; ``url`` is what requests name, the rest proves it."""
+
+    url: str
+    socket: Path | None = None
+    certificate: str = ""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a connection proves that it leads to the broker."""
+        return self.socket is not None or self.url.startswith("https://")
+
+
+def unix_url(path: Path, prefix: str) -> str:
+    """Return the address of the socket at ``path``, such as ``http+unix://%2Frun%2Fapi.sock/services/gpushare``."""
+    return f"{UNIX_SCHEME}://{quote(str(path), safe='')}/{prefix.strip('/')}"
+
+
+def parse(url: str, certificate: str = "") -> Address:
+    """Return the address that ``url`` names; ``certificate`` (PEM) is the only one accepted over TLS.
+
+    Raises:
+        InvalidRequest: not an address of a broker.
+    """
+    url = url.rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme == UNIX_SCHEME:
+        path = Path(unquote(parts.netloc))
+        if not path.is_absolute():
+            raise InvalidRequest(
+                f"{url!r} does not name a socket: {unix_url(Path('/run/x.sock'), 'services/x')}"
+            )
+        return Address(f"http://gpushare{parts.path}", socket=path)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(f"{url!r} is not of the form http+unix://..., https://... or http://...")
+    return Address(url, certificate=certificate if parts.scheme == "https" else "")
+
+
+def writer_of(path: Path, owners: Set[int]) -> str:
+    """Return which user, other than ``owners``, could change or replace what is at ``path``; empty: no user.
+
+    Raises:
+        OSError: it is not there.
+    """
+    for each in (path, *path.parents):
+        about = each.stat()
+        # A user's private group (gid = uid, useradd(8)) has one member.
+        group = 0 if about.st_gid in (0, about.st_uid) else stat.S_IWGRP
+        # In a sticky folder others can add files, and replace none.
+        sticky = each != path and about.st_mode & stat.S_ISVTX
+        if about.st_mode & (group | stat.S_IWOTH) and not sticky:
+            return f"{each} is writable for other users"
+        if about.st_uid not in owners:
+            return f"{each} belongs to uid {about.st_uid}"
+    return ""
+
+
+def trusted_uids(path: Path) -> frozenset[int]:
+    """Return the uids that can put a socket at ``path``: root's, and that of its folder's owner.
+
+    Raises:
+        Unverified: other users could put one there, or there is no such folder.
+    """
+    try:
+        folder = path.parent.resolve(strict=True)
+        owner = folder.stat().st_uid
+        why = writer_of(folder, {0, owner, os.geteuid()})
+    except OSError as error:
+        raise Unverified(f"{path}: {error.strerror}") from None
+    if why:
+        raise Unverified(f"{why}, so {path} proves nothing")
+    return frozenset((0, owner))
+
+
+def peer_uid(connection: Any) -> int:
+    """Return the uid of the process at the other end of a unix socket, as the kernel knows it."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(packed)[1])
+
+
+def _check_peer(connection: Any, path: str, trusted: frozenset[int]) -> None:
+    if (uid := peer_uid(connection)) not in trusted:
+        raise Unverified(f"uid {uid} listens on {path}, not the broker's user")
+
+
+class _AsyncBackend(httpcore.AnyIOBackend):
+    async def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        trusted = trusted_uids(Path(path))
+        stream = await super().connect_unix_socket(path, timeout, socket_options)
+        try:
+            _check_peer(stream.get_extra_info("socket"), path, trusted)
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+
+class _AsyncUnixTransport(httpx.AsyncHTTPTransport):
+    def __init__(self, path: Path) -> None:
+        super().__init__(uds=str(path))
+        # httpx has no argument for the backend that opens its connections.
+        self._pool = httpcore.AsyncConnectionPool(uds=str(path), network_backend=_AsyncBackend())
+
+
+def async_transport(address: Address) -> httpx.AsyncBaseTransport:
+    """Return what opens verified connections for asyncio."""
+    if address.socket is not None:
+        return _AsyncUnixTransport(address.socket)
+    return httpx.AsyncHTTPTransport(verify=_tls(address), trust_env=False)
+
+
+def _tls(address: Address) -> ssl.SSLContext:
+    if not address.certificate:
+        return httpx.create_ssl_context(trust_env=False)
+    try:
+        context = ssl.create_default_context(cadata=address.certificate)
+    except ssl.SSLError as error:
+        raise InvalidRequest(f"the broker's certificate cannot be read: {error.reason}") from None
+    context.check_hostname = False  # one certificate is accepted, wherever it answers
+    return context

@@ -1,0 +1,130 @@
+"""Capacity of one device: what is free, reserved and claimed.
+
+All numbers are thousandths of the device; `cluster_state` defines them.  A
+`CapacityView` says how much of a device a lease may use: placement works with
+any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
+from jupyter_gpushare.core.quota import held_by
+
+
+class DeviceCapacity:
+    """What is free, reserved and claimed of one device."""
+
+    __slots__ = (
+        "claimed",
+        "device",
+        "free",
+        "guest_demand",
+        "holders",
+        "releasing",
+        "reserved",
+        "suspended_claims",
+        "unreclaimable",
+        "version",
+    )
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.free = WHOLE_GPU
+        self.releasing = 0
+        self.reserved = 0
+        self.claimed = 0
+        self.suspended_claims = 0
+        self.unreclaimable = 0
+        self.guest_demand = 0
+        self.holders: dict[str, Lease] = {}  # by id: leases that hold capacity and are not leaving
+        self.version = 0  # grows with every change; caches compare it
+
+    def rollback_point(self) -> Callable[[], None]:
+        """Return a function that restores what decisions change."""
+        free, releasing, reserved, claimed = self.free, self.releasing, self.reserved, self.claimed
+        suspended_claims, guest_demand = self.suspended_claims, self.guest_demand
+        holders = self.holders.copy()
+
+        def undo() -> None:
+            self.free, self.releasing, self.reserved, self.claimed = free, releasing, reserved, claimed
+            self.suspended_claims, self.guest_demand = suspended_claims, guest_demand
+            self.holders = holders
+
+        return undo
+
+    @property
+    def now(self) -> int:
+        """Capacity that can be granted at once."""
+        return min(self.free, self.soon)
+
+    @property
+    def soon(self) -> int:
+        """Capacity that can be granted once every leaving lease has left."""
+        return self.free + self.releasing - self.reserved
+
+    @property
+    def unclaimed(self) -> int:
+        """Capacity that can be granted at once and that no suspended session claims."""
+        return min(self.free, self.soon - self.suspended_claims)
+
+    @property
+    def claimable(self) -> int:
+        """Capacity that can still be guaranteed to a build session."""
+        return WHOLE_GPU - self.claimed - self.unreclaimable
+
+    def on_lent(self, claimants: Container[str]) -> list[Lease]:
+        """Leases without a claim that hold claimed capacity, the oldest grant first."""
+        found: list[Lease] = []
+        if not self.claimed:
+            return found
+        unclaimed = WHOLE_GPU - self.claimed
+        for lease in sorted(self.holders.values(), key=lambda x: (x.granted_at, x.id)):
+            if lease.id not in claimants:
+                unclaimed -= held_by(lease)
+                if unclaimed < 0:
+                    found.append(lease)
+        return found
+
+
+CapacityView = Callable[[DeviceCapacity], int]
+
+
+def free_now(capacity: DeviceCapacity) -> int:
+    """`DeviceCapacity.now`."""
+    return capacity.now
+
+
+def free_soon(capacity: DeviceCapacity) -> int:
+    """`DeviceCapacity.soon`."""
+    return capacity.soon
+
+
+def unclaimed_now(capacity: DeviceCapacity) -> int:
+    """`DeviceCapacity.unclaimed`."""
+    return capacity.unclaimed
+
+
+def unclaimed_soon(capacity: DeviceCapacity) -> int:
+    """`DeviceCapacity.soon` without the claims of suspended sessions."""
+    return capacity.soon - capacity.suspended_claims
+
+
+def claimable(capacity: DeviceCapacity) -> int:
+    """`DeviceCapacity.claimable`."""
+    return capacity.claimable
+
+
+def claimable_now(capacity: DeviceCapacity) -> int:
+    """Capacity that can be guaranteed to a session and granted at once."""
+    return min(capacity.claimable, capacity.now)
+
+
+def returnable(capacity: DeviceCapacity) -> int:
+    """Free, unclaimed capacity of a device that supports suspending; 0 on any other."""
+    return capacity.unclaimed if capacity.device.suspendable else 0
+
+
+# The view of a job that does not borrow.
+UNLENT: dict[CapacityView, CapacityView] = {free_now: unclaimed_now, free_soon: unclaimed_soon}

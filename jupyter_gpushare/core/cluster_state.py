@@ -1,0 +1,336 @@
+"""Capacity of every device, quota use of every project, and free host memory.
+
+A `ClusterState` follows the leases (`put`, `drop`).  During a round decisions
+change it (`allocate`, `reserve`, `evict`, ...), so that each decision sees the
+ones before it; `undo` takes them all back.  Per device, in thousandths:
+
+* ``free``: 1000 minus what is held, in any state of `HOLDS_CAPACITY`
+* ``releasing``: held by leases that are leaving
+* ``reserved``: kept for waiting leases until it is free
+* ``claimed``: guaranteed to build sessions, suspended or not
+* ``suspended_claims``: claims of suspended sessions that are not waking
+* ``guest_demand``: requested by suspended sessions beyond quota; it precedes
+  reclaims for jobs that are owed nothing
+* ``unreclaimable``: held without a claim by a session that cannot be suspended;
+  guaranteed to no other session
+
+Host memory: suspended state counts, state that is being copied counts with a
+margin, and so do the bytes of every suspendable job on lent capacity: when the
+lender wakes, the job's memory needs a place while the lender's copy is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import ceil
+
+from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    WHOLE_GPU,
+    CheckpointMode,
+    Cluster,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    Settings,
+    State,
+)
+from jupyter_gpushare.core.quota import Account, QuotaState, has_place, held_by, size_of
+
+# A checkpoint takes a little more host memory than the device memory that it saves.
+CHECKPOINT_PERCENT = 105
+
+
+def suspended_bytes(lease: Lease) -> int:
+    """Host memory that suspending ``lease`` takes, in bytes."""
+    return ceil(lease.used_bytes * CHECKPOINT_PERCENT / 100)
+
+
+class ClusterState:
+    """Capacity of all devices, accounts of all projects, and host memory."""
+
+    def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
+        self.settings = settings
+        self.moment = 0.0  # the time of the round
+        self.capacities = {d.uuid: DeviceCapacity(d) for d in devices}
+        self.usable = [c for c in self.capacities.values() if c.device.usable]
+        self.leases: dict[str, Lease] = {}
+        self.quotas = QuotaState(projects)
+        self.host_free = settings.host_budget_bytes
+        self.reserved_bytes: dict[str, int] = {}  # host memory reserved for jobs on lent capacity
+        self.log: list[DeviceCapacity] = []  # devices that changed in this round, in order
+        self._arrived: dict[str, Lease] = {}  # not counted yet
+        self._watchers: list[set[DeviceCapacity]] = []
+        self._on_lent: dict[DeviceCapacity, list[Lease]] = {}
+        self._relent: set[DeviceCapacity] = set()  # devices with an outdated entry in `_on_lent`
+        self._undo: dict[object, Callable[[], None]] = {}  # by what changed
+        self._host_free_before = self.host_free  # when the round began
+
+    @classmethod
+    def of(cls, cluster: Cluster, now: float = 0.0) -> ClusterState:
+        """Return the state of a cluster."""
+        state = cls(cluster.devices, cluster.projects, cluster.settings)
+        for lease in cluster.leases:
+            state.put(lease)
+        state.settle(now)
+        return state
+
+    # -- leases
+
+    def watch(self) -> set[DeviceCapacity]:
+        """Return a set to which every device that changes is added; at first it has all of them."""
+        watcher = set(self.capacities.values())
+        self._watchers.append(watcher)
+        return watcher
+
+    def put(self, lease: Lease) -> None:
+        """Add a lease, or replace it after a change."""
+        self.drop(lease.id)
+        self.leases[lease.id] = lease
+        if has_place(lease):
+            self.quotas.enter(lease)
+            self._arrived[lease.id] = lease
+
+    def drop(self, id: str) -> None:
+        """Remove a lease, if it is there."""
+        lease = self.leases.pop(id, None)
+        if lease is not None and has_place(lease):
+            self.quotas.exit(lease)
+            if self._arrived.pop(id, None) is None:
+                self._count_in(lease, -1)
+
+    def settle(self, now: float) -> None:
+        """Bring claims, quotas and host memory up to date; call it before the round at ``now``."""
+        self.moment = now
+        self.log.clear()
+        changed = self.quotas.claims_to_change()
+        for id in changed:
+            lease = self.leases.get(id)
+            if lease is not None and id not in self._arrived and has_place(lease):
+                self._count_in(lease, -1)
+                self._arrived[id] = lease
+        self.quotas.claimants ^= changed
+        for lease in self._arrived.values():
+            self._count_in(lease, 1)
+        self._arrived.clear()
+        self.quotas.settle()
+        if self._relent:
+            self._settle_host_memory()
+
+    def _settle_host_memory(self) -> None:
+        for capacity in self._relent:
+            self._on_lent.pop(capacity, None)
+            if on_lent := capacity.on_lent(self.quotas.claimants):
+                self._on_lent[capacity] = on_lent
+        self._relent.clear()
+        self.host_free += sum(self.reserved_bytes.values())
+        self.reserved_bytes.clear()
+        for on_lent in self._on_lent.values():
+            for lease in on_lent:
+                self.reserve_host_memory(lease)
+
+    def _count_in(self, lease: Lease, sign: int) -> None:
+        self.quotas.count(lease, sign)
+        self._occupy(lease, sign)
+
+    def _occupy(self, lease: Lease, sign: int) -> None:
+        """Add a lease to its devices and to host memory, or remove it."""
+        held, claimant = sign * held_by(lease), self.has_claim(lease)
+        holds, leaving = lease.state in HOLDS_CAPACITY, lease.state in LEAVING
+        stays = holds and not leaving
+        unreclaimable = stays and lease.kind is Kind.BUILD and not claimant and not self.can_suspend(lease)
+        for uuid in lease.devices:
+            capacity = self.capacities.get(uuid)
+            if capacity is None:
+                continue
+            self._touch(capacity)
+            if claimant:
+                capacity.claimed += held
+                capacity.suspended_claims += 0 if stays else held
+            if holds:
+                capacity.free -= held
+                capacity.releasing += held if leaving else 0
+            if stays:
+                if sign > 0:
+                    capacity.holders[lease.id] = lease
+                else:
+                    del capacity.holders[lease.id]
+            if unreclaimable:
+                capacity.unreclaimable += held
+            if capacity.claimed or capacity in self._on_lent:
+                self._relent.add(capacity)
+        if lease.state is State.SUSPENDING:
+            self.host_free -= sign * suspended_bytes(lease)
+        elif lease.state in (State.SUSPENDED, State.RESUMING):
+            self.host_free -= sign * lease.saved_bytes
+
+    def _touch(self, capacity: DeviceCapacity) -> None:
+        capacity.version += 1
+        self.log.append(capacity)
+        for watcher in self._watchers:
+            watcher.add(capacity)
+
+    # -- questions
+
+    def account(self, lease: Lease) -> Account:
+        """Account of the lease's project."""
+        return self.quotas.account(lease.project)
+
+    def has_claim(self, lease: Lease) -> bool:
+        """Whether ``lease`` is a session with a claim on its devices."""
+        return lease.id in self.quotas.claimants
+
+    def capacities_of(self, lease: Lease) -> list[DeviceCapacity]:
+        """Devices that ``lease`` is bound to, as far as they exist."""
+        capacities = self.capacities
+        return [capacities[uuid] for uuid in lease.devices if uuid in capacities]
+
+    def has_all_devices(self, lease: Lease) -> bool:
+        """Whether every device that ``lease`` is bound to exists."""
+        return all(uuid in self.capacities for uuid in lease.devices)
+
+    def can_suspend(self, lease: Lease) -> bool:
+        """Whether ``lease`` can be suspended, host memory aside."""
+        return lease.suspendable and all(c.device.suspendable for c in self.capacities_of(lease))
+
+    def granted_bytes(self, devices: Iterable[str], held_milli: int) -> int:
+        """Device memory that ``held_milli`` of each of ``devices`` comes to, in bytes."""
+        return sum(self.capacities[u].device.grantable_bytes * held_milli // WHOLE_GPU for u in devices)
+
+    def host_memory_needed(self, lease: Lease, devices: Iterable[str], held_milli: int) -> int:
+        """Host memory in bytes, beyond what it has, that suspending the job from these devices may take."""
+        capacities = [self.capacities[u] for u in devices]
+        if lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable:
+            return 0
+        if not all(c.device.suspendable for c in capacities):
+            return 0
+        saved = lease.saved_bytes if lease.state in (State.SUSPENDED, State.RESUMING) else 0
+        return max(0, self.granted_bytes(devices, held_milli) - saved)
+
+    # -- decisions
+
+    def begin(self) -> None:
+        """Start a round: `undo` returns to this point."""
+        self._undo = {}
+        self._host_free_before = self.host_free
+
+    def undo(self) -> None:
+        """Take back all decisions since `begin`."""
+        self.host_free = self._host_free_before
+        for key, undo in self._undo.items():
+            undo()
+            if isinstance(key, DeviceCapacity):
+                self._touch(key)
+        self._undo = {}
+
+    def _will_change(self, capacity: DeviceCapacity) -> None:
+        if capacity not in self._undo:
+            self._undo[capacity] = capacity.rollback_point()
+        self._touch(capacity)
+
+    def _changing(self, lease: Lease) -> Account:
+        account = self.account(lease)
+        if account.project not in self._undo:
+            self._undo[account.project] = account.rollback_point()
+        return account
+
+    def reserve_host_memory(self, lease: Lease) -> None:
+        """Reserve host memory for a job that runs on lent capacity."""
+        if lease.kind is Kind.TRAIN and lease.id not in self.reserved_bytes and self.has_all_devices(lease):
+            needed = self.host_memory_needed(lease, lease.devices, held_by(lease))
+            self.reserved_bytes[lease.id] = needed
+            self.host_free -= needed
+
+    def allocate(
+        self, lease: Lease, devices: tuple[str, ...], held_milli: int, *, claim: bool = False
+    ) -> None:
+        """Give ``lease`` free capacity; ``claim``: it is guaranteed to it from now on."""
+        size = held_milli * len(devices)
+        for uuid in devices:
+            capacity = self.capacities[uuid]
+            self._will_change(capacity)
+            capacity.free -= held_milli
+            if self.has_claim(lease):  # wakes up
+                capacity.suspended_claims -= held_milli
+            elif claim:
+                capacity.claimed += held_milli
+        if claim:
+            self._changing(lease).claimed += size
+        self._count(lease, size, in_quota=claim)
+
+    def allocate_suspended(self, lease: Lease, devices: tuple[str, ...], held_milli: int) -> None:
+        """Give a new session a claim on capacity that is lent."""
+        for uuid in devices:
+            capacity = self.capacities[uuid]
+            self._will_change(capacity)
+            capacity.claimed += held_milli
+            capacity.suspended_claims += held_milli
+        account = self._changing(lease)
+        account.claimed += held_milli * len(devices)
+        account.capped += held_milli * len(devices)
+
+    def reserve(self, lease: Lease, devices: Iterable[str], held_milli: int) -> None:
+        """Reserve capacity that is free or being released for ``lease``."""
+        uuids = tuple(devices)
+        for uuid in uuids:
+            capacity = self.capacities[uuid]
+            self._will_change(capacity)
+            capacity.reserved += held_milli
+            if self.has_claim(lease):
+                capacity.suspended_claims -= held_milli
+        self._count(lease, held_milli * len(uuids))
+
+    def add_guest_demand(self, lease: Lease) -> None:
+        """Note that a suspended session beyond quota would wake on its devices."""
+        for capacity in self.capacities_of(lease):
+            self._will_change(capacity)
+            capacity.guest_demand += held_by(lease)
+
+    def _count(self, lease: Lease, size: int, *, in_quota: bool = False) -> None:
+        account, claimant = self._changing(lease), self.has_claim(lease)
+        if claimant or in_quota or (lease.kind is Kind.TRAIN and account.fits_quota(size)):
+            account.in_quota_use += size
+        if not claimant:
+            account.capped += size
+        account.use += size
+        account.unborrowing += 0 if lease.borrow else size
+
+    def evict(self, lease: Lease, *, suspended: bool) -> None:
+        """Count ``lease`` as leaving; ``suspended``: its state goes to host memory."""
+        if QuotaState not in self._undo:
+            self._undo[QuotaState] = self.quotas.rollback_point()
+        self._count_leaving(lease, 1)
+        for capacity in self.capacities_of(lease):
+            capacity.holders.pop(lease.id, None)
+        self.host_free += self.reserved_bytes.get(lease.id, 0) - suspended_bytes(lease) * suspended
+        self.quotas.jobs.get(lease.project, {}).pop(lease.id, None)
+        if lease.id in self.quotas.in_quota:
+            for promoted in self.quotas.promote(self.account(lease)):
+                for capacity in self.capacities_of(promoted):
+                    self._will_change(capacity)
+
+    def reinstate(self, lease: Lease, *, suspended: bool) -> None:
+        """Take back `evict`."""
+        self._count_leaving(lease, -1)
+        for capacity in self.capacities_of(lease):
+            capacity.holders[lease.id] = lease
+        if lease.kind is Kind.TRAIN:
+            self.quotas.jobs[lease.project][lease.id] = lease
+        self.host_free -= self.reserved_bytes.get(lease.id, 0) - suspended_bytes(lease) * suspended
+
+    def _count_leaving(self, lease: Lease, sign: int) -> None:
+        held, size, account = sign * held_by(lease), sign * size_of(lease), self._changing(lease)
+        for capacity in self.capacities_of(lease):
+            self._will_change(capacity)
+            capacity.releasing += held
+            if self.has_claim(lease):
+                capacity.suspended_claims += held
+        account.use -= size
+        account.unborrowing -= 0 if lease.borrow else size
+        if not self.has_claim(lease):
+            account.leaving += size
+        if lease.id in self.quotas.in_quota:
+            account.in_quota_use -= size

@@ -1,0 +1,118 @@
+"""Plan actions: a snapshot in, a list of actions out.
+
+The broker calls `plan` with real leases, the simulator with a trace.  It is
+called again whenever something changed or failed, so it never assumes that an
+earlier action took place: it reads states, not history, and counts capacity
+that is being released.
+
+The rules are in `scheduler`, the choice of devices in `placer`.  A `Planner`
+is told of changes, so that a round costs what changed and not what there is; an
+`IncrementalPlanner` compares snapshots itself; `plan` makes a planner for one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import Cluster, Device, Lease, Plan, Project, Settings
+from jupyter_gpushare.core.placer import Placer
+from jupyter_gpushare.core.queues import JobQueues
+from jupyter_gpushare.core.scheduler import SchedulingRound
+
+
+def plan(cluster: Cluster, now: float) -> Plan:
+    """Return what to do now, most important first, and when to ask again.
+
+    Actions take only what is free at ``now``.  Capacity that is being released
+    is reserved for the lease it was reclaimed for, and granted by a later call.
+    """
+    return Planner.of(cluster).plan(now)
+
+
+class Planner:
+    """Plans round after round for the leases it is told of, as `plan` would."""
+
+    def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
+        self.state = ClusterState(devices, projects, settings)
+        self.queues = JobQueues(settings)
+        self.placer = Placer(self.state, settings.workload)
+        self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
+        self._changed: dict[str, Lease] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Planner:
+        """Return a planner for the leases of ``cluster``."""
+        planner = cls(cluster.devices, cluster.projects, cluster.settings)
+        for lease in cluster.leases:
+            planner.put(lease)
+        planner.lags_gpu_s = cluster.lags_gpu_s
+        return planner
+
+    def put(self, lease: Lease) -> None:
+        """Add a lease, or replace it after a change."""
+        self.state.put(lease)
+        self._changed[lease.id] = lease
+
+    def drop(self, id: str) -> None:
+        """Remove a lease that has ended."""
+        self.state.drop(id)
+        self.queues.drop(id)
+        self._changed.pop(id, None)
+
+    def plan(self, now: float) -> Plan:
+        """Return the actions of now; ``now`` never goes back."""
+        done = self.begin(now).run()
+        self.state.undo()
+        return Plan(tuple(done.actions), done.next_at)
+
+    def begin(self, now: float, *, explain_all: bool = False) -> SchedulingRound:
+        """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
+        self.state.settle(now)
+        self.queues.put_all(self._changed.values(), now)
+        self._changed.clear()
+        self.queues.refile_due(now)
+        self.state.begin()
+        return SchedulingRound(
+            self.state, self.queues, self.placer, self.lags_gpu_s, now, explain_all=explain_all
+        )
+
+
+class IncrementalPlanner:
+    """Plans snapshot after snapshot as `plan` would, at the cost of their differences."""
+
+    def __init__(self) -> None:
+        self._planner: Planner | None = None
+        self._built_from: tuple[object, ...] = ()
+        self._leases: dict[str, Lease] = {}
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        """Return what `plan` returns; ``now`` never goes back."""
+        planner = self._updated(cluster)
+        # After an error in the middle of a round a new planner is made.
+        self._planner = None
+        planned = planner.plan(now)
+        self._planner = planner
+        return planned
+
+    def _updated(self, cluster: Cluster) -> Planner:
+        leases = {x.id: x for x in cluster.leases}
+        built_from = cluster.devices, cluster.projects, cluster.settings
+        planner = self._planner
+        if planner is None or built_from != self._built_from:
+            planner = Planner.of(cluster)
+        else:
+            for id in self._leases.keys() - leases.keys():
+                planner.drop(id)
+            for id, lease in leases.items():
+                known = self._leases.get(id)
+                if lease is not known and lease != known:
+                    planner.put(lease)
+            planner.lags_gpu_s = cluster.lags_gpu_s
+        self._leases, self._built_from = leases, built_from
+        return planner
+
+
+def dry_run(cluster: Cluster, now: float) -> SchedulingRound:
+    """Return a round that has not run, with the reason of every waiting job once it has."""
+    return Planner.of(cluster).begin(now, explain_all=True)

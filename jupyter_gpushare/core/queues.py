@@ -1,0 +1,266 @@
+"""Waiting and running jobs of each project, kept sorted between scheduling rounds.
+
+Waiting jobs are grouped by `Shape`: jobs of one shape fit or fail alike, so a
+round tries a shape once and not each of its jobs.  Running jobs are grouped by
+level, so that the jobs that a waiting one may preempt are found without a scan.
+
+Levels change with time: a running job is demoted, a waiting one starves.
+`refile_due` sorts those jobs again; `next_at` is the time of the next change.
+
+The sorted lists hold numbers and names, not leases, so that the garbage
+collector has nothing to follow there, however many jobs wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.idle import eligible_at
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    CheckpointMode,
+    Kind,
+    Lease,
+    Settings,
+    State,
+)
+
+Shape = tuple[object, ...]
+RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the first to be preempted first
+Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
+
+_WAITING = (State.PENDING, State.SUSPENDED)
+# From this many leases on, `put_all` appends and sorts once.
+_BULK = 32
+
+
+class _Insert(NamedTuple):
+    """How leases are added to sorted lists and to heaps."""
+
+    into_list: Callable[[list[Any], Any], None]
+    into_heap: Callable[[list[Any], Any], None]
+
+
+_SORTED = _Insert(insort, heapq.heappush)
+_UNSORTED = _Insert(list.append, list.append)
+
+
+@dataclass(slots=True)
+class ProjectQueue:
+    """Waiting and running jobs of one project."""
+
+    waiting: dict[Shape, list[order.Rank]] = field(default_factory=dict)
+    running: dict[order.Level, list[RunningKey]] = field(default_factory=dict)
+    demotions: list[Timer] = field(default_factory=list)  # heap: when the level of a running job changes
+
+
+class Cursor:
+    """Iterates over the waiting jobs of a project by rank, and can skip a shape."""
+
+    def __init__(self, queue: ProjectQueue, leases: Mapping[str, Lease]) -> None:
+        self._waiting = queue.waiting
+        self._leases = leases
+        self._heads = [(jobs[0], 0, shape) for shape, jobs in queue.waiting.items()]
+        heapq.heapify(self._heads)
+
+    def __bool__(self) -> bool:
+        return bool(self._heads)
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Rank of the current job; empty at the end."""
+        return self._heads[0][0] if self._heads else ()
+
+    @property
+    def current(self) -> tuple[Lease, Shape]:
+        """The current job and its shape."""
+        rank, _, shape = self._heads[0]
+        return self._leases[rank[-1]], shape
+
+    def advance(self) -> None:
+        """Go to the next job."""
+        _, number, shape = self._heads[0]
+        jobs = self._waiting[shape]
+        if number + 1 < len(jobs):
+            heapq.heapreplace(self._heads, (jobs[number + 1], number + 1, shape))
+        else:
+            heapq.heappop(self._heads)
+
+    def skip_shape(self) -> None:
+        """Go to the next job of another shape."""
+        heapq.heappop(self._heads)
+
+
+class JobQueues:
+    """Leases that wait, and leases with timers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.by_project: dict[str, ProjectQueue] = {}
+        self.new_sessions: dict[str, Lease] = {}
+        self.waking_sessions: dict[str, Lease] = {}  # suspended, and their processes want the GPU
+        self.idle: dict[str, Lease] = {}  # sessions that may lend their devices, now or later
+        self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
+        self.leases: dict[str, Lease] = {}  # all of them, by id
+        self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
+        self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
+        self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
+        self._timers: list[Timer] = []  # heap
+        self._count = count()
+        self._order = order.order_of(settings)
+        self._long_waits_s = order.long_waits(settings)
+
+    def put(self, lease: Lease, now: float) -> None:
+        """Add a lease, or replace it after a change."""
+        self.drop(lease.id)
+        self._file(lease, now, _SORTED)
+
+    def put_all(self, leases: Collection[Lease], now: float) -> None:
+        """Add or replace several leases; many are sorted at once."""
+        if len(leases) < _BULK:
+            for lease in leases:
+                self.put(lease, now)
+            return
+        for lease in leases:
+            if lease.id in self.leases:
+                self.drop(lease.id)
+        for lease in leases:
+            self._file(lease, now, _UNSORTED)
+        heapq.heapify(self._timers)
+        for queue in self.by_project.values():
+            heapq.heapify(queue.demotions)
+            for waiting in queue.waiting.values():
+                waiting.sort()
+            for running in queue.running.values():
+                running.sort()
+
+    def _file(self, lease: Lease, now: float, insert: _Insert) -> None:
+        if lease.cancelled:
+            return
+        self.leases[lease.id] = lease
+        self._stamps[lease.id] = next(self._count)
+        waits = lease.state in _WAITING
+        if lease.kind is Kind.BUILD:
+            self._file_session(lease, insert)
+        elif waits and (lease.devices or lease.state is State.PENDING):
+            self._file_waiting(lease, now, insert)
+        elif lease.state in HOLDS_CAPACITY and lease.state not in LEAVING:
+            self._file_running(lease, now, insert)
+        if lease.retry_at > now and (waits or lease.state is State.RUNNING):
+            self._set_timer(lease.retry_at, lease, insert)
+
+    def _file_session(self, lease: Lease, insert: _Insert) -> None:
+        if lease.state is State.PENDING:
+            self.new_sessions[lease.id] = lease
+        elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
+            self.waking_sessions[lease.id] = lease
+        elif (at := eligible_at(lease, self.settings)) is not None:
+            self.idle[lease.id] = lease
+            self._set_timer(at, lease, insert)
+
+    def _file_waiting(self, lease: Lease, now: float, insert: _Insert) -> None:
+        queue = self._queue_of(lease.project)
+        if lease.retry_at > now:
+            self.backing_off[lease.id] = lease
+            return
+        rank = order.rank(lease, now, self.settings)
+        shape = _shape(lease, rank[0], drifts=self._order.drifts)
+        if (ranks := queue.waiting.get(shape)) is None:
+            ranks = queue.waiting[shape] = []
+        insert.into_list(ranks, rank)
+        self._waiting_at[lease.id] = shape, rank
+        for wait_s in self._long_waits_s:
+            if (at := lease.waits_since_at + wait_s) > now:
+                self._set_timer(at, lease, insert)
+                break
+
+    def _file_running(self, lease: Lease, now: float, insert: _Insert) -> None:
+        queue, settings = self._queue_of(lease.project), self.settings
+        level = order.level(lease, now, settings)
+        if self._order.drifts:
+            level = level[0], 0.0  # `outranked` works the levels out
+        stops = lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable
+        key = stops, -order.seniority(lease, now, settings), lease.id
+        insert.into_list(queue.running.setdefault(level, []), key)
+        self._running_at[lease.id] = level, key
+        if (at := self._order.leaves_at(lease, now, settings)) is not None:
+            insert.into_heap(queue.demotions, self._timer(at, lease))
+
+    def _queue_of(self, project: str) -> ProjectQueue:
+        if project not in self.by_project:
+            self.by_project[project] = ProjectQueue()
+        return self.by_project[project]
+
+    def drop(self, id: str) -> None:
+        """Remove a lease, if it is there."""
+        lease = self.leases.pop(id, None)
+        if lease is None:
+            return
+        del self._stamps[id]
+        for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off):
+            group.pop(id, None)
+        if id in self._waiting_at:
+            shape, rank = self._waiting_at.pop(id)
+            waiting = self.by_project[lease.project].waiting
+            del waiting[shape][bisect_left(waiting[shape], rank)]
+            if not waiting[shape]:
+                del waiting[shape]
+        elif id in self._running_at:
+            level, key = self._running_at.pop(id)
+            running = self.by_project[lease.project].running
+            del running[level][bisect_left(running[level], key)]
+            if not running[level]:
+                del running[level]
+
+    def refile_due(self, now: float) -> None:
+        """Sort again the leases with expired timers."""
+        due: list[Timer] = []
+        for heap in (self._timers, *(queue.demotions for queue in self.by_project.values())):
+            while heap and (heap[0][0] <= now or self._is_outdated(heap[0])):
+                due.append(heapq.heappop(heap))
+        for timer in due:
+            if not self._is_outdated(timer):
+                self.put(self.leases[timer[2]], now)
+
+    def next_at(self) -> float | None:
+        """Next time at which a decision may change by itself; call it right after `refile_due`."""
+        heaps = [self._timers, *(queue.demotions for queue in self.by_project.values() if queue.waiting)]
+        return min((heap[0][0] for heap in heaps if heap), default=None)
+
+    def outranked(self, project: str, level: order.Level, now: float) -> Iterable[Lease]:
+        """Running jobs of a project of later levels than ``level``, the first to be preempted first."""
+        running = self.by_project[project].running if project in self.by_project else {}
+        if self._order.drifts:
+            jobs = [self.leases[key[-1]] for keys in running.values() for key in keys]
+            ranked = [(order.level(x, now, self.settings), x.id) for x in jobs]
+            return [self.leases[id] for later, id in sorted(ranked, reverse=True) if later > level]
+        levels = sorted((later for later in running if later > level), reverse=True)
+        return [self.leases[key[-1]] for later in levels for key in running[later]]
+
+    def _set_timer(self, at: float, lease: Lease, insert: _Insert) -> None:
+        insert.into_heap(self._timers, self._timer(at, lease))
+
+    def _timer(self, at: float, lease: Lease) -> Timer:
+        return at, self._stamps[lease.id], lease.id
+
+    def _is_outdated(self, timer: Timer) -> bool:
+        return self._stamps.get(timer[2]) != timer[1]
+
+
+def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
+    """What decides whether two waiting jobs of a project fit or fail alike."""
+    return (
+        level[0] if drifts else level,
+        lease.size,
+        lease.consolidate,
+        lease.borrow,
+        lease.survival is CheckpointMode.SUSPEND and lease.suspendable,
+        lease.devices,
+    )

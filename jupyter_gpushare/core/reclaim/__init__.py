@@ -1,0 +1,1 @@
+"""Choose which leases to preempt, for which waiting lease, and at what cost."""

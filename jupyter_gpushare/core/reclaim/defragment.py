@@ -1,0 +1,136 @@
+"""Move running jobs together, so that a gang finds enough empty devices on a node.
+
+The capacity for a gang may be free, but scattered.  A running job of its project
+may be moved if it writes checkpoints of its own and another node has free
+devices for it; a job of a later level may leave without.  The nodes are chosen
+where the fewest GPUs change hands.  A move is a preemption and costs as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
+from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
+from jupyter_gpushare.core.placement import Group, Topology
+from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.reclaim.victims import Victim, prune
+
+
+@dataclass(frozen=True, slots=True)
+class NodeClearing:
+    """Leases to preempt on a node so that enough of its devices are empty."""
+
+    size: int  # devices that change hands
+    node: Group
+    victims: tuple[Victim, ...]
+
+
+class Defragmenter:
+    """Clears nodes for one gang of whole devices."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        job: Lease,
+        juniors: Mapping[str, Victim],
+        movable: Callable[[Lease], Victim | None],
+        available: CapacityView,
+    ) -> None:
+        """``juniors``: jobs that ``job`` may preempt, by id; ``movable``: a lease as a victim to be moved.
+
+        ``available``: what ``job`` can count on without a preemption.
+        """
+        self._topology = topology
+        self._job = job
+        self._juniors = juniors
+        self._movable = movable
+        self._available = available
+        fitting = [_fitting(job, node) for node in topology.nodes]
+        self._nodes: list[Group] = [node for node in fitting if node]
+        free = ((node, [c for c in node if self._is_free(c)]) for node in topology.nodes)
+        self._free = [(node, devices) for node, devices in free if devices]
+
+    def _is_free(self, capacity: DeviceCapacity) -> bool:
+        return self._available(capacity) >= WHOLE_GPU
+
+    def plan(self) -> tuple[list[DeviceCapacity], tuple[Victim, ...]] | None:
+        """Devices to take and leases to preempt there; None: moving does not help."""
+        job, largest = self._job, self._topology.largest_node
+        whole, rest = 0, job.size.device_count
+        if self._topology.spans_nodes(job):
+            whole, rest = divmod(job.size.device_count, largest)
+        chosen: list[NodeClearing] = []
+        if whole:
+            nodes = [node for node in self._nodes if len(node) == largest]
+            chosen = self._cheapest(nodes, largest)[:whole]
+            if len(chosen) < whole:
+                return None
+        if rest:
+            nodes = [n for n in self._nodes if all(n is not c.node for c in chosen)]
+            last = next((c for c in self._cheapest(nodes, rest) if self._all_fit([*chosen, c])), None)
+            if last is None:
+                return None
+            chosen.append(last)
+        elif not self._all_fit(chosen):
+            return None
+        victims = {v.lease.id: v for clearing in chosen for v in clearing.victims}
+        leaving = {uuid for v in victims.values() for uuid in v.lease.devices}
+        able = [x for c in chosen for x in c.node if self._is_free(x) or x.device.uuid in leaving]
+        devices = self._topology.choose(job, able, lambda capacity: capacity.soon)
+        return None if devices is None else (devices, tuple(victims.values()))
+
+    def _cheapest(self, nodes: Iterable[Group], count: int) -> list[NodeClearing]:
+        found = [clearing for node in nodes if (clearing := self._clear(node, count))]
+        return sorted(found, key=lambda c: (c.size, c.node[0].device.uuid))
+
+    def _clear(self, node: Group, count: int) -> NodeClearing | None:
+        """The fewest devices to clear so that ``count`` devices of ``node`` are empty."""
+        missing = count - sum(map(self._is_free, node))
+        # Leases that leave an empty device behind; others may have started there in this round.
+        holders = ((c, x) for c in node for x in c.holders.values())
+        leases = {x.id: x for c, x in holders if self._available(c) + held_by(x) >= WHOLE_GPU}
+        able = [v for x in leases.values() if (v := self._juniors.get(x.id) or self._movable(x))]
+        inside = {capacity.device.uuid for capacity in node}
+        able = [v for v in able if inside.issuperset(v.lease.devices)]
+        able.sort(key=lambda v: (-v.lease.size.device_count, v.why is Why.MOVED, v.rank))
+        taken: list[Victim] = []
+        for v in able:
+            if v.lease.size.device_count <= missing:
+                taken.append(v)
+                missing -= v.lease.size.device_count
+        if missing > 0:
+            larger = [v for v in reversed(able) if v not in taken and v.lease.size.device_count >= missing]
+            if not larger:
+                return None
+            missing -= larger[0].lease.size.device_count
+
+            def try_without(v: Victim) -> bool:
+                nonlocal missing
+                if v.lease.size.device_count > -missing:
+                    return False
+                missing += v.lease.size.device_count
+                return True
+
+            taken = [*prune(taken, try_without), larger[0]]
+        return NodeClearing(sum(v.lease.size.device_count for v in taken), node, tuple(taken))
+
+    def _all_fit(self, clearings: list[NodeClearing]) -> bool:
+        """Whether other nodes have free devices for every job that is moved."""
+        moved = [v.lease for c in clearings for v in c.victims if v.why is Why.MOVED]
+        cleared = {c.node[0].device.node for c in clearings}
+        free = [list(devices) for node, devices in self._free if node[0].device.node not in cleared]
+        for lease in sorted(moved, key=lambda x: -x.size.device_count):
+            able = [(devices, _fitting(lease, devices)) for devices in free]
+            fits = [(devices, inside) for devices, inside in able if len(inside) >= lease.size.device_count]
+            if not fits:
+                return False
+            devices, inside = min(fits, key=lambda x: len(x[0]))
+            for capacity in inside[: lease.size.device_count]:
+                devices.remove(capacity)
+        return True
+
+
+def _fitting(lease: Lease, devices: Iterable[DeviceCapacity]) -> list[DeviceCapacity]:
+    return [c for c in devices if c.device.demand_milli(lease.size) <= WHOLE_GPU]

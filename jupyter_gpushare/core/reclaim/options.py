@@ -1,0 +1,163 @@
+"""Cost of reclaiming capacity: on one device, and on the cheapest set of devices.
+
+Costs are computed on demand and again after a change of the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import Lease
+from jupyter_gpushare.core.placement import Group, Topology
+from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.reclaim.victims import ReclaimScope, Victim, VictimIndex, rank
+
+Price = tuple[object, ...]
+# The price of capacity that needs no preemption.
+_FREE: Price = (-1, 0, ())
+
+
+class ReclaimOption(NamedTuple):
+    """Reclaim of one device for one kind of job."""
+
+    short: int  # thousandths still missing if every possible victim leaves
+    price: Price | None  # None: the possible victims are not enough
+    victims: Sequence[Victim]  # that have to leave
+
+
+class ReclaimOptions:
+    """Reclaim options of single devices for jobs of the size and scope of ``job``."""
+
+    def __init__(self, victim_index: VictimIndex, scope: ReclaimScope, job: Lease) -> None:
+        self._job = job
+        self._victim_index = victim_index
+        self._scope = scope
+        self._known: dict[DeviceCapacity, tuple[int, ReclaimOption]] = {}  # with the version it is of
+
+    def option(self, capacity: DeviceCapacity) -> ReclaimOption:
+        """Reclaim option of a device."""
+        known = self._known.get(capacity)
+        if known is None or known[0] != capacity.version:
+            known = self._known[capacity] = capacity.version, self._make_option(capacity)
+        return known[1]
+
+    def victims_on(self, capacity: DeviceCapacity) -> list[Victim]:
+        """Every possible victim on a device, the cheapest first."""
+        return self._victim_index.victims_on(capacity, self._scope)
+
+    def victims_of(self, capacities: Iterable[DeviceCapacity]) -> list[Victim]:
+        """Victims that have to leave so that the job gets all of these devices, each once."""
+        return list({v.lease.id: v for c in capacities for v in self.option(c).victims}.values())
+
+    def missing(self, capacity: DeviceCapacity) -> int:
+        """Thousandths that are missing if no lease leaves."""
+        need = held_by(self._job) if self._job.devices else capacity.device.demand_milli(self._job.size)
+        return need - self._scope.available(capacity)
+
+    def _make_option(self, capacity: DeviceCapacity) -> ReclaimOption:
+        short = self.missing(capacity)
+        if short <= 0:
+            return ReclaimOption(short, (*_FREE, -short, capacity.device.uuid), ())
+        possible = self.victims_on(capacity)
+        if not possible:
+            return ReclaimOption(short, None, ())
+        picked: list[Victim] = []
+        spare = -short
+        for v in possible:
+            if spare >= 0:
+                break
+            picked.append(v)
+            spare += held_by(v.lease)
+        if spare < 0:
+            return ReclaimOption(-spare, None, ())
+        rest = sum([held_by(v.lease) for v in possible[len(picked) :]])
+        return ReclaimOption(-spare - rest, (*price(picked), spare, capacity.device.uuid), picked)
+
+
+class Cheapest:
+    """Keeps the cheapest set of devices for one kind of job.
+
+    Every set of devices that the job may use, and that has a candidate device,
+    has a price; only sets with a device that changed are priced again.
+    """
+
+    def __init__(
+        self,
+        state: ClusterState,
+        topology: Topology,
+        options: ReclaimOptions,
+        job: Lease,
+        candidates: set[DeviceCapacity],
+    ) -> None:
+        self._job = job
+        self._topology = topology
+        self._options = options
+        self._log = state.log
+        self._seen = len(self._log)
+        alone: list[Group] = [(c,) for c in sorted(candidates, key=lambda c: c.device.uuid)]
+        tiers = [alone] if job.size.device_count == 1 else topology.tiers(job)
+        self._sets: list[tuple[int, Group]] = [
+            (tier, group)
+            for tier, groups in enumerate(tiers)
+            for group in groups
+            if not candidates.isdisjoint(group)
+        ]
+        self._sets_of: dict[DeviceCapacity, list[int]] = {}
+        self._stamp = [0] * len(self._sets)
+        self._heap: list[tuple[Price, int, int, list[DeviceCapacity]]] = []
+        for number, (_, group) in enumerate(self._sets):
+            for capacity in group:
+                self._sets_of.setdefault(capacity, []).append(number)
+        for number in range(len(self._sets)):
+            self._price_set(number)
+
+    def best(self) -> list[DeviceCapacity] | None:
+        """The cheapest devices to reclaim; None: no set of devices will do."""
+        changed = {capacity for capacity in self._log[self._seen :] if capacity in self._sets_of}
+        self._seen = len(self._log)
+        for number in sorted({number for capacity in changed for number in self._sets_of[capacity]}):
+            self._price_set(number)
+        while self._heap and self._heap[0][2] != self._stamp[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def _price_set(self, number: int) -> None:
+        tier, group = self._sets[number]
+        self._stamp[number] += 1
+        if self._job.size.device_count == 1:
+            alone = self._options.option(group[0]).price
+            if alone is not None:
+                heapq.heappush(self._heap, (alone, number, self._stamp[number], [group[0]]))
+            return
+        able = [(option.price, c) for c in group if (option := self._options.option(c)).price]
+        if len(able) < self._job.size.device_count:
+            return
+        able.sort(key=lambda priced: priced[0])
+        capacities = self._chosen([capacity for _, capacity in able])
+        if capacities is None:
+            return
+        victims = sorted(self._options.victims_of(capacities), key=rank)
+        found = (*price(victims), tier, *able[0][0][3:])
+        heapq.heappush(self._heap, (found, number, self._stamp[number], capacities))
+
+    def _chosen(self, able: list[DeviceCapacity]) -> list[DeviceCapacity] | None:
+        """The devices to take of ``able``, which are sorted by price."""
+        job, topology = self._job, self._topology
+        if not topology.spans_nodes(job):
+            return able[: job.size.device_count]
+        # Whole nodes, out of as few of the cheapest devices as contain enough of them.
+        numbers = range(job.size.device_count, len(able) + 1)
+        least = bisect_left(
+            numbers, True, key=lambda n: topology.choose(job, able[:n], self._options.missing) is not None
+        )
+        return topology.choose(job, able[: job.size.device_count + least], self._options.missing)
+
+
+def price(victims: Sequence[Victim]) -> Price:
+    """Sort key of sets of sorted victims: the dearest kind, then their number, then their ranks."""
+    return (victims[-1].cost, len(victims), tuple([v.rank for v in victims])) if victims else _FREE

@@ -1,0 +1,315 @@
+"""Reclaim capacity for a waiting lease with the least disturbance.
+
+`victims` says which leases may be preempted and which are cheaper.  Sets of
+victims compare by the dearest kind, then by number, then by rank.
+
+Three ways, the first that succeeds:
+
+1. idle sessions and leases of other projects (`options`), for a gang also in
+   exchange;
+2. the same and jobs of the own project of later levels, the last first (`search`);
+3. moving jobs of the own project together (`defragment`).
+
+A preemption inside a project costs `Settings.preempt_cost_s` of every GPU that
+changes hands and must gain more than that (`order.gain_gpu_s`).
+
+Either all the capacity is reclaimed or no lease is preempted; a lease that
+turns out not to be needed stays.  What is suspended must find host memory: a
+job that does not is stopped instead, a session never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
+from jupyter_gpushare.core.placement import Placement, Topology
+from jupyter_gpushare.core.queues import JobQueues
+from jupyter_gpushare.core.quota import Shares, held_by, size_of
+from jupyter_gpushare.core.reclaim.defragment import Defragmenter
+from jupyter_gpushare.core.reclaim.options import Cheapest, ReclaimOptions
+from jupyter_gpushare.core.reclaim.search import Candidate, MultiDeviceSearch, SingleDeviceSearch
+from jupyter_gpushare.core.reclaim.victims import Cost, ReclaimScope, Victim, VictimIndex, prune, rank
+
+# Reasons for which a job of another project is preempted that owes nothing.
+_TAKEN = frozenset({Why.OVER_QUOTA, Why.MOVED})
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimPlan:
+    """Devices for one lease, and the leases to preempt there."""
+
+    placement: Placement
+    victims: tuple[Victim, ...]
+
+
+class Reclaimer:
+    """Plans reclaims on one `ClusterState`, for one round."""
+
+    def __init__(self, state: ClusterState, topology: Topology, queues: JobQueues, shares: Shares) -> None:
+        self.state = state
+        self.victim_index = VictimIndex(state, queues)
+        self._topology = topology
+        self._shares = shares
+        self._known_options: dict[tuple[object, ...], ReclaimOptions] = {}
+        self._cheapest: dict[tuple[object, ...], Cheapest] = {}
+        self._searches: dict[tuple[object, ...], SingleDeviceSearch] = {}
+        self._host_free = state.host_free  # when victims were last cached
+        self._empty = (-1, 0)  # length of the log, and number of empty devices then
+
+    def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
+        """Leases to preempt so that a suspended session can wake on its devices; None: not possible."""
+        chosen: list[Victim] = []
+        short = {c.device.uuid: held_by(lease) - c.soon for c in self.state.capacities_of(lease)}
+        for capacity in self.state.capacities_of(lease):
+            uuid = capacity.device.uuid
+            missing = short[uuid] - _given(uuid, chosen)
+            victims = [v for x in capacity.holders.values() if (v := self.victim_index.for_owner(x))]
+            for v in sorted(victims, key=rank):
+                if missing > 0 and all(v.lease.id != x.lease.id for x in chosen):
+                    chosen.append(v)
+                    missing -= held_by(v.lease)
+            if missing > 0:
+                return None
+        found = self._with_host_memory(_least(short, chosen), 0)
+        return None if isinstance(found, Why) else found
+
+    def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
+        """Jobs of its own project to preempt so that a session stays within the limit; None: too few."""
+        held = self.state.quotas.jobs.get(lease.project, {}).values()
+        jobs = sorted((v for x in held if (v := self.victim_index.for_limit(x))), key=rank)
+        return _enough_for_limit(lease.project, over_limit, (), jobs)
+
+    def for_job(
+        self, job: Lease, *, owed: bool, below_share: bool, over_limit: int, soon: Placement | None
+    ) -> ReclaimPlan | Why:
+        """The reclaim that disturbs least for ``job``, or why there is none.
+
+        ``owed``: its project is below quota; ``below_share``: at least below its
+        fair share.  ``over_limit``: thousandths that must leave its own project
+        as well.  ``soon``: devices that it could have but for the limit.
+        """
+        # Where no project is above its share there is nothing to take.
+        below_share = below_share and not owed and self._shares.total_excess() > 0
+        protected = self._shares.at_or_below_share() if below_share else frozenset()
+        scope = partial(self.victim_index.scope, job, owed=owed, below_share=below_share, protected=protected)
+        plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
+        if plan is Why.HOST_MEMORY and self._host_free != self.state.host_free:
+            self.victim_index.forget()
+            for cache in (self._known_options, self._cheapest, self._searches):
+                cache.clear()
+            self._host_free = self.state.host_free
+            plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
+        if isinstance(plan, Why) and (plan is Why.HOST_MEMORY or self.victim_index.memory_short):
+            without_lending = self._for_job(job, scope(lend=False), over_limit, soon)
+            plan = Why.HOST_MEMORY if isinstance(without_lending, Why) else without_lending
+        return plan
+
+    def _for_job(
+        self, job: Lease, scope: ReclaimScope, over_limit: int, soon: Placement | None
+    ) -> ReclaimPlan | Why:
+        if over_limit:
+            return self._under_limit(job, scope, over_limit, soon)
+        ways = [partial(self._cheapest_of_others, job, scope)]
+        scopes = [scope, scope]
+        if scope.protected and job.size.device_count > 1:
+            # The excess of other projects may be scattered over the nodes.
+            at_quota = self._shares.at_or_below_quota()
+            exchange = self.victim_index.in_exchange(scope, job.size.device_count, at_quota)
+            ways.append(partial(self._cheapest_of_others, job, exchange))
+            scopes.insert(1, exchange)
+        ways.append(partial(self._from_juniors, job, scope))
+        why = Why.NO_CAPACITY
+        for way, scope in zip(ways, scopes, strict=True):
+            plan = self._decide(job, found, scope) if (found := way()) else Why.NO_CAPACITY
+            if isinstance(plan, ReclaimPlan):
+                return plan
+            why = plan if plan is not Why.NO_CAPACITY else why
+        return why
+
+    def _cheapest_of_others(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
+        """The cheapest devices without preempting jobs of later levels, and the leases to preempt there."""
+        candidates = self.victim_index.candidate_devices(scope)
+        if not candidates:
+            return None
+        options = self._options(job, scope)
+        devices: list[DeviceCapacity] | None
+        if job.devices:
+            devices = self.state.capacities_of(job)
+            if any(options.option(capacity).price is None for capacity in devices):
+                return None
+        else:
+            key = options, job.size.device_count, job.consolidate
+            if key not in self._cheapest:
+                self._cheapest[key] = Cheapest(self.state, self._topology, options, job, candidates)
+            devices = self._cheapest[key].best()
+            if devices is None:
+                return None
+        short = {c.device.uuid: options.missing(c) for c in devices}
+        return devices, _least(short, options.victims_of(devices))
+
+    def _options(self, job: Lease, scope: ReclaimScope) -> ReclaimOptions:
+        key = scope, job.size, held_by(job) if job.devices else 0
+        if key not in self._known_options:
+            self._known_options[key] = ReclaimOptions(self.victim_index, scope, job)
+        return self._known_options[key]
+
+    def _decide(self, job: Lease, candidate: Candidate, scope: ReclaimScope) -> ReclaimPlan | Why:
+        """Plan to preempt the victims of ``candidate``, if that is allowed, stable and worth its cost."""
+        devices, victims = candidate
+        need = held_by(job) if job.devices else devices[0].device.demand_milli(job.size)
+        uses_lent = self._uses_lent(devices, need, victims)
+        if not job.borrow and (uses_lent or need * len(devices) > self.state.account(job).unborrowed_left):
+            return Why.NO_CAPACITY
+        if not self._is_stable(job, need * len(devices), victims):
+            return Why.NO_CAPACITY
+        if scope.below_gpus:
+            taken = [v.lease for v in victims if v.lease.project != job.project and v.why in _TAKEN]
+            if sum(map(size_of, taken)) > self._shares.total_excess():
+                return Why.NO_CAPACITY
+            if self._shares.any_below_quota_without(taken):
+                return Why.NO_CAPACITY
+        if not self._is_worth_it(job, victims):
+            return Why.NOT_WORTH_IT
+        placement = Placement(job.devices or tuple(c.device.uuid for c in devices), need)
+        reserve_bytes = self.state.host_memory_needed(job, placement.devices, need) if uses_lent else 0
+        settled = self._with_host_memory(victims, reserve_bytes)
+        return settled if isinstance(settled, Why) else ReclaimPlan(placement, settled)
+
+    def _is_worth_it(self, job: Lease, victims: Iterable[Victim]) -> bool:
+        """Whether ``job`` gains what the preemptions inside its project cost, in GPU-seconds."""
+        settings = self.state.settings
+        own = [v for v in victims if v.lease.project == job.project and v.why in (Why.ORDER, Why.MOVED)]
+        cost = sum(size_of(v.lease) for v in own) / WHOLE_GPU * settings.preempt_cost_s
+        return not cost or order.gain_gpu_s(job, self.state.moment, settings) >= cost
+
+    def _from_juniors(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
+        """Devices that also jobs of later levels in the own project give, else by moving jobs."""
+        return self._search(job, scope) or self._by_defragmenting(job, scope)
+
+    def _search(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
+        options = self._options(job, scope)
+        if job.devices or job.size.device_count > 1:
+            juniors = self.victim_index.juniors(job)
+            return MultiDeviceSearch(self.state, self._topology, job, options).search(juniors)
+        outranked = self.victim_index.outranked(job)
+        key = options, id(outranked)
+        if key not in self._searches:
+            as_victim = partial(self.victim_index.junior, priority=job.priority)
+            self._searches[key] = SingleDeviceSearch(self.state, options, outranked, as_victim)
+        return self._searches[key].first()
+
+    def _by_defragmenting(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
+        """Devices for a gang, where enough are free but scattered over nodes."""
+        preempts = order.order_of(self.state.settings).preempts
+        if job.devices or job.size.device_count == 1 or not job.consolidate or not preempts:
+            return None
+        if self._empty[0] != len(self.state.log):
+            empty = sum(capacity.soon >= WHOLE_GPU for capacity in self.state.usable)
+            self._empty = len(self.state.log), empty
+        if not self._empty[1]:
+            return None  # there is no device to move a job to
+        juniors = {v.lease.id: v for v in self.victim_index.juniors(job)}
+        if self._empty[1] + sum(v.lease.size.device_count for v in juniors.values()) < job.size.device_count:
+            return None
+        movable = partial(self.victim_index.to_move, job.project)
+        return Defragmenter(self._topology, job, juniors, movable, scope.available).plan()
+
+    def _under_limit(
+        self, job: Lease, scope: ReclaimScope, over_limit: int, soon: Placement | None
+    ) -> ReclaimPlan | Why:
+        """A reclaim after which the own project holds ``over_limit`` less."""
+        juniors = list(self.victim_index.juniors(job))
+        devices = [self.state.capacities[u] for u in soon.devices] if soon else []
+        chosen: tuple[Victim, ...] = ()
+        if not soon:
+            found = self._cheapest_of_others(job, scope) or self._search(job, scope)
+            if found is None:
+                return Why.NO_CAPACITY
+            devices, chosen = found
+        enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
+        return Why.NO_CAPACITY if enough is None else self._decide(job, (devices, enough), scope)
+
+    def _is_stable(self, job: Lease, size: int, victims: Sequence[Victim]) -> bool:
+        """Whether ``job`` gets the capacity before any victim of its project is served again.
+
+        A smaller victim would be, where the project may have it within quota or
+        fair share, but not ``job``.
+        """
+        sizes = [size_of(v.lease) for v in victims if v.why in (Why.PRIORITY, Why.ORDER)]
+        account = self.state.account(job)
+        own = [v for v in victims if v.lease.project == job.project and v.why is not Why.MOVED]
+        left = account.use - sum(size_of(v.lease) for v in own)
+        for most in (account.project.quota_milli, self._shares.of(job.project)):
+            if left + size > most and any(left + own <= most for own in sizes):
+                return False
+        return True
+
+    def _with_host_memory(self, victims: Sequence[Victim], reserve_bytes: int) -> tuple[Victim, ...] | Why:
+        """``victims``, where host memory holds the suspended ones and ``reserve_bytes``, else `HOST_MEMORY`.
+
+        A job that finds no host memory is stopped instead; a session never is.
+        """
+        left = self.state.host_free - reserve_bytes
+        left += sum(self.state.reserved_bytes.get(v.lease.id, 0) for v in victims)
+        settled = []
+        for v in victims:
+            if v.suspends and suspended_bytes(v.lease) <= left:
+                left -= suspended_bytes(v.lease)
+                settled.append(v)
+            elif v.lease.kind is Kind.TRAIN:
+                settled.append(Victim(v.lease, Cost.STOPPED_JOB, v.why, suspends=False))
+            else:
+                return Why.HOST_MEMORY
+        return Why.HOST_MEMORY if reserve_bytes and left < 0 else tuple(settled)
+
+    def _uses_lent(self, capacities: Iterable[DeviceCapacity], need: int, victims: Iterable[Victim]) -> bool:
+        """Whether the capacity reclaimed so would be claimed by a suspended session."""
+        for capacity in capacities:
+            here = [v.lease for v in victims if capacity.device.uuid in v.lease.devices]
+            unclaimed = capacity.soon - capacity.suspended_claims
+            unclaimed += sum(held_by(x) for x in here if not self.state.has_claim(x))
+            if unclaimed < need:
+                return True
+        return False
+
+
+def _least(short: dict[str, int], victims: list[Victim]) -> tuple[Victim, ...]:
+    """``victims`` that are needed to free what is ``short`` on each device, the dearest spared first."""
+    spare = {uuid: _given(uuid, victims) - missing for uuid, missing in short.items()}
+
+    def try_without(v: Victim) -> bool:
+        held, devices = held_by(v.lease), [uuid for uuid in v.lease.devices if uuid in spare]
+        if any(spare[uuid] < held for uuid in devices):
+            return False
+        for uuid in devices:
+            spare[uuid] -= held
+        return True
+
+    dearest_first = sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank))
+    return tuple(sorted(prune(dearest_first, try_without), key=rank))
+
+
+def _enough_for_limit(
+    project: str, over_limit: int, chosen: tuple[Victim, ...], more: list[Victim]
+) -> tuple[Victim, ...] | None:
+    """``chosen`` and as many of ``more`` as bring the project under its limit; None: too few."""
+    over_limit -= sum(size_of(v.lease) for v in chosen if v.lease.project == project)
+    names = {v.lease.id for v in chosen}
+    for v in more:
+        if over_limit <= 0:
+            break
+        if v.lease.id in names:
+            continue
+        chosen = (*chosen, v)
+        over_limit -= size_of(v.lease)
+    return chosen if over_limit <= 0 else None
+
+
+def _given(uuid: str, victims: Iterable[Victim]) -> int:
+    return sum(held_by(v.lease) for v in victims if uuid in v.lease.devices)

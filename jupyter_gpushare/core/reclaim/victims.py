@@ -1,0 +1,349 @@
+"""Which leases may be preempted, for which waiting lease, and at what cost.
+
+`Cost` sorts the kinds of victims, the cheapest first.  `RULES` says which
+leases each kind of waiting lease may take capacity from; a lease that is just
+resuming is never a victim.
+
+==================  ==========================================  ==============
+waiting lease       may take from                               minimum run
+                                                                time respected
+==================  ==========================================  ==============
+returning owner     leases on its devices without a claim,      no
+                    and idle sessions there
+session at a limit  jobs of its own project                     no
+any job             idle sessions, host memory permitting       no
+job owed by quota   leases over quota of other projects         no
+job below share     jobs over quota of projects above share     yes
+gang below share    also smaller jobs with checkpoints of other yes
+                    projects, in quota or not (*exchange*)
+job                 jobs of its own project of lower priority   yes
+                    or of a later group
+==================  ==========================================  ==============
+
+In an exchange the projects that lose a job take as much back from projects
+above their share: a quota guarantees how many GPUs, not which.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
+from jupyter_gpushare.core.idle import eligible
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State, Why
+from jupyter_gpushare.core.queues import JobQueues
+from jupyter_gpushare.core.quota import held_by
+
+
+class Cost(enum.IntEnum):
+    """Kinds of victims, the cheapest first."""
+
+    OFFERED = 0  # a session that its owner offered
+    IDLE = 1  # an idle session, the longest idle first (`VictimIndex._idle_session`)
+    SUSPENDED_JOB = 2  # a job that is suspended, last in first out
+    STARTING_JOB = 3  # a job that has not started yet
+    STOPPED_JOB = 4  # a job that starts again
+    BUSY_SESSION = 5  # a session beyond quota; suspended, never stopped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """One row of the table above: the leases of one kind that may be preempted."""
+
+    why: Why
+    sessions: bool = False  # busy sessions without a claim too, not only jobs
+    after_min_run: bool = True
+
+
+class RULES:
+    """The rows of the table above; idle sessions have a rule of their own (`_idle_session`)."""
+
+    OWNER = Rule(Why.LENDER_RETURNED, sessions=True, after_min_run=False)
+    LIMIT = Rule(Why.PRIORITY, after_min_run=False)
+    OWED = Rule(Why.OVER_QUOTA, sessions=True, after_min_run=False)
+    BELOW_SHARE = Rule(Why.OVER_QUOTA)
+    MOVE = Rule(Why.MOVED)
+    PRIORITY = Rule(Why.PRIORITY)
+    ORDER = Rule(Why.ORDER)
+
+
+class Victim:
+    """A lease that would give its capacity back."""
+
+    __slots__ = ("cost", "lease", "rank", "suspends", "why")
+
+    def __init__(self, lease: Lease, cost: Cost, why: Why, *, suspends: bool, frees_bytes: int = 0) -> None:
+        self.lease = lease
+        self.cost = cost
+        self.why = why
+        self.suspends = suspends  # else it is stopped
+        since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
+        self.rank = (int(cost), -frees_bytes, since_at, lease.id)  # sorts victims, the cheapest first
+
+
+def rank(victim: Victim) -> tuple[int, int, float, str]:
+    """Sort key of victims, the cheapest first."""
+    return victim.rank
+
+
+def prune(victims: Iterable[Victim], try_without: Callable[[Victim], bool]) -> list[Victim]:
+    """``victims`` that are needed; ``try_without`` spares one if the others are enough, in this order."""
+    return [v for v in victims if not try_without(v)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReclaimScope:
+    """Scope of a reclaim: which leases may be preempted.
+
+    Made by `VictimIndex` only, one object per scope and round.
+    """
+
+    project: str  # of the waiting job; "" where only idle sessions may be preempted
+    owed: bool  # the project is below quota
+    below_share: bool  # the project is below its fair share
+    lend: bool  # devices of idle and suspended sessions may be used
+    protected: frozenset[str]  # projects that nothing is taken from
+    below_gpus: int = 0  # exchange with jobs of fewer GPUs; 0: no exchange
+
+    def available(self, capacity: DeviceCapacity) -> int:
+        """Capacity that the job can count on without a preemption."""
+        available = capacity.free + capacity.releasing - capacity.reserved  # `DeviceCapacity.soon`, inlined
+        if not self.lend:
+            available -= capacity.suspended_claims
+        return available if self.owed else available - capacity.guest_demand
+
+
+class VictimIndex:
+    """Finds the leases of a `ClusterState` that may be preempted; lives for one round."""
+
+    def __init__(self, state: ClusterState, queues: JobQueues) -> None:
+        self.state = state
+        self.memory_short = False  # an idle session was passed over for lack of host memory
+        self.next_at: float | None = None  # when the next job reaches its minimum run time
+        self._queues = queues
+        self._scopes: dict[tuple[object, ...], ReclaimScope] = {}
+        self._candidates: dict[ReclaimScope, set[DeviceCapacity]] = {}
+        self._outranked: dict[tuple[str, order.Level], list[Lease]] = {}
+        self._victims: dict[tuple[Rule | None, str], Victim | None] = {}  # by rule and lease
+        self._found: dict[tuple[ReclaimScope, DeviceCapacity], tuple[int, list[Victim]]] = {}
+
+    def scope(
+        self,
+        job: Lease,
+        *,
+        owed: bool,
+        below_share: bool,
+        lend: bool,
+        protected: frozenset[str] = frozenset(),
+    ) -> ReclaimScope:
+        """Scope of a reclaim for ``job``."""
+        project = job.project if owed or below_share else ""
+        return self._interned(ReclaimScope(project, owed, below_share, lend, protected))
+
+    def in_exchange(self, scope: ReclaimScope, gpus: int, protected: frozenset[str]) -> ReclaimScope:
+        """``scope`` extended to jobs of fewer than ``gpus`` GPUs of projects that are not ``protected``."""
+        return self._interned(replace(scope, protected=protected, below_gpus=gpus))
+
+    def _interned(self, scope: ReclaimScope) -> ReclaimScope:
+        key = scope.project, scope.owed, scope.below_share, scope.lend, scope.protected, scope.below_gpus
+        return self._scopes.setdefault(key, scope)
+
+    def candidate_devices(self, scope: ReclaimScope) -> set[DeviceCapacity]:
+        """Devices on which a lease may be preempted."""
+        if scope not in self._candidates:
+            found = self._candidates[scope] = set(self._idle_on) if scope.lend else set()
+            if scope.project:
+                devices = self.state.usable if scope.below_gpus else self._over_quota_on
+                found.update(
+                    c for c in devices if any(self._may_take(x, scope) for x in self._held(c, scope))
+                )
+        return self._candidates[scope]
+
+    @cached_property
+    def _idle_sessions(self) -> list[Lease]:
+        state = self.state
+        return [x for x in self._queues.idle.values() if eligible(x, state.settings, state.moment)]
+
+    @cached_property
+    def _idle_on(self) -> dict[DeviceCapacity, list[Lease]]:
+        return self._by_device(self._idle_sessions)
+
+    @cached_property
+    def _over_quota_on(self) -> dict[DeviceCapacity, list[Lease]]:
+        return self._by_device(self.state.quotas.over_quota())
+
+    def _by_device(self, leases: Iterable[Lease]) -> dict[DeviceCapacity, list[Lease]]:
+        found: dict[DeviceCapacity, list[Lease]] = {}
+        for lease in leases:
+            for capacity in self.state.capacities_of(lease):
+                if capacity.device.usable:
+                    found.setdefault(capacity, []).append(lease)
+        return found
+
+    def victims_on(self, capacity: DeviceCapacity, scope: ReclaimScope) -> list[Victim]:
+        """Leases on a device that may be preempted, the cheapest first."""
+        known = self._found.get((scope, capacity))
+        if known is None or known[0] != capacity.version:
+            victims = sorted(self._victims_on(capacity, scope), key=rank)
+            known = self._found[scope, capacity] = capacity.version, victims
+        return known[1]
+
+    def _victims_on(self, capacity: DeviceCapacity, scope: ReclaimScope) -> Iterable[Victim]:
+        found: dict[str, Victim] = {}
+        if scope.lend:
+            for lease in self._idle_on.get(capacity, ()):
+                if lease.id in capacity.holders and (victim := self._idle_session(lease)):
+                    found[lease.id] = victim
+        if scope.project:
+            for lease in self._held(capacity, scope):
+                if lease.id in found or lease.id not in capacity.holders or not self._may_take(lease, scope):
+                    continue
+                rule = RULES.OWED if scope.owed else RULES.BELOW_SHARE
+                if scope.below_gpus and lease.id in self.state.quotas.in_quota:
+                    rule = RULES.MOVE
+                if victim := self.victim(lease, rule):
+                    found[lease.id] = victim
+        return found.values()
+
+    def _held(self, capacity: DeviceCapacity, scope: ReclaimScope) -> Iterable[Lease]:
+        """Leases on a device that are in question for another project."""
+        return capacity.holders.values() if scope.below_gpus else self._over_quota_on.get(capacity, ())
+
+    def _may_take(self, lease: Lease, scope: ReclaimScope) -> bool:
+        """Whether the capacity of a lease may go to the project of ``scope``."""
+        if lease.project == scope.project or lease.project in scope.protected:
+            return False
+        in_quota = lease.id in self.state.quotas.in_quota
+        if scope.below_gpus:
+            moves = lease.size.device_count < scope.below_gpus and lease.survival is CheckpointMode.SIGTERM
+            return moves and (lease.borrow or not in_quota)
+        return not in_quota
+
+    def forget(self) -> None:
+        """Drop what is cached, because free host memory changed."""
+        self._found.clear()
+        self._victims.clear()
+
+    # -- one lease
+
+    def victim(self, lease: Lease, rule: Rule) -> Victim | None:
+        """``lease`` as a victim by ``rule``; None: it cannot be preempted now."""
+        key = rule, lease.id
+        if key not in self._victims:
+            self._victims[key] = self._victim(lease, rule)
+        return self._victims[key]
+
+    def _victim(self, lease: Lease, rule: Rule) -> Victim | None:
+        if lease.kind is Kind.BUILD:
+            if rule.sessions and self._can_suspend_now(lease):
+                return Victim(lease, Cost.BUSY_SESSION, rule.why, suspends=True)
+            return None
+        if rule.after_min_run and not self._has_run(lease):
+            return None
+        if lease.state is State.GRANTED:
+            return Victim(lease, Cost.STARTING_JOB, rule.why, suspends=False)
+        if lease.state is not State.RUNNING:
+            return None
+        if lease.survival is CheckpointMode.SUSPEND and self._can_suspend_now(lease):
+            return Victim(lease, Cost.SUSPENDED_JOB, rule.why, suspends=True)
+        return Victim(lease, Cost.STOPPED_JOB, rule.why, suspends=False)
+
+    def for_owner(self, holder: Lease) -> Victim | None:
+        """A lease on the devices of a returning owner as a victim."""
+        # Not cached: each owner's victims take host memory from the next one's.
+        if holder.kind is Kind.BUILD and (idle := self._make_idle(holder)):
+            return idle
+        return None if self.state.has_claim(holder) else self._victim(holder, RULES.OWNER)
+
+    def for_limit(self, holder: Lease) -> Victim | None:
+        """A job as a victim for a session of its project that a limit keeps from waking."""
+        return self._victim(holder, RULES.LIMIT)
+
+    def to_move(self, project: str, holder: Lease) -> Victim | None:
+        """A job of ``project`` as a victim that continues from its checkpoint elsewhere."""
+        movable = holder.project == project and holder.survival is CheckpointMode.SIGTERM
+        return self.victim(holder, RULES.MOVE) if movable else None
+
+    def _idle_session(self, lease: Lease) -> Victim | None:
+        key = None, lease.id
+        if key not in self._victims:
+            self._victims[key] = self._make_idle(lease)
+        return self._victims[key]
+
+    def _make_idle(self, lease: Lease) -> Victim | None:
+        """An idle session as a victim.
+
+        The longest idle comes first; where host memory cannot hold all idle
+        sessions, the one that frees most bytes.
+        """
+        state = self.state
+        if not eligible(lease, state.settings, state.moment) or not state.can_suspend(lease):
+            return None
+        if suspended_bytes(lease) > state.host_free:
+            self.memory_short = True
+            return None
+        if lease.lend_now:
+            return Victim(lease, Cost.OFFERED, Why.LEND_NOW, suspends=True)
+        frees_bytes = 0
+        if self._idle_exceed_memory:
+            uuids = [capacity.device.uuid for capacity in state.capacities_of(lease)]
+            frees_bytes = state.granted_bytes(uuids, held_by(lease))
+        return Victim(lease, Cost.IDLE, Why.IDLE, suspends=True, frees_bytes=frees_bytes)
+
+    @cached_property
+    def _idle_exceed_memory(self) -> bool:
+        """Whether host memory was too small for all idle sessions when the round first needed some."""
+        idle = (x for x in self._idle_sessions if self.state.can_suspend(x))
+        return sum(map(suspended_bytes, idle)) > self.state.host_free
+
+    # -- jobs of the same project
+
+    def juniors(self, job: Lease) -> Iterator[Victim]:
+        """Jobs of the project of ``job`` that it may preempt, the first to be preempted first."""
+        if job.devices:  # most often a session holds them, and there is no job to preempt
+            jobs = self.state.quotas.jobs.get(job.project, {})
+            here = {id for c in self.state.capacities_of(job) for id in c.holders if id in jobs}
+            if not here:
+                return
+        for lease in self.outranked(job):
+            if (not job.devices or lease.id in here) and (victim := self.junior(lease, job.priority)):
+                yield victim
+
+    def outranked(self, job: Lease) -> Sequence[Lease]:
+        """Jobs of later levels in the project of ``job``, the first to be preempted first.
+
+        Some may have been evicted since.
+        """
+        state = self.state
+        key = job.project, order.level(job, state.moment, state.settings)
+        if key not in self._outranked:
+            later = self._queues.outranked(*key, state.moment)
+            self._outranked[key] = [x for x in later if self._has_run(x)]
+        return self._outranked[key]
+
+    def junior(self, lease: Lease, priority: int) -> Victim | None:
+        """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
+        if lease.id not in self.state.quotas.jobs[lease.project]:
+            return None
+        return self.victim(lease, RULES.PRIORITY if lease.priority < priority else RULES.ORDER)
+
+    def _has_run(self, lease: Lease) -> bool:
+        """Whether a job has reached its minimum run time; else notes when it will."""
+        at = lease.granted_at + self.state.settings.min_run_s
+        if at > self.state.moment:
+            self.next_at = at if self.next_at is None else min(at, self.next_at)
+        return at <= self.state.moment
+
+    def _can_suspend_now(self, lease: Lease) -> bool:
+        state = self.state
+        return (
+            lease.state is State.RUNNING
+            and state.can_suspend(lease)
+            and state.moment >= lease.retry_at
+            and suspended_bytes(lease) <= state.host_free + state.reserved_bytes.get(lease.id, 0)
+        )

@@ -1,0 +1,92 @@
+"""Capacity reserved for jobs that were bypassed for too long, and for jobs that are moved.
+
+A job that does not fit is bypassed, until it has waited for ``max_bypass_s``
+under `Order.BACKFILL`, or starves under a preemptive order.  Then the devices
+that lack least for it are reserved: capacity that is released there goes to no
+later job.  One job per project at a time.
+
+A job that is moved for a gang (`reclaim.defragment`) gets the devices on which
+it will continue reserved.  Otherwise it would return to where it was and be
+moved again: on the first5000 trace 26 % more preemptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity, free_soon
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State
+from jupyter_gpushare.core.placement import Placement, Topology
+from jupyter_gpushare.core.quota import held_by
+
+
+class Reservations:
+    """Reserves capacity for at most one job per project in a round."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        topology: Topology,
+        find: Callable[[Lease, CapacityView], Placement | None],
+    ) -> None:
+        self._state = state
+        self._find = find
+        self._topology = topology
+        self._projects: set[str] = set()  # that have a reservation
+
+    def reserve_for(self, job: Lease) -> bool:
+        """Reserve the devices that lack least for ``job``; False: its project has one, or none would do."""
+        if job.project in self._projects:
+            return False
+        devices = self._state.capacities_of(job) if job.devices else self._lacking_least(job)
+        if devices is None:
+            return False
+        self._projects.add(job.project)
+        need = held_by(job) if job.devices else devices[0].device.demand_milli(job.size)
+        self._state.reserve(job, [c.device.uuid for c in devices], need)
+        return True
+
+    def reserve_targets(self, moved: Iterable[Lease]) -> None:
+        """Reserve devices on which jobs continue that are moved for a gang."""
+        for job in moved:
+            if target := self._find(job, free_soon):
+                self._state.reserve(job, target.devices, target.held_milli)
+
+    def moving_for(self, gang: Lease, placement: Placement) -> list[Lease]:
+        """Jobs that are leaving ``placement`` and will be served before ``gang``, as they will queue."""
+        now, settings = self._state.moment, self._state.settings
+        stopping = (
+            x
+            for x in self._state.leases.values()
+            if x.state is State.STOPPING and x.kind is Kind.TRAIN and not x.cancelled
+        )
+        here = (x for x in stopping if x.project == gang.project)
+        here = (x for x in here if not set(x.devices).isdisjoint(placement.devices))
+        queued = (replace(x, state=State.PENDING, waits_since_at=now) for x in here)
+        first = order.rank(gang, now, settings)
+        return [x for x in queued if order.rank(x, now, settings) < first]
+
+    def _lacking_least(self, job: Lease) -> list[DeviceCapacity] | None:
+        """The devices that would be free for ``job`` with the least capacity still to be released."""
+        best: tuple[tuple[int, str], list[DeviceCapacity]] | None = None
+        for tier in self._topology.tiers(job):
+            for group in tier:
+                able = [c for c in group if without_jobs(c) >= c.device.demand_milli(job.size)]
+                able.sort(key=lambda c: (-c.soon, c.device.uuid))
+                if not self._topology.spans_nodes(job):
+                    able = able[: job.size.device_count]
+                devices = self._topology.choose(job, able, free_soon)
+                if devices is not None:
+                    missing = sum(max(0, c.device.demand_milli(job.size) - c.soon) for c in devices)
+                    found = (missing, devices[0].device.uuid), devices
+                    best = found if best is None else min(best, found, key=lambda x: x[0])
+        return best and best[1]
+
+
+def without_jobs(capacity: DeviceCapacity) -> int:
+    """Thousandths of a device that would be free if every job left it."""
+    sessions = sum(held_by(x) for x in capacity.holders.values() if x.kind is Kind.BUILD)
+    return WHOLE_GPU - sessions - capacity.suspended_claims

@@ -1,0 +1,447 @@
+"""One scheduling round: rules applied to a `ClusterState` that each decision changes.
+
+Rules, in the order in which they bind:
+
+1. *Owners*: a suspended session with a claim gets its devices back when its
+   processes want the GPU; leases there without a claim are preempted.
+2. *New sessions* within quota get a claim: awake on free capacity, suspended
+   where it is lent.  Beyond quota they start on free, unclaimed capacity or not
+   at all: sessions never queue.
+3. *Jobs*, in the passes of `PASSES`: owed by quota, below fair share, rest.
+   Suspended sessions beyond quota wake after the first pass.  A job takes free
+   capacity, else capacity that is being released, else capacity that it may
+   reclaim (`reclaim`).
+
+A job that does not fit blocks no other, unless the order is strict or capacity
+is reserved for it because it was bypassed for too long (`reservations`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.capacity import (
+    UNLENT,
+    CapacityView,
+    claimable,
+    claimable_now,
+    free_now,
+    free_soon,
+    returnable,
+    unclaimed_now,
+    unclaimed_soon,
+)
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.placement import Placement
+from jupyter_gpushare.core.placer import Placer
+from jupyter_gpushare.core.queues import Cursor, JobQueues, Shape
+from jupyter_gpushare.core.quota import Shares, held_by
+from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
+from jupyter_gpushare.core.reclaim.victims import Victim
+from jupyter_gpushare.core.reservations import Reservations
+
+# Shares are reviewed this often while a project lags behind its share and a job waits.
+REVIEW_S = 900.0
+# A job that waits for one of these reasons does not block the jobs behind it in a strict order.
+_BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
+
+
+class SchedulingRound:
+    """One application of all rules; keeps the reason of every lease that got nothing."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        queues: JobQueues,
+        placer: Placer,
+        lags_gpu_s: Mapping[str, float],
+        now: float,
+        *,
+        explain_all: bool,
+    ) -> None:
+        """``lags_gpu_s``: by project (`fairshare`); ``explain_all``: a reason per job, not per shape."""
+        self.state = state
+        self.queues = queues
+        self.placer = placer
+        self.lags_gpu_s = lags_gpu_s
+        self.now = now
+        self.settings = state.settings
+        self.order = order.order_of(self.settings)
+        self.catch_up_milli: dict[str, int] = {}  # by project
+        if self.settings.fairness_horizon_s:
+            for name, lag in lags_gpu_s.items():
+                self.catch_up_milli[name] = int(WHOLE_GPU * lag / self.settings.fairness_horizon_s)
+        capacity_milli = WHOLE_GPU * len(self.state.usable)
+        # A partial, not a method: a reference cycle would be left to the garbage collector.
+        waiting_milli = partial(_waiting_milli, self.queues, self.state)
+        self.shares = Shares(self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli)
+        self.reclaimer = Reclaimer(self.state, placer.topology, self.queues, self.shares)
+        self.reservations = Reservations(self.state, placer.topology, placer.find)
+        self.actions: list[Action] = []
+        self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
+        self.next_at: float | None = None
+        self.shared = len(self.queues.by_project) > 1  # several projects compete
+        self._explain_all = explain_all
+        self._evicted: list[Victim] = []
+        self._unplaceable: dict[tuple[str, Shape], Why] = {}
+        self._served: set[str] = set()
+
+    def run(self) -> SchedulingRound:
+        """Apply all rules."""
+        self.run_sessions()
+        for lease in sorted(self.queues.backing_off.values(), key=lambda x: (x.queued_at, x.id)):
+            self._backs_off(lease)
+        for serving in PASSES:
+            if self.shared or not serving.competes:
+                self._run_pass(serving)
+            if serving.wakes_guests:
+                for lease in sorted(self._waking(claim=False), key=order.session_rank):
+                    self._wake_guest(lease)
+        self._reinstate_unneeded()
+        if self.waiting:
+            self._wake_planner(self.queues.next_at())
+            self._wake_planner(self.reclaimer.victim_index.next_at)
+            if any(self.lags_gpu_s.values()):
+                self._wake_planner(self.now + REVIEW_S)
+        return self
+
+    def run_sessions(self) -> SchedulingRound:
+        """Apply rules 1 and 2 only: what one more session would find."""
+        for lease in sorted(self._waking(claim=True), key=order.session_rank):
+            self._wake_owner(lease)
+        self._reinstate_unneeded()
+        for lease in sorted(self.queues.new_sessions.values(), key=order.session_rank):
+            if self._backs_off(lease):
+                continue
+            found = self.session_grant(lease)
+            if isinstance(found, Why):
+                self.waiting[lease.id] = found
+            else:
+                self._start_session(lease, found)
+        return self
+
+    def _waking(self, *, claim: bool) -> list[Lease]:
+        return [x for x in self.queues.waking_sessions.values() if self.state.has_claim(x) is claim]
+
+    # -- build sessions
+
+    def _wake_owner(self, lease: Lease) -> None:
+        """Wake a session on its claim, or reserve the claim and evict the leases in its way."""
+        state, held = self.state, held_by(lease)
+        if not state.has_all_devices(lease):
+            self.waiting[lease.id] = Why.DEVICE_BROKEN
+            return
+        over = self._over_own_limit(lease)
+        if over or any(c.now < held for c in state.capacities_of(lease)):
+            victims = self.reclaimer.for_owner(lease)
+            self.waiting[lease.id] = Why.NO_CAPACITY if victims is None else Why.AWAITING_RELEASE
+            self._evict(victims or (), lease)
+        elif not self._backs_off(lease):
+            self.actions.append(Resume(lease.id, Why.WANTED))
+            state.allocate(lease, lease.devices, held)
+            return
+        state.reserve(lease, lease.devices, held)
+
+    def _over_own_limit(self, lease: Lease) -> bool:
+        """Whether jobs of its own project must leave before a session may wake; evicts them.
+
+        A limit that no job stands in the way of does not keep an owner from a claim.
+        """
+        account = self.state.account(lease)
+        if not account.over_limit(0):
+            return False
+        victims = self.reclaimer.for_limit(lease, account.over_limit_soon(0))
+        self._evict(victims or (), lease, for_limit=True)
+        return bool(victims or account.leaving)
+
+    def session_grant(self, lease: Lease) -> Grant | Why:
+        """Grant that a new session gets at this point of the round, or why it gets none.
+
+        Within quota, capacity that it can claim: free if possible, else lent and
+        the session starts suspended.  Beyond quota, free and unclaimed capacity
+        that it can give back.
+        """
+        account = self.state.account(lease)
+        quota_left = account.project.quota_milli - account.claimed
+        found = self.placer.find(lease, claimable_now, quota_left)
+        if found and not account.over_limit(found.size_milli):
+            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)
+        if found := found or self.placer.find(lease, claimable, quota_left):
+            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM, asleep=True)
+        if found := self.placer.find(lease, returnable):
+            if account.over_limit(found.size_milli):
+                return Why.PROJECT_LIMIT
+            return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)
+        return self.placer.unplaced(lease)
+
+    def _start_session(self, lease: Lease, grant: Grant) -> None:
+        self.actions.append(grant)
+        if grant.asleep:
+            self.state.allocate_suspended(lease, grant.devices, grant.held_milli)
+        else:
+            self.state.allocate(lease, grant.devices, grant.held_milli, claim=not grant.borrowed)
+
+    def _wake_guest(self, lease: Lease) -> None:
+        """Wake a session beyond quota on free, unclaimed capacity."""
+        state, held = self.state, held_by(lease)
+        devices = state.capacities_of(lease)
+        if not state.has_all_devices(lease):
+            self.waiting[lease.id] = Why.DEVICE_BROKEN
+        elif any(c.unclaimed < held for c in devices):
+            self.waiting[lease.id] = Why.NO_CAPACITY
+            state.add_guest_demand(lease)
+        elif state.account(lease).over_limit(held * len(devices)):
+            self.waiting[lease.id] = Why.PROJECT_LIMIT
+        elif not self._backs_off(lease):
+            self.actions.append(Resume(lease.id, Why.WANTED))
+            state.allocate(lease, lease.devices, held)
+
+    # -- jobs
+
+    def would_start(self, job: Lease) -> bool:
+        """Whether a new job would start at this point of the round."""
+        found = None if self._lacks_quota(job) else self._find(job, free_now)
+        return found is not None and not self.state.account(job).over_limit(found.size_milli)
+
+    def is_owed(self, job: Lease) -> bool:
+        """Whether the project of ``job`` stays within its quota with it."""
+        return self.state.account(job).is_below_quota(_size(job, self.state))
+
+    def is_below_share(self, job: Lease) -> bool:
+        """Whether the project of ``job`` stays within its fair share with it."""
+        return self.state.account(job).use + _size(job, self.state) <= self.shares.of(job.project)
+
+    def _run_pass(self, serving: Pass) -> None:
+        """Serve the jobs that a pass admits, project by project."""
+        queues = self.queues
+        cursors = {n: Cursor(queue, queues.leases) for n, queue in queues.by_project.items() if queue.waiting}
+        heap = [(self._turn(name, cursor, serving), name) for name, cursor in cursors.items()]
+        heapq.heapify(heap)
+        while heap:
+            _, name = heapq.heappop(heap)
+            decided = len(self.actions)
+            if self._serve_next(cursors[name], serving):
+                heapq.heappush(heap, (self._turn(name, cursors[name], serving), name))
+            if any(not isinstance(a, Grant | Resume) for a in self.actions[decided:]):
+                # Projects that lost capacity come earlier now.
+                heap = [(self._turn(n, cursors[n], serving), n) for _, n in heap]
+                heapq.heapify(heap)
+
+    def _turn(self, project: str, cursor: Cursor, serving: Pass) -> tuple[object, ...]:
+        account = self.state.quotas.account(project)
+        turn = account.turn(self.catch_up_milli.get(project, 0), owed=serving.by_quota)
+        return (*turn, cursor.rank)
+
+    def _serve_next(self, cursor: Cursor, serving: Pass) -> bool:
+        """Serve one job of a project; False: the pass is over for the project."""
+        while cursor:
+            job, shape = cursor.current
+            if job.id in self._served:
+                cursor.advance()
+            elif not serving.admits(self, job):
+                last = serving.competes or not self.shared  # jobs not admitted wait for their own project
+                if self.order.strict or (last and self._is_bypass_over(job)):
+                    return False
+                cursor.skip_shape()
+            elif self._serve(job, shape, serving):
+                self._served.add(job.id)
+                cursor.advance()
+                return not self.order.strict or job.id not in self.waiting
+            elif self.order.strict and self.waiting[job.id] not in _BLOCKS_NOTHING:
+                self._mark_blocked(cursor)
+                return False
+            elif (job.project, shape) in self._unplaceable and not self._explain_all:
+                cursor.skip_shape()
+            else:
+                cursor.advance()
+        return False
+
+    def _mark_blocked(self, cursor: Cursor) -> None:
+        cursor.advance()
+        while self._explain_all and cursor:
+            self.waiting[cursor.current[0].id] = Why.IN_LINE
+            cursor.advance()
+
+    def _serve(self, job: Lease, shape: Shape, serving: Pass) -> bool:
+        """Give ``job`` what can be given; False: nothing was decided."""
+        key = job.project, shape
+        if (why := self._unplaceable.get(key)) is not None:
+            self.waiting[job.id] = why
+            return False
+        why = self._try_to_start(job, serving)
+        if why is None:
+            return True
+        self.waiting[job.id] = why
+        if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
+            self._unplaceable[key] = why
+        return why is Why.AWAITING_RELEASE
+
+    def _try_to_start(self, job: Lease, serving: Pass) -> Why | None:
+        """Start ``job`` or reserve capacity for it; returns why it waits, None if it starts."""
+        state = self.state
+        if not state.has_all_devices(job):
+            return Why.DEVICE_BROKEN
+        if self._lacks_quota(job) and self.placer.fits_ever(job):
+            return Why.QUOTA
+        if job.devices:
+            held = held_by(job)
+            none_soon = any(c.soon < held for c in state.capacities_of(job))
+        else:
+            none_soon = self.placer.find(job, free_soon) is None
+        if none_soon:
+            return self._reclaim(job, None, serving)
+        found = self._find(job, unclaimed_now) or self._find(job, free_now)
+        soon = found or self._find(job, free_soon)
+        if soon:
+            account = state.account(job)
+            if found and not account.over_limit(soon.size_milli):
+                self._start(job, found)
+                return None
+            if not account.over_limit_soon(soon.size_milli):
+                state.reserve(job, soon.devices, soon.held_milli)
+                if job.size.device_count > 1:
+                    self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
+                return Why.AWAITING_RELEASE
+        return self._reclaim(job, soon, serving)
+
+    def _lacks_quota(self, job: Lease) -> bool:
+        """Whether ``job`` would have to borrow and does not want to."""
+        return not job.borrow and _size(job, self.state) > self.state.account(job).unborrowed_left
+
+    def _find(self, job: Lease, view: CapacityView) -> Placement | None:
+        """Devices with enough capacity by ``view``; lent ones only if host memory could take the job back."""
+        most_milli = None
+        if not job.borrow:
+            view, most_milli = UNLENT.get(view, view), self.state.account(job).unborrowed_left
+        if job.devices:
+            held, devices = held_by(job), self.state.capacities_of(job)
+            found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
+        else:
+            found = self.placer.find(job, view, most_milli)
+        if found is None or not job.borrow or not self._uses_lent(found, view is free_soon):
+            return found
+        needed = self.state.host_memory_needed(job, found.devices, found.held_milli)
+        return found if needed <= self.state.host_free else None
+
+    def _uses_lent(self, placement: Placement, soon: bool) -> bool:
+        """Whether part of ``placement`` is claimed by suspended sessions."""
+        view = unclaimed_soon if soon else unclaimed_now
+        return any(view(self.state.capacities[u]) < placement.held_milli for u in placement.devices)
+
+    def _reclaim(self, job: Lease, soon: Placement | None, serving: Pass) -> Why:
+        """Evict leases for ``job``, or reserve capacity if it was bypassed for too long."""
+        state, account = self.state, self.state.account(job)
+        if not job.devices and not self.placer.fits_ever(job):
+            return self.placer.unplaced(job)
+        over, owed = account.over_limit_soon(_size(job, state)), self.is_owed(job)
+        below_share = not owed and self.shared and self.is_below_share(job)
+        # Capacity taken in another pass would go to the first project of the next round.
+        takes = below_share and serving.competes
+        plan = self.reclaimer.for_job(job, owed=owed, below_share=takes, over_limit=over, soon=soon)
+        if isinstance(plan, Why):
+            if over:
+                return Why.PROJECT_LIMIT
+            # A project beyond its share keeps no capacity from others.
+            may_reserve = owed or below_share or not self.shared
+            if may_reserve and self._is_bypass_over(job) and self.reservations.reserve_for(job):
+                return Why.RESERVED
+            return plan
+        self._evict(plan.victims, job, for_limit=over > 0)
+        state.reserve(job, plan.placement.devices, plan.placement.held_milli)
+        moved = (v.lease for v in plan.victims if v.why is Why.MOVED and v.lease.project == job.project)
+        self.reservations.reserve_targets(moved)
+        return Why.AWAITING_RELEASE
+
+    def _is_bypass_over(self, job: Lease) -> bool:
+        """Whether no later job may overtake ``job`` any more."""
+        # A job that lacks quota waits for its own project only.
+        return not self._lacks_quota(job) and order.is_bypass_over(job, self.now, self.settings)
+
+    # -- effects on the cluster state
+
+    def _start(self, job: Lease, placement: Placement) -> None:
+        state, lent = self.state, self._uses_lent(placement, soon=False)
+        if lent:
+            state.host_free -= state.host_memory_needed(job, placement.devices, placement.held_milli)
+        if job.state is State.SUSPENDED:
+            self.actions.append(Resume(job.id, Why.CAPACITY_BACK))
+        else:
+            beyond_quota = not state.account(job).fits_quota(placement.size_milli)
+            borrowed = job.borrow and (lent or beyond_quota)
+            grant = Grant(
+                job.id, placement.devices, placement.held_milli, Why.FREE_CAPACITY, borrowed=borrowed
+            )
+            self.actions.append(grant)
+        state.allocate(job, placement.devices, placement.held_milli)
+
+    def _evict(self, victims: Iterable[Victim], lease: Lease, *, for_limit: bool = False) -> None:
+        """Suspend or requeue ``victims``; those evicted ``for_limit`` are never reinstated."""
+        for v in victims:
+            action = Suspend if v.suspends else Requeue
+            self.actions.append(action(v.lease.id, v.why, lease.id))
+            self.state.evict(v.lease, suspended=v.suspends)
+            if not for_limit:
+                self._evicted.append(v)
+
+    def _reinstate_unneeded(self) -> None:
+        """Keep running the leases that turned out not to be needed.
+
+        A large borrower, evicted last, may be enough for owners that small ones left for.
+        """
+        for v in sorted(self._evicted, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
+            if all(c.soon >= held_by(v.lease) for c in self.state.capacities_of(v.lease)):
+                self.state.reinstate(v.lease, suspended=v.suspends)
+                self.actions = [a for a in self.actions if a.lease != v.lease.id]
+        self._evicted = []
+
+    # -- waiting leases, and when to plan again
+
+    def _backs_off(self, lease: Lease) -> bool:
+        if lease.retry_at <= self.now:
+            return False
+        self.waiting[lease.id] = Why.BACKING_OFF
+        self._wake_planner(lease.retry_at)
+        return True
+
+    def _wake_planner(self, at: float | None) -> None:
+        if at is not None and at > self.now and (self.next_at is None or at < self.next_at):
+            self.next_at = at
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over the waiting jobs of all projects."""
+
+    admits: Callable[[SchedulingRound, Lease], bool]
+    by_quota: bool = False  # projects by the part of their quota in use; else by excess per weight
+    competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
+    wakes_guests: bool = False  # sessions beyond quota wake after it
+
+
+PASSES = (
+    Pass(SchedulingRound.is_owed, by_quota=True, wakes_guests=True),
+    Pass(SchedulingRound.is_below_share, competes=True),
+    Pass(lambda _, job: True),
+)
+
+
+def _waiting_milli(queues: JobQueues, state: ClusterState) -> dict[str, int]:
+    """Least capacity that the waiting jobs of each project take, in thousandths of a GPU."""
+    return {
+        name: sum(_size(queues.leases[ranks[0][-1]], state) * len(ranks) for ranks in queue.waiting.values())
+        for name, queue in queues.by_project.items()
+    }
+
+
+def _size(job: Lease, state: ClusterState) -> int:
+    """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""
+    if job.devices:
+        return held_by(job) * len(job.devices)
+    if not job.size.memory_bytes:
+        return job.size.fraction_milli * job.size.device_count
+    return min([c.device.demand_milli(job.size) for c in state.usable], default=WHOLE_GPU)

@@ -1,0 +1,151 @@
+"""`Size`: what a lease requests, parsed from text and printed.
+
+Text is ASCII: `Fraction` and `int` would also read the digits of other scripts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from jupyter_gpushare.errors import InvalidRequest
+
+WHOLE_GPU = 1000  # thousandths
+MOST_GPUS = 1024
+# Bytes with or without a unit, in a form that JavaScript reads alike (`ui/src/sizes.ts`).
+MEMORY_PATTERN = "([0-9]{1,15})([kKMGT]|[KMGT]i)?B?"
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_FACTORS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_LEAST_BYTES = 1 << 20
+# As the driver writes it (`nvidia-smi mig -lgip`).
+_PROFILE = re.compile(r"([0-9]{1,2}c\.)?[0-9]{1,2}g\.[0-9]{1,4}gb(\+[a-z0-9.]{1,12})?")
+# Fractions that are written as such.
+_COMMON = {250: "1/4", 333: "1/3", 500: "1/2", 666: "2/3", 750: "3/4"}
+
+
+class Size(NamedTuple):
+    """What a lease requests.
+
+    ``device_count`` devices with ``fraction_milli`` of each (1000 for several),
+    or ``memory_bytes`` of one device, or one MIG instance of ``profile``.  A tuple: its
+    hash is fast, and the planner's caches have it as a key.
+    """
+
+    fraction_milli: int = 0
+    device_count: int = 1
+    memory_bytes: int = 0
+    profile: str = ""
+
+    @classmethod
+    def of_gpus(cls, text: str) -> Size:
+        """Return the size of ``0.5``, ``1/4``, ``1`` or ``2`` GPUs.
+
+        Raises:
+            InvalidRequest: neither a fraction of one GPU nor 1 to `MOST_GPUS`.
+        """
+        if text.isascii() and text.isdigit() and text.lstrip("0") not in ("", "1"):
+            count = int(text) if len(text) <= 4 else 0
+            if not 1 <= count <= MOST_GPUS:
+                raise InvalidRequest("%1 GPUs are too many: at most %2", repr(text[:40]), MOST_GPUS)
+            return cls(WHOLE_GPU, count)
+        return cls(parse_fraction(text))
+
+    @classmethod
+    def of_memory(cls, text: str) -> Size:
+        """Return the size of ``20GiB``, ``500MB`` or a plain number of bytes, of one device.
+
+        Raises:
+            InvalidRequest: no amount of memory, or less than 1 MiB.
+        """
+        return cls(memory_bytes=parse_memory(text))
+
+    @classmethod
+    def of_profile(cls, text: str) -> Size:
+        """Return the size of one MIG instance of a profile such as ``1g.10gb`` or ``1g.10gb+me``.
+
+        Raises:
+            InvalidRequest: no name of a profile.
+        """
+        if not _PROFILE.fullmatch(text):
+            raise InvalidRequest("%1 is not a MIG profile: write for example 1g.10gb", repr(text[:40]))
+        return cls(WHOLE_GPU, profile=text)
+
+    @property
+    def text(self) -> str:
+        """``1/2 GPU``, ``2 GPUs``, ``20 GB of a GPU``, ``MIG 1g.10gb``."""
+        if self.profile:
+            return f"MIG {self.profile}"
+        if self.memory_bytes:
+            return f"{gigabytes(self.memory_bytes)} of a GPU"
+        if self.device_count > 1:
+            return f"{self.device_count} GPUs"
+        return f"{fraction_text(self.fraction_milli)} GPU"
+
+
+def fraction_text(milli: int) -> str:
+    """``1/2`` for common fractions, else ``0.123``."""
+    return _COMMON.get(milli) or f"{milli / WHOLE_GPU:g}"
+
+
+def gigabytes(count: int) -> str:
+    """``40 GB`` for bytes, with one digit below ten.
+
+    As GPU vendors count: an H100 with 80 GB has 80 times 2**30 bytes.
+    """
+    value = count / (1 << 30)
+    return f"{value:.1f} GB" if 0 < value < 9.95 else f"{value:.0f} GB"
+
+
+def memory_of_field(text: str) -> str:
+    """Return ``20GiB`` for ``20`` from a field labelled GB (`gigabytes`); text with a unit as it is."""
+    stem = text.strip()
+    return f"{stem}GiB" if stem.isascii() and stem.replace(".", "", 1).isdigit() else stem
+
+
+def field_of_memory(text: str) -> str:
+    """Return what `memory_of_field` was given: ``20`` for ``20GiB``."""
+    return text.removesuffix("GiB")
+
+
+def parse_fraction(text: str) -> int:
+    """Return thousandths of one GPU for ``0.25``, ``1/4`` or ``1``.
+
+    Exact: ``1/3`` is 333, the next thousandth below; ``0.33333`` is refused.
+
+    Raises:
+        InvalidRequest: not a number, not in (0, 1], or finer than 1/1000.
+    """
+    try:
+        # Bounded before parsing: 1e999999999 would take for ever.
+        plain = text.isascii() and len(text) <= 16 and "e" not in text.lower()
+        value = Fraction(text) if plain else None
+    except (ValueError, ZeroDivisionError):
+        value = None
+    if value is None or not 0 < value <= 1:
+        raise InvalidRequest(
+            "%1 is not a GPU fraction: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1",
+            repr(text[:40]),
+        )
+    milli = math.floor(value * WHOLE_GPU)
+    if milli < 1 or ("/" not in text and value * WHOLE_GPU != milli):
+        raise InvalidRequest(
+            "%1 is too fine: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1, in steps of 0.001",
+            repr(text[:40]),
+        )
+    return milli
+
+
+def parse_memory(text: str) -> int:
+    """Return bytes for ``20GiB``, ``500MB`` or a plain number of bytes.
+
+    Raises:
+        InvalidRequest: no amount of memory, or less than 1 MiB.
+    """
+    if (found := re.fullmatch(MEMORY_PATTERN, text.strip())) is None:
+        raise InvalidRequest("%1 is not a size of memory: write for example 20GiB", repr(text[:40]))
+    count = int(found[1]) * _FACTORS[(found[2] or "").upper()]
+    if count < _LEAST_BYTES:
+        raise InvalidRequest("%1 is too little GPU memory: at least 1MiB", repr(text[:40]))
+    return count

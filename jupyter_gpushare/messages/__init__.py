@@ -1,0 +1,37 @@
+"""Sentences for users: one table for JupyterLab, the Hub's pages, the command line and the log.
+
+* `templates`  the table, and the English of a text
+* `units`      sizes, memory, durations
+* `leases`     badge and sentence of a lease
+* `queue`      why jobs wait, when they start, why work was preempted
+* `progress`   remaining time of jobs
+* `reasons`    why a lease or a device cannot be suspended
+* `readers`    a sentence about a session, told to a reader other than its owner
+* `decisions`  lines of the decision log
+"""
+
+from jupyter_gpushare.core.size import gigabytes
+from jupyter_gpushare.messages.decisions import DecisionFacts, decision
+from jupyter_gpushare.messages.leases import LeaseFacts, badge, sentence
+from jupyter_gpushare.messages.progress import doubt, left_s, measured
+from jupyter_gpushare.messages.queue import (
+    STATE_LOST,
+    because_of,
+    is_preemption,
+    requeued,
+    starts_in,
+    usually,
+    waiting,
+)
+from jupyter_gpushare.messages.readers import about
+from jupyter_gpushare.messages.reasons import reason_text
+from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, text, verbatim
+from jupyter_gpushare.messages.units import (
+    LEVELS,
+    duration,
+    duration_text,
+    memory,
+    needs_of,
+    printable,
+    size_text,
+)

@@ -1,0 +1,49 @@
+"""Lines of the decision log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.model import Kind, Why
+from jupyter_gpushare.messages.queue import BECAUSE
+from jupyter_gpushare.messages.templates import text
+from jupyter_gpushare.protocol.wire import Text
+
+_BECAUSE: Mapping[str, str] = {
+    Why.FREE_CAPACITY: "because.free_capacity",
+    Why.CLAIM: "because.claim",
+    Why.CAPACITY_BACK: "because.capacity_back",
+    Why.WANTED: "because.wanted",
+    **BECAUSE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionFacts:
+    """Inputs of the sentence about one decision."""
+
+    action: str  # "grant", "suspend", "resume", "requeue", ...
+    why: str
+    subject: Text  # "bo's job train (2 GPUs)", "ada's session (1/2 GPU)"
+    kind: Kind
+    beneficiary: Text | None = None
+
+
+def decision(facts: DecisionFacts) -> Text:
+    """Return one line of the decision log."""
+    because: str | Text = facts.why.replace("_", " ")
+    if facts.why in _BECAUSE:
+        because = text(_BECAUSE[facts.why])
+    is_job = facts.kind is Kind.TRAIN
+    key = {
+        "grant": "decision.grant",
+        "would_suspend": "decision.would_sleep",
+        "suspend": "decision.paused" if is_job else "decision.put_to_sleep",
+        "resume": "decision.goes_on" if is_job else "decision.woken",
+        "requeue": "decision.requeue",
+    }.get(facts.action)
+    done = text(key) if key else facts.action
+    if facts.beneficiary is not None:
+        return text("decision.for", facts.subject, done, facts.beneficiary, because)
+    return text("decision", facts.subject, done, because)

@@ -1,0 +1,278 @@
+"""The table of sentences: one English template per key, with ``%1``, ``%2``, ... for arguments.
+
+The broker sends key, arguments and the English text.  JupyterLab translates by key
+(``ui/src/catalogue.ts`` is generated from this table); command line, log and the Hub's
+pages show the English text.
+
+Every sentence says what is true now, what happens next and when, and what the user
+can do.  Estimates are ranges.  Words that users do not see: reclaim, evict, pending, cull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from jupyter_gpushare.errors import fill
+from jupyter_gpushare.protocol.wire import Text
+
+# A pair is singular and plural; its first argument is the number.
+TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
+    {
+        "verbatim": "%1",
+        "duration.seconds": "%1 s",
+        "duration.minutes": "%1 min",
+        "duration.hours": "%1 h",
+        "memory": "%1 GB",
+        "part.list": "%1, %2",
+        "reason.uses": "it uses %1",
+        "taint.managed": "managed memory",
+        "taint.ipc": "CUDA IPC",
+        "taint.exported": "memory shared with another process",
+        "taint.peer": "peer access between GPUs",
+        "taint.traced": "tracing with CUPTI (torch.profiler)",
+        "taint.fabric": "memory with fabric handles",
+        "reason.broken_account": "its account file is broken",
+        "reason.no_library": "preload library not loaded",
+        "reason.out_of_service": "the device is out of service: %1",
+        "reason.untested": "the self-test has not finished",
+        "reason.deaths": "%1 processes ended while the driver suspended or resumed them on this device; "
+        "stop and start the device helper to try again",
+        "reason.mig": "the driver cannot checkpoint on MIG",
+        "reason.blind": "the driver does not say how much memory a process holds here",
+        "reason.watched": "lending is only watched on this machine",
+        "reason.switched_off": "lending is switched off on this machine",
+        "reason.marked": "it is marked never to be put to sleep",
+        "size.fraction": "%1 GPU",
+        "size.gpus": ("%1 GPU", "%1 GPUs"),
+        "size.memory": "%1 of a GPU",
+        "size.profile": "MIG %1",
+        "size.together": "%1 together",
+        "size.less": "less",
+        # ---- badges: two or three words --------------------------------------
+        "badge.queued": "Queued",
+        "badge.starting": "Starting",
+        "badge.running": "Running",
+        "badge.running_borrowed": "Running, borrowed",
+        "badge.active": "Active",
+        "badge.idle": "Idle %1",
+        "badge.warned": "Lent in %1",
+        "badge.held": "Held",
+        "badge.lost": "GPU state lost",
+        "badge.suspending": "Going to sleep",
+        "badge.asleep": "Asleep",
+        "badge.asleep_lent": "Asleep, GPU lent",
+        "badge.paused": "Paused",
+        "badge.waiting_to_wake": "Waiting to wake",
+        "badge.waking": "Waking up",
+        "badge.stopping": "Stopping",
+        "badge.ended": "Ended",
+        "badge.failed": "Failed",
+        # ---- sessions --------------------------------------------------------
+        "session.starting": "Getting your %1 (%2).",
+        "session.starting_on": "Getting your %1 (%2 of an %3).",
+        "session.active": "Your %1 is in use.",
+        "session.borrowed": "It is borrowed: it may sleep when its project needs it.",
+        "session.kept": "You keep it until %1.",
+        "session.held": "Idle for %1. This session cannot be put to sleep (%2), so it keeps its GPU.",
+        "session.warned": (
+            "Idle for %1 and %2. In %3 your GPU memory (%4) moves to this machine's RAM and the GPU is lent. "
+            "Your variables stay."
+        ),
+        "session.warned_empty": (
+            "Idle for %1 and %2. In %3 your GPU is lent; it comes back with your next GPU cell."
+        ),
+        "session.stays": "Idle for %1. Your GPU stays with you until %2.",
+        "session.overdue": ("Idle for %1. %2: your GPU is lent as soon as that helps. Your variables stay."),
+        "session.lend_now": (
+            "Idle for %1. Nobody is waiting; the next who needs a GPU gets yours. Your variables stay."
+        ),
+        "session.idle": "Idle for %1. Nobody is waiting, so your GPU stays with you.",
+        "session.suspending": "Saving %1 of GPU memory. If you run a cell now, it waits and then runs.",
+        "session.asleep": "Asleep since %1.",
+        "session.lent_to": "Your GPU is lent to %1.",
+        "session.not_used": "Nobody uses your GPU just now.",
+        "session.how_to_wake": "Run any GPU cell to wake it; your variables are safe.",
+        "session.how_to_wake_empty": "It comes back with your next GPU cell.",
+        "session.how_to_wake_damaged": "Run any GPU cell to wake it.",
+        "session.how_to_wake_usually": "Run any GPU cell to wake it, %1.",
+        "session.waits_for_capacity": (
+            "Your GPU was borrowed and others use it: it comes back when there is free capacity, "
+            "then your cell runs."
+        ),
+        "session.waits_for_checkpoint": (
+            "Your GPU is guaranteed but busy for up to %1 more: a job is saving its checkpoint."
+        ),
+        "session.waking": "Getting the GPU back, then copying %1. Your cell runs after that.",
+        "session.waking_empty": "Getting the GPU back. Your cell runs after that.",
+        "session.waking_empty_from": "Getting the GPU back from %1. Your cell runs after that.",
+        "session.waking_from": "Getting the GPU back from %1, then copying %2. Your cell runs after that.",
+        "session.copying": "Copying %1 back to the GPU. Your cell runs after that.",
+        "session.copying_about": "Copying %1 back to the GPU (about %2). Your cell runs after that.",
+        "session.lost": (
+            "Your GPU memory could not be brought back, so the kernels that used it have to restart. "
+            "Files are safe. Reference %1."
+        ),
+        "session.lost_because": (
+            "Your GPU memory could not be brought back (%2), so the kernels that used it have to restart. "
+            "Files are safe. Reference %1."
+        ),
+        "session.damaged": (
+            "The GPU driver failed to put this session to sleep, so its kernel may be damaged: "
+            "check your results, or restart the kernel. Reference %1."
+        ),
+        "session.stopping": "The server has ended; its GPU memory is being freed.",
+        "session.failed": "The GPU was lost: %1.",
+        "session.failed_unknown": "The GPU was lost: see the log.",
+        "session.ended": "This server has ended and holds no GPU.",
+        "lease.over_limit": (
+            "It uses %1 of GPU memory, more than the %2 that it was given: free some, or processes of it may "
+            "be stopped."
+        ),
+        # ---- parts of sentences ----------------------------------------------
+        "part.jobs_waiting": ("%1 job is waiting", "%1 jobs are waiting"),
+        "part.size_about": "%1 (about %2)",
+        "part.usually": "usually %1 s",
+        "part.usually_range": "usually %1 s (%2-%3)",
+        "part.job_of_project": "a training job of project %1",
+        "part.session_of_project": "a session of project %1",
+        "part.project": "project %1",
+        "part.another_project": "another project",
+        "part.doubt_late": "the first report came late",
+        "part.doubt_restarted": "the total began again or changed",
+        "part.doubt_changed": "the time left grew or fell too much",
+        "part.doubt_overdue": "it runs for much longer than it said",
+        # ---- jobs ------------------------------------------------------------
+        "job.waits": "Waits for %1.",
+        "job.starting": "Starting on %1.",
+        "job.running": "Running on %1.",
+        "job.running_borrowed": "Running on %1, borrowed. It may be paused when %2 needs its own.",
+        "job.pausing": "Pausing: %1.",
+        "job.paused": "Paused at %1 because %2. Nothing was lost.",
+        "job.requeued": "Paused at %1 because %2.",
+        "job.number": "Number %1.",
+        "job.resuming": "Going on: its GPU memory is being copied back.",
+        "job.damaged": (
+            "The GPU driver failed to pause it, so it may be damaged: check its results, "
+            "or start the job again. Reference %1."
+        ),
+        "job.stopping": "Stopping.",
+        "job.stopping_because": "Stopping: %1.",
+        "job.ended": "Ended.",
+        "job.submitted": "Submitted.",
+        "job.started": "Its command started.",
+        "job.done": "It ran to its end.",
+        "job.ended_with": "It ended with exit code %1.",
+        "job.cancelled": "Stopped by its owner.",
+        "job.cancelled_early": "Stopped by its owner before it started.",
+        "job.vanished": "It ended without a report (killed, or the machine failed).",
+        "job.not_started": "It could not be started: %1",
+        "job.left": "About %1 left.",
+        "job.doubt": "Its progress does not count: %1.",
+        "job.goes_on_sigterm": "It goes on from its own checkpoint.",
+        "job.goes_on_none": "It starts again from the beginning.",
+        "job.now": "Would start now.",
+        "job.now_borrowed": ("Would start now on a borrowed GPU; it may be paused when its owner needs it."),
+        "job.smaller": "With %1 it would start now.",
+        "job.starts_in_seconds": "Starts in about %1 s (%2-%3).",
+        "job.starts_in_minutes": "Starts in about %1 min (%2-%3).",
+        "job.starts_in_hours": "Starts in about %1 h (%2-%3).",
+        "job.starts_in_days": "Starts in about %1 days (%2-%3).",
+        # ---- why a job waits -------------------------------------------------
+        "waiting.next": "Needs %1; there is free capacity, so it starts in a moment.",
+        "waiting.project_limit": (
+            "Its project is at its limit; it starts when other work of the project ends."
+        ),
+        "waiting.quota": (
+            "Needs %1 of what its project is guaranteed, and that is taken; it was submitted not to borrow."
+        ),
+        "waiting.too_large": "Cannot start: asks for %1; the largest machine has %2.",
+        "waiting.being_freed": "Needs %1; GPUs are being freed for it.",
+        "waiting.host_memory": "Needs %1; there is not enough RAM to put more idle sessions to sleep.",
+        "waiting.reserved": "Needs %1; it has waited for long, so no job behind it gets those GPUs first.",
+        "waiting.in_order": "Needs %1; the job before it starts first.",
+        "waiting.not_worth_it": "Needs %1; pausing others for it would cost more than it gains.",
+        "waiting.backing_off": "Its last start failed; it is tried again in a moment.",
+        "waiting.device_broken": "Needs %1; a GPU is out of order.",
+        "waiting.one_free": "Needs %1; 1 is free.",
+        "waiting.free": "Needs %1; %2 are free.",
+        # ---- because ---------------------------------------------------------
+        "because.lender_returned": "the owner of the GPU came back",
+        "because.over_quota": "another project took back its guaranteed GPU",
+        "because.over_quota_of": "%1 took back its guaranteed GPU",
+        "because.priority": "work of higher priority in its project came first",
+        "because.order": "a job of its project that has had less GPU time came first",
+        "because.moved": "a larger job needs GPUs that lie together; it goes on elsewhere",
+        "because.idle": "it was idle and others wait",
+        "because.lend_now": "its owner lent the GPU",
+        "because.state_lost": "its GPU memory could not be brought back",
+        "because.needed": "its GPU is needed",
+        "because.free_capacity": "the GPUs that it needs are free",
+        "because.claim": "it is guaranteed to its project",
+        "because.capacity_back": "there is free capacity again",
+        "because.wanted": "its owner needs the GPU again",
+        "until.used": "its owner used it",
+        "until.server_ended": "its server ended",
+        "until.not_needed": "no job needed it any more",
+        "until.switched": "lending was switched to %1",
+        # ---- notices in the log of decisions ------------------------------------
+        "notice.machine": "This machine: %1.",
+        "notice.of": "%1 %2.",
+        "notice.process_ended": "%1 lost a process to the GPU driver: %2.",
+        "notice.device_out": "%1 lost its GPU for now: %2.",
+        "notice.device_back": "%1 has its GPU back in service.",
+        "notice.time_left": "%1 has about %2 left, by its progress.",
+        "notice.doubt": "%1 is ordered without its progress: %2.",
+        "notice.lost": "%1 lost its GPU memory: %2 (%3).",
+        "notice.unleased_process": "process %1 (%2) of %3 on GPU %4: %5",
+        "notice.unleased_of_user": "%1 belongs to the user of %2.",
+        "notice.process_stopped": "%1; process %2 (%3) was stopped",
+        "notice.process_to_stop": "%1; process %2 (%3) should be stopped",
+        "notice.lending_set": "%1 set lending to %2, was %3.",
+        "notice.lending_unset": "%1 set lending to %2 (as configured), was %3.",
+        "notice.project_set": "%1 set project %2 to %3, was %4.",
+        "notice.project_unset": "%1 set project %2 to %3, as configured, was %4.",
+        # ---- decisions -------------------------------------------------------
+        "decision": "%1 %2: %3.",
+        "decision.for": "%1 %2 for %3: %4.",
+        "decision.job": "%1's job %2 (%3)",
+        "decision.session": "%1's session (%2)",
+        "decision.grant": "starts",
+        "decision.paused": "is paused",
+        "decision.put_to_sleep": "is put to sleep",
+        "decision.would_sleep": "would be put to sleep",
+        "decision.would_have_lent": "%1 would have been asleep for %2, until %3.",
+        "decision.goes_on": "goes on",
+        "decision.woken": "is woken",
+        "decision.requeue": "is stopped and goes back to the queue",
+    }
+)
+
+# Sentences in their order, joined with spaces.
+Texts = tuple[Text, ...]
+
+
+def text(key: str, *args: str | int | Text) -> Text:
+    """Return the text of ``key`` with ``args`` for ``%1``, ``%2``, ...
+
+    Raises:
+        KeyError: `TEMPLATES` has no such key.
+    """
+    TEMPLATES[key]
+    return Text(key=key, args=[each if isinstance(each, Text) else str(each) for each in args])
+
+
+def english(texts: Text | Iterable[Text]) -> str:
+    """Return the English of one text, or of several joined with spaces."""
+    if not isinstance(texts, Text):
+        return " ".join(map(english, texts))
+    template = TEMPLATES.get(texts.key, texts.key)  # the key of an error is its template
+    args = [each if isinstance(each, str) else english(each) for each in texts.args]
+    if isinstance(template, tuple):
+        template = template[0] if args[0] == "1" else template[1]
+    return fill(template, args)
+
+
+def verbatim(sentence: str) -> Texts:
+    """Return a sentence that has no key, such as the reason that a command ended."""
+    return (text("verbatim", sentence),) if sentence else ()

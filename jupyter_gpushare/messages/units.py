@@ -1,0 +1,61 @@
+"""Numbers as people write them: sizes, memory, durations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jupyter_gpushare.core.model import Lease
+from jupyter_gpushare.core.size import Size, fraction_text, gigabytes
+from jupyter_gpushare.messages.templates import english, text
+from jupyter_gpushare.protocol.wire import Text
+
+
+def size_text(size: Size) -> Text:
+    """Return `Size.text` for translation."""
+    if size.profile:
+        return text("size.profile", size.profile)
+    if size.memory_bytes:
+        return text("size.memory", memory(size.memory_bytes))
+    if size.device_count > 1:
+        return text("size.gpus", size.device_count)
+    return text("size.fraction", fraction_text(size.fraction_milli))
+
+
+def memory(count: int) -> Text:
+    """Return `gigabytes` for translation."""
+    return text("memory", gigabytes(count).removesuffix(" GB"))
+
+
+# How the memory limit of a lease is enforced.
+LEVELS: Mapping[str, str] = {
+    "whole_gpu": "whole device",
+    "mig": "the hardware (MIG)",
+    "cgroup": "the driver",
+    "preload": "software, in each process",
+    "hints": "not enforced: frameworks are only asked",
+}
+
+
+def needs_of(lease: Lease) -> Text:
+    """Return what a waiting job needs: ``2 GPUs together``."""
+    size = size_text(lease.size)
+    return text("size.together", size) if lease.size.device_count > 1 else size
+
+
+def printable(text: str) -> str:
+    """Return the text with "?" for what moves a cursor, a line or a column: users choose names."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def duration(seconds: float) -> str:
+    """Return ``5 s``, ``6 min``, ``2 h``: one unit, rounded."""
+    return english(duration_text(seconds))
+
+
+def duration_text(seconds: float) -> Text:
+    """Return `duration` for translation."""
+    if seconds < 90:
+        return text("duration.seconds", max(0, round(seconds)))
+    if seconds < 5400:
+        return text("duration.minutes", round(seconds / 60))
+    return text("duration.hours", round(seconds / 3600))

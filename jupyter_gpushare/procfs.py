@@ -1,0 +1,182 @@
+"""Files of processes, and processes by identity: boot id, start time and signals through pidfds.
+
+A pid is used again after its process ended; (pid, start time) is not within one
+boot.  A process is therefore named by its pid and its start time in clock ticks
+since boot (field 22 of /proc/PID/stat, proc(5)), and across boots by the boot id too.
+
+"It has ended" and "it could not be looked at" are different answers: for want of
+descriptors or memory these functions raise `OSError` instead of answering "ended".
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import struct
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_COULD_NOT_LOOK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_STAT_BYTES = 2048
+
+# Indexes in what `stat_fields` returns; proc(5) counts from 1 and has pid and name before.
+STATE = 0
+PARENT = 1
+USER_TICKS = 11
+SYSTEM_TICKS = 12
+THREADS = 17
+START_TICKS = 19
+_EXIT_CODE = 49
+
+# PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version.
+# With PIDFD_INFO_EXIT in `mask` (Linux 6.15) it has the status of a process that was waited for.
+_PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
+_PIDFD_INFO = struct.Struct("<Q52xi")  # mask, exit_code
+_PIDFD_INFO_EXIT = 1 << 3
+
+
+def boot_id() -> str:
+    """A UUID that changes with every boot (random(4))."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def path(pid: int, name: str) -> str:
+    """The path of a file of a process, such as ``maps``; 0 is this process."""
+    return f"/proc/{pid or 'self'}/{name}"
+
+
+def pids() -> dict[int, int]:
+    """The pids of all processes, with the inode of each one's directory: another when a pid is used again."""
+    with os.scandir("/proc") as entries:
+        return {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
+
+
+def read(pid: int, name: str, limit_bytes: int) -> bytes:
+    """The first ``limit_bytes`` of a file of a process; empty when it is gone or may not be read.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    try:
+        fd = os.open(path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _COULD_NOT_LOOK:
+            raise
+        return b""
+    try:
+        return os.read(fd, limit_bytes)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+def stat_fields(pid: int, thread: int = 0) -> list[bytes]:
+    """The fields of /proc/PID/stat (or of one thread's) from the third, state, on; empty when it is gone.
+
+    The name in brackets may hold any byte, so fields are counted from the last bracket.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    raw = read(pid, f"task/{thread}/stat" if thread else "stat", _STAT_BYTES)
+    return raw[raw.rfind(b")") + 2 :].split() if b")" in raw else []
+
+
+def start_ticks(pid: int) -> int:
+    """The start time of a process in clock ticks since boot; -1 when there is none.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    fields = stat_fields(pid)
+    return int(fields[START_TICKS]) if fields else -1
+
+
+def is_running(pid: int, started_ticks: int) -> bool:
+    """Whether the process with this pid and start time has not ended; a zombie has.
+
+    Needs no descriptor that stays open; `has_ended` of a pidfd answers the same.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    fields = stat_fields(pid)
+    if not fields or int(fields[START_TICKS]) != started_ticks:
+        return False
+    # A thread group leader may end before its other threads: the process has not ended then.
+    return fields[STATE] not in (b"Z", b"X") or int(fields[THREADS]) > 1
+
+
+def open_pidfd(pid: int, started_ticks: int) -> int | None:
+    """A pidfd of the process with this pid and start time, to be closed; None when it is gone.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _COULD_NOT_LOOK:
+            raise
+        return None
+    # The pidfd pins the process first; then its start time tells which process that is.
+    try:
+        matches = start_ticks(pid) == started_ticks
+    except OSError:
+        os.close(pidfd)
+        raise
+    if not matches:
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether the process of a pidfd has ended, zombies included (pidfd_open(2): it polls readable)."""
+    poll = select.poll()  # select() takes no descriptor beyond 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
+def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
+    """The status of an ended process, as wait(2) encodes it; None: its parent has it, and the kernel is old.
+
+    A zombie shows it in its stat (0 without the right to trace it), a process that was waited
+    for through its pidfd, from Linux 6.15 on.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    fields = stat_fields(pid)
+    if fields and fields[STATE] == b"Z" and int(fields[START_TICKS]) == started_ticks:
+        return int(fields[_EXIT_CODE])
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, code = _PIDFD_INFO.unpack(info)
+    return code if mask & _PIDFD_INFO_EXIT else None
+
+
+def send_signal(pid: int, started_ticks: int, number: int) -> bool:
+    """Signal the process with this pid and start time, and no other; False when it has ended.
+
+    Raises:
+        PermissionError: it belongs to another user.
+        OSError: no descriptor or memory is left to look.
+    """
+    pidfd = open_pidfd(pid, started_ticks)
+    if pidfd is None:
+        return False
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True

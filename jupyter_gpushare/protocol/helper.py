@@ -1,0 +1,410 @@
+"""Requests to the device helper and its answers, as plain values.
+
+One request and one answer are one line of JSON each (`encode`, `decode`), over
+a unix socket.  A request is ``{"verb": ..., "epoch": ..., **fields}``, an answer
+``{"ok": true, "result": {...}}`` or ``{"ok": false, "error": {"kind", "message",
+"call", "code"}}``.
+
+* Verbs that change something carry the broker's epoch; an epoch below the
+  highest that the helper ever saw is refused (``stale_epoch``).
+* No request names a process: the helper finds the processes of a lease itself.
+* ``hello`` answers `Hello`; given an epoch, it fences every lower one at once.
+* ``inventory`` answers `Inventory` (it waits, bounded, for the self-tests that
+  run at start), ``sample`` the last `Sample`, from memory, without the driver.
+* ``set_limit`` answers `LeaseFiles`, ``suspend`` and ``resume`` `MoveResult`,
+  ``signal`` `Signalled`, ``drop`` `Dropped`.
+* ``watch`` answers with a `Sample` and then turns the connection into a stream
+  of `Event` lines.  A reader that falls behind is disconnected; it watches again
+  and goes on from the sample of that answer.
+
+Moments are seconds of ``time.monotonic()`` (one clock for all processes of a
+boot), memory is bytes, devices are UUID strings as NVML prints them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, NoReturn, TypeVar
+
+from jupyter_gpushare.errors import InvalidRequest
+
+# A line may not be longer; a sample of as many leases and processes as are shown stays below it.
+MAX_LINE_BYTES = 1 << 20
+
+
+class Phase(enum.StrEnum):
+    """The state of a lease's processes, from the driver and the limit page."""
+
+    RUNNING = "running"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    # A restore failed for good: the driver refuses every further call of the process.
+    LOST = "lost"
+
+
+class WatchdogAction(enum.StrEnum):
+    """The watchdog's action on memory beyond a limit and on processes without a lease."""
+
+    WARN = "warn"
+    STOP = "stop"
+    OFF = "off"
+
+
+class Level(enum.StrEnum):
+    """What enforces a memory limit, strongest first (design: isolation ladder)."""
+
+    WHOLE_GPU = "whole_gpu"
+    MIG = "mig"
+    CGROUP = "cgroup"
+    PRELOAD = "preload"
+    HINTS = "hints"
+
+
+class EventKind(enum.StrEnum):
+    """What an `Event` reports."""
+
+    WANTED = "wanted"  # a process of a suspended lease entered a CUDA call
+    ENDED = "ended"  # the last process of a lease that had some is gone
+    OVER_LIMIT = "over_limit"  # the watchdog saw more memory than granted
+    UNLEASED_PROCESS = "unleased_process"  # a process without a lease uses a managed device
+    DEVICE = "device"  # a device became unhealthy or healthy again
+    PHASE = "phase"  # a lease changed its phase
+    DRIVER_KILLED = "driver_killed"  # a process ended within a driver call of a suspension or resume
+
+
+class Refusal(enum.StrEnum):
+    """Why `Suspend` or `Resume` moved nothing (`MoveResult.refused`)."""
+
+    NONE = ""
+    WANTED = "wanted"  # a process entered a CUDA call since the decision
+    BUSY = "busy"  # the lock timed out, or the lease is moving already
+    NO_MEMORY = "no_memory"  # the driver does not show enough free device memory
+    HOST_MEMORY = "host_memory"  # not enough host memory for the copy
+    NOT_SUSPENDABLE = "not_suspendable"
+    LOST = "lost"
+    NO_LEASE = "no_lease"
+
+
+class ErrorKind(enum.StrEnum):
+    """The word in ``error.kind`` of an answer that is not ``ok``."""
+
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_VERB = "unknown_verb"
+    STALE_EPOCH = "stale_epoch"
+    NOT_ALLOWED = "not_allowed"
+    UNKNOWN_LEASE = "unknown_lease"
+    CONFLICT = "conflict"
+    BUSY = "busy"  # too many connections: try again
+    DEVICE = "device"  # the driver said no; ``call`` and ``code`` say what
+    STATE = "state"  # the state directory cannot be written
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The helper that answers, and the highest epoch that it has seen."""
+
+    version: str
+    pid: int
+    boot_id: str
+    epoch: int
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One level of one device: offered where its self-test passed, else ``reason`` says why not."""
+
+    level: Level
+    offered: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU or MIG instance that the helper leases, with what its self-test found."""
+
+    uuid: str
+    index: int
+    name: str
+    memory_bytes: int
+    reserve_bytes: int  # never granted: a restore margin of max(3 %, 512 MiB), and what is used when empty
+    healthy: bool = True
+    reason: str = ""  # why it is not healthy
+    level: Level = Level.PRELOAD  # strongest level that passed its self-test
+    suspendable: bool = False  # the child of the self-test survived a full cycle here
+    suspend_reason: str = ""  # why not
+    suspend_bytes_per_s: int = 0  # measured by the self-test, device to host
+    resume_bytes_per_s: int = 0  # same, host to device
+    ladder: tuple[Rung, ...] = ()  # all levels, strongest first
+    profile: str = ""  # of a MIG instance, such as 1g.10gb
+    island: str = ""  # devices with the same non-empty word share an NVLink island
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """The devices of this machine, and the host memory for suspended state."""
+
+    host: str
+    driver: str
+    simulated: bool
+    devices: tuple[Device, ...]
+    host_total_bytes: int
+    host_budget_bytes: int  # how much suspended state this machine may hold in RAM
+    at: float
+    watchdog: WatchdogAction = WatchdogAction.WARN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """Use of the GPU by one process."""
+
+    pid: int
+    started_at: float
+    name: str
+    used_bytes: int  # all devices together, as NVML shows it, else as counted (0 while suspended)
+    calls: int  # CUDA calls entered, as the preload library counts them; -1 if it is not loaded
+    kernel: str = ""  # Jupyter kernel id, where the command line tells it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSample:
+    """Use, phase and processes of one lease."""
+
+    lease: str
+    phase: Phase
+    # Per device UUID, contexts included, as NVML shows it; where it does not, as the library counts it.
+    used_bytes: dict[str, int]
+    saved_bytes: dict[str, int]  # per device UUID, parked in host memory
+    calls: str  # opaque: the counters of all processes; hand it back to `suspend`
+    active_at: float  # last moment a process entered a CUDA call or had a kernel running
+    suspendable: bool
+    suspend_reason: str  # taints, "preload library not loaded", ...
+    alive: bool  # at least one process carries this lease
+    processes: tuple[ProcessSample, ...] = ()  # those that use the GPU, 64 at most
+    wanted: bool = False  # suspended, and a process entered a CUDA call since
+    queries_only: bool = False  # wanted, but by stream and event queries alone
+    stalled: bool = False  # suspended, and a process seems to wait in a call that is not counted
+    level: Level = Level.HINTS  # what enforces its limit now; of several devices the weakest
+    devices: tuple[str, ...] = ()  # UUIDs of those it may use
+    runner_ended: bool = False  # of a job: what ends its processes and reports its result is gone
+    damaged: bool = False  # a failed checkpoint may have damaged a process that lives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSample:
+    """Use and health of one device."""
+
+    uuid: str
+    used_bytes: int
+    utilization_percent: int
+    healthy: bool
+    reason: str = ""
+    # The driver does not say how many bytes a process holds: the watchdog cannot compare.
+    blind: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement of all devices and leases."""
+
+    at: float
+    devices: tuple[DeviceSample, ...]
+    leases: tuple[LeaseSample, ...]
+    host_available_bytes: int
+    host_saved_bytes: int  # suspended state of all leases together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLimit:
+    """Create or change a lease: its directory, limit page and account.
+
+    Setting what is set already changes nothing.  The devices of a lease change
+    only while no process carries it; their limits at any time.
+    """
+
+    lease: str
+    uid: int  # owner of the account file; the helper checks that it may
+    limits: dict[str, int]  # bytes per device UUID, in the order CUDA shall see them
+    # Start asleep: processes wait in the library until `resume`.  Takes effect while
+    # no process carries the lease.
+    suspended: bool = False
+    # Bytes per device UUID that the driver keeps for the lease under pressure; a missing one is its limit.
+    guaranteed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFiles:
+    """Answer to `SetLimit`."""
+
+    directory: str  # goes into GPUSHARE_LEASE_DIR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend:
+    """Move the device memory of a lease to host memory.
+
+    ``calls`` comes from the sample that the decision was made on: when the counters
+    have changed since, the lease is wanted and keeps running.  Empty: forced.
+    """
+
+    lease: str
+    calls: str = ""
+    timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Copy the device memory of a lease back, once the driver shows enough free."""
+
+    lease: str
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveResult:
+    """Answer to `Suspend` and `Resume`."""
+
+    done: bool
+    refused: Refusal = Refusal.NONE  # when not done; the lease is where it was (but LOST)
+    reason: str = ""  # a sentence
+    bytes: int = 0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """Send a signal to the processes of a lease (through pidfd)."""
+
+    lease: str
+    number: int
+    # leader: the oldest process that carries the lease, with a parent that does not.
+    to: str = "leader"  # or "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signalled:
+    """How many processes the signal was sent to; 0: there was none any more."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Forget a lease: revoke its page, remove its files.  An unknown lease is no error."""
+
+    lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Whether the helper knew the lease."""
+
+    known: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One entry of the helper's event stream, numbered upwards from 1."""
+
+    seq: int
+    at: float
+    kind: EventKind
+    lease: str = ""
+    device: str = ""
+    reason: str = ""
+    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, UNLEASED_PROCESS: used_bytes,
+    # action, pid, name; UNLEASED_PROCESS also uid.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
+    # and level (what changed): request the inventory again.  It is published once for the
+    # device, and where its health changed once for each lease on it.
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+def encode(value: Any) -> bytes:
+    """One line of JSON for a dataclass or a plain dict, newline included."""
+    plain = value if isinstance(value, dict) else asdict(value)
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+_Value = TypeVar("_Value")
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object in one line of JSON.
+
+    Raises:
+        InvalidRequest: no JSON object, a key twice, NaN, Infinity, or too long.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise InvalidRequest(f"a line has at most {MAX_LINE_BYTES} bytes")
+    try:
+        value = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"not a line of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("a request is a JSON object")
+    return value
+
+
+def build(cls: type[_Value], plain: dict[str, Any]) -> _Value:
+    """A verb's dataclass from what `decode` returned.
+
+    Raises:
+        InvalidRequest: a field is unknown, missing, or not of its declared type.
+    """
+    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
+    for name in plain:
+        if name not in hints:
+            raise InvalidRequest(f"{cls.__name__} has no field {name[:40]!r}")
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        if item.name in plain:
+            values[item.name] = _convert(hints[item.name], plain[item.name], f"{cls.__name__}.{item.name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise InvalidRequest(f"{cls.__name__} needs the field {item.name!r}")
+    return cls(**values)
+
+
+@functools.cache
+def _hints(cls: Any) -> types.MappingProxyType[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is dict and isinstance(value, dict):
+        inner = typing.get_args(kind)[1]
+        return {key: _convert(inner, item, f"{where}[{key[:40]!r}]") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        inner = typing.get_args(kind)[0]
+        return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise InvalidRequest(f"{where}: {value[:40]!r} is not one of {', '.join(kind)}") from None
+    if is_dataclass(kind) and isinstance(value, dict):
+        return build(typing.cast("type[Any]", kind), value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    # bool is an int in Python, not here.
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise InvalidRequest(f"{where}: expected {getattr(kind, '__name__', kind)}, not {type(value).__name__}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise ValueError("a key appears twice")
+    return plain
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number here")

@@ -1,0 +1,386 @@
+"""Logs and records of jobs in the user's own files, bounded in size.
+
+    ~/.local/share/gpushare/jobs/<job>/attempt-<n>.log                 the first `HEAD_BYTES` it printed
+                                       attempt-<n>.log.<offset>        later parts, named by where they begin
+                                       attempt-<n>.json                state, exit code, reason (`Record`)
+
+Rules:
+
+* A long log keeps its head and the newest `TAIL_PARTS` parts of `PART_BYTES`.
+  Offsets count every byte that the job printed, so that readers detect gaps.
+* Writing never raises and never ends a job: bytes that a full disk rejects are
+  counted as left out.
+* The files are readable with a pager and by `read_log`, with or without a runner.
+* Retention: all jobs that have not ended, the newest `KEEP_JOBS` ended ones, and in
+  each the logs of the newest `KEEP_ATTEMPTS` attempts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
+
+HEAD_BYTES = 32 << 20
+PART_BYTES = 8 << 20
+TAIL_PARTS = 4
+KEEP_JOBS = 200
+KEEP_ATTEMPTS = 3
+# Seconds without output after which an unfinished job counts as abandoned.
+LIVE_S = 30 * 86400.0
+
+_LOG = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
+_RECORD = re.compile(r"attempt-([1-9][0-9]{0,6})\.json")
+# UTF-8 (RFC 3629): the bytes a character goes on with, and how many it has.
+_CONTINUED = bytes(range(0x80, 0xC0))
+_LONGEST_CHARACTER = 4
+# A command has at most 128 KiB; a record says little more.
+_RECORD_BYTES = 1 << 20
+_JOB_ID = re.compile(r"[a-z0-9]{1,40}")
+
+
+def open_for_reading(path: Path) -> BinaryIO:
+    """Open a regular file in a user's folder at once.
+
+    Without O_NONBLOCK, open(2) waits for the other end of a FIFO, and up to
+    `fs.lease-break-time` (45 s) for a lease (fcntl(2)) that a user holds on the file.
+
+    Raises:
+        OSError: it cannot be opened without waiting, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(fd, "rb")
+
+
+def jobs_dir(home: Path) -> Path:
+    """Return the folder of all jobs of the user with this home directory."""
+    return home / ".local" / "share" / "gpushare" / "jobs"
+
+
+def log_path(home: Path, job: str, attempt: int) -> Path:
+    """The (first part of the) log of one attempt.
+
+    Raises:
+        ValueError: not the id of a job: it would name a folder somewhere else.
+    """
+    if not _JOB_ID.fullmatch(job) or attempt < 1:
+        raise ValueError(f"{job[:60]!r}, attempt {attempt}: no such job")
+    return jobs_dir(home) / job / f"attempt-{attempt}.log"
+
+
+def own_output(output: Path, job: str) -> Path:
+    """Where a job writes its notebook when another job has written ``output``."""
+    return output.with_name(f"{output.stem}-{job}{output.suffix}")
+
+
+def attempts_of(folder: Path) -> list[int]:
+    """Return the numbers of a job's attempts that left a log in its folder, in order."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if match := _LOG.fullmatch(path.name):
+                found.append(int(match[1]))
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a log: ``data`` begins at ``offset``; read on at ``next_offset``."""
+
+    offset: int  # may be larger than what was asked for: the bytes between were left out
+    data: bytes
+
+    @property
+    def next_offset(self) -> int:
+        """The offset of the first byte after this piece."""
+        return self.offset + len(self.data)
+
+
+def _parts(path: Path) -> list[tuple[int, Path]]:
+    """The files of a log in order, with the offset at which each begins."""
+    found = []
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            found.append((0, path))
+        for other in path.parent.glob(f"{path.name}.*"):
+            begin = other.name[len(path.name) + 1 :]
+            if begin.isascii() and begin.isdigit():
+                found.append((int(begin), other))
+    return sorted(found)
+
+
+def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
+    """Return what a job printed from ``offset`` on; no data: nothing more yet."""
+    for begin, part in _parts(path):
+        try:
+            with open_for_reading(part) as file:
+                size = os.fstat(file.fileno()).st_size
+                if begin + size <= offset:
+                    continue
+                file.seek(max(0, offset - begin))
+                return Piece(max(begin, offset), file.read(at_most_bytes))
+        except OSError:
+            continue  # rotated away meanwhile
+    return Piece(offset, b"")
+
+
+def read_text(path: Path, offset: int, at_most_bytes: int, *, anywhere: bool = False) -> Piece:
+    """Return what `read_log` does, in whole characters of UTF-8 (so a few bytes more or less).
+
+    ``offset`` is where a piece ended, or ``anywhere``: then, as behind a gap, the rest of a character
+    that began earlier is skipped.  One that is not printed to its end waits for the next reading.
+    """
+    piece = read_log(path, offset, at_most_bytes)
+    if anywhere or piece.offset > offset:
+        rest = piece.data.lstrip(_CONTINUED)
+        piece = Piece(piece.next_offset - len(rest), rest)
+    for _ in range(_LONGEST_CHARACTER - 1):
+        if not (begun := _begun_bytes(piece.data)):
+            return piece
+        more = read_log(path, piece.next_offset, 1)
+        if more.offset > piece.next_offset:
+            return piece  # the rest of the character was left out
+        if not more.data:
+            return Piece(piece.offset, piece.data[:-begun])
+        piece = Piece(piece.offset, piece.data + more.data)
+    return Piece(piece.offset, piece.data[: len(piece.data) - _begun_bytes(piece.data)])
+
+
+def _begun_bytes(data: bytes) -> int:
+    """How many bytes at the end belong to a character that goes on."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[1 - _LONGEST_CHARACTER :])
+    return len(decoder.getstate()[0])
+
+
+def log_end(path: Path) -> int:
+    """The offset behind the last byte that is kept."""
+    ends = [0]
+    for begin, part in _parts(path):
+        with contextlib.suppress(OSError):
+            ends.append(begin + part.stat().st_size)
+    return max(ends)
+
+
+class BoundedLog:
+    """The writing end of a log; safe to use from several threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        head_bytes: int = HEAD_BYTES,
+        part_bytes: int = PART_BYTES,
+        tail_parts: int = TAIL_PARTS,
+    ) -> None:
+        self.path = path
+        self.left_out_bytes = 0  # that the disk did not take
+        self._head_bytes = head_bytes
+        self._part_bytes = part_bytes
+        self._tail_parts = tail_parts
+        self._guard = threading.Lock()
+        self._file: int | None = None
+        self._left_bytes = head_bytes
+        self._tail: list[Path] = []
+        self._part: Path | None = None  # the open part, as long as it is empty
+        self._end = 0
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for _, old in _parts(path):
+            with contextlib.suppress(OSError):
+                old.unlink()
+        self._open(path)
+
+    @property
+    def end(self) -> int:
+        """How many bytes were printed, kept or not."""
+        return self._end
+
+    def write(self, data: bytes) -> None:
+        """Append; returns also when the disk is full or the folder is gone."""
+        with self._guard:
+            while data:
+                if self._left_bytes == 0:
+                    self._next_part()
+                now, data = data[: self._left_bytes], data[self._left_bytes :]
+                self._put(now)
+                self._end += len(now)
+                self._left_bytes -= len(now)
+
+    def close(self) -> None:
+        """Write nothing more; flushed to the disk."""
+        with self._guard:
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.fsync(self._file)
+                os.close(self._file)
+                self._file = None
+            self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        if self._part is not None:
+            with contextlib.suppress(OSError):
+                self._part.unlink(missing_ok=True)
+            self._part = None
+
+    def _open(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._file = os.open(path, flags | os.O_NONBLOCK, 0o600)
+        except OSError:
+            self._file = None
+
+    def _put(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                raise OSError("there is no file")
+            written = os.write(self._file, data)
+        except OSError:
+            written = 0
+        if written and self._part is not None:
+            self._keep_part(self._part)
+        if written < len(data):
+            # The next part is named by its offset: no byte ever moves to another one's place.
+            self.left_out_bytes += len(data) - written
+            self._left_bytes = len(data)
+
+    def _next_part(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._drop_empty()
+        self._part = self.path.with_name(f"{self.path.name}.{self._end:015d}")
+        self._open(self._part)
+        self._left_bytes = self._part_bytes
+
+    def _keep_part(self, part: Path) -> None:
+        """Count a part now that something is in it: a full disk costs no older one."""
+        self._part = None
+        self._tail.append(part)
+        while len(self._tail) > self._tail_parts:
+            with contextlib.suppress(OSError):
+                self._tail.pop(0).unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is known about one attempt, in the JSON file beside its log."""
+
+    id: str
+    attempt: int
+    name: str
+    command: list[str]
+    state: Literal["starting", "running", "ended"]
+    log: str
+    exit_code: int | None = None  # negative: the signal that ended it
+    reason: str = ""
+    stopped: bool = False  # it was told to stop
+    reported: bool = False  # the broker knows how it ended
+    log_bytes: int = 0
+    log_left_out_bytes: int = 0
+
+
+def write_record(path: Path, record: Record) -> bool:
+    """Replace the file in one step; False when the disk did not take it."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(fresh, flags, 0o600), "w") as file:
+            json.dump(asdict(record), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
+    """Remove the folders of ended jobs but the ``keep`` in which something was written last.
+
+    A job that has not ended keeps its folder for `LIVE_S` without output: a machine
+    failure leaves records of jobs that never end.
+    """
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for job in folder.iterdir():
+            if _JOB_ID.fullmatch(job.name) and not job.is_symlink() and job.is_dir():
+                with contextlib.suppress(OSError):
+                    # Its own time says when a file came or went, not that a log is being written.
+                    written_at = max(f.lstat().st_mtime for f in (job, *job.iterdir()))
+                    if _has_ended(job) or time.time() - written_at > LIVE_S:
+                        found.append((written_at, job))
+    for _, job in sorted(found, reverse=True)[keep:]:
+        shutil.rmtree(job, ignore_errors=True)
+
+
+def _has_ended(job: Path) -> bool:
+    """Whether the newest record in a job's folder says so, or there is none."""
+    records = {int(m[1]): path for path in job.iterdir() if (m := _RECORD.fullmatch(path.name))}
+    found = read_record(records[max(records)]) if records else None
+    return found is None or found.state == "ended"
+
+
+def read_record(path: Path) -> Record | None:
+    """Return the record in a file that a user can change; None: there is none that is whole."""
+    try:
+        with open_for_reading(path) as file:
+            said = json.loads(file.read(_RECORD_BYTES))
+        kinds = {name: kind for name, kind in get_type_hints(Record).items() if name in said}
+        return Record(**{name: _checked(said[name], kind) for name, kind in kinds.items()})
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    """Return a value of a record if it is of its field's type.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if get_origin(kind) is Literal:
+        fits = value in get_args(kind)
+    elif get_origin(kind) is list:
+        fits = type(value) is list and all(type(each) is str for each in value)
+    else:
+        fits = type(value) in (get_args(kind) or (kind,))
+    if not fits:
+        raise TypeError(f"{value!r:.60} is no {kind}")
+    return value
+
+
+def unseen_outcome(folder: Path, settled: int, attempt: int) -> Record | None:
+    """Return the record of a start that the broker may not know of; None: the attempt may run.
+
+    It is of this attempt or of an earlier one after ``settled``, or of one that succeeded: then
+    the job is done.
+    """
+    for number in range(attempt, max(0, attempt - KEEP_ATTEMPTS - 1), -1):
+        found = read_record(folder / f"attempt-{number}.json")
+        if found is not None and found.attempt == number:
+            succeeded = found.state == "ended" and found.exit_code == 0 and not found.stopped
+            return found if number > settled or succeeded else None
+    return None
+
+
+def forget_old_attempts(folder: Path, keep: int = KEEP_ATTEMPTS) -> None:
+    """Remove the logs and records of all attempts of one job but the newest ``keep``."""
+    for attempt in attempts_of(folder)[:-keep]:
+        log = folder / f"attempt-{attempt}.log"
+        # The head goes last: by it an attempt is found again.
+        for path in (log.with_suffix(".json"), *(part for _, part in reversed(_parts(log)))):
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,77 @@
+"""Every message between processes, one schema: JSON in, JSON out.
+
+Clients of the broker (HTTP below ``/services/gpushare/api/v1/``):
+
+* users, their servers and the command line: `JobRequest`, `Status`, ...
+* the Hub's spawner, with its own token: `SpawnRequest`, ...
+* the job runner and the server extension, with the token of their server:
+  `JobReport`, `ActivityReport`; users can forge both, so they are hints only.
+
+`decode` refuses unknown fields, NaN, infinities and duplicate keys, and names
+the fault in one sentence.  Times are ISO 8601 in UTC (``*_at``), durations are
+seconds (``*_s``).
+"""
+
+from jupyter_gpushare.protocol.wire.codec import (
+    MAX_BODY_BYTES,
+    Answer,
+    Message,
+    decode,
+    decode_answer,
+    decode_stored,
+    encode,
+    indented,
+    replace,
+)
+from jupyter_gpushare.protocol.wire.jobs import (
+    MAX_COMMAND_ARGS,
+    MAX_ENV,
+    MAX_JOB_BYTES,
+    MAX_PROGRESS,
+    Environment,
+    Job,
+    JobList,
+    JobMoment,
+    JobOutlook,
+    JobReport,
+    JobRequest,
+    JobSource,
+    JobSpec,
+    JobState,
+    JobTimeline,
+    LaunchForm,
+    LaunchRequest,
+    StartEstimate,
+)
+from jupyter_gpushare.protocol.wire.spawner import (
+    GpuRequest,
+    Offer,
+    Offers,
+    SpawnGrant,
+    SpawnRequest,
+    SpawnStop,
+)
+from jupyter_gpushare.protocol.wire.status import (
+    ActivityReport,
+    DayUse,
+    Decision,
+    Decisions,
+    Devices,
+    DeviceStatus,
+    ErrorAnswer,
+    Health,
+    History,
+    KeepRequest,
+    KernelActivity,
+    Leases,
+    LeaseStatus,
+    Lending,
+    LendingChange,
+    ProcessUse,
+    ProjectChange,
+    Projects,
+    ProjectUse,
+    Rung,
+    Status,
+)
+from jupyter_gpushare.protocol.wire.text import Text

@@ -1,0 +1,228 @@
+"""Messages about training jobs: submission, state, timeline, and the dialog that submits them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from jupyter_gpushare.core.model import CheckpointMode
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol.wire.codec import Answer, Message
+from jupyter_gpushare.protocol.wire.text import Text
+
+MAX_COMMAND_ARGS = 1_000
+MAX_ENV = 200
+# A job's command and environment travel in one environment variable: at most 128 KiB
+# (MAX_ARG_STRLEN of execve(2)) with its name and the rest of the job.
+MAX_JOB_BYTES = 120 << 10
+# In whatever unit a job counts its progress.
+MAX_PROGRESS = 1e15
+Progress = Annotated[float, msgspec.Meta(ge=0, le=MAX_PROGRESS)]
+
+
+class JobSource(Message, frozen=True):
+    """Origin of a job, for display and for duplicates; the broker stores it unread."""
+
+    path: str  # of the notebook or script, below the root of the user's files
+    kernel: str = ""  # name of the environment (kernelspec)
+    output: str = ""  # the notebook that is being written, below the same root
+    arguments: str = ""  # of a script, as they were typed
+    parameters: dict[str, str] = {}  # of a notebook, as they were typed
+
+
+class JobRequest(Message, frozen=True):
+    """Body of ``POST jobs``."""
+
+    command: list[str]
+    gpus: str = "1"  # "0.5", "1/2", "2"
+    memory: str | None = None  # instead of a fraction: "20GiB"
+    profile: str | None = None  # instead of a fraction: one MIG instance, "1g.10gb"
+    project: str | None = None
+    name: str | None = None
+    checkpoint: CheckpointMode = CheckpointMode.SUSPEND  # how it survives preemption
+    borrow: bool = True  # false: runs only within its project's quota
+    cwd: str | None = None  # absolute; default: the home directory
+    env: dict[str, str] = {}
+    priority: int = 0  # -100 to 100, within the project
+    retries: int = 0  # attempts after a failure, 0 to 10
+    grace_s: float | None = None  # between SIGTERM and SIGKILL
+    source: JobSource | None = None
+    notify: bool = True  # tell its owner in JupyterLab when it ends or is paused
+
+    def size(self) -> Size:
+        """Return the requested size.
+
+        Raises:
+            InvalidRequest: several sizes, or one that cannot be parsed.
+        """
+        if self.profile is not None:
+            # CUDA sees one MIG instance per process, however many are named.
+            if self.memory is not None or self.gpus != "1":
+                raise InvalidRequest(
+                    "a MIG profile asks for one instance: give neither gpus nor memory with it"
+                )
+            return Size.of_profile(self.profile)
+        if self.memory is not None:
+            return Size.of_memory(self.memory)
+        return Size.of_gpus(self.gpus)
+
+
+class LaunchRequest(Message, frozen=True):
+    """Body of the Jupyter server's ``POST gpushare/launch``: the fields of the launch dialog.
+
+    ``path`` names a notebook or script below the root of the server's files; without
+    it ``command`` is run.
+    """
+
+    path: str = ""
+    command: str = ""  # shell words and quotes, no other syntax
+    arguments: str = ""  # of a script, in the same syntax
+    parameters: dict[str, str] = {}  # of a notebook
+    kernel: str = ""  # name of the environment; "": the notebook's, or that of the server
+    cwd: str | None = None  # absolute; default: the folder of the file, or the root
+    variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
+    gpus: str = "1"
+    memory: str | None = None
+    profile: str | None = None
+    project: str | None = None
+    name: str | None = None
+    checkpoint: CheckpointMode = CheckpointMode.SUSPEND
+    borrow: bool = True
+    retries: int = 0
+    priority: int = 0
+    grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
+    notify: bool = True
+
+
+class JobReport(Message, frozen=True):
+    """From the job runner: a hint about its own attempt.
+
+    ``ended`` with the exit code (negative: the signal that ended it).
+    """
+
+    state: Literal["started", "ended", "progress"]
+    exit_code: int | None = None
+    reason: str = ""
+    stopped: bool = False  # the runner was told to stop before the command ended by itself
+    done: Progress | None = None  # progress, in the job's own unit
+    total: Progress | None = None
+
+
+class JobSpec(Answer, frozen=True):
+    """Command and environment of one attempt, from the broker through the spawner to the runner."""
+
+    id: str
+    attempt: int
+    name: str
+    command: list[str]
+    cwd: str | None
+    env: dict[str, str]
+    grace_s: float
+    settled: int = 0  # newest attempt with an outcome that the broker knows: a later one may have run unseen
+
+
+JobState = Literal[
+    "queued", "starting", "running", "suspended", "stopping", "succeeded", "failed", "cancelled"
+]
+
+
+class StartEstimate(Answer, frozen=True):
+    """Seconds until a job starts, from a replay of the current leases and queue."""
+
+    low_s: float
+    likely_s: float
+    high_s: float
+
+
+class Job(Answer, frozen=True):
+    """A job as its owner sees it."""
+
+    id: str
+    name: str
+    state: JobState
+    exit_code: int | None
+    attempt: int
+    reason: str  # a sentence
+    user: str
+    project: str
+    size: str
+    command: list[str]
+    checkpoint: CheckpointMode
+    position: int | None
+    submitted_at: str
+    started_at: str | None
+    ended_at: str | None
+    waited_s: float
+    ran_s: float
+    preemptions: int
+    server: str | None  # of the current attempt
+    log: str | None = None  # folder of its logs in the user's files, one per attempt
+    done: float | None = None
+    total: float | None = None
+    cwd: str | None = None
+    variables: list[str] = []  # names of the environment variables it was given
+    gpus: str = "1"  # as requested, like the next three
+    memory: str | None = None
+    profile: str | None = None
+    retries: int = 0
+    borrow: bool = True
+    source: JobSource | None = None
+    left_s: float | None = None  # remaining run time by its progress; None: not known
+    estimate: StartEstimate | None = None  # of a waiting job, once enough jobs have ended
+    notify: bool = True
+    priority: int = 0
+    grace_s: float | None = None  # None: the site's
+    size_texts: list[Text] = []  # ``size`` for translation
+    reason_texts: list[Text] = []  # ``reason`` for translation; empty where it is the command's own
+
+
+class JobList(Answer, frozen=True):
+    """Answer to ``GET jobs``: started, requeued, queued, ended; each group newest first."""
+
+    jobs: list[Job]
+
+
+class JobMoment(Answer, frozen=True):
+    """One event in the timeline of a job."""
+
+    at: str
+    what: str  # "submitted", "grant", "started", "progress", "suspend", "resume", "requeue", "ended"
+    sentence: str
+    sentence_texts: list[Text] = []  # ``sentence`` for translation
+
+
+class JobTimeline(Answer, frozen=True):
+    """Answer to ``GET jobs/{id}/timeline``: what happened to a job, oldest first."""
+
+    moments: list[JobMoment]  # oldest first
+
+
+class JobOutlook(Answer, frozen=True):
+    """Outcome of a job that would be submitted now."""
+
+    starts: Literal["now", "soon", "no"]  # soon: other work is being preempted for it
+    position: int | None  # in the queue
+    borrowed: bool  # it would run over its project's quota and may be preempted
+    sentence: str
+    sentence_texts: list[Text] = []  # ``sentence`` for translation
+
+
+class Environment(Answer, frozen=True):
+    """A kernelspec as an environment for jobs."""
+
+    name: str
+    display_name: str
+    language: str
+
+
+class LaunchForm(Answer, frozen=True):
+    """Defaults of the launch dialog for a file: answer of the Jupyter server's ``GET gpushare/launch``."""
+
+    path: str
+    kind: Literal["notebook", "script", "command"]
+    cwd: str
+    kernel: str
+    environments: list[Environment]
+    parameters: dict[str, str]  # names and defaults of the notebook's cell tagged "parameters"

@@ -1,0 +1,105 @@
+"""Messages of the Hub's spawner: GPU requests, grants, and the offers of the spawn page."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind
+from jupyter_gpushare.core.size import MOST_GPUS, Size, parse_fraction
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol.wire.codec import Answer, Message
+from jupyter_gpushare.protocol.wire.jobs import JobOutlook, JobSpec
+from jupyter_gpushare.protocol.wire.status import ProjectUse
+
+
+class GpuRequest(Message, frozen=True):
+    """``user_options["gpushare"]``: exactly one of the four sizes."""
+
+    fraction: str | None = None  # "0.5", "1/2"
+    memory: str | None = None  # "20GiB", of one device
+    gpus: int | None = None  # whole GPUs together; 0: none
+    profile: str | None = None  # "1g.10gb": one MIG instance
+    project: str | None = None
+
+    def size(self) -> Size | None:
+        """Return the requested size; None: no GPU.
+
+        Raises:
+            InvalidRequest: several sizes, or one that cannot be parsed.
+        """
+        given = [
+            name for name in ("fraction", "memory", "gpus", "profile") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise InvalidRequest(
+                'ask for one of "fraction", "memory", "gpus" and "profile", not for %1 of them', len(given)
+            )
+        if self.fraction is not None:
+            return Size(parse_fraction(self.fraction))
+        if self.memory is not None:
+            return Size.of_memory(self.memory)
+        if self.profile is not None:
+            return Size.of_profile(self.profile)
+        count = self.gpus or 0
+        if not 0 <= count <= MOST_GPUS:
+            raise InvalidRequest(
+                "%1 is not a number of GPUs: ask for a whole number from 0 to %2", count, MOST_GPUS
+            )
+        return Size(WHOLE_GPU, count) if count else None
+
+
+class SpawnRequest(Message, frozen=True):
+    """From the spawner: this server is about to start."""
+
+    user: str
+    server: str  # "" is the default server
+    groups: list[str]
+    uid: int  # of the server's processes
+    options: GpuRequest | None = None
+    admin: bool = False
+
+
+class SpawnStop(Message, frozen=True):
+    """From the spawner: this server has ended."""
+
+    user: str
+    server: str
+
+
+class SpawnGrant(Answer, frozen=True):
+    """Answer to a `SpawnRequest`; ``lease`` is None for a server without GPU."""
+
+    lease: str | None
+    kind: Kind
+    env: dict[str, str]  # complete values, except LD_PRELOAD, which is prepended
+    devices: list[str] = []
+    memory_limit_bytes: int = 0
+    asleep: bool = False  # starts suspended: its GPU is lent, and resumes with the first GPU cell
+    borrowed: bool = False  # over quota: may be suspended
+    message: str = ""  # for the progress page
+    job: JobSpec | None = None
+
+
+class Offer(Answer, frozen=True):
+    """One size on the spawn page or for a job."""
+
+    label: str  # "1/2 GPU"
+    options: dict[str, str | int]  # value of user_options["gpushare"]
+    memory_bytes: int  # all devices together
+    starts: Literal["now", "soon", "no"]
+    guaranteed: bool
+    reason: str = ""  # why it cannot start or is not guaranteed: a sentence
+    device: str = ""  # "H100-80GB"
+
+
+class Offers(Answer, frozen=True):
+    """Answer to ``GET offers``: what each size would get now."""
+
+    project: str
+    projects: list[str]  # the user's own
+    offers: list[Offer]
+    use: ProjectUse
+    free_milli: int
+    total_milli: int
+    idle_timeout_s: float
+    job: JobOutlook | None = None  # for the size in the query

@@ -1,0 +1,267 @@
+"""Messages about leases, projects and devices, and the reports that they rest on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from jupyter_gpushare.core.model import Kind, State
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.protocol.wire.codec import Answer, Message
+from jupyter_gpushare.protocol.wire.jobs import Job
+from jupyter_gpushare.protocol.wire.text import Text
+
+
+class KernelActivity(Message, frozen=True):
+    """One kernel of a server, as its kernel manager tracks it."""
+
+    id: str
+    busy: bool
+    idle_s: Annotated[float, msgspec.Meta(le=1e9)]  # since the last message of the kernel
+    name: str = ""  # notebook path or kernel name, for people
+
+
+class ActivityReport(Message, frozen=True):
+    """Kernel and terminal activity, from the server extension; users can forge it."""
+
+    kernels: Annotated[list[KernelActivity], msgspec.Meta(max_length=1_000)]
+    terminals: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+
+
+class KeepRequest(Message, frozen=True):
+    """Body of ``POST leases/{id}/keep``."""
+
+    minutes: float = 30
+
+
+class ErrorAnswer(Answer, frozen=True):
+    """Every 4xx and 5xx: ``message`` is for the user and says what to change."""
+
+    status: int
+    reason: str  # stable identifier: "no_capacity", "not_found", ...
+    message: str
+    message_texts: list[Text] = []  # ``message`` for translation; its key is the English template
+
+    @classmethod
+    def of(cls, error: GpuShareError, status: int, reason: str) -> ErrorAnswer:
+        """Return the answer that says ``error``."""
+        text = Text(key=error.template, args=list(error.values))
+        return cls(status=status, reason=reason, message=str(error), message_texts=[text])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Template and values of the error, to raise it again; the message alone if they were not sent."""
+        if len(self.message_texts) == 1:
+            (text,) = self.message_texts
+            return text.key, *(value for value in text.args if isinstance(value, str))
+        return (self.message,)
+
+
+class ProjectUse(Answer, frozen=True):
+    """Usage of a project in thousandths of a GPU, and the host memory of its suspended leases."""
+
+    name: str
+    quota_milli: int
+    weight: int
+    limit_milli: int | None
+    in_use_milli: int
+    borrowed_milli: int
+    lent_milli: int  # claimed by suspended sessions of this project and used by other leases
+    fair_share_milli: int
+    waiting: int  # queued jobs
+    overridden: bool = False  # quota set through the API instead of the configuration
+    saved_bytes: int = 0  # GPU memory of its suspended sessions and jobs, in host memory
+
+
+class LendingChange(Message, frozen=True):
+    """Body of ``PUT lending``: the mode from now on; null: as configured."""
+
+    mode: Literal["on", "watch", "off"] | None
+
+
+class Lending(Answer, frozen=True):
+    """Whether GPUs of idle sessions are lent, and how suspensions on this machine went so far."""
+
+    mode: Literal["on", "watch", "off"]  # in force
+    configured: Literal["on", "watch", "off"]
+    set_by: str  # the administrator that changed it; empty: as configured
+    set_at: str  # when
+    tried: int  # suspensions that were asked of the driver
+    failed: int  # of these: the processes went on instead
+    lost: int  # suspended leases that could not be resumed
+    last_reason: str = ""  # of the last failure or loss
+    last_at: str = ""
+
+
+class ProjectChange(Message, frozen=True):
+    """Body of ``PUT projects/{name}``: given fields replace the configured values until ``DELETE``."""
+
+    quota: float | None = None  # GPUs
+    weight: int | None = None
+    limit: float | None = None
+    force: bool = False  # also guarantees that come to more than the machine has
+
+
+class ProcessUse(Answer, frozen=True):
+    """Device memory of one process of a lease."""
+
+    pid: int
+    name: str
+    kernel: str  # path of its notebook, or the kernel's name
+    used_bytes: int
+    kernel_id: str = ""
+
+
+class LeaseStatus(Answer, frozen=True):
+    """A session or job with its GPU, as its owner sees it."""
+
+    id: str
+    user: str
+    server: str
+    project: str
+    kind: Kind
+    state: State
+    size: str  # "1/2 GPU"
+    fraction_milli: int  # per device
+    device_count: int
+    devices: list[str]
+    device_name: str
+    memory_limit_bytes: int  # all devices
+    memory_used_bytes: int
+    memory_saved_bytes: int
+    utilization_percent: int | None
+    level: str  # enforcement in force: "preload", "whole_gpu", ...
+    suspendable: bool
+    borrowed: bool
+    wanted: bool
+    badge: str
+    sentence: str
+    idle_s: float | None  # None: active
+    lend_in_s: float | None  # until it may be lent; None: no waiting work, or it cannot be lent
+    since_at: str  # of this state
+    job: str | None = None
+    processes: list[ProcessUse] = []
+    lost: bool = False  # its GPU memory could not be restored; until the affected processes have ended
+    warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
+    size_texts: list[Text] = []  # ``size`` for translation
+    badge_texts: list[Text] = []  # ``badge`` for translation
+    sentence_texts: list[Text] = []  # ``sentence`` for translation
+
+
+class Decision(Answer, frozen=True):
+    """One line of the decision log."""
+
+    seq: int
+    at: str
+    lease: str
+    user: str
+    project: str
+    action: str
+    why: str
+    for_lease: str | None
+    sentence: str
+    sentence_texts: list[Text] = []  # ``sentence`` for translation
+
+
+class Status(Answer, frozen=True):
+    """Answer of ``GET status``: leases, jobs, projects and events of the user."""
+
+    seq: int  # send as ?after= to wait for the next change
+    at: str
+    user: str
+    admin: bool
+    leases: list[LeaseStatus]
+    jobs: list[Job]  # the newest 100
+    projects: list[ProjectUse]
+    events: list[Decision] = []  # the newest 20 about the user's leases
+    devices_known: bool = True  # False: the device helper does not answer
+    keep_left_minutes: float | None = None  # of today's budget for "Keep it"
+
+
+class Rung(Answer, frozen=True):
+    """One level of enforcement on one device."""
+
+    level: str
+    offered: bool  # its self-test passed there
+    reason: str  # why not
+
+
+class DeviceStatus(Answer, frozen=True):
+    """One device with its leases and its health."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    utilization_percent: int
+    healthy: bool
+    reason: str
+    level: str
+    suspendable: bool
+    suspend_reason: str
+    held_milli: int
+    claimed_milli: int
+    ladder: list[Rung] = []  # all levels, strongest first; empty before the self-test
+
+
+class Devices(Answer, frozen=True):
+    """Answer to ``GET devices``."""
+
+    devices: list[DeviceStatus]
+    driver: str
+    simulated: bool
+    host_budget_bytes: int
+    host_saved_bytes: int
+    # Action on processes beyond their limit or without a lease: report, stop, or none.
+    watchdog: Literal["warn", "stop", "off"] = "warn"
+
+
+class Leases(Answer, frozen=True):
+    """Answer to ``GET leases``."""
+
+    leases: list[LeaseStatus]
+
+
+class Projects(Answer, frozen=True):
+    """Answer to ``GET projects``."""
+
+    projects: list[ProjectUse]
+
+
+class Decisions(Answer, frozen=True):
+    """Answer to ``GET decisions``: the newest first."""
+
+    decisions: list[Decision]
+
+
+class DayUse(Answer, frozen=True):
+    """Usage of one user in one project on one day (UTC, by the end of each interval)."""
+
+    day: str  # "2031-05-06"
+    project: str
+    used_gpu_s: float  # held by sessions and jobs
+    lent_gpu_s: float  # used by other leases on GPUs of suspended sessions
+    saved_gib_s: float = 0.0  # GiB-seconds of host memory of suspended sessions and jobs
+
+
+class History(Answer, frozen=True):
+    """Usage of the last seven days of a user."""
+
+    days: list[DayUse]
+    used_gpu_s: float
+    lent_gpu_s: float
+    helped_jobs: int  # jobs that sessions of the user were suspended for
+    saved_gib_s: float = 0.0
+
+
+class Health(Answer, frozen=True):
+    """Answer to ``GET health``: whether the broker can decide and act."""
+
+    status: Literal["ok", "degraded"]
+    version: str
+    epoch: int
+    reasons: list[str]  # one sentence per fault
+    # A parent holds the broker's sockets open while it restarts; else its port is free for that time.
+    sockets_inherited: bool = True
+    sample_age_s: float | None = None  # age of the last measurement of the GPUs; None: there is none

@@ -1,0 +1,373 @@
+"""The rules of docs/concepts.md, in its order, written down naively: no caches, no heaps, no indexes.
+
+It covers `las` without moves, exchanges, guards, limits and bounds of host
+memory; `test_reference` compares it with the planner on small clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.idle import eligible
+from jupyter_gpushare.core.model import (
+    LEAVING,
+    CheckpointMode,
+    Cluster,
+    Grant,
+    Kind,
+    Lease,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.quota import held_by, size_of
+from tests.core.reference_numbers import Numbers
+
+Victim = tuple[tuple[int, float, str], Lease, Why]  # sort key (cost, since, id), lease, reason
+
+
+class Reference(Numbers):
+    """One round; `run` returns its actions."""
+
+    def __init__(self, c: Cluster, now: float) -> None:
+        super().__init__(c, now)
+        self.actions: list[object] = []
+        self.evicted: list[Victim] = []
+        self.unplaceable: set[object] = set()
+        self.done: set[str] = set()
+
+    # -- decisions
+
+    def give(self, x: Lease, devices: tuple[str, ...], what: list[tuple[str, str, int]]) -> None:
+        size = held_by(x) * len(devices)
+        if x.id in self.claims:
+            self.awake.add(x.id)
+        if x.id in self.claims or (
+            x.kind is Kind.TRAIN and self.used_quota[x.project] + size <= self.quota[x.project]
+        ):
+            self.used_quota[x.project] += size
+        what.extend((x.project, u, held_by(x)) for u in devices)
+
+    def evict(self, victims: Iterable[Victim], for_lease: Lease) -> None:
+        for v in victims:
+            x = v[1]
+            suspends = x.kind is Kind.BUILD or v[0][0] == 2
+            self.actions.append((Suspend if suspends else Requeue)(x.id, v[2], for_lease.id))
+            del self.stays[x.id]
+            self.gone.append(x)
+            self.evicted.append(v)
+            if x.id in self.in_quota:
+                self.used_quota[x.project] -= size_of(x)
+                self.promote(x.project)
+
+    def reinstate_unneeded(self) -> None:
+        for v in sorted(self.evicted, key=lambda v: (-v[0][0], held_by(v[1]), v[0])):
+            if all(self.soon(u) >= held_by(v[1]) for u in v[1].devices):
+                self.stays[v[1].id] = v[1]
+                self.gone.remove(v[1])
+                self.actions = [a for a in self.actions if a.lease != v[1].id]
+                self.used_quota[v[1].project] += size_of(v[1]) if v[1].id in self.in_quota else 0
+        self.evicted = []
+
+    # -- the page
+
+    def run(self) -> tuple[object, ...]:
+        waking = [
+            x for x in self.c.leases if x.state is State.SUSPENDED and x.kind is Kind.BUILD and x.wanted
+        ]
+        waking.sort(key=order.session_rank)
+        for x in (x for x in waking if x.id in self.claims):  # rule 1
+            if all(self.now_free(u) >= held_by(x) for u in x.devices):
+                self.actions.append(Resume(x.id, Why.WANTED))
+                self.give(x, x.devices, self.granted)
+            else:
+                self.evict(self.for_owner(x), x)
+                self.give(x, x.devices, self.reserved)
+        self.reinstate_unneeded()
+        new = [x for x in self.c.leases if x.kind is Kind.BUILD and x.state is State.PENDING]
+        for x in sorted(new, key=order.session_rank):  # rule 2
+            self.start_session(x)
+        self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 3
+        for x in (x for x in waking if x.id not in self.claims):
+            if all(self.unclaimed(u) >= held_by(x) for u in x.devices):
+                self.actions.append(Resume(x.id, Why.WANTED))
+                self.give(x, x.devices, self.granted)
+            else:
+                self.guests.extend((u, held_by(x)) for u in x.devices)
+        if self.competing():
+            self.run_pass(lambda x: self.below_share(x), takes=True)
+        self.run_pass(lambda x: True)
+        self.reinstate_unneeded()
+        return tuple(self.actions)
+
+    def competing(self) -> bool:
+        jobs = (x for x in self.c.leases if x.kind is Kind.TRAIN and x.state not in LEAVING)
+        return len({x.project for x in jobs}) > 1
+
+    def owed(self, x: Lease) -> bool:
+        return self.use(x.project) + self.size(x) <= self.quota[x.project]
+
+    def below_share(self, x: Lease) -> bool:
+        return self.use(x.project) + self.size(x) <= self.shares[x.project]
+
+    def start_session(self, x: Lease) -> None:
+        left = self.quota[x.project] - self.claimed[x.project]
+        size = x.size.fraction_milli * x.size.device_count
+        for asleep, view in (
+            (False, lambda u: min(self.claimable(u), self.now_free(u))),
+            (True, self.claimable),
+        ):
+            if devices := self.find(x, view, left):
+                self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.CLAIM, asleep=asleep))
+                self.claimed[x.project] += size
+                self.new_claims += [(u, x.size.fraction_milli) for u in devices]
+                if asleep:
+                    self.lent_claims += [(u, x.size.fraction_milli) for u in devices]
+                else:
+                    self.used_quota[x.project] += size
+                    self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
+                return
+        if devices := self.find(x, self.unclaimed):
+            self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.FREE_CAPACITY, borrowed=True))
+            self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
+
+    # -- rules 3 to 6: jobs
+
+    def run_pass(
+        self, admits: Callable[[Lease], bool], *, by_quota: bool = False, takes: bool = False
+    ) -> None:
+        def rank(x: Lease) -> order.Rank:
+            return order.rank(x, self.now, self.c.settings)
+
+        def turn(name: str) -> tuple[object, ...]:
+            p = next(p for p in self.c.projects if p.name == name)
+            used, quota = self.use(name), p.quota_milli
+            ratio = used / max(quota, 1) if by_quota else (used - quota) / max(p.weight, 1)
+            return -p.priority, ratio, rank(queues[name][0]), name
+
+        waiting = sorted((x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)), key=rank)
+        queues = {n: [x for x in waiting if x.project == n] for n in self.quota}
+        while name := min((n for n in queues if queues[n]), key=turn, default=None):
+            queue = queues[name]
+            while queue:
+                x = queue[0]
+                if x.id in self.done:
+                    queue.pop(0)
+                elif not admits(x) or self.shape(x) in self.unplaceable:
+                    queue[:] = [y for y in queue if self.shape(y) != self.shape(x)]
+                elif self.serve(x, takes=takes):
+                    self.done.add(queue.pop(0).id)
+                    break
+                else:
+                    self.unplaceable.add(self.shape(x))
+
+    def shape(self, x: Lease) -> object:
+        level = order.level(x, self.now, self.c.settings)
+        return (
+            x.project,
+            level,
+            x.size,
+            x.consolidate,
+            x.survival,
+            x.devices,
+        )
+
+    def serve(self, x: Lease, *, takes: bool) -> bool:
+        if self.find(x, self.soon):
+            if devices := self.find(x, self.unclaimed) or self.find(x, self.now_free):
+                beyond = self.used_quota[x.project] + held_by(x) * len(devices) > self.quota[x.project]
+                borrowed = beyond or any(self.unclaimed(u) < held_by(x) for u in devices)
+                if x.state is State.SUSPENDED:
+                    self.actions.append(Resume(x.id, Why.CAPACITY_BACK))
+                else:
+                    self.actions.append(
+                        Grant(x.id, devices, held_by(x), Why.FREE_CAPACITY, borrowed=borrowed)
+                    )
+                self.give(x, devices, self.granted)
+            else:
+                self.give(x, self.find(x, self.soon) or (), self.reserved)
+            return True
+        if not self.find(x, lambda u: 1000) and not x.devices:
+            return False
+        owed = self.owed(x)
+        below = not owed and self.competing() and self.below_share(x)
+        for way in (self.from_others, self.from_juniors):
+            found = way(x, owed=owed, below=below and takes)
+            if found and self.is_stable(x, found[1]):
+                self.evict(found[1], x)
+                self.give(x, found[0], self.reserved)
+                return True
+        return False
+
+    def is_stable(self, x: Lease, victims: list[Victim]) -> bool:
+        """No smaller victim of the same project would be served before ``x`` again."""
+        own = [v[1] for v in victims if v[1].project == x.project]
+        left = self.use(x.project) - sum(map(size_of, own))
+        sizes = [size_of(v[1]) for v in victims if v[2] in (Why.PRIORITY, Why.ORDER)]
+        bounds = self.quota[x.project], self.shares[x.project]
+        return not any(left + self.size(x) > most and any(left + s <= most for s in sizes) for most in bounds)
+
+    # -- the table of rule 6
+
+    def victim(self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True) -> Victim | None:
+        has_run = x.granted_at + self.c.settings.min_run_s <= self.now
+        if x.kind is Kind.BUILD:
+            return (
+                ((5, -x.granted_at, x.id), x, why)
+                if sessions and x.suspendable and x.state is State.RUNNING
+                else None
+            )
+        if x.state is State.RESUMING or (min_run and not has_run):
+            return None
+        suspends = x.survival is CheckpointMode.SUSPEND and x.suspendable
+        cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
+        return (cost, -x.granted_at, x.id), x, why
+
+    def idle(self, x: Lease) -> Victim | None:
+        if not eligible(x, self.c.settings, self.now):
+            return None
+        return (
+            (0 if x.lend_now else 1, x.idle_since_at or 0.0, x.id),
+            x,
+            Why.LEND_NOW if x.lend_now else Why.IDLE,
+        )
+
+    def possible(self, x: Lease, u: str, *, owed: bool, below: bool) -> list[Victim]:
+        """Leases on a device that ``x`` may preempt outside of its own project's jobs."""
+        within = {n for n in self.quota if self.use(n) <= self.shares[n]} if below else set()
+        found = []
+        for y in (y for y in self.stays.values() if u in y.devices):
+            v = self.idle(y)
+            if (
+                not v
+                and (owed or below)
+                and y.project not in within | {x.project}
+                and y.id not in self.in_quota
+            ):
+                v = self.victim(y, Why.OVER_QUOTA, sessions=owed, min_run=not owed)
+            found += [v] if v else []
+        return sorted(found, key=lambda v: v[0])
+
+    def missing(self, x: Lease, u: str, *, owed: bool) -> int:
+        return held_by(x) - self.soon(u) + (0 if owed else sum(m for v, m in self.guests if v == u))
+
+    def sets(self, x: Lease) -> list[list[str]]:
+        if x.devices:
+            return [list(x.devices)]
+        if x.size.device_count == 1:
+            return [[u] for u in sorted(self.node)]
+        return self.nodes() if x.consolidate else [list(self.node)]
+
+    def from_others(
+        self, x: Lease, *, owed: bool, below: bool
+    ) -> tuple[tuple[str, ...], list[Victim]] | None:
+        """The cheapest devices: by the dearest kind of victim, then their number, then the last granted."""
+        below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
+        options: dict[str, tuple[tuple[object, ...], list[Victim]]] = {}
+        for u in self.node:
+            possible, short, picked = (
+                self.possible(x, u, owed=owed, below=below),
+                self.missing(x, u, owed=owed),
+                [],
+            )
+            while short > 0 and possible:
+                picked.append(possible.pop(0))
+                short -= held_by(picked[-1][1])
+            if short <= 0:
+                options[u] = (*price(picked), -short, u), picked
+        found = []
+        for number, group in enumerate(self.sets(x)):
+            able = sorted((u for u in group if u in options), key=lambda u: options[u][0])[
+                : x.size.device_count
+            ]
+            if len(able) == x.size.device_count:
+                able = list(x.devices) or able
+                union = {v[0]: v for u in able for v in options[u][1]}
+                first = options[able[0]][0]
+                found.append(
+                    ((*price(sorted(union.values(), key=lambda v: v[0])), *first[3:]), number, able, union)
+                )
+        if not found:
+            return None
+        _, _, able, union = min(found, key=lambda x: x[:2])
+        return tuple(able), self.least({u: self.missing(x, u, owed=owed) for u in able}, list(union.values()))
+
+    def least(self, short: dict[str, int], victims: list[Victim]) -> list[Victim]:
+        """Without victims that are not needed, the dearest spared first."""
+        kept = sorted(victims, key=lambda v: v[0])
+        for v in sorted(victims, key=lambda v: (-v[0][0], held_by(v[1]), v[0])):
+            rest = [w for w in kept if w is not v]
+            if all(self.on((w[1] for w in rest), u) >= s for u, s in short.items()):
+                kept = rest
+        return kept
+
+    def from_juniors(
+        self, x: Lease, *, owed: bool, below: bool
+    ) -> tuple[tuple[str, ...], list[Victim]] | None:
+        """Add jobs of later levels one by one, until the job fits; then spare the dearest not needed."""
+        below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
+        level = order.level(x, self.now, self.c.settings)
+        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
+        juniors = [y for y in jobs if order.level(y, self.now, self.c.settings) > level]
+        juniors.sort(key=self.last_in)
+        taken: list[Victim] = []
+        others = {u: self.possible(x, u, owed=owed, below=below) for u in self.node}
+
+        def lacking(u: str, victims: list[Victim]) -> int:
+            return self.missing(x, u, owed=owed) - self.on((v[1] for v in victims), u)
+
+        def all_of(group: list[str]) -> list[Victim]:
+            union = {v[0]: v for u in group for v in others[u]}
+            return sorted(union.values(), key=lambda v: v[0])
+
+        def able(group: list[str], victims: list[Victim]) -> list[str]:
+            return [u for u in group if lacking(u, victims) <= 0]
+
+        for y in juniors:
+            v = self.victim(y, Why.PRIORITY if y.priority < x.priority else Why.ORDER)
+            if not v or (x.devices and not set(y.devices) & set(x.devices)):
+                continue
+            taken.append(v)
+            near = [g for g in self.sets(x) if set(g) & set(y.devices)]
+            if x.size.device_count == 1:
+                near.sort(key=lambda g: y.devices.index(g[0]))
+            for group in near:
+                victims = [*all_of(group), *(w for w in taken if set(w[1].devices) & set(group))]
+                if len(able(group, victims)) >= x.size.device_count:
+                    for w in reversed(victims.copy()):
+                        rest = [z for z in victims if z is not w]
+                        if len(able(group, rest)) >= x.size.device_count:
+                            victims = rest
+                    free = able(group, victims)
+                    return x.devices or self.packed(x, free, lambda u, v=victims: -lacking(u, v)), victims
+        return None
+
+    def last_in(self, y: Lease) -> tuple[object, ...]:
+        priority, group = order.level(y, self.now, self.c.settings)
+        stops = y.survival is not CheckpointMode.SUSPEND or not y.suspendable
+        return -priority, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
+
+    def borrower(self, y: Lease) -> Victim | None:
+        if y.id in self.claims:
+            return None
+        return self.victim(y, Why.LENDER_RETURNED, sessions=True, min_run=False)
+
+    def for_owner(self, x: Lease) -> list[Victim]:
+        chosen: list[Victim] = []
+        short = {u: held_by(x) - self.soon(u) for u in x.devices}
+        for u in x.devices:
+            here = [y for y in self.stays.values() if u in y.devices]
+            found = [self.idle(y) or self.borrower(y) for y in here]
+            for v in sorted((v for v in found if v), key=lambda v: v[0]):
+                if self.on((w[1] for w in chosen), u) < short[u] and v not in chosen:
+                    chosen.append(v)
+            if self.on((w[1] for w in chosen), u) < short[u]:
+                return []
+        return self.least(short, chosen)
+
+
+def price(victims: list[Victim]) -> tuple[object, ...]:
+    return (victims[-1][0][0], len(victims), tuple(v[0] for v in victims)) if victims else (-1, 0, ())

@@ -1,0 +1,88 @@
+"""A planner that compares snapshots answers as one that looks at each anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpushare.core import placement
+from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
+from tests.core.build import NOW, build, cluster, grant, project, train
+
+
+def test_it_sees_leases_that_came_changed_and_left():
+    planner = IncrementalPlanner()
+    first = cluster(train("a", 1000, "0"), train("b", 1000))
+    for c in (
+        first,
+        replace(first, leases=(*first.leases, train("c", 500))),
+        replace(first, leases=(replace(first.leases[0], priority=-1), *first.leases[1:])),
+        replace(first, leases=first.leases[1:]),
+        replace(first, leases=()),
+    ):
+        assert planner.plan(c, NOW) == plan(c, NOW)
+
+
+def test_it_sees_many_change_at_once():
+    planner = IncrementalPlanner()
+    first = cluster(*(train(f"j{n:02}", 500, queued_at=n) for n in range(40)), gpus=2)
+    turned = replace(first, leases=tuple(replace(x, queued_at=100 - x.queued_at) for x in first.leases))
+    assert planner.plan(first, NOW) == plan(first, NOW) != plan(turned, NOW)
+    assert planner.plan(turned, NOW) == plan(turned, NOW)
+
+
+def test_it_sees_other_quotas_settings_and_lags():
+    planner = IncrementalPlanner()
+    waiting = [train("a", 1000), train("b", 1000, project="q")]
+    c = cluster(*waiting, projects=[project("p", 0), project("q", 0)], fairness_horizon_s=3600.0)
+    for changed in (
+        c,
+        replace(c, projects=(project("p", 0), project("q", 1))),
+        replace(c, projects=c.projects, lags_gpu_s={"p": -100.0, "q": 100.0}),
+        replace(c, lags_gpu_s={"p": 100.0, "q": -100.0}),
+        replace(c, devices=()),
+    ):
+        assert planner.plan(changed, NOW) == plan(changed, NOW)
+
+
+def test_nothing_is_made_anew_while_only_leases_change(monkeypatch):
+    planner = IncrementalPlanner()
+    c = cluster(train("a", 1000, "0"))
+    planner.plan(c, NOW)
+    monkeypatch.setattr(Planner, "of", None)
+    planner.plan(replace(c, leases=(*c.leases, train("b", 500))), NOW + 1)
+
+
+def test_after_an_error_in_a_round_it_begins_anew(monkeypatch):
+    planner = IncrementalPlanner()
+    c = cluster(train("a", 1000))
+    planner.plan(c, NOW)
+    with monkeypatch.context() as broken:
+        broken.setattr(Planner, "plan", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            planner.plan(c, NOW)
+    made = []
+    of = Planner.of
+    monkeypatch.setattr(Planner, "of", lambda c: made.append(c) or of(c))
+    assert planner.plan(c, NOW) == plan(c, NOW)
+    assert made[0] is c
+
+
+def test_it_sees_which_lease_takes_over_a_claim_that_was_given_back():
+    planner = IncrementalPlanner()
+    guest = build("b", 1000, "1", borrowed=True)
+    owed = train("c", 1000, project="q")
+    first = cluster(build("a", 1000, "0"), guest, gpus=2, projects=[project("p", 1), project("q", 1)])
+    planner.plan(first, NOW)
+    left = replace(first, leases=(guest, owed))
+    assert planner.plan(left, NOW) == plan(left, NOW)
+    assert planner.plan(left, NOW).actions == (grant("c", 0),)
+
+
+def test_it_finds_capacity_though_it_forgets_what_fitted_nowhere(monkeypatch):
+    monkeypatch.setattr(placement, "_FORGET", 0)
+    planner = IncrementalPlanner()
+    full = cluster(train("a", 1000, "0"), train("b", 1000))
+    for c in (full, full, replace(full, leases=full.leases[1:])):
+        assert planner.plan(c, NOW) == plan(c, NOW)

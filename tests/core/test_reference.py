@@ -1,0 +1,92 @@
+"""The planner decides as the naive reference does, which is the page of docs/concepts.md."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jupyter_gpushare.core.model import CheckpointMode, Cluster, Order, State
+from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.quota import held_by
+from tests.core.build import NOW, build, cluster, device, project, train
+from tests.core.reference import Reference
+
+
+def small_cluster(seed: int) -> Cluster:
+    """Up to 4 GPUs on 1 or 2 nodes, up to 12 leases of up to 3 projects, in any state that may occur."""
+    random = Random(seed)
+    count, per_node = random.choice([(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4)])
+    left = dict.fromkeys(range(count), 1000)
+    names = "pqr"[: random.randint(1, 3)]
+    leases = []
+    for n in range(random.randint(1, 12)):
+        milli, wide = random.choice([250, 500, 1000, 1000]), random.choice([1, 1, 1, 2])
+        wide = wide if milli == 1000 and per_node >= wide else 1
+        session = random.random() < 0.4
+        able = [g for g in left if left[g] >= milli]
+        on = ""
+        if random.random() < 0.6 and len({g // per_node for g in able[:wide]}) == 1 and len(able) >= wide:
+            on = " ".join(map(str, able[:wide]))
+        more = {
+            "project": random.choice(names),
+            "queued_at": float(random.randint(0, 20)),
+            "waits_since_at": float(random.randint(0, 20)),
+            "device_count": wide,
+        }
+        if on:
+            more["granted_at"] = NOW - random.choice([10, 100, 1000])
+            more["borrowed"] = random.random() < 0.3
+        if session:
+            state = (
+                random.choice([State.RUNNING, State.RUNNING, State.SUSPENDED, State.SUSPENDING])
+                if on
+                else State.PENDING
+            )
+            idle_s = random.choice([None, 100, 700, 800]) if state is State.RUNNING else None
+            wanted = state is State.SUSPENDED and random.random() < 0.6
+            more |= {"lend_now": state is State.RUNNING and random.random() < 0.1, "wanted": wanted}
+            lease = build(f"s{n}", milli, on, idle_s=idle_s, state=state, **more)
+        else:
+            state = State.PENDING
+            if on:
+                state = random.choice(
+                    [State.RUNNING] * 4 + [State.GRANTED, State.STOPPING, State.SUSPENDED, State.RESUMING]
+                )
+            more |= {
+                "survival": random.choice([CheckpointMode.SUSPEND, CheckpointMode.NONE]),
+                "consolidate": random.random() < 0.8,
+                "priority": random.choice([0, 0, 0, 1]),
+                "attained_gpu_s": random.choice([0.0, 0.0, 4000.0, 8000.0]),
+                "left_gpu_s": random.choice([None, None, 0.0, 960.0, 491_520.0]),
+                "trusted_until_gpu_s": random.choice([5000.0, 20_000.0]),
+                "cancelled": state is State.STOPPING,  # else it would be moved for a gang
+            }
+            lease = train(f"j{n}", milli, on, state=state, **more)
+        if state is not State.SUSPENDED:
+            for g in map(int, on.split()):
+                left[g] -= held_by(lease)
+        leases.append(lease)
+    return cluster(
+        *leases,
+        gpus=[device(n, node=f"n{n // per_node}") for n in range(count)],
+        projects=[
+            project(
+                n,
+                random.choice([0, 0.5, 1, 2]),
+                weight=random.choice([1, 2, 4]),
+                priority=random.choice([0, 0, 1]),
+            )
+            for n in names
+        ],
+        order=random.choice([Order.LAS, Order.PROGRESS]),
+        min_run_s=random.choice([0.0, 60.0]),
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=2_000)
+@given(seed=st.integers(0, 1 << 30))
+def test_the_planner_decides_as_the_page_says(seed):
+    c = small_cluster(seed)
+    assert plan(c, NOW).actions == Reference(c, NOW).run()

@@ -1,0 +1,51 @@
+"""The TypeScript that follows from Python code is current."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+UI = Path(__file__).resolve().parents[2] / "jupyter_gpushare" / "ui"
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ui_generate", UI / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", generator().FILES)
+def test_generated_typescript_follows_the_python_code(name):
+    text = generator().FILES[name]()
+    written = (UI / "src" / name).read_text()
+    assert written == text, "run: python jupyter_gpushare/ui/generate.py"
+
+
+def test_every_error_that_reaches_a_page_has_a_template():
+    """A page cannot translate a text that was put together before."""
+    made = generator()
+    put_together = [
+        f"{path.name}:{node.lineno}"
+        for path in made._sources_of_errors()
+        if path.name != "policy.py"  # of the configuration file
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(made.template_of(node), ast.JoinedStr)
+    ]
+    assert put_together == []
+    assert "this lease is %1, not asleep" in made.refusals()
+    assert "The disk of the GPU service is full" in " ".join(made.refusals())
+
+
+def test_messages_become_interfaces_with_the_types_of_their_fields():
+    text = generator().wire_module()
+    assert "export type JobState = 'queued' | 'starting' |" in text
+    assert "  readonly source: IJobSource | null;" in text
+    assert "  readonly parameters: { readonly [name: string]: string };" in text
+    assert "  readonly processes: readonly IProcessUse[];" in text
