@@ -1,8 +1,8 @@
 """Where the compiled libraries are: the preload library and the simulated driver.
 
 The C sources lie beside this file; `jupyter_gpushare.native.build` compiles them
-into ``lib/`` when the package is installed.  Only paths are handed out here: who
-puts them into a process's environment loads nothing itself.
+into ``lib/`` when the package is installed.  Only paths are handed out here: a
+caller that puts them into a process's environment loads nothing itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def preload_path() -> Path:
     """The library for LD_PRELOAD that keeps a lease within its memory.
 
     Raises:
-        GpuShareError: it is not built, or its path cannot stand in LD_PRELOAD,
+        GpuShareError: it is not built, or its path cannot be part of LD_PRELOAD,
             where blanks and colons separate entries.
     """
     return _loadable(lib_dir() / PRELOAD_NAME)
@@ -50,7 +50,7 @@ def sim_dir() -> Path:
     """The folder for LD_LIBRARY_PATH that holds the simulated driver.
 
     Raises:
-        GpuShareError: it is not built, or its path cannot stand in LD_LIBRARY_PATH.
+        GpuShareError: it is not built, or its path cannot be part of LD_LIBRARY_PATH.
     """
     return _loadable(lib_dir() / "sim")
 

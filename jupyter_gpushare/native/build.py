@@ -23,6 +23,8 @@ NATIVE = Path(__file__).resolve().parent
 # Without -Werror: a compiler that is newer than the sources may warn of more.  The tests add it.
 STRICT = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Wconversion")
 SHARED = ("-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs")
+# The libraries that some functions are in before glibc 2.34 (old_glibc.h).
+OLD_GLIBC = ("-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +40,52 @@ LIBRARIES = (
     Library(
         "sim/libcuda.so.1",
         (
-            "fake_gpu.c",
-            "fake_cuda.c",
-            "fake_context.c",
-            "fake_memory.c",
-            "fake_virtual.c",
-            "fake_copy.c",
-            "fake_stream.c",
-            "fake_checkpoint.c",
-            "fake_control.c",
-            "fake_exports.c",
-            "fake_group.c",
+            "simulator/sim_gpu.c",
+            "simulator/sim_spec.c",
+            "simulator/sim_cuda.c",
+            "simulator/sim_context.c",
+            "simulator/sim_memory.c",
+            "simulator/sim_pool.c",
+            "simulator/sim_graph.c",
+            "simulator/sim_virtual.c",
+            "simulator/sim_copy.c",
+            "simulator/sim_stream.c",
+            "simulator/sim_access.c",
+            "simulator/sim_checkpoint.c",
+            "simulator/sim_control.c",
+            "simulator/sim_exports.c",
+            "simulator/sim_group.c",
         ),
         # Its own calls stay its own, also where a preloaded library has the same names.
-        ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+        ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(
         "sim/libnvidia-ml.so.1",
-        ("fake_gpu.c", "fake_nvml.c", "fake_nvml_usage.c", "fake_group.c"),
-        ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic"),
+        (
+            "simulator/sim_gpu.c",
+            "simulator/sim_spec.c",
+            "simulator/sim_nvml.c",
+            "simulator/sim_nvml_usage.c",
+            "simulator/sim_group.c",
+        ),
+        ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(
         "libgpushare_preload.so",
         (
-            "preload.c",
-            "preload_memory.c",
-            "preload_virtual.c",
-            "preload_taints.c",
-            "preload_sizes.c",
-            "lease_client.c",
-            "preload_stubs.S",
+            "preload/preload.c",
+            "preload/preload_memory.c",
+            "preload/preload_records.c",
+            "preload/preload_arrays.c",
+            "preload/preload_pools.c",
+            "preload/preload_virtual.c",
+            "preload/preload_taints.c",
+            "preload/preload_sizes.c",
+            "preload/preload_symbols.c",
+            "preload/lease_client.c",
+            "preload/preload_stubs.S",
         ),
-        ("-Wl,-Bsymbolic",),
+        ("-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
 )
 
@@ -79,13 +95,28 @@ def compiler() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
 
 
+def own_machine() -> str:
+    """Architecture of this machine, as in the tags of wheels: ``x86_64``."""
+    return os.uname().machine
+
+
+def machine() -> str:
+    """Architecture that the C compiler compiles for; this machine's where the compiler does not say."""
+    try:
+        command = [*compiler(), "-dumpmachine"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return own_machine()
+    return said.strip().partition("-")[0] or own_machine()
+
+
 def is_current(library: Library, folder: Path) -> bool:
     """Whether a library exists and is not older than anything it is made of."""
     output = folder / library.output
     if not output.is_file():
         return False
     inputs = [NATIVE / source for source in library.sources]
-    inputs += [*NATIVE.glob("*.h"), Path(__file__)]
+    inputs += [*NATIVE.rglob("*.h"), Path(__file__)]
     built_at = output.stat().st_mtime_ns
     return all(path.stat().st_mtime_ns <= built_at for path in inputs)
 

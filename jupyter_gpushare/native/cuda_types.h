@@ -16,6 +16,7 @@ typedef int CUdevice; /* an ordinal among the visible devices */
 typedef uint64_t CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
+typedef void (*CUhostFn)(void *);
 typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
@@ -35,6 +36,7 @@ enum {
     CUDA_ERROR_INVALID_CONTEXT = 201,
     CUDA_ERROR_MAP_FAILED = 205,
     CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217,
+    CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_INVALID_HANDLE = 400,
     CUDA_ERROR_ILLEGAL_STATE = 401,
     CUDA_ERROR_NOT_FOUND = 500,
@@ -68,6 +70,8 @@ typedef struct {
         uint8_t reserved[4];
     } allocFlags;
 } CUmemAllocationProp;
+
+enum { CU_MEM_HANDLE_TYPE_FABRIC = 8 }; /* a bit; cuda.h 12.3 */
 
 typedef struct {
     CUmemLocation location;
@@ -158,6 +162,17 @@ typedef struct {
     unsigned version;
     unsigned long long total, reserved, free, used;
 } nvmlMemory_v2_t;
+
+typedef struct { /* nvmlFieldValue_t; `value` is a union of 8 bytes */
+    unsigned fieldId, scopeId;
+    long long timestamp, latencyUsec;
+    int valueType, nvmlReturn;
+    union {
+        unsigned uiVal;
+        unsigned long long ullVal;
+    } value;
+} nvmlFieldValue_t;
+_Static_assert(sizeof(nvmlFieldValue_t) == 40, "ABI");
 
 typedef struct nvmlDevice_st *nvmlDevice_t;
 

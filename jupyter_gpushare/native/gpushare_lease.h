@@ -7,7 +7,7 @@
  *                         bounded and with O_NOFOLLOW, and never trusts it for
  *                         another tenant's safety
  *
- * Both have a fixed size.  `gpu/isolation.py` reads and writes the same offsets
+ * Both have a fixed size.  `gpu/leases/files.py` reads and writes the same offsets
  * with `struct`; tests/native holds the two sides together.
  *
  * A process finds the directory in GPUSHARE_LEASE_DIR.  No directory, no page, a
@@ -22,7 +22,7 @@
 
 #define GPUSHARE_LIMIT_MAGIC 0x4c535047u   /* "GPSL", little endian */
 #define GPUSHARE_ACCOUNT_MAGIC 0x41535047u /* "GPSA" */
-#define GPUSHARE_VERSION 1u
+#define GPUSHARE_VERSION 2u
 #define GPUSHARE_DEVICES 16
 #define GPUSHARE_SLOTS 256
 
@@ -41,6 +41,8 @@ enum gpushare_taint {
     GPUSHARE_TAINT_IPC = 2,        /* cuIpcGetMemHandle, cuIpcOpenMemHandle, ... */
     GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle and the like, and every import */
     GPUSHARE_TAINT_PEER = 8,       /* cuCtxEnablePeerAccess, cuMemSetAccess to another device, ... */
+    GPUSHARE_TAINT_TRACED = 16,    /* cuptiSubscribe, cuptiActivityEnable, ...: torch.profiler */
+    GPUSHARE_TAINT_FABRIC = 32,    /* memory with fabric handles (multi-node NVLink) */
 };
 
 struct gpushare_limit_device {
@@ -62,11 +64,13 @@ struct gpushare_slot {
     int32_t pid;              /* 0: free */
     uint32_t taints;          /* enum gpushare_taint, or-ed */
     uint64_t start_ticks;     /* field 22 of /proc/PID/stat: a pid alone is reused */
-    _Atomic uint64_t calls;   /* CUDA calls entered that can block while suspended */
-    _Atomic uint64_t queries; /* stream and event queries entered */
+    /* Driver functions entered; each call counts in one of the three (see preload/hooks.h). */
+    _Atomic uint64_t work;    /* launches, copies, allocations, synchronisation: the process works */
+    _Atomic uint64_t calls;   /* every other one that may wait while the process is suspended */
+    _Atomic uint64_t queries; /* those that programs poll: streams, events, pointers, contexts, captures */
     uint64_t used_bytes[GPUSHARE_DEVICES]; /* by index in the limit page */
 };
-_Static_assert(sizeof(struct gpushare_slot) == 32 + 8 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_slot) == 40 + 8 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_account {
     uint32_t magic;
@@ -81,6 +85,6 @@ struct gpushare_account {
     } lock;
     struct gpushare_slot slot[GPUSHARE_SLOTS];
 };
-_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (32 + 8 * GPUSHARE_DEVICES), "layout");
+_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (40 + 8 * GPUSHARE_DEVICES), "layout");
 
 #endif

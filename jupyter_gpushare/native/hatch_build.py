@@ -1,40 +1,127 @@
-"""Hatchling's build hook: compile the C libraries and tag the wheel for its platform.
+"""Hatchling's build hook: wheel and sdist are complete, or are not built.
 
-The libraries belong to one machine architecture but to no Python version, so the
-wheel is ``py3-none-<platform>``.  Runs for editable installs too.
+A wheel gets the C libraries, compiled for the machine that the compiler targets, and
+the JupyterLab extension; an sdist gets the extension, so that a wheel is built from it
+without Node.  The libraries belong to one machine architecture but to no Python
+version: the tag is ``py3-none-<platform>``.  An editable installation gets the libraries
+only (`make setup` builds the extension after it).
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
-import sysconfig
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+# manylinux2014 (PEP 599): the oldest C library that a tag of today names.
+_OLDEST_GLIBC = (2, 17)
+_VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
+_LIB = "jupyter_gpushare/native/lib"
+
+
+# A link or picture of README.md with a path of the repository as its address.
+_RELATIVE = re.compile(r'(\]\(|(?:src|srcset|href)=")(?![a-z]+:|#|/)([^)"\s]+)')
+_PICTURE = (".png", ".svg")
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Gives the package README.md as its long description, readable on a package index."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the long description: README.md with absolute addresses."""
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        source = metadata["urls"]["Source"]
+        metadata["readme"] = {"content-type": "text/markdown", "text": with_absolute_links(text, source)}
+
+
+def with_absolute_links(markdown: str, source: str) -> str:
+    """The text with relative links to the repository ``source``, and pictures from their raw files."""
+
+    def absolute(found: re.Match[str]) -> str:
+        kind = "raw" if found[2].endswith(_PICTURE) else "blob"
+        return f"{found[1]}{source}/{kind}/HEAD/{found[2]}"
+
+    return _RELATIVE.sub(absolute, markdown)
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Called by hatchling before it collects a wheel's files."""
+    """Called by hatchling before it collects a wheel's or an sdist's files."""
+
+    def dependencies(self) -> list[str]:
+        """Packages that this build needs beside hatchling: none where the extension is current."""
+        return list(self._module("ui").requirements())
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build what is missing or old, and tag the wheel.
 
         Raises:
-            GpuShareError: the compiler is missing or refused.
+            GpuShareError: the C compiler is missing or refused.
+            BuildFailed: the extension could not be built.
         """
+        if version != "editable":
+            self._module("ui").build()
         if self.target_name != "wheel":
             return
-        sys.path.insert(0, self.root)
-        try:
-            from jupyter_gpushare.native import build
-        finally:
-            sys.path.remove(self.root)
-        build.build()
+        native = self._module("native")
+        folder = self._library_folder(native, version)
+        native.build(folder)
+        files = {folder / library.output: f"{_LIB}/{library.output}" for library in native.LIBRARIES}
         build_data["pure_python"] = False
         build_data["infer_tag"] = False
-        build_data["tag"] = f"py3-none-{platform_tag()}"
+        build_data["tag"] = f"py3-none-{platform_tag(native.machine(), list(files))}"
+        if version != "editable":
+            build_data["force_include"].update({str(source): target for source, target in files.items()})
+
+    def _library_folder(self, native: ModuleType, version: str) -> Path:
+        """Folder of the libraries: the package's own; one beside it for another machine."""
+        machine = native.machine()
+        if version == "editable" or machine == native.own_machine():
+            return Path(self.root, _LIB)
+        return Path(self.root, "build", f"native-{machine}")
+
+    def _module(self, part: str) -> ModuleType:
+        sys.path.insert(0, self.root)
+        try:
+            return import_module(f"jupyter_gpushare.{part}.build")
+        finally:
+            sys.path.remove(self.root)
 
 
-def platform_tag() -> str:
-    """The machine this wheel fits, as wheels spell it: ``linux_x86_64``."""
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+def platform_tag(machine: str, libraries: list[Path]) -> str:
+    """Tag of the platform that the libraries load on: ``manylinux2014_x86_64.manylinux_2_17_x86_64``.
+
+    The version is that of the newest glibc symbol which a library needs, 2.17 at least;
+    libraries without a glibc symbol (another C library) get ``linux_<machine>``.
+
+    Raises:
+        GpuShareError: readelf is missing or cannot read a library.
+    """
+    needed = {version for library in libraries for version in glibc_versions(library)}
+    if not needed:
+        return f"linux_{machine}"
+    newest = max(needed | {_OLDEST_GLIBC})
+    tag = f"manylinux_{newest[0]}_{newest[1]}_{machine}"
+    return f"manylinux2014_{machine}.{tag}" if newest == _OLDEST_GLIBC else tag
+
+
+def glibc_versions(library: Path) -> set[tuple[int, int]]:
+    """Versions of glibc that define the symbols a library needs.
+
+    Raises:
+        GpuShareError: readelf is missing or cannot read the library.
+    """
+    from jupyter_gpushare.errors import GpuShareError
+
+    command = ["readelf", "--version-info", "--wide", str(library)]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise GpuShareError(f"readelf (package binutils) cannot read {library}: {error}") from error
+    return {(int(major), int(minor)) for major, minor in _VERSION.findall(said)}

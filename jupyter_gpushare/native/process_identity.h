@@ -1,4 +1,4 @@
-/* Who a process is: a pid alone is reused, a pid with its start time is not.
+/* The identity of a process: a pid alone is reused, a pid with its start time is not.
  *
  * proc(5): /proc/PID/stat, field 3 state, 20 num_threads, 22 starttime.  The driver
  * frees a process's memory before it becomes a zombie, so a zombie counts as gone;
@@ -26,14 +26,21 @@ static inline uint64_t process_start_ticks(int32_t pid)
     if (got <= 0)
         return 0;
     text[got] = 0;
-    const char *rest = strrchr(text, ')'); /* the name may hold anything, so from its end */
-    char state = 0;
-    long threads = 0;
-    unsigned long long start = 0;
-    if (!rest || sscanf(rest + 1,
-                        " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
-                        &state, &threads, &start) != 3)
+    const char *at = strrchr(text, ')'); /* the name may hold anything, so from its end */
+    if (!at || at[1] != ' ' || !at[2])
         return 0;
+    char state = at[2];
+    uint64_t threads = 0, start = 0;
+    at += 2;
+    for (int field = 4; field <= 22; field++) { /* no sscanf: see old_glibc.h */
+        uint64_t number = 0;
+        if (!(at = strchr(at, ' ')))
+            return 0;
+        for (at++; *at >= '0' && *at <= '9'; at++)
+            number = number * 10 + (uint64_t)(*at - '0');
+        threads = field == 20 ? number : threads;
+        start = field == 22 ? number : start;
+    }
     if (state == 'X' || (state == 'Z' && threads <= 1))
         return 0;
     return start;

@@ -19,7 +19,7 @@ if sys.platform != "linux":
 @pytest.fixture
 def machine(tmp_path: Path) -> Simulator:
     """Two GPUs of 80 GiB without context memory, so that sums are round."""
-    return Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB")
+    return Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def checkpoint_in(env: dict[str, str]) -> Iterator[Checkpoint]:
 
 @pytest.fixture
 def driver(machine: Simulator) -> Iterator[Checkpoint]:
-    """Who suspends and resumes on `machine`."""
+    """Suspends and resumes processes on `machine`."""
     yield from checkpoint_in(machine.env())
 
 

@@ -7,7 +7,7 @@
  * locks it after a random moment, and then looks at the counters as the device helper does,
  * by pread.  The victim makes its call after another random moment, so the call comes before,
  * inside or after the lock.  Either way the counters must differ from the first look soon; if
- * they never do, the call waits for ever on a process that nobody would wake: exit code 1.
+ * they never do, the call waits for ever on a process that is never resumed: exit code 1.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +32,7 @@ struct shared {
     _Atomic uint32_t ready;
 };
 
-/* Sleeping, not spinning: on a busy machine who spins loses his turn to the one he waits for. */
+/* Sleeping, not spinning: on a busy machine a spinning process takes the CPU from the one that it waits for. */
 static void wait_until(_Atomic uint32_t *word, uint32_t value)
 {
     uint32_t seen;
@@ -103,7 +103,7 @@ static uint64_t counters(int account)
     if (pread(account, &copy, sizeof copy, 0) != (ssize_t)sizeof copy)
         exit(3);
     for (int i = 0; i < GPUSHARE_SLOTS; i++)
-        sum += copy.slot[i].calls;
+        sum += copy.slot[i].work + copy.slot[i].calls;
     return sum;
 }
 

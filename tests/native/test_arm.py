@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which(COMPILER) is None, reason="needs a compiler for Arm: apt-get install gcc-aarch64-linux-gnu"
 )
 
-#: A driver of two functions whose arguments lie in all kinds of registers and on the stack.
+#: A driver of two functions with arguments in all kinds of registers and on the stack.
 DRIVER = """
 typedef unsigned long u64;
 u64 cuLaunchKernel(u64 a, u64 b, u64 c, u64 d, u64 e, u64 f, u64 g, u64 h, u64 i, u64 j, u64 k)
@@ -100,4 +100,4 @@ def test_its_hooks_count_and_pass_every_argument(tmp_path: Path, library: Path) 
     )
     assert done.stdout == f"0 {library}", done.stderr
     (slot,) = lease.slots().values()
-    assert (slot.calls, slot.queries) == (CALLS, CALLS)
+    assert (slot.work, slot.calls, slot.queries) == (CALLS, CALLS, CALLS)

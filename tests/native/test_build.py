@@ -77,18 +77,25 @@ def test_the_command_line_needs_the_standard_library_only(tmp_path: Path) -> Non
     assert done.stderr.startswith("gpushare: no C compiler")
 
 
-def test_the_wheel_hook_tags_the_platform_and_no_python(tmp_path: Path) -> None:
+def test_the_wheel_hook_adds_the_libraries_and_tags_the_platform_and_no_python(tmp_path: Path) -> None:
     hook = pytest.importorskip("jupyter_gpushare.native.hatch_build")
     built = hook.NativeBuildHook(str(build.NATIVE.parents[1]), {}, None, None, str(tmp_path), "wheel")
-    data: dict[str, object] = {}
-    built.initialize("standard", data)
-    assert data == {
-        "pure_python": False,
-        "infer_tag": False,
-        "tag": f"py3-none-linux_{os.uname().machine}",
-    }
-    data = {}
-    hook.NativeBuildHook(str(build.NATIVE.parents[1]), {}, None, None, str(tmp_path), "sdist").initialize(
-        "", data
-    )
-    assert data == {}
+    data: dict[str, object] = {"force_include": {}}
+    built.initialize("editable", data)
+    assert data.pop("tag").startswith("py3-none-manylinux")  # type: ignore[attr-defined]
+    assert data == {"pure_python": False, "infer_tag": False, "force_include": {}}
+
+
+def test_the_tag_names_the_oldest_glibc_that_has_all_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = pytest.importorskip("jupyter_gpushare.native.hatch_build")
+    needs = {"old": {(2, 2), (2, 14)}, "new": {(2, 2), (2, 34)}, "none": set()}
+    monkeypatch.setattr(hook, "glibc_versions", lambda path: needs[path.name])
+    assert hook.platform_tag("x86_64", [Path("old")]) == "manylinux2014_x86_64.manylinux_2_17_x86_64"
+    assert hook.platform_tag("aarch64", [Path("old"), Path("new")]) == "manylinux_2_34_aarch64"
+    assert hook.platform_tag("x86_64", [Path("none")]) == "linux_x86_64"
+
+
+def test_the_compiler_says_for_which_machine_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.machine() == build.own_machine() == os.uname().machine
+    monkeypatch.setenv("CC", "echo aarch64-linux-gnu")
+    assert build.machine() == "aarch64"

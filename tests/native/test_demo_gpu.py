@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, Lease, Simulator
 
 WORD = 1 << 64
+
+
+def find_ptxas() -> str | None:
+    """Path of NVIDIA's assembler: the system's, else that of the package nvidia-cuda-nvcc."""
+    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/ptxas"))
+    return shutil.which("ptxas") or (str(packaged[-1]) if packaged else None)
+
+
+PTXAS = find_ptxas()
 
 
 def train(machine: Simulator, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -135,11 +145,12 @@ def _no_library(name: str) -> None:
     raise OSError(name)
 
 
-@pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's assembler ptxas is not installed")
+@pytest.mark.skipif(PTXAS is None, reason="NVIDIA's assembler ptxas is not installed")
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
 def test_nvidia_s_assembler_takes_the_kernels(tmp_path: Path, architecture: str) -> None:
+    assert PTXAS is not None
     source = tmp_path / "demo.ptx"
     source.write_text(demo_gpu.PTX)
     subprocess.run(
-        ["ptxas", f"-arch={architecture}", "-o", str(tmp_path / "demo.cubin"), str(source)], check=True
+        [PTXAS, f"-arch={architecture}", "-o", str(tmp_path / "demo.cubin"), str(source)], check=True
     )

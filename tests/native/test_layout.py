@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from jupyter_gpushare.gpu import isolation
+from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.native import build
 from tests import simulator
 
@@ -14,7 +14,7 @@ _FIELDS = {
     "gpushare_limit_page": ["magic", "version", "device_count", "phase", "device"],
     "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes"],
     "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
-    "gpushare_slot": ["pid", "taints", "start_ticks", "calls", "queries", "used_bytes"],
+    "gpushare_slot": ["pid", "taints", "start_ticks", "work", "calls", "queries", "used_bytes"],
 }
 _NUMBERS = [
     "GPUSHARE_LIMIT_MAGIC",
@@ -31,6 +31,8 @@ _NUMBERS = [
     "GPUSHARE_TAINT_IPC",
     "GPUSHARE_TAINT_EXPORTED",
     "GPUSHARE_TAINT_PEER",
+    "GPUSHARE_TAINT_TRACED",
+    "GPUSHARE_TAINT_FABRIC",
 ]
 
 
@@ -54,30 +56,30 @@ def as_compiled(folder: Path) -> dict[str, int]:
 
 def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
     c = as_compiled(tmp_path)
-    assert c["gpushare_limit_page"] == isolation.LIMIT_BYTES == simulator.PAGE_BYTES
-    assert c["gpushare_limit_page.device"] == isolation.LIMIT_HEAD.size == simulator.PAGE_HEADER.size
-    assert c["gpushare_limit_page.device_count"] == isolation.COUNT_AT == 8
-    assert c["gpushare_limit_page.phase"] == isolation.PHASE_AT == 12
-    assert c["gpushare_limit_device"] == isolation.LIMIT_DEVICE.size == simulator.PAGE_DEVICE.size
-    assert c["gpushare_limit_device.limit_bytes"] == isolation.LIMIT_IN_DEVICE
-    assert c["gpushare_limit_device.context_bytes"] == isolation.CONTEXT_IN_DEVICE
-    assert c["gpushare_account"] == isolation.ACCOUNT_BYTES == simulator.ACCOUNT_BYTES
-    assert c["gpushare_account.slot"] == isolation.ACCOUNT_HEAD.size == simulator.ACCOUNT_HEADER.size
+    assert c["gpushare_limit_page"] == files.LIMIT_BYTES == simulator.PAGE_BYTES
+    assert c["gpushare_limit_page.device"] == files.LIMIT_HEAD.size == simulator.PAGE_HEADER.size
+    assert c["gpushare_limit_page.device_count"] == files.COUNT_AT == 8
+    assert c["gpushare_limit_page.phase"] == files.PHASE_AT == 12
+    assert c["gpushare_limit_device"] == files.LIMIT_DEVICE.size == simulator.PAGE_DEVICE.size
+    assert c["gpushare_limit_device.limit_bytes"] == files.LIMIT_IN_DEVICE
+    assert c["gpushare_limit_device.context_bytes"] == files.CONTEXT_IN_DEVICE
+    assert c["gpushare_account"] == files.ACCOUNT_BYTES == simulator.ACCOUNT_BYTES
+    assert c["gpushare_account.slot"] == files.ACCOUNT_HEAD.size == simulator.ACCOUNT_HEADER.size
     assert c["gpushare_account.denied"] == 8
-    assert c["gpushare_slot"] == isolation.SLOT.size == simulator.SLOT.size
-    assert c["gpushare_slot.used_bytes"] == isolation.USED_IN_SLOT
-    offsets = [c[f"gpushare_slot.{field}"] for field in ("pid", "taints", "start_ticks", "calls", "queries")]
-    assert offsets == [0, 4, 8, 16, 24]
+    assert c["gpushare_slot"] == files.SLOT.size == simulator.SLOT.size
+    assert c["gpushare_slot.used_bytes"] == files.USED_IN_SLOT
+    fields = ("pid", "taints", "start_ticks", "work", "calls", "queries")
+    assert [c[f"gpushare_slot.{field}"] for field in fields] == [0, 4, 8, 16, 24, 32]
 
 
 def test_c_and_python_agree_on_every_number(tmp_path: Path) -> None:
     c = as_compiled(tmp_path)
-    assert c["GPUSHARE_LIMIT_MAGIC"] == isolation.LIMIT_MAGIC == simulator.PAGE_MAGIC
-    assert c["GPUSHARE_ACCOUNT_MAGIC"] == isolation.ACCOUNT_MAGIC
-    assert c["GPUSHARE_VERSION"] == isolation.VERSION == simulator.VERSION
-    assert c["GPUSHARE_DEVICES"] == isolation.DEVICES == simulator.DEVICES
-    assert c["GPUSHARE_SLOTS"] == isolation.SLOTS == simulator.SLOTS
+    assert c["GPUSHARE_LIMIT_MAGIC"] == files.LIMIT_MAGIC == simulator.PAGE_MAGIC
+    assert c["GPUSHARE_ACCOUNT_MAGIC"] == files.ACCOUNT_MAGIC
+    assert c["GPUSHARE_VERSION"] == files.VERSION == simulator.VERSION
+    assert c["GPUSHARE_DEVICES"] == files.DEVICES == simulator.DEVICES
+    assert c["GPUSHARE_SLOTS"] == files.SLOTS == simulator.SLOTS
     for phase in simulator.Phase:
-        assert c[f"GPUSHARE_{phase.name}"] == int(phase) == int(isolation.PagePhase[phase.name])
-    for taint in isolation.Taint:
+        assert c[f"GPUSHARE_{phase.name}"] == int(phase) == int(files.PagePhase[phase.name])
+    for taint in files.Taint:
         assert c[f"GPUSHARE_TAINT_{taint.name}"] == int(taint)

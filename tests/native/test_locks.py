@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.machine import until
-from tests.native.test_limit import in_lease
+from tests.native.calls import in_lease
 from tests.simulator import Fault, Lease, Simulator
 
 #: `others` makes every kind of call that keeps an account or a table, once.

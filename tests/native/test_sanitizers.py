@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.native import build
+from tests.native.test_hooks import compile_shared
 from tests.simulator import GIB, Lease, Simulator
 
 SANITIZERS = {
@@ -26,6 +27,73 @@ PLANTED = {
         "pthread_t t; pthread_create(&t, 0, add, 0); add(0); return pthread_join(t, 0) + argc - 1;",
     ),
 }
+
+
+#: A driver of virtual memory management with calls that take 150 ms each.
+SLOW_DRIVER = """
+#include <string.h>
+#include <time.h>
+#define API __attribute__((visibility("default"))) int
+static int slow(void) { return nanosleep(&(struct timespec){0, 150000000}, 0); }
+API cuDeviceGetUuid_v2(char uuid[16], int device) { memset(uuid, 0x11, 16); return device; }
+API cuDeviceGetCount(int *count) { return *count = 1, 0; }
+API cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{ return *active = 1, *flags = 0, device; }
+API cuMemCreate(unsigned long long *out, size_t n, void *p, unsigned long long f)
+{ return *out = 7, (void)n, (void)p, (void)f, 0; }
+API cuMemRelease(unsigned long long handle) { return (void)handle, slow(); }
+API cuMemMap(unsigned long long at, size_t n, size_t o, unsigned long long h, unsigned long long f)
+{ return (void)at, (void)n, (void)o, (void)h, (void)f, slow(); }
+API cuMemUnmap(unsigned long long at, size_t n) { return (void)at, (void)n, 0; }
+API cuMemRetainAllocationHandle(unsigned long long *out, void *at) { return (void)at, *out = 7, slow(); }
+"""
+UUID = "GPU-" + "11" * 16
+
+
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_overlapping_calls_of_virtual_memory_end_no_record_in_use(tmp_path: Path, kind: str) -> None:
+    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
+    if reason := works(flags, tmp_path):
+        pytest.skip(reason)
+    compile_shared(SLOW_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    program = compile_preload_into(tmp_path / "overlap", "overlap.c", flags, str(tmp_path / "libcuda.so.1"))
+    lease = Lease(tmp_path / "lease", [(UUID, GIB)])
+    env = {
+        "GPUSHARE_LEASE": "test",
+        "GPUSHARE_LEASE_DIR": str(lease.folder),
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def compile_preload_into(program: Path, source: str, flags: list[str], *libraries: str) -> Path:
+    """A program of a test's source and the preload library's own sources."""
+    preload = next(library for library in build.LIBRARIES if "preload" in library.output)
+    sources = [str(build.NATIVE / each) for each in preload.sources]
+    subprocess.run(
+        [
+            *build.compiler(),
+            *build.STRICT,
+            *flags,
+            "-DGPUSHARE_DLSYM=hooked_dlsym",
+            f"-I{build.NATIVE}",
+            *sources,
+            str(Path(__file__).parent / source),
+            "-o",
+            str(program),
+            "-pthread",
+            "-Wl,--no-as-needed",
+            *libraries,
+            "-ldl",
+        ],
+        check=True,
+    )
+    return program
 
 
 def works(flags: list[str], folder: Path) -> str:
@@ -54,29 +122,11 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
     if reason := works(flags, tmp_path):
         pytest.skip(reason)
-    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB")
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
     lease = Lease(tmp_path / "lease", [(machine.uuid(0), GIB)])
     driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
     build.compile_library(driver, tmp_path, flags)
-    program = tmp_path / "harness"
-    preload = next(library for library in build.LIBRARIES if "preload" in library.output)
-    sources = [str(build.NATIVE / source) for source in preload.sources]
-    subprocess.run(
-        [
-            *build.compiler(),
-            *build.STRICT,
-            *flags,
-            "-DGPUSHARE_DLSYM=hooked_dlsym",
-            f"-I{build.NATIVE}",
-            *sources,
-            str(Path(__file__).parent / "harness.c"),
-            "-o",
-            str(program),
-            "-pthread",
-            "-ldl",
-        ],
-        check=True,
-    )
+    program = compile_preload_into(tmp_path / "harness", "harness.c", flags)
     env = machine.env(GPUSHARE_LEASE="test", GPUSHARE_LEASE_DIR=str(lease.folder))
     env |= {
         "LD_LIBRARY_PATH": str(tmp_path / "sim"),

@@ -1,18 +1,17 @@
-"""Whoever wants the GPU while its lease sleeps is seen, and whoever does not is not."""
+"""A call that waits while its lease is suspended is counted, and nothing else is."""
 
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare.native import build
+from tests.native.calls import in_lease
 from tests.native.conftest import Checkpoint
-from tests.native.test_limit import in_lease
 from tests.simulator import GIB, Lease, Phase, Simulator
+from tests.waiting import until
 
 
 def calls(lease: Lease, pid: int) -> int:
@@ -20,19 +19,10 @@ def calls(lease: Lease, pid: int) -> int:
     return lease.slots()[pid].calls
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    """Return when something has become true."""
-    patience = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     "call",
     [
         "gpu.synchronize()",
-        "gpu.memory()",
         "b.start_step(0)",
         "b.fill()",
         "b.free()",
@@ -60,13 +50,71 @@ def test_a_call_is_counted_at_its_entry_while_it_waits(
         kernel.answer()
 
 
-def test_queries_have_a_counter_of_their_own(machine: Simulator, half: Lease) -> None:
+@pytest.mark.parametrize(
+    "query",
+    [
+        "cuda.cuStreamQuery(None)",
+        "cuda.cuEventQuery(None)",
+        "cuda.cuStreamIsCapturing(None, ctypes.byref(ctypes.c_int()))",
+        "cuda.cuPointerGetAttribute(ctypes.byref(u64()), 2, u64(1))",
+        "cuda.cuMemGetAddressRange_v2(None, None, u64(1))",
+        "cuda.cuCtxGetFlags(ctypes.byref(ctypes.c_uint()))",
+        "cuda.cuCtxGetStreamPriorityRange(None, None)",
+        "cuda.cuEventElapsedTime_v2(None, None, None)",
+        "cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(ctypes.c_uint()), ctypes.byref(ctypes.c_int()))",
+        "cuda.cuMemPoolGetAttribute(None, 4, None)",
+    ],
+)
+def test_queries_have_a_counter_of_their_own(machine: Simulator, half: Lease, query: str) -> None:
     with in_lease(machine, half) as kernel:
         kernel.run("cuda.cuCtxSynchronize()")
         before = half.slots()[kernel.pid]
-        kernel.run("cuda.cuStreamQuery(None); cuda.cuEventQuery(None)")
+        kernel.run(query)
         after = half.slots()[kernel.pid]
-        assert (after.calls, after.queries) == (before.calls, before.queries + 2)
+        assert (after.work, after.calls, after.queries) == (before.work, before.calls, before.queries + 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_work"),
+    [
+        ("b.fill()", True),
+        ("cuda.cuMemsetD8_v2(u64(b.address), 0, size(8))", True),
+        ("gpu.allocate(8)", True),
+        ("gpu.synchronize()", True),
+        ("create(2 << 20)", True),
+        ("b.free()", False),
+        ("reserve(2 << 20)", False),
+        ("cuda.cuCtxSetCurrent(gpu._context)", False),
+        ("made('cuEventCreate', 0)", False),
+        ("cuda.cuModuleUnload(None)", False),
+    ],
+)
+def test_only_launches_copies_allocations_and_synchronisation_are_work(
+    machine: Simulator, half: Lease, call: str, is_work: bool
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1GiB')")
+        before = half.slots()[kernel.pid]
+        kernel.run(call)
+        after = half.slots()[kernel.pid]
+        assert after.calls > before.calls
+        assert (after.work > before.work) is is_work
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SUSPENDED])
+def test_a_suspended_session_reads_its_free_memory_without_waiting(
+    machine: Simulator, half: Lease, driver: Checkpoint, phase: Phase
+) -> None:
+    """Also where the driver has locked it before it read that it is to be suspended."""
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1GiB')")
+        half.write(phase)
+        driver.suspend(kernel.pid)
+        before = half.slots()[kernel.pid]
+        kernel.run("free, total = size(), size()")
+        assert kernel.ask("cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))") == 0
+        assert kernel.ask("[free.value, total.value]") == [39 * GIB, 40 * GIB]
+        assert half.slots()[kernel.pid] == before
 
 
 def test_what_does_not_touch_the_gpu_is_not_counted(
@@ -110,7 +158,7 @@ def test_a_new_process_of_a_sleeping_lease_waits_and_is_seen(
         until(lambda: terminal.pid in half.slots() and calls(half, terminal.pid) > 0)
         assert terminal.is_waiting(0.05)
         assert not [e for e in machine.ledger() if e.event == "context"]
-        # Also who looks at the counters only now sees that somebody waits.
+        # A reader that compares the counters only now also sees that a call waits.
         seen = calls(half, terminal.pid)
         until(lambda: calls(half, terminal.pid) > seen)
         half.write(Phase.RUNNING)

@@ -1,0 +1,435 @@
+#define _GNU_SOURCE
+#include "../old_glibc.h"
+
+#include "lease_client.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../process_identity.h"
+
+enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25, PATH_BYTES = 4096 };
+
+_Atomic uint64_t *_Atomic gpushare_counters;
+
+/* The counters of a process without a lease. */
+static _Atomic uint64_t unleased[LEASE_COUNTERS];
+
+static bool leased;
+static const struct gpushare_limit_page *_Atomic page;
+static struct gpushare_account *_Atomic account;
+static struct gpushare_slot *_Atomic mine;
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+/* Allocations of at most 1 MiB share pages of the device (see lease_take's callers); by device,
+ * guarded by the account's mutex. */
+static uint64_t small_bytes[GPUSHARE_DEVICES];
+
+static const uint64_t page_bytes = (uint64_t)2 << 20, small_limit = (uint64_t)1 << 20;
+
+bool lease_is_set(void)
+{
+    return leased;
+}
+
+/* ---- the two files ---- */
+
+static void complain(const char *what, const char *why)
+{
+    static _Atomic bool said;
+    if (!atomic_exchange(&said, true))
+        fprintf(stderr, "gpushare: GPU memory cannot be allocated: %s: %s\n", what, why);
+}
+
+/* Only the finder of a new account takes the file's lock, so no process waits for it later. */
+static void init_account(int fd, struct gpushare_account *made)
+{
+    struct flock whole = {.l_type = F_WRLCK};
+    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) != 0)
+        return;
+    while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
+    }
+    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) == 0) {
+        pthread_mutexattr_t attributes;
+        pthread_mutexattr_init(&attributes);
+        pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+        pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+        pthread_mutex_init(&made->lock.mutex, &attributes);
+        pthread_mutexattr_destroy(&attributes);
+        made->version = GPUSHARE_VERSION;
+        __atomic_store_n(&made->magic, GPUSHARE_ACCOUNT_MAGIC, __ATOMIC_RELEASE);
+    }
+    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
+    fcntl(fd, F_OFD_SETLK, &whole);
+}
+
+/* Whether this is a regular file of at least so many bytes.  The system call by itself: its glibc
+ * function has another version since 2.33. */
+static bool is_file_of(int fd, size_t bytes)
+{
+    struct stat st;
+    return !syscall(SYS_fstat, fd, &st) && S_ISREG(st.st_mode) && st.st_size >= (off_t)bytes;
+}
+
+static void *map_file(const char *name, bool write, size_t bytes)
+{
+    const char *folder = getenv("GPUSHARE_LEASE_DIR");
+    char path[PATH_BYTES];
+    if (!is_glibc()) {
+        complain("the C library of this program", "is not glibc");
+        return NULL;
+    }
+    if (!folder || !*folder || (size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) {
+        complain("GPUSHARE_LEASE_DIR", "names no lease");
+        return NULL;
+    }
+    int fd = open(path, (write ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) {
+        complain(path, strerror(errno));
+        return NULL;
+    }
+    void *at = MAP_FAILED;
+    if (is_file_of(fd, bytes)) {
+        at = mmap(NULL, bytes, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+        if (write && at != MAP_FAILED)
+            init_account(fd, at);
+    }
+    close(fd);
+    if (at == MAP_FAILED)
+        complain(path, "is not a lease file");
+    return at == MAP_FAILED ? NULL : at;
+}
+
+static const struct gpushare_limit_page *get_page(void)
+{
+    const struct gpushare_limit_page *at = atomic_load_explicit(&page, memory_order_acquire);
+    if (!at) {
+        pthread_mutex_lock(&opening);
+        at = atomic_load(&page);
+        if (!at && (at = map_file("limit", false, sizeof *at)))
+            atomic_store(&page, at);
+        pthread_mutex_unlock(&opening);
+    }
+    if (at && at->magic == GPUSHARE_LIMIT_MAGIC && at->version == GPUSHARE_VERSION &&
+        at->device_count <= GPUSHARE_DEVICES)
+        return at;
+    if (at)
+        complain("limit", "has an unknown format");
+    return NULL;
+}
+
+static struct gpushare_account *get_account(void)
+{
+    struct gpushare_account *at = atomic_load_explicit(&account, memory_order_acquire);
+    if (!at) {
+        pthread_mutex_lock(&opening);
+        at = atomic_load(&account);
+        if (!at && (at = map_file("account", true, sizeof *at)))
+            atomic_store(&account, at);
+        pthread_mutex_unlock(&opening);
+    }
+    if (at && at->magic == GPUSHARE_ACCOUNT_MAGIC && at->version == GPUSHARE_VERSION)
+        return at;
+    if (at)
+        complain("account", "has an unknown format");
+    return NULL;
+}
+
+static bool lock_account(struct gpushare_account *at)
+{
+    int result = pthread_mutex_lock(&at->lock.mutex);
+    if (result == EOWNERDEAD)
+        result = pthread_mutex_consistent(&at->lock.mutex);
+    return result == 0;
+}
+
+static void unlock_account(struct gpushare_account *at)
+{
+    pthread_mutex_unlock(&at->lock.mutex);
+}
+
+/* ---- slots (mutex held) ---- */
+
+static bool sweep(struct gpushare_account *at)
+{
+    bool any = false;
+    for (int i = 0; i < GPUSHARE_SLOTS; i++) {
+        struct gpushare_slot *slot = &at->slot[i];
+        if (slot->pid && process_start_ticks(slot->pid) != slot->start_ticks) {
+            memset(slot->used_bytes, 0, sizeof slot->used_bytes);
+            slot->pid = 0;
+            any = true;
+        }
+    }
+    return any;
+}
+
+/* For a caller that only reads: checking every process costs a read each, with the account locked. */
+static void sweep_now_and_then(struct gpushare_account *at)
+{
+    static int64_t swept_ns; /* guarded by the account's mutex */
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    int64_t now_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    if (swept_ns && now_ns - swept_ns < SWEEP_NS)
+        return;
+    swept_ns = now_ns;
+    sweep(at);
+}
+
+static void clear(struct gpushare_slot *slot)
+{
+    memset(slot->used_bytes, 0, sizeof slot->used_bytes);
+    memset(small_bytes, 0, sizeof small_bytes);
+    slot->taints = 0;
+}
+
+/* This process's slot.  One that is already there is from before an exec: its memory is gone,
+ * its counters go on, for the helper compares them. */
+static struct gpushare_slot *claim(struct gpushare_account *at)
+{
+    struct gpushare_slot *free_slot = NULL;
+    int32_t pid = getpid();
+    uint64_t ticks = process_start_ticks(pid);
+    for (int i = 0; i < GPUSHARE_SLOTS; i++) {
+        struct gpushare_slot *slot = &at->slot[i];
+        if (slot->pid == pid && slot->start_ticks == ticks) {
+            clear(slot);
+            return slot;
+        }
+        if (!slot->pid && !free_slot)
+            free_slot = slot;
+    }
+    if (!free_slot)
+        return NULL;
+    clear(free_slot);
+    atomic_store(&free_slot->work, 0);
+    atomic_store(&free_slot->calls, 0);
+    atomic_store(&free_slot->queries, 0);
+    free_slot->start_ticks = ticks;
+    free_slot->pid = pid;
+    uint32_t number = (uint32_t)(free_slot - at->slot);
+    at->lock.slots_seen = number < at->lock.slots_seen ? at->lock.slots_seen : number + 1;
+    return free_slot;
+}
+
+static struct gpushare_slot *get_slot(struct gpushare_account *at)
+{
+    struct gpushare_slot *slot = atomic_load_explicit(&mine, memory_order_acquire);
+    if (slot || !lock_account(at))
+        return slot;
+    slot = atomic_load(&mine);
+    if (!slot) {
+        slot = claim(at);
+        if (!slot && sweep(at))
+            slot = claim(at);
+        if (slot) {
+            atomic_store(&mine, slot);
+            atomic_store(&gpushare_counters, &slot->work);
+        }
+    }
+    unlock_account(at);
+    return slot;
+}
+
+void lease_load(void)
+{
+    const char *folder = getenv("GPUSHARE_LEASE_DIR");
+    char path[PATH_BYTES];
+    leased = getenv("GPUSHARE_LEASE") != NULL;
+    if (!leased) {
+        atomic_store(&gpushare_counters, unleased);
+        return;
+    }
+    /* After an exec this process may still be charged for what the driver has freed. */
+    if (!folder || !is_glibc() || (size_t)snprintf(path, sizeof path, "%s/account", folder) >= sizeof path)
+        return;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    bool is_account = fd >= 0 && is_file_of(fd, sizeof(struct gpushare_account));
+    if (fd >= 0)
+        close(fd);
+    if (!is_account)
+        return;
+    struct gpushare_account *at = get_account();
+    int32_t pid = getpid();
+    for (int i = 0; at && i < GPUSHARE_SLOTS; i++)
+        if (at->slot[i].pid == pid && at->slot[i].start_ticks == process_start_ticks(pid))
+            get_slot(at);
+}
+
+void lease_in_child(void)
+{
+    atomic_store(&mine, NULL);
+    atomic_store(&gpushare_counters, leased ? NULL : unleased);
+    pthread_mutex_init(&opening, NULL);
+}
+
+/* ---- counting ---- */
+
+void lease_count(enum lease_counter counter)
+{
+    _Atomic uint64_t *counters = atomic_load_explicit(&gpushare_counters, memory_order_relaxed);
+    if (!counters) {
+        struct gpushare_account *at = leased ? get_account() : NULL;
+        struct gpushare_slot *slot = at ? get_slot(at) : NULL;
+        if (!at)
+            return;
+        /* Without a free slot any slot will do: the helper reacts to a change in any of them. */
+        counters = slot ? &slot->work : &at->slot[0].work;
+    }
+    atomic_fetch_add_explicit(counters + counter, 1, memory_order_relaxed);
+}
+
+void lease_taint(enum gpushare_taint taint)
+{
+    struct gpushare_account *at = leased ? get_account() : NULL;
+    struct gpushare_slot *slot = at ? get_slot(at) : NULL;
+    if (slot && lock_account(at)) {
+        slot->taints |= (uint32_t)taint;
+        unlock_account(at);
+    }
+}
+
+/* ---- phase ---- */
+
+/* Counts again now and then: a reader that took the counters only after this call had counted
+ * still sees that a call waits. */
+bool lease_wait_for_turn(void)
+{
+    const struct timespec poll = {0, POLL_NS};
+    for (unsigned polls = 1;; polls++) {
+        const struct gpushare_limit_page *limits = leased ? get_page() : NULL;
+        if (!leased)
+            return true;
+        if (!limits)
+            return false;
+        switch (atomic_load_explicit(&limits->phase, memory_order_acquire)) {
+        case GPUSHARE_RUNNING:
+            return true;
+        case GPUSHARE_SUSPENDING:
+        case GPUSHARE_SUSPENDED:
+        case GPUSHARE_RESUMING:
+            break;
+        default:
+            return false;
+        }
+        if (polls % RECOUNT_POLLS == 0)
+            lease_count(LEASE_CALLS);
+        nanosleep(&poll, NULL);
+    }
+}
+
+/* ---- the account ---- */
+
+int lease_device(const uint8_t uuid[16])
+{
+    const struct gpushare_limit_page *limits = get_page();
+    for (uint32_t i = 0; limits && i < limits->device_count; i++)
+        if (!memcmp(limits->device[i].uuid, uuid, sizeof limits->device[i].uuid))
+            return (int)i;
+    return -1;
+}
+
+static uint64_t pages(uint64_t bytes)
+{
+    return (bytes + page_bytes - 1) / page_bytes * page_bytes;
+}
+
+static uint64_t used_by_all(const struct gpushare_account *at, int device)
+{
+    uint64_t bytes = 0;
+    uint32_t seen = at->lock.slots_seen < GPUSHARE_SLOTS ? at->lock.slots_seen : GPUSHARE_SLOTS;
+    for (uint32_t i = 0; i < seen; i++)
+        if (at->slot[i].pid)
+            bytes += at->slot[i].used_bytes[device];
+    return bytes;
+}
+
+static uint64_t without_contexts(const struct gpushare_limit_page *limits, int device)
+{
+    uint64_t limit = limits->device[device].limit_bytes, contexts = limits->device[device].context_bytes;
+    return limit > contexts ? limit - contexts : 0;
+}
+
+static bool fits(const struct gpushare_account *at, int device, uint64_t limit, uint64_t bytes)
+{
+    uint64_t used = used_by_all(at, device);
+    return used <= limit && bytes <= limit - used;
+}
+
+/* The driver backs memory with pages of 2 MiB, which small allocations share; the account
+ * charges what the device loses. */
+bool lease_take(int device, uint64_t bytes)
+{
+    const struct gpushare_limit_page *limits = get_page();
+    struct gpushare_account *at = get_account();
+    struct gpushare_slot *slot = at ? get_slot(at) : NULL;
+    if (!limits || !slot || device < 0 || device >= GPUSHARE_DEVICES || bytes > UINT64_MAX / 4 || !lock_account(at))
+        return false;
+    bool small = bytes <= small_limit;
+    uint64_t cost = small ? pages(small_bytes[device] + bytes) - pages(small_bytes[device]) : pages(bytes);
+    uint64_t limit = without_contexts(limits, device);
+    bool granted = cost == 0 || fits(at, device, limit, cost) || (sweep(at) && fits(at, device, limit, cost));
+    if (granted) {
+        slot->used_bytes[device] += cost;
+        small_bytes[device] += small ? bytes : 0;
+    }
+    unlock_account(at);
+    return granted;
+}
+
+void lease_count_denial(void)
+{
+    struct gpushare_account *at = get_account();
+    if (!at || !lock_account(at))
+        return;
+    at->denied++;
+    unlock_account(at);
+}
+
+void lease_give(int device, uint64_t bytes)
+{
+    struct gpushare_account *at = get_account();
+    struct gpushare_slot *slot = at ? get_slot(at) : NULL;
+    if (!slot || device < 0 || device >= GPUSHARE_DEVICES || !lock_account(at))
+        return;
+    uint64_t cost = pages(bytes);
+    if (bytes <= small_limit) {
+        uint64_t before = small_bytes[device], after = before > bytes ? before - bytes : 0;
+        cost = pages(before) - pages(after);
+        small_bytes[device] = after;
+    }
+    slot->used_bytes[device] -= cost < slot->used_bytes[device] ? cost : slot->used_bytes[device];
+    unlock_account(at);
+}
+
+void lease_change(int device, uint64_t before, uint64_t after)
+{
+    struct gpushare_account *at = before != after ? get_account() : NULL;
+    struct gpushare_slot *slot = at ? get_slot(at) : NULL;
+    if (!slot || device < 0 || device >= GPUSHARE_DEVICES || !lock_account(at))
+        return;
+    uint64_t gone = before > after ? before - after : 0, held = slot->used_bytes[device];
+    slot->used_bytes[device] = held - (gone < held ? gone : held) + (after > before ? after - before : 0);
+    unlock_account(at);
+}
+
+bool lease_memory(int device, struct lease_memory *memory)
+{
+    const struct gpushare_limit_page *limits = get_page();
+    struct gpushare_account *at = get_account();
+    if (!limits || !at || device < 0 || device >= GPUSHARE_DEVICES || !lock_account(at))
+        return false;
+    sweep_now_and_then(at);
+    memory->used_bytes = used_by_all(at, device) + limits->device[device].context_bytes;
+    memory->limit_bytes = limits->device[device].limit_bytes;
+    unlock_account(at);
+    return true;
+}

@@ -1,0 +1,51 @@
+/* A process's side of its lease: the limit page, the account, this process's slot.
+ *
+ * Rules.
+ *   - Without GPUSHARE_LEASE nothing here does anything ("not leased").
+ *   - Leased, but without a valid page and account: everything is denied (fail closed).
+ *   - The account's mutex is held for arithmetic only, never across a driver call or a wait.
+ *   - Sums are made from the slots, so a process killed inside the mutex leaves no half sum.
+ *   - A slot belongs to (pid, start time).  Slots of the dead are swept when slots are short or
+ *     memory is asked about, after the driver has freed theirs: never at exit, which is before.
+ */
+#ifndef GPUSHARE_LEASE_CLIENT_H
+#define GPUSHARE_LEASE_CLIENT_H
+
+#include <stdbool.h>
+
+#include "../gpushare_lease.h"
+
+struct lease_memory {
+    uint64_t limit_bytes; /* of all processes of the lease together, contexts included */
+    uint64_t used_bytes;  /* contexts included */
+};
+
+enum lease_counter { LEASE_WORK, LEASE_CALLS, LEASE_QUERIES, LEASE_COUNTERS };
+
+/* This process's counters, LEASE_COUNTERS in a row; NULL until the first call.  The stubs add to them. */
+extern _Atomic uint64_t *_Atomic gpushare_counters;
+
+/* Whether the process belongs to a lease.  Read once, at load. */
+bool lease_is_set(void);
+void lease_load(void);
+/* After fork, in the child: another process, which has its own slot, lazily. */
+void lease_in_child(void);
+
+void lease_count(enum lease_counter counter);
+void lease_taint(enum gpushare_taint taint);
+
+/* Wait until new contexts and allocations are allowed; false when they never will be. */
+bool lease_wait_for_turn(void);
+
+/* Index of a device in the limit page, or -1. */
+int lease_device(const uint8_t uuid[16]);
+/* Take bytes of a device for this process, all or nothing. */
+bool lease_take(int device, uint64_t bytes);
+void lease_count_denial(void);
+void lease_give(int device, uint64_t bytes);
+/* Charge `after` in place of `before`, in pages and beyond the limit too: the driver has it already. */
+void lease_change(int device, uint64_t before, uint64_t after);
+/* False when there is no valid page. */
+bool lease_memory(int device, struct lease_memory *memory);
+
+#endif

@@ -1,0 +1,199 @@
+/* The preload library's hooks of memory and contexts: taken from the account before the driver is
+ * called, given back when it refuses or frees.  Physical memory is in preload_virtual.c, pools and
+ * graphs in preload_pools.c, arrays in preload_arrays.c. */
+#include "preload.h"
+
+/* ---- taking and giving ---- */
+
+typedef CUresult get_uuid(CUuuid *, CUdevice);
+typedef CUresult get_ordinal(CUdevice *);
+typedef CUresult get_context(CUcontext *);
+
+/* Index in the limit page of an ordinal of this process, or -1.  Found ones are kept: which
+ * devices a process sees is settled at cuInit. */
+int page_device(CUdevice ordinal)
+{
+    static void *_Atomic newer, *_Atomic older;
+    static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
+    CUuuid uuid;
+    bool keep = ordinal >= 0 && ordinal < GPUSHARE_DEVICES;
+    int index = keep ? atomic_load_explicit(&known[ordinal], memory_order_relaxed) - 1 : -1;
+    if (index >= 0)
+        return index;
+    get_uuid *ask = (get_uuid *)plain_function(&newer, "cuDeviceGetUuid_v2");
+    if (!ask)
+        ask = (get_uuid *)plain_function(&older, "cuDeviceGetUuid");
+    index = ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
+    if (keep && index >= 0)
+        atomic_store(&known[ordinal], index + 1);
+    return index;
+}
+
+CUdevice current_ordinal(void)
+{
+    static void *_Atomic kept;
+    CUdevice ordinal = -1;
+    get_ordinal *ask = (get_ordinal *)plain_function(&kept, "cuCtxGetDevice");
+    return ask && !ask(&ordinal) ? ordinal : -1;
+}
+
+CUcontext current_context(void)
+{
+    static void *_Atomic kept;
+    CUcontext context = NULL;
+    get_context *ask = (get_context *)plain_function(&kept, "cuCtxGetCurrent");
+    return ask && !ask(&context) ? context : NULL;
+}
+
+/* Takes bytes of a device.  Before it says no, it gives back what primary contexts held that have
+ * ended unseen, and trims this process's pools. */
+bool take_or_trim(int device, uint64_t bytes)
+{
+    if (lease_take(device, bytes))
+        return true;
+    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
+        if (!primary_is_active(ordinal))
+            forget_primary_context(ordinal);
+    trim_pools(device);
+    bool granted = lease_take(device, bytes);
+    if (!granted)
+        lease_count_denial();
+    return granted;
+}
+
+struct taken begin_allocation(CUdevice ordinal, uint64_t bytes)
+{
+    struct taken taken = {0, -1, -1, true};
+    if (!lease_is_set())
+        return taken;
+    if (!lease_wait_for_turn()) {
+        taken.granted = false;
+        return taken;
+    }
+    if (ordinal < 0 && (ordinal = current_ordinal()) < 0)
+        return taken;
+    taken.ordinal = ordinal;
+    taken.device = page_device(ordinal);
+    taken.bytes = bytes;
+    taken.granted = take_or_trim(taken.device, bytes);
+    return taken;
+}
+
+CUresult end_allocation(struct taken taken, CUresult result, uint64_t key)
+{
+    if (taken.device < 0)
+        return result;
+    if (result)
+        lease_give(taken.device, taken.bytes);
+    else
+        remember((struct record){.key = key,
+                                 .bytes = taken.bytes,
+                                 .context = current_context(),
+                                 .ordinal = taken.ordinal,
+                                 .device = taken.device});
+    return result;
+}
+
+/* ---- memory ---- */
+
+API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
+{
+    ALLOCATE(cuMemAlloc_v2, -1, bytes, *out, real(out, bytes));
+}
+
+/* The pitch is the driver's choice, 512 bytes or less up to now; charged before it is known. */
+API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+{
+    size_t row = width <= SIZE_MAX - 511 ? (width + 511) / 512 * 512 : width;
+    size_t bytes = height && row > SIZE_MAX / height ? SIZE_MAX : row * height;
+    ALLOCATE(cuMemAllocPitch_v2, -1, bytes, *out, real(out, pitch, width, height, element));
+}
+
+API CUresult cuMemFree_v2(CUdeviceptr address)
+{
+    RELEASE(cuMemFree_v2, address, real(address));
+}
+
+API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
+{
+    lease_count(LEASE_WORK);
+    FIND_REAL(cuMemAllocManaged);
+    struct taken taken = begin_allocation(-1, bytes);
+    if (!taken.granted)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = tainted_by(real(out, bytes, flags), GPUSHARE_TAINT_MANAGED);
+    return end_allocation(taken, result, result ? 0 : *out);
+}
+
+/* ---- contexts ---- */
+
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
+{
+    lease_count(LEASE_CALLS);
+    FIND_REAL(cuDevicePrimaryCtxRetain);
+    return lease_wait_for_turn() ? real(out, ordinal) : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+#define CREATES_CONTEXT(name, parameters, arguments)         \
+    API CUresult name parameters                             \
+    {                                                        \
+        lease_count(LEASE_CALLS);                            \
+        FIND_REAL(name);                                     \
+        if (!lease_wait_for_turn())                          \
+            return CUDA_ERROR_OUT_OF_MEMORY;                 \
+        CUresult result = real arguments;                    \
+        if (!result)                                         \
+            remember_own_context(*out);                      \
+        return result;                                       \
+    }
+CREATES_CONTEXT(cuCtxCreate, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
+CREATES_CONTEXT(cuCtxCreate_v2, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
+CREATES_CONTEXT(cuCtxCreate_v3, (CUcontext * out, void *affinity, int count, unsigned flags, CUdevice ordinal),
+                (out, affinity, count, flags, ordinal))
+CREATES_CONTEXT(cuCtxCreate_v4, (CUcontext * out, void *parameters, unsigned flags, CUdevice ordinal),
+                (out, parameters, flags, ordinal))
+
+typedef CUresult get_state(CUdevice, unsigned *, int *);
+
+bool primary_is_active(CUdevice ordinal)
+{
+    static void *_Atomic kept;
+    unsigned flags;
+    int active = 1;
+    get_state *ask = (get_state *)plain_function(&kept, "cuDevicePrimaryCtxGetState");
+    return !ask || ask(ordinal, &flags, &active) || active;
+}
+
+static CUresult after_primary(CUresult result, CUdevice ordinal)
+{
+    if (!result && lease_is_set() && !primary_is_active(ordinal)) {
+        forget_primary_context(ordinal);
+        settle_pools(ordinal);
+    }
+    return result;
+}
+
+#define ENDS_PRIMARY(name)               \
+    API CUresult name(CUdevice ordinal)  \
+    {                                    \
+        lease_count(LEASE_CALLS);              \
+        FIND_REAL(name);                 \
+        return after_primary(real(ordinal), ordinal); \
+    }
+ENDS_PRIMARY(cuDevicePrimaryCtxRelease)
+ENDS_PRIMARY(cuDevicePrimaryCtxRelease_v2)
+ENDS_PRIMARY(cuDevicePrimaryCtxReset)
+ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
+
+#define ENDS_CONTEXT(name)               \
+    API CUresult name(CUcontext context) \
+    {                                    \
+        lease_count(LEASE_CALLS);              \
+        FIND_REAL(name);                 \
+        CUresult result = real(context); \
+        if (!result && context)          \
+            forget_context(context);     \
+        return result;                   \
+    }
+ENDS_CONTEXT(cuCtxDestroy)
+ENDS_CONTEXT(cuCtxDestroy_v2)

@@ -1,0 +1,86 @@
+/* The preload library's hooks of functions that make a process impossible to suspend. */
+#include "preload.h"
+
+#define TAINTS(taint, name, parameters, arguments)           \
+    API CUresult name parameters                             \
+    {                                                        \
+        lease_count(LEASE_CALLS);                                  \
+        FIND_REAL(name);                                     \
+        return tainted_by(real arguments, taint);            \
+    }
+
+typedef CUipcMemHandle CUipcEventHandle; /* 64 opaque bytes too */
+
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcGetMemHandle, (CUipcMemHandle * out, CUdeviceptr address), (out, address))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenMemHandle, (CUdeviceptr * out, CUipcMemHandle handle, unsigned flags),
+       (out, handle, flags))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenMemHandle_v2, (CUdeviceptr * out, CUipcMemHandle handle, unsigned flags),
+       (out, handle, flags))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcGetEventHandle, (CUipcEventHandle * out, CUevent event), (out, event))
+TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenEventHandle, (CUevent * out, CUipcEventHandle handle), (out, handle))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemExportToShareableHandle,
+       (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemImportFromShareableHandle,
+       (CUmemGenericAllocationHandle * out, void *shared, int type), (out, shared, type))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolExportToShareableHandle,
+       (void *out, CUmemoryPool pool, int type, unsigned long long flags), (out, pool, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolImportFromShareableHandle,
+       (CUmemoryPool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuImportExternalMemory, (void **out, const void *description), (out, description))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuLogicalEndpointExport, (void *out, unsigned endpoint, int type), (out, endpoint, type))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuLogicalEndpointImport, (unsigned endpoint, const void *handle, int type),
+       (endpoint, handle, type))
+/* A descriptor for another driver (dma-buf, GPUDirect RDMA): CUDA Driver API reference 13.0. */
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemGetHandleForAddressRange,
+       (void *out, CUdeviceptr address, size_t bytes, int type, unsigned long long flags),
+       (out, address, bytes, type, flags))
+TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
+TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
+       (out, properties))
+
+/* CUPTI (cupti_callbacks.h, cupti_activity.h and cupti_profiler_target.h of 12.9): a process that it
+ * traces cannot be checkpointed (github.com/NVIDIA/cuda-checkpoint issue 15).  PyTorch links the
+ * library and calls these when torch.profiler starts, so that it is loaded says nothing. */
+enum { CUPTI_ERROR_NOT_INITIALIZED = 15 };
+
+#define TRACES(name, parameters, arguments)                          \
+    API CUresult name parameters                                     \
+    {                                                                \
+        lease_count(LEASE_CALLS);                                    \
+        __typeof__(&name) real = REAL(name);                         \
+        CUresult result = real ? real arguments : (CUresult)CUPTI_ERROR_NOT_INITIALIZED; \
+        return tainted_by(result, GPUSHARE_TAINT_TRACED);            \
+    }
+TRACES(cuptiSubscribe, (void **out, void *callback, void *data), (out, callback, data))
+TRACES(cuptiActivityEnable, (int kind), (kind))
+TRACES(cuptiActivityEnableContext, (CUcontext context, int kind), (context, kind))
+TRACES(cuptiActivityEnableAndDump, (int kind), (kind))
+TRACES(cuptiProfilerInitialize, (void *parameters), (parameters))
+
+typedef CUresult get_count(int *);
+
+bool has_peers(void)
+{
+    static void *_Atomic kept;
+    int count = 0;
+    get_count *ask = (get_count *)plain_function(&kept, "cuDeviceGetCount");
+    return lease_is_set() && ask && !ask(&count) && count > 1;
+}
+
+bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
+{
+    for (size_t i = 0; i < count; i++)
+        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
+            page_device(access[i].location.id) != home)
+            return true;
+    return false;
+}
+
+/* A pool's own device has access without this call: the location here is another device. */
+API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
+{
+    lease_count(LEASE_CALLS);
+    FIND_REAL(cuMemPoolSetAccess);
+    CUresult result = real(pool, access, count);
+    return !result && has_peers() && opens_to_peer(access, count, -1) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
+}

@@ -1,0 +1,88 @@
+/* The simulated libcuda.so.1: whether a process may be asked about, or moved, by another one now.
+ *
+ * Facts (numbered issues of github.com/NVIDIA/cuda-checkpoint):
+ *   - The caller needs root or ptrace access to the target: 304 otherwise (issues 6, 25, 41).
+ *     checkpoint=yama also allows what ptrace_scope 1 does: a process of the same user below the
+ *     caller (Linux, Documentation/admin-guide/LSM/Yama.rst).
+ *   - While one process that uses NCCL is locked or checkpointed, every action on another one,
+ *     GetState included, waits until the first is unlocked (issue 30, driver 575.57.08; 45).
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../process_identity.h"
+#include "sim_cuda.h"
+
+/* ---- permission ---- */
+
+/* A number of /proc/PID/status, or 0. */
+static unsigned long long status_of(int32_t pid, const char *field, int base)
+{
+    char path[32], line[256];
+    unsigned long long value = 0;
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
+    FILE *file = fopen(path, "re");
+    while (file && fgets(line, sizeof line, file))
+        if (!strncmp(line, field, strlen(field)) && line[strlen(field)] == ':')
+            value = strtoull(line + strlen(field) + 1, NULL, base);
+    if (file)
+        fclose(file);
+    return value;
+}
+
+static bool is_below(int32_t pid, int32_t ancestor)
+{
+    for (int generation = 0; pid > 1 && generation < 64; generation++)
+        if (pid == ancestor)
+            return true;
+        else
+            pid = (int32_t)status_of(pid, "PPid", 10);
+    return false;
+}
+
+bool sim_may_checkpoint(int32_t pid)
+{
+    enum { CAP_SYS_PTRACE = 19 }; /* linux/capability.h */
+    int32_t self = getpid();
+    if (sim->checkpoint_by == SIM_BY_ANY_UID || geteuid() == 0 || pid == self)
+        return true;
+    if (status_of(self, "CapEff", 16) >> CAP_SYS_PTRACE & 1 || status_of(pid, "TracerPid", 10) == (unsigned)self)
+        return true;
+    return sim->checkpoint_by == SIM_BY_YAMA && status_of(pid, "Uid", 10) == geteuid() && is_below(pid, self);
+}
+
+/* ---- NCCL ---- */
+
+static bool uses_nccl(int32_t pid)
+{
+    char path[32], line[512];
+    bool found = false;
+    snprintf(path, sizeof path, "/proc/%d/maps", pid);
+    FILE *file = fopen(path, "re");
+    while (file && !found && fgets(line, sizeof line, file))
+        found = strstr(line, "/libnccl") != NULL;
+    if (file)
+        fclose(file);
+    return found;
+}
+
+/* Whether another process that uses NCCL is locked, and so keeps this one from being asked. */
+bool sim_waits_for_nccl(int32_t pid)
+{
+    int32_t locked[SIM_PROCESSES];
+    int count = 0;
+    sim_lock();
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid > 0 && sim->process[i].pid != pid && sim->process[i].state != SIM_RUNNING &&
+            process_start_ticks(sim->process[i].pid) == sim->process[i].start_ticks)
+            locked[count++] = sim->process[i].pid;
+    sim_unlock();
+    bool waits = false;
+    if (count && uses_nccl(pid))
+        while (count && !waits)
+            waits = uses_nccl(locked[--count]);
+    return waits;
+}

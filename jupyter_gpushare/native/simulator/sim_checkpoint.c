@@ -1,0 +1,430 @@
+/* The simulated libcuda.so.1: checkpointing a process from another one.
+ *
+ * Facts (CUDA Driver API reference 13.0, "CUDA Checkpointing"; README and numbered issues of
+ * github.com/NVIDIA/cuda-checkpoint):
+ *
+ *     RUNNING --Lock--> LOCKED --Checkpoint--> CHECKPOINTED --Restore--> LOCKED --Unlock--> RUNNING
+ *
+ *   - Lock waits until calls in progress and submitted work are done; on time-out the process
+ *     stays RUNNING.  0 means no time-out.
+ *   - Checkpoint needs host memory for everything on the device, contexts included.  The target
+ *     allocates it (issue 33), so its memory cgroup is charged and the kernel may kill it.
+ *   - Restore may move to other devices, if every device in use is named in the pairs.
+ *   - A Restore that runs out of device memory answers 2 and leaves the process CHECKPOINTED;
+ *     from then on Restore answers 304 and Unlock 401, and its calls never return (issue 44,
+ *     driver 580.95.05, T4).  With lost=failed it is FAILED, as cuda.h names that state.
+ *   - Checkpoint of a process on a MIG instance answers 2 (issue 42, A100).
+ *   - Checkpoint of a PyTorch process answers 801 with driver 570.86.15 and 570.158.01, after a
+ *     Lock that succeeds; a program without loaded modules passes (issue 34).
+ *   - Managed memory, IPC and peer access answer 801 at Checkpoint (README, "Functionality"); so
+ *     does a process that CUPTI traces (issue 15: not supported).
+ *   - A process that only called cuInit answers 3, CUDA_ERROR_NOT_INITIALIZED
+ *     (github.com/llm-d-incubation/llm-d-rl-time-slicing pull request 148).
+ *   - The driver "does not attempt to keep the process in a good state if an error is encountered
+ *     during checkpoint" (README): after SIM_FAULT_CHECKPOINT_FAILS its CUDA calls fail.
+ *   - Lock may end the target with SIGSEGV (issue 58, driver 610.57.04, H100; issue 5):
+ *     SIM_FAULT_LOCK_KILLS and the like.
+ * Beyond the reference: a caller that dies half-way leaves the process where it was before; what
+ * a context grows by with its first restore is a guess (growth=SIZE).
+ */
+#define _GNU_SOURCE
+#include <signal.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../process_identity.h"
+#include "sim_cuda.h"
+
+static const uint64_t poll_ns = 100000;
+
+struct target {
+    struct sim_process *process;
+    int32_t pid;
+    uint64_t start_ticks;
+};
+
+/* ---- the target ---- */
+
+/* On success the mutex is held. */
+static CUresult aim(int pid, struct target *target)
+{
+    if (!sim_me)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    sim_hang(SIM_FAULT_HANG_CHECKPOINT, pid, -1);
+    for (uint32_t cleared = atomic_load(&sim->faults_cleared);
+         sim_waits_for_nccl(pid) && atomic_load(&sim->faults_cleared) == cleared;)
+        sim_sleep_ns(10000000u);
+    bool allowed = sim_may_checkpoint(pid);
+    sim_lock();
+    struct sim_process *process = sim_find(pid);
+    if (process && process_start_ticks(pid) == process->start_ticks) {
+        if (!process->used_cuda || !allowed) {
+            sim_unlock();
+            return allowed ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
+        }
+        if (process->move && process_start_ticks(process->mover_pid) != process->mover_start_ticks)
+            sim_sweep();
+        *target = (struct target){process, pid, process->start_ticks};
+        return CUDA_SUCCESS;
+    }
+    sim_sweep();
+    sim_unlock();
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult aim_in_state(int pid, struct target *target, enum sim_process_state state)
+{
+    CUresult result = aim(pid, target);
+    if (result)
+        return result;
+    if (target->process->state == state && !target->process->move)
+        return CUDA_SUCCESS;
+    sim_unlock();
+    return CUDA_ERROR_ILLEGAL_STATE;
+}
+
+/* The driver kills the target with SIGSEGV where this fault strikes; the mutex is not held. */
+static bool kills(enum sim_fault_kind kind, int pid)
+{
+    uint32_t unused;
+    if (!sim_me || !sim_strikes(kind, pid, -1, &unused))
+        return false;
+    kill(pid, SIGSEGV);
+    while (process_start_ticks(pid))
+        sim_sleep_ns(poll_ns);
+    return true;
+}
+
+static bool still_there(const struct target *target)
+{
+    return target->process->pid == target->pid && target->process->start_ticks == target->start_ticks &&
+           process_start_ticks(target->pid) == target->start_ticks;
+}
+
+static void begin_move(struct sim_process *process, enum sim_move move)
+{
+    process->mover_pid = getpid();
+    process->mover_start_ticks = process_start_ticks(process->mover_pid);
+    process->move = move;
+}
+
+/* Let a copy take its time, without the mutex; half of it when it is to fail half-way.
+ * False when the process died meanwhile. */
+static bool copy_time(const struct target *target, uint64_t bytes, bool half)
+{
+    uint64_t rate = sim->copy_bytes_per_s, ns = rate ? bytes / rate * 1000000000u + bytes % rate * 1000000000u / rate : 0;
+    sim_unlock();
+    if (ns)
+        sim_sleep_ns(half ? ns / 2 : ns);
+    sim_lock();
+    return still_there(target);
+}
+
+API CUresult cuCheckpointProcessGetState(int pid, int *state)
+{
+    struct target target;
+    CUresult result = state ? aim(pid, &target) : CUDA_ERROR_INVALID_VALUE;
+    if (result)
+        return result;
+    *state = (int)target.process->state;
+    sim_unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
+{
+    struct target target;
+    CUresult result = tid ? aim(pid, &target) : CUDA_ERROR_INVALID_VALUE;
+    if (result)
+        return result;
+    *tid = pid;
+    sim_unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
+{
+    struct target target;
+    uint32_t unused, timeout_ms = args ? args->timeoutMs : 0;
+    if (kills(SIM_FAULT_LOCK_KILLS, pid))
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    CUresult result = aim_in_state(pid, &target, SIM_RUNNING);
+    if (result)
+        return result;
+    begin_move(target.process, SIM_MOVE_LOCK);
+    sim_gate_set(target.process, SIM_GATE_CLOSED);
+    sim_unlock();
+    bool in_time = !sim_strikes(SIM_FAULT_LOCK_TIMEOUT, pid, -1, &unused);
+    uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
+    for (;;) {
+        bool quiet = !atomic_load(&target.process->inside);
+        sim_lock();
+        quiet = quiet && sim_busy_until(target.process) <= sim_now_ns();
+        if (!still_there(&target)) {
+            sim_sweep();
+            sim_unlock();
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        if (in_time && quiet)
+            break;
+        if (!in_time || (timeout_ms && sim_now_ns() >= until)) {
+            target.process->move = SIM_MOVE_NONE;
+            sim_gate_set(target.process, SIM_GATE_OPEN);
+            sim_note(target.process, "lock_timeout", -1, 0);
+            sim_unlock();
+            return CUDA_ERROR_NOT_READY;
+        }
+        sim_unlock();
+        sim_sleep_ns(poll_ns);
+    }
+    target.process->move = SIM_MOVE_NONE;
+    target.process->state = SIM_LOCKED;
+    sim_note(target.process, "lock", -1, 0);
+    sim_unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args)
+{
+    struct target target;
+    uint32_t unused;
+    (void)args;
+    CUresult result = aim_in_state(pid, &target, SIM_LOCKED);
+    if (result)
+        return result;
+    sim_unlock();
+    if (sim_strikes(SIM_FAULT_UNLOCK_FAILS, pid, -1, &unused))
+        return CUDA_ERROR_UNKNOWN;
+    result = aim_in_state(pid, &target, SIM_LOCKED);
+    if (result)
+        return result;
+    target.process->state = SIM_RUNNING;
+    sim_note(target.process, "unlock", -1, 0);
+    sim_gate_set(target.process, SIM_GATE_OPEN);
+    sim_unlock();
+    return CUDA_SUCCESS;
+}
+
+static void note_each(const struct sim_process *process, const char *event, const uint64_t bytes[SIM_DEVICES])
+{
+    bool any = false;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (bytes[d])
+            any = true, sim_note(process, event, d, bytes[d]);
+    if (!any)
+        sim_note(process, event, -1, 0);
+}
+
+/* Whether a memory cgroup of the target cannot hold so many more bytes. */
+static bool exceeds_host_group(const struct sim_process *process, uint64_t bytes)
+{
+    for (int g = 0; g < SIM_GROUPS; g++) {
+        const struct sim_group *group = &sim->host_group[g];
+        if (!group->path[0] || !sim_in_group(group->path, process->pid))
+            continue;
+        uint64_t used = 0;
+        for (int i = 0; i < SIM_PROCESSES; i++) {
+            const struct sim_process *other = &sim->process[i];
+            for (int d = 0; other->pid > 0 && sim_in_group(group->path, other->pid) && d < SIM_DEVICES; d++)
+                used += other->parked_used_bytes[d] + other->parked_context_bytes[d];
+        }
+        if (used > group->hard_bytes || bytes > group->hard_bytes - used)
+            return true;
+    }
+    return false;
+}
+
+static CUresult refusal(const struct sim_process *process, uint64_t bytes)
+{
+    uint64_t host = sim_host_used();
+    if (process->hindrances || (process->modules && !strncmp(sim->driver, "570.", 4)))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (sim->mig || host > sim->host_total_bytes || bytes > sim->host_total_bytes - host)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *args)
+{
+    struct target target;
+    uint64_t bytes[SIM_DEVICES], all = 0;
+    uint32_t unused;
+    (void)args;
+    if (kills(SIM_FAULT_CHECKPOINT_KILLS, pid))
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    bool damages = sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS, pid, -1, &unused);
+    bool fails = damages || (sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS_UNHARMED, pid, -1, &unused));
+    CUresult result = aim_in_state(pid, &target, SIM_LOCKED);
+    if (result)
+        return result;
+    struct sim_process *process = target.process;
+    for (uint32_t d = 0; d < SIM_DEVICES; d++)
+        all += bytes[d] = sim_process_device_used(process, d);
+    result = refusal(process, all);
+    if (!result && exceeds_host_group(process, all)) {
+        sim_note(process, "out_of_host_memory", -1, all);
+        kill(pid, SIGKILL); /* as the kernel does */
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    if (result) {
+        sim_unlock();
+        return result;
+    }
+    begin_move(process, SIM_MOVE_CHECKPOINT);
+    memcpy(process->parked_used_bytes, process->used_bytes, sizeof process->used_bytes);
+    memcpy(process->parked_context_bytes, process->context_bytes, sizeof process->context_bytes);
+    bool alive = copy_time(&target, all, fails);
+    if (!alive) {
+        sim_sweep();
+        sim_unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    process->move = SIM_MOVE_NONE;
+    uint64_t(*emptied)[SIM_DEVICES] = fails ? &process->parked_used_bytes : &process->used_bytes;
+    memset(*emptied, 0, sizeof *emptied);
+    emptied = fails ? &process->parked_context_bytes : &process->context_bytes;
+    memset(*emptied, 0, sizeof *emptied);
+    process->damaged = process->damaged || damages;
+    if (!fails)
+        process->state = SIM_CHECKPOINTED;
+    note_each(process, fails ? "checkpoint_failed" : "checkpoint", bytes);
+    sim_unlock();
+    return fails ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
+
+static int device_with(const CUuuid *uuid)
+{
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if (!memcmp(sim->device[d].uuid, uuid->bytes, sizeof uuid->bytes))
+            return (int)d;
+    return -1;
+}
+
+/* Where each device's bytes go.  Pairs, when given, name every device in use, and no two of
+ * them the same new one. */
+static bool read_pairs(const struct sim_process *process, const CUcheckpointRestoreArgs *args, int to[SIM_DEVICES])
+{
+    unsigned count = args ? args->gpuPairsCount : 0;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        to[d] = count ? -1 : d;
+    for (unsigned i = 0; i < count; i++) {
+        int from = device_with(&args->gpuPairs[i].oldUuid), target = device_with(&args->gpuPairs[i].newUuid);
+        if (from < 0 || target < 0 || to[from] >= 0)
+            return false;
+        for (int d = 0; d < SIM_DEVICES; d++)
+            if (to[d] == target)
+                return false;
+        to[from] = target;
+    }
+    for (uint32_t i = 0; count && i < process->visible_count; i++)
+        if (to[process->visible[i]] < 0)
+            return false;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] < 0 && process->parked_used_bytes[d] + process->parked_context_bytes[d])
+            return false;
+    return true;
+}
+
+/* The restore found no memory: the process is lost (the mutex is held, and given up here). */
+static CUresult lose(struct sim_process *process, const uint64_t bytes[SIM_DEVICES])
+{
+    note_each(process, "poison", bytes);
+    process->lost = true;
+    if (sim->lost_state == SIM_LOST_FAILED) {
+        process->state = SIM_FAILED;
+        sim_gate_set(process, SIM_GATE_FAILED);
+    }
+    sim_unlock();
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* Bytes that each device needs, or false where one has not so many. */
+static bool has_memory(const struct sim_process *process, const int to[SIM_DEVICES], uint64_t need[SIM_DEVICES])
+{
+    bool enough = true;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0) {
+            need[to[d]] += process->parked_used_bytes[d] + process->parked_context_bytes[d];
+            need[to[d]] += !process->grown && process->contexts >> d & 1u ? sim->growth_bytes : 0;
+        }
+    sim_sweep();
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        enough = enough && !(need[d] && sim_device_lost(d)) &&
+                 (!need[d] || sim_device_used(d) + need[d] <= sim->device[d].total_bytes - sim->unusable_bytes);
+    return enough;
+}
+
+/* Copy what is in the host back to the devices, in the sums. */
+static void take_back(struct sim_process *process, const int to[SIM_DEVICES])
+{
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0) {
+            process->used_bytes[to[d]] += process->parked_used_bytes[d];
+            process->context_bytes[to[d]] += process->parked_context_bytes[d];
+        }
+    for (uint32_t d = 0; d < sim->device_count; d++) {
+        uint64_t used = sim_device_used(d);
+        sim->device[d].peak_bytes = used > sim->device[d].peak_bytes ? used : sim->device[d].peak_bytes;
+    }
+}
+
+static void finish_restore(struct sim_process *process, const int to[SIM_DEVICES])
+{
+    uint64_t bytes[SIM_DEVICES] = {0};
+    uint32_t contexts = 0;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0) {
+            bytes[to[d]] += process->parked_used_bytes[d] + process->parked_context_bytes[d];
+            contexts |= (process->contexts >> d & 1u) << to[d];
+        }
+    for (uint32_t i = 0; i < process->visible_count; i++)
+        process->visible[i] = (uint8_t)to[process->visible[i]];
+    memset(process->parked_used_bytes, 0, sizeof process->parked_used_bytes);
+    memset(process->parked_context_bytes, 0, sizeof process->parked_context_bytes);
+    process->move = SIM_MOVE_NONE;
+    process->state = SIM_LOCKED;
+    process->contexts = contexts;
+    note_each(process, "restore", bytes);
+    for (int d = 0; d < SIM_DEVICES && sim->growth_bytes && !process->grown; d++)
+        if (contexts >> d & 1u) {
+            process->context_bytes[d] += sim->growth_bytes;
+            sim_note(process, "context", d, sim->growth_bytes);
+        }
+    process->grown = true;
+}
+
+API CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args)
+{
+    struct target target;
+    int to[SIM_DEVICES];
+    uint64_t need[SIM_DEVICES] = {0}, all = 0;
+    uint32_t unused;
+    if (kills(SIM_FAULT_RESTORE_KILLS, pid))
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    bool loses = sim && sim_strikes(SIM_FAULT_RESTORE_POISONS, pid, -1, &unused);
+    bool fails = sim && sim_strikes(SIM_FAULT_RESTORE_FAILS, pid, -1, &unused);
+    CUresult result = aim_in_state(pid, &target, SIM_CHECKPOINTED);
+    if (result)
+        return result;
+    struct sim_process *process = target.process;
+    if (process->lost || fails || !read_pairs(process, args, to)) {
+        sim_note(process, "restore_failed", -1, 0);
+        result = process->lost ? CUDA_ERROR_OPERATING_SYSTEM : fails ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_INVALID_VALUE;
+        sim_unlock();
+        return result;
+    }
+    if (!has_memory(process, to, need) || loses)
+        return lose(process, need);
+    begin_move(process, SIM_MOVE_RESTORE);
+    take_back(process, to);
+    for (int d = 0; d < SIM_DEVICES; d++)
+        all += need[d];
+    if (!copy_time(&target, all, false)) {
+        sim_sweep();
+        sim_unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    finish_restore(process, to);
+    sim_unlock();
+    return CUDA_SUCCESS;
+}

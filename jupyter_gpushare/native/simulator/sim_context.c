@@ -1,0 +1,276 @@
+/* The simulated libcuda.so.1: contexts, the current one of each thread, and peer access.
+ *
+ * Facts it follows (CUDA Driver API reference 13.0): a context costs device memory of its own, once
+ * per process and device; its end frees what was allocated in it; a primary one is shared by all
+ * that retain it.
+ */
+#include "sim_cuda.h"
+
+#include <stdlib.h>
+
+_Thread_local CUcontext sim_context;
+
+static struct CUctx_st primary[SIM_DEVICES];
+static unsigned own_contexts[SIM_DEVICES]; /* made by cuCtxCreate; with a primary one they share one charge */
+
+uint32_t sim_current_device(void)
+{
+    return sim_me->visible[sim_context->device];
+}
+
+static CUresult hold_context(CUdevice ordinal)
+{
+    uint32_t device = sim_me->visible[ordinal];
+    if (sim_device_lost(device))
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    if (primary[ordinal].holders || own_contexts[ordinal])
+        return CUDA_SUCCESS;
+    CUresult result = sim_charge(device, sim->context_bytes, true, "context");
+    if (!result) {
+        sim_me->used_cuda = true;
+        sim_me->contexts |= 1u << device;
+    }
+    return result;
+}
+
+static void drop_context(CUdevice ordinal)
+{
+    uint32_t device = sim_me->visible[ordinal];
+    if (primary[ordinal].holders || own_contexts[ordinal])
+        return;
+    sim_me->contexts &= ~(1u << device);
+    /* With all that it has grown by. */
+    sim_refund(device, sim_me->context_bytes[device], true, "context_end");
+}
+
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (sim_physical(ordinal) < 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&sim_local);
+    struct CUctx_st *context = &primary[ordinal];
+    CUresult result = hold_context(ordinal);
+    if (!result) {
+        context->device = ordinal;
+        context->primary = context->alive = true;
+        context->holders++;
+        *out = context;
+    }
+    pthread_mutex_unlock(&sim_local);
+    return result;
+}
+
+static CUresult end_primary(CUdevice ordinal, bool at_once)
+{
+    if (sim_physical(ordinal) < 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&sim_local);
+    struct CUctx_st *context = &primary[ordinal];
+    bool ends = context->holders && (at_once || context->holders == 1);
+    CUresult result = context->holders || at_once ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+    if (ends) {
+        context->alive = false;
+        context->peers = 0;
+        sim_drop_context_memory(context);
+    }
+    if (context->holders)
+        context->holders = ends ? 0 : context->holders - 1;
+    if (ends)
+        drop_context(ordinal);
+    pthread_mutex_unlock(&sim_local);
+    return result;
+}
+
+API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    return end_primary(ordinal, false);
+}
+
+API CUresult cuDevicePrimaryCtxReset_v2(CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    return end_primary(ordinal, true);
+}
+
+API CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned *flags, int *active)
+{
+    KNOW(ordinal);
+    *flags = 0;
+    *active = primary[ordinal].holders > 0;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned flags)
+{
+    KNOW(ordinal);
+    (void)flags;
+    return CUDA_SUCCESS;
+}
+
+static CUresult create_context(CUcontext *out, CUdevice ordinal)
+{
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (sim_physical(ordinal) < 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    struct CUctx_st *context = calloc(1, sizeof *context);
+    if (!context)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&sim_local);
+    CUresult result = hold_context(ordinal);
+    if (!result) {
+        context->device = ordinal;
+        context->alive = true;
+        own_contexts[ordinal]++;
+    }
+    pthread_mutex_unlock(&sim_local);
+    if (result) {
+        free(context);
+        return result;
+    }
+    sim_context = *out = context;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    (void)flags;
+    return create_context(out, ordinal);
+}
+
+API CUresult cuCtxCreate_v3(CUcontext *out, void *affinity, int affinities, unsigned flags, CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    (void)affinity, (void)affinities, (void)flags;
+    return create_context(out, ordinal);
+}
+
+API CUresult cuCtxCreate_v4(CUcontext *out, void *parameters, unsigned flags, CUdevice ordinal)
+{
+    ENTER(SIM_NEED_INIT);
+    (void)parameters, (void)flags;
+    return create_context(out, ordinal);
+}
+
+/* The structure itself stays: another thread may still have it as its current context. */
+API CUresult cuCtxDestroy_v2(CUcontext context)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!context || context->primary || !context->alive)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&sim_local);
+    context->alive = false;
+    sim_drop_context_memory(context);
+    own_contexts[context->device]--;
+    drop_context(context->device);
+    pthread_mutex_unlock(&sim_local);
+    if (sim_context == context)
+        sim_context = NULL;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxSetCurrent(CUcontext context)
+{
+    ENTER(SIM_NEED_INIT);
+    sim_context = context;
+    return CUDA_SUCCESS;
+}
+
+/* A stack of one is enough for push and pop as frameworks use them, but not a lie: deeper
+ * pushes are kept per thread up to a bound. */
+static _Thread_local CUcontext pushed[16];
+static _Thread_local unsigned pushes;
+
+API CUresult cuCtxPushCurrent_v2(CUcontext context)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!context || pushes == sizeof pushed / sizeof *pushed)
+        return CUDA_ERROR_INVALID_VALUE;
+    pushed[pushes++] = sim_context;
+    sim_context = context;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxPopCurrent_v2(CUcontext *context)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!sim_context)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (context)
+        *context = sim_context;
+    sim_context = pushes ? pushed[--pushes] : NULL;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    if (!sim_is_initialized())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    *context = sim_context;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetDevice(CUdevice *ordinal)
+{
+    if (!sim_is_initialized())
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!sim_context)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *ordinal = sim_context->device;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version)
+{
+    (void)context;
+    *version = 13000;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetFlags(unsigned *flags)
+{
+    ASK;
+    *flags = 0;
+    return sim_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
+{
+    ASK;
+    if (least)
+        *least = 0;
+    if (greatest)
+        *greatest = -5;
+    return CUDA_SUCCESS;
+}
+
+/* Peer access: enough to be seen (and to make the process impossible to checkpoint). */
+API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!peer || flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (peer->device == sim_context->device)
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    if (sim_context->peers >> peer->device & 1u)
+        return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+    sim_context->peers |= 1u << peer->device;
+    sim_lock();
+    sim_me->hindrances |= SIM_HINDERED_PEER;
+    sim_unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxDisablePeerAccess(CUcontext peer)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!peer || !(sim_context->peers >> peer->device & 1u))
+        return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+    sim_context->peers &= ~(1u << peer->device);
+    return CUDA_SUCCESS;
+}

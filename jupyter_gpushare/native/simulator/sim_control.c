@@ -1,0 +1,217 @@
+/* Functions that a real libcuda does not have: switches and readings for tests and for the demo.
+ *
+ * All start with gpushare_sim_ and may be called without cuInit.  Device numbers here are
+ * those of the machine (as in NVML), not of a process.  0 is success, -1 a wrong argument or
+ * no simulated machine.
+ */
+#define _GNU_SOURCE
+#include <string.h>
+
+#include "../process_identity.h"
+#include "sim_cuda.h"
+#include "sim_memory.h"
+
+/* Use the state at `path` instead of $GPUSHARE_SIM_STATE: for a test that steers several. */
+API int gpushare_sim_attach(const char *path)
+{
+    return sim_attach(path);
+}
+
+/* A kernel module with users is not removed: rmmod refuses while a process has /dev/nvidia* open,
+ * that is from cuInit or nvmlInit on until its end or nvmlShutdown (rmmod(8): "in use"). */
+static bool is_in_use(void)
+{
+    sim_sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid > 0)
+            return true;
+    for (int i = 0; i < SIM_NVML_CLIENTS; i++)
+        if (sim->nvml_client[i].pid &&
+            process_start_ticks(sim->nvml_client[i].pid) == sim->nvml_client[i].start_ticks)
+            return true;
+    return false;
+}
+
+/* Make a fault strike `count` times (-1: until cleared).  pid 0: any process; device -1: any. */
+API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned value)
+{
+    int result = -1;
+    if (sim_open() || kind <= SIM_FAULT_NONE || kind >= SIM_FAULT_KINDS || count == 0 || count < -1 || pid < 0 ||
+        device < -1 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    bool at_once = kind == SIM_FAULT_XID || kind == SIM_FAULT_ECC || kind == SIM_FAULT_DRIVER_RESTART ||
+                   kind == SIM_FAULT_RECOVERY_ACTION;
+    if (kind == SIM_FAULT_XID && device >= 0) {
+        sim->device[device].xid = value;
+        sim->device[device].xids++;
+        result = 0;
+    } else if (kind == SIM_FAULT_ECC && device >= 0) {
+        sim->device[device].uncorrected += value;
+        result = 0;
+    } else if (kind == SIM_FAULT_RECOVERY_ACTION && device >= 0) {
+        sim->device[device].recovery_action = value;
+        result = 0;
+    } else if (kind == SIM_FAULT_DRIVER_RESTART && !(sim->restarts_unused_only && is_in_use())) {
+        atomic_fetch_add(&sim->driver_starts, 1);
+        result = 0;
+    }
+    for (int i = 0; !at_once && result && i < SIM_FAULTS; i++)
+        if (sim->fault[i].kind == SIM_FAULT_NONE) {
+            sim->fault[i] = (struct sim_fault){(uint32_t)kind, pid, device, count, value};
+            atomic_fetch_add(&sim->fault_count, 1);
+            result = 0;
+        }
+    sim_unlock();
+    return result;
+}
+
+API int gpushare_sim_clear_faults(void)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    memset(sim->fault, 0, sizeof sim->fault);
+    atomic_store(&sim->fault_count, 0);
+    atomic_fetch_add(&sim->faults_cleared, 1);
+    sim_unlock();
+    return 0;
+}
+
+/* Make the primary context of an ordinal of this process as libcudart does: by a table of the
+ * driver (cuGetExportTable), which no symbol shows.  The driver's code, or -1. */
+/* What a stand-in for CUPTI calls when it traces this process. */
+API int gpushare_sim_trace(void)
+{
+    if (sim_open() || !sim_me)
+        return -1;
+    sim_hinder(SIM_HINDERED_TRACE);
+    return 0;
+}
+
+API int gpushare_sim_retain_unseen(int ordinal)
+{
+    CUcontext context;
+    return sim_open() ? -1 : (int)cuDevicePrimaryCtxRetain(&context, ordinal) ?: (int)cuCtxSetCurrent(context);
+}
+
+/* How many faults wait to strike; -1: there is no machine. */
+API int gpushare_sim_faults_left(void)
+{
+    int left = 0;
+    if (sim_open())
+        return -1;
+    sim_lock();
+    for (int i = 0; i < SIM_FAULTS; i++)
+        left += sim->fault[i].kind != SIM_FAULT_NONE && sim->fault[i].remaining != 0;
+    sim_unlock();
+    return left;
+}
+
+API int gpushare_sim_host_memory(uint64_t *total, uint64_t *available)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim_sweep();
+    uint64_t used = sim_host_used();
+    *total = sim->host_total_bytes;
+    *available = used < *total ? *total - used : 0;
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_set_host_memory(uint64_t total)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim->host_total_bytes = total;
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_device_memory(int device, uint64_t *used, uint64_t *peak, uint64_t *total)
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    sim_sweep();
+    *used = sim_device_used((uint32_t)device);
+    *peak = sim->device[device].peak_bytes;
+    *total = sim->device[device].total_bytes;
+    sim_unlock();
+    return 0;
+}
+
+/* The peak starts again from what is in use now. */
+API int gpushare_sim_reset_peak(int device)
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_lock();
+    sim_sweep();
+    sim->device[device].peak_bytes = sim_device_used((uint32_t)device);
+    sim_unlock();
+    return 0;
+}
+
+API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    sim_uuid_text(sim->device[device].uuid, text);
+    return 0;
+}
+
+/* Limit the host memory of a cgroup, as memory.max does; UINT64_MAX: no limit. */
+API int gpushare_sim_host_group(const char *path, uint64_t max_bytes)
+{
+    int result = -1;
+    if (sim_open() || strlen(path) >= SIM_GROUP_PATH)
+        return -1;
+    sim_lock();
+    struct sim_group *place = NULL;
+    for (int g = SIM_GROUPS - 1; g >= 0; g--)
+        if (!sim->host_group[g].path[0] || !strcmp(sim->host_group[g].path, path))
+            place = !place || !strcmp(sim->host_group[g].path, path) ? &sim->host_group[g] : place;
+    if (place) {
+        memset(place, 0, sizeof *place);
+        if (max_bytes != UINT64_MAX)
+            strcpy(place->path, path);
+        place->hard_bytes = max_bytes;
+        result = 0;
+    }
+    sim_unlock();
+    return result;
+}
+
+/* What a cgroup may have of a device: 0 and its limits, or -1 when none is set. */
+API int gpushare_sim_group(int device, const char *path, uint64_t *soft, uint64_t *hard)
+{
+    int result = -1;
+    if (sim_open())
+        return -1;
+    sim_lock();
+    for (int g = 0; g < SIM_GROUPS && result; g++)
+        if ((int)sim->group[g].device == device && !strcmp(sim->group[g].path, path)) {
+            *soft = sim->group[g].soft_bytes;
+            *hard = sim->group[g].hard_bytes;
+            result = 0;
+        }
+    sim_unlock();
+    return result;
+}
+
+/* A process's checkpoint state (as CUprocessState), or -1 when it does not use CUDA. */
+API int gpushare_sim_process_state(int pid)
+{
+    if (sim_open())
+        return -1;
+    sim_lock();
+    sim_sweep();
+    struct sim_process *process = sim_find(pid);
+    int state = process ? (int)process->state : -1;
+    sim_unlock();
+    return state;
+}

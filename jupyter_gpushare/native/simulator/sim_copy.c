@@ -1,0 +1,178 @@
+/* The simulated libcuda.so.1: host memory, copies and sets.
+ *
+ * Fact (CUDA Driver API reference 13.0, "Memory Management"): a synchronous copy from
+ * the device waits for the work submitted before it.
+ */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "sim_cuda.h"
+
+/* ---- host memory ---- */
+
+API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    if (!out || !bytes)
+        return CUDA_ERROR_INVALID_VALUE;
+    *out = malloc(bytes);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
+{
+    return cuMemHostAlloc(out, bytes, 0);
+}
+
+API CUresult cuMemFreeHost(void *memory)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    free(memory);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    return memory && bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuMemHostUnregister(void *memory)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* ---- copies and sets ---- */
+
+static void wait_for(CUstream stream)
+{
+    uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
+    if (done > now)
+        sim_sleep_ns(done - now);
+}
+
+static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes)
+{
+    if ((to_device && !sim_is_device_memory(to, bytes)) || (from_device && !sim_is_device_memory(from, bytes)))
+        return CUDA_ERROR_INVALID_VALUE;
+    memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    wait_for(NULL);
+    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
+}
+
+API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    wait_for(NULL);
+    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
+}
+
+API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return copy(to, true, from, true, bytes);
+}
+
+API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    wait_for(NULL);
+    return copy(to, false, from, false, bytes);
+}
+
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
+}
+
+API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
+}
+
+API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy(to, true, from, true, bytes);
+}
+
+API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy(to, false, from, false, bytes);
+}
+
+static CUresult set8(CUdeviceptr to, unsigned char value, size_t count)
+{
+    if (!sim_is_device_memory(to, count))
+        return CUDA_ERROR_INVALID_VALUE;
+    memset((void *)(uintptr_t)to, value, count);
+    return CUDA_SUCCESS;
+}
+
+static CUresult set32(CUdeviceptr to, unsigned value, size_t count)
+{
+    if (to % sizeof value || !sim_is_device_memory(to, count * sizeof value))
+        return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < count; i++)
+        ((unsigned *)(uintptr_t)to)[i] = value;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return set8(to, value, count);
+}
+
+API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return set32(to, value, count);
+}
+
+API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return set8(to, value, count);
+}
+
+API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return set32(to, value, count);
+}
+
+/* The per-thread default stream variants differ only in the stream that 0 names. */
+#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
+ALSO(cuMemcpyHtoD_v2, _ptds);
+ALSO(cuMemcpyDtoH_v2, _ptds);
+ALSO(cuMemcpyDtoD_v2, _ptds);
+ALSO(cuMemcpy, _ptds);
+ALSO(cuMemcpyHtoDAsync_v2, _ptsz);
+ALSO(cuMemcpyDtoHAsync_v2, _ptsz);
+ALSO(cuMemcpyDtoDAsync_v2, _ptsz);
+ALSO(cuMemcpyAsync, _ptsz);
+ALSO(cuMemsetD8_v2, _ptds);
+ALSO(cuMemsetD32_v2, _ptds);
+ALSO(cuMemsetD8Async, _ptsz);
+ALSO(cuMemsetD32Async, _ptsz);

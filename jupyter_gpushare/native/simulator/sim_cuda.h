@@ -1,0 +1,87 @@
+/* Inside the simulated libcuda: what its parts share.  See sim_gpu.h for the state.
+ *
+ * Device memory of a process is ordinary private memory of that process that only this
+ * library touches, so a checkpoint moves numbers in the shared state and the contents stay
+ * where they are, out of reach: every call that could see them waits at the process's gate.
+ */
+#ifndef GPUSHARE_SIM_CUDA_H
+#define GPUSHARE_SIM_CUDA_H
+
+#include "../cuda_types.h"
+#include "sim_gpu.h"
+
+#define API __attribute__((visibility("default")))
+
+struct CUctx_st {
+    CUdevice device; /* ordinal */
+    unsigned holders;
+    bool primary, alive;
+    uint32_t peers; /* bit: ordinal of a device with memory that this context may use */
+};
+
+struct sim_call {
+    CUresult error;
+    bool inside;
+};
+
+enum sim_need { SIM_NEED_INIT, SIM_NEED_CONTEXT };
+
+extern struct sim_process *sim_me; /* this process's entry, after cuInit */
+extern pthread_mutex_t sim_local;  /* guards this process's own tables; never held while waiting */
+extern _Thread_local CUcontext sim_context;
+
+struct sim_call sim_enter(enum sim_need need);
+void sim_leave(struct sim_call *call);
+
+/* First line of every entry point that can block while the process is locked.  What it
+ * holds is released when the function returns. */
+#define ENTER(need)                                                                  \
+    __attribute__((cleanup(sim_leave))) struct sim_call sim_call_ = sim_enter(need); \
+    if (sim_call_.error)                                                             \
+    return sim_call_.error
+
+/* First line of an entry point that reads what the process knows already.  Whether such calls wait
+ * while the process is locked is not documented: they do with queries=wait. */
+#define ASK                                                                                             \
+    __attribute__((cleanup(sim_leave))) struct sim_call sim_call_ =                                     \
+        sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT) : (struct sim_call){CUDA_SUCCESS, false};   \
+    if (sim_call_.error)                                                                                \
+    return sim_call_.error
+
+/* Whether this process may use CUDA: it called cuInit, and was not forked after that. */
+bool sim_is_initialized(void);
+
+/* First line of a query about a device, which never waits: `device` is the one behind `ordinal`. */
+#define KNOW(ordinal)                                        \
+    if (!sim_is_initialized())                               \
+        return CUDA_ERROR_NOT_INITIALIZED;                   \
+    int device_ = sim_physical(ordinal);                     \
+    if (device_ < 0)                                         \
+        return CUDA_ERROR_INVALID_DEVICE;                    \
+    const struct sim_device *device = &sim->device[device_]; \
+    (void)device
+
+/* The device behind an ordinal of this process, or -1. */
+int sim_physical(CUdevice ordinal);
+/* The current context's device (sim_context.c). */
+uint32_t sim_current_device(void);
+
+/* sim_context.c */
+CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal);
+CUresult cuCtxSetCurrent(CUcontext context);
+
+/* sim_access.c: whether this process may checkpoint another one, and whether NCCL keeps it from being
+ * asked now.  The mutex is not held. */
+bool sim_may_checkpoint(int32_t pid);
+bool sim_waits_for_nccl(int32_t pid);
+
+/* sim_memory.c */
+void sim_drop_context_memory(CUcontext context);
+bool sim_is_device_memory(CUdeviceptr address, size_t bytes);
+/* When everything submitted to a stream (or to all of this process's) is done. */
+uint64_t sim_stream_done_ns(CUstream stream);
+void sim_forget_in_child(void);
+CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *event);
+void sim_refund(uint32_t device, uint64_t bytes, bool context, const char *event);
+
+#endif

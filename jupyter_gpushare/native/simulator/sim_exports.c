@@ -1,0 +1,71 @@
+/* cuGetProcAddress of the simulated libcuda: names, versions and per-thread variants.
+ *
+ * Facts (CUDA Driver API reference 13.0, "Driver Entry Point Access"; versions as in that
+ * release's cudaTypedefs.h): a caller asks for a name without suffix and gets the newest
+ * variant that is not newer than the version it names; with
+ * CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM it gets the _ptsz or _ptds one where there is
+ * one.  Whether the addresses are those of the exported symbols is not said: with entry-points=apart
+ * each is a jump to its symbol, at another address.
+ */
+#include <string.h>
+
+#include "sim_cuda.h"
+
+#define EXPORT(base, name, since) CUresult name();
+#define EXPORT_STREAM(base, name, since, suffix) CUresult name(), name##suffix();
+#include "sim_exports.h"
+#undef EXPORT
+#undef EXPORT_STREAM
+
+#if defined __x86_64__
+#define JUMP(name) __asm__(".text\n.p2align 4\napart_" #name ": endbr64\njmp " #name "@PLT");
+#elif defined __aarch64__
+#define JUMP(name) __asm__(".text\n.p2align 4\napart_" #name ": bti c\nb " #name);
+#endif
+#define EXPORT(base, name, since) JUMP(name) extern const char apart_##name[] __attribute__((visibility("hidden")));
+#define EXPORT_STREAM(base, name, since, suffix) EXPORT(base, name, since) EXPORT(base, name##suffix, since)
+#include "sim_exports.h"
+#undef EXPORT
+#undef EXPORT_STREAM
+
+static const struct {
+    const char *base;
+    int since;
+    void *function, *per_thread;
+    const char *function_apart, *per_thread_apart;
+} exported[] = {
+#define EXPORT(base, name, since) {#base, since, (void *)name, (void *)name, apart_##name, apart_##name},
+#define EXPORT_STREAM(base, name, since, suffix) \
+    {#base, since, (void *)name, (void *)name##suffix, apart_##name, apart_##name##suffix},
+#include "sim_exports.h"
+#undef EXPORT
+#undef EXPORT_STREAM
+};
+
+API CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
+{
+    int best = -1, known = 0;
+    if (!symbol || !function)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (int i = 0; i < (int)(sizeof exported / sizeof *exported); i++)
+        if (!strcmp(exported[i].base, symbol)) {
+            known = 1;
+            if (exported[i].since <= version && (best < 0 || exported[i].since > exported[best].since))
+                best = i;
+        }
+    *function = NULL;
+    if (status)
+        *status = best >= 0 ? CU_PROC_ADDRESS_FOUND : known ? CU_PROC_ADDRESS_TOO_OLD : CU_PROC_ADDRESS_NOT_FOUND;
+    if (best < 0)
+        return CUDA_ERROR_NOT_FOUND;
+    bool per_thread = flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM;
+    *function = per_thread ? exported[best].per_thread : exported[best].function;
+    if (!sim_open() && sim->entry_points_apart)
+        *function = (void *)(uintptr_t)(per_thread ? exported[best].per_thread_apart : exported[best].function_apart);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+}

@@ -1,0 +1,237 @@
+/* The simulated GPUs: what both simulated libraries share, and every process maps.
+ *
+ *   $GPUSHARE_SIM_STATE          the shared state (struct sim_state), made by the first process
+ *   $GPUSHARE_SIM_STATE.ledger   every event, one JSON object a line, append only
+ *   $GPUSHARE_SIMULATE           what the machine has; read only by the process that makes the state:
+ *                                COUNTxNAME-SIZE[+COUNTxNAME-SIZE...][,OPTION...]
+ *                                for example 2xH100-80GB,host=512GiB,checkpoint=any-uid
+ *
+ *     host=SIZE context=SIZE copy=SIZE/s   host memory, one context, speed of a checkpoint
+ *     cgroup                    the driver limits cgroups (r615)
+ *     mig                       the devices are MIG instances of one GPU, named "... MIG PROFILE"
+ *     driver=VERSION            570.x cannot checkpoint a process with modules
+ *     checkpoint=root|any-uid|yama   which processes may checkpoint another
+ *     lost=checkpointed|failed  state of a process after a restore that found no memory
+ *     listed=initialized|allocated   which processes NVML lists
+ *     bytes=shown|zero|unavailable   what NVML says about each process's memory
+ *     growth=SIZE               what a context grows by with its first restore
+ *     unusable=SIZE             part of the free memory that no process can take
+ *     free-delay=MS             how long the memory of a dead process stays taken
+ *     entry-points=symbols|apart     where cuGetProcAddress points
+ *     queries=answer|wait       whether pointer, context and capture queries wait while locked
+ *     restart=unused|any-time   when the driver may restart
+ *
+ * Rules.  A process is its pid and its start time.  The mutex is robust and is never
+ * held while something waits.  Sums are always made from the processes' entries, so a
+ * process that dies inside the mutex leaves nothing half counted.  A dead process holds
+ * nothing: it is swept when a process asks or when memory is short.  Sizes are bytes.
+ */
+#ifndef GPUSHARE_SIM_GPU_H
+#define GPUSHARE_SIM_GPU_H
+
+#include "../old_glibc.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    SIM_DEVICES = 16,
+    SIM_PROCESSES = 256,
+    SIM_FAULTS = 32,
+    SIM_GROUPS = 64,
+    SIM_GROUP_PATH = 256,
+    SIM_BUCKETS = 64,           /* of utilization history ... */
+    SIM_BUCKET_NS = 20000000,   /* ... 20 ms each ... */
+    SIM_WINDOW_BUCKETS = 50,    /* ... of which the last second is reported */
+    SIM_UUID_TEXT = 41,         /* "GPU-" + 36 characters + 0 */
+};
+#define SIM_MAGIC (0x31555047u ^ (uint32_t)sizeof(struct sim_state)) /* "GPU1", and this very layout */
+#define SIM_PAGE_BYTES ((uint64_t)2 << 20)
+#define SIM_LEDGER_MAX_BYTES ((uint64_t)64 << 20)
+
+/* CUprocessState of cuda.h 13.0 */
+enum sim_process_state { SIM_RUNNING = 0, SIM_LOCKED = 1, SIM_CHECKPOINTED = 2, SIM_FAILED = 3 };
+
+/* Every CUDA call of a process passes its gate; calls wait on it while it is closed (futex). */
+enum sim_gate { SIM_GATE_OPEN = 0, SIM_GATE_CLOSED = 1, SIM_GATE_FAILED = 2 };
+
+/* What a checkpoint call that takes its time is doing, so that its death can be undone. */
+enum sim_move { SIM_MOVE_NONE = 0, SIM_MOVE_LOCK = 1, SIM_MOVE_CHECKPOINT = 2, SIM_MOVE_RESTORE = 3 };
+
+/* What makes the driver refuse to checkpoint a process. */
+enum sim_hindrance {
+    SIM_HINDERED_MANAGED = 1,
+    SIM_HINDERED_IPC = 2,
+    SIM_HINDERED_PEER = 4,
+    SIM_HINDERED_EXPORT = 8,
+    SIM_HINDERED_TRACE = 16,
+};
+
+/* Which processes may checkpoint another; see sim_checkpoint.c. */
+enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2 };
+enum sim_lost { SIM_LOST_CHECKPOINTED = 0, SIM_LOST_FAILED = 1 };
+enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2 };
+
+/* Defaults. */
+enum {
+    SIM_BY_DEFAULT = SIM_BY_ROOT,
+    SIM_LOST_DEFAULT = SIM_LOST_CHECKPOINTED,
+    SIM_LISTS_INITIALIZED = 1,
+    SIM_RESTARTS_UNUSED_ONLY = 1,
+    SIM_FREE_DELAY_NS = 200000000,
+    SIM_UNUSABLE_BYTES = 64 << 20,
+    SIM_GROWTH_BYTES = 16 << 20,
+    SIM_NVML_CLIENTS = 64,
+};
+
+enum sim_fault_kind {
+    SIM_FAULT_NONE = 0,
+    SIM_FAULT_LOCK_TIMEOUT = 1,     /* cuCheckpointProcessLock times out */
+    SIM_FAULT_CHECKPOINT_FAILS = 2, /* half-way: still locked, its memory where it was, its CUDA calls fail from then on */
+    SIM_FAULT_RESTORE_POISONS = 3,  /* as without device memory: the process is lost for ever */
+    SIM_FAULT_RESTORE_FAILS = 4,    /* nothing changed: still checkpointed */
+    SIM_FAULT_UNLOCK_FAILS = 5,     /* still locked */
+    SIM_FAULT_DEVICE_LOST = 6,      /* the device fell off the bus, until the fault is cleared */
+    SIM_FAULT_HANG_CALL = 7,        /* a process's next CUDA call takes `value` ms */
+    SIM_FAULT_HANG_NVML = 8,        /* the next NVML query takes `value` ms */
+    SIM_FAULT_HANG_CHECKPOINT = 9,  /* the next checkpoint call takes `value` ms */
+    SIM_FAULT_XID = 10,             /* the device reports XID `value` once */
+    SIM_FAULT_ECC = 11,             /* the device counts `value` more uncorrectable memory errors */
+    SIM_FAULT_DRIVER_RESTART = 12,  /* NVML has to be initialized again */
+    SIM_FAULT_MPS = 13,             /* the process is shown as a client of MPS */
+    SIM_FAULT_CHECKPOINT_FAILS_UNHARMED = 14, /* as CHECKPOINT_FAILS, and the process works on */
+    SIM_FAULT_LOCK_KILLS = 15,         /* the process ends with SIGSEGV in the call */
+    SIM_FAULT_CHECKPOINT_KILLS = 16,
+    SIM_FAULT_RESTORE_KILLS = 17,
+    SIM_FAULT_RECOVERY_ACTION = 18, /* the device asks for recovery action `value`; 0: for none any more */
+    SIM_FAULT_KINDS
+};
+
+struct sim_fault {
+    uint32_t kind;
+    int32_t pid;       /* 0: any process */
+    int32_t device;    /* -1: any device */
+    int32_t remaining; /* how often it will still strike; -1: always */
+    uint32_t value;
+};
+
+struct sim_device {
+    char name[48];
+    uint8_t uuid[16];
+    uint64_t total_bytes;
+    uint64_t peak_bytes;
+    uint64_t xids; /* how many so far */
+    uint64_t xid;  /* the last one */
+    uint64_t uncorrected;
+    uint32_t recovery_action; /* nvmlDeviceGpuRecoveryAction_t */
+};
+
+/* A limit of a cgroup on a device; without a path: free. */
+struct sim_group {
+    char path[SIM_GROUP_PATH];
+    uint64_t soft_bytes, hard_bytes;
+    uint32_t device;
+};
+
+/* When a process was computing on a device: the current stretch, and what came before. */
+struct sim_busy {
+    uint64_t from_ns, until_ns;
+    uint64_t bucket;                /* number of the newest filled bucket */
+    uint32_t busy_ns[SIM_BUCKETS];
+};
+
+struct sim_process {
+    int32_t pid; /* 0: free; negative: dead, and its memory is free again at `ends_ns` */
+    uint32_t state;
+    uint64_t start_ticks;
+    uint64_t ends_ns;
+    bool used_cuda;        /* ever had a context */
+    bool lost, damaged;    /* see sim_checkpoint.c */
+    bool grown;            /* its contexts, by a restore */
+    uint32_t modules;
+    uint32_t contexts;     /* bit: has one on this device */
+    _Atomic uint32_t gate;
+    _Atomic uint32_t inside; /* CUDA calls past the gate */
+    uint32_t hindrances;
+    uint32_t move;
+    int32_t mover_pid;
+    uint32_t visible_count;
+    uint64_t mover_start_ticks;
+    uint8_t visible[SIM_DEVICES]; /* ordinal -> device; a restore onto other devices changes it */
+    uint64_t used_bytes[SIM_DEVICES];
+    uint64_t context_bytes[SIM_DEVICES];
+    uint64_t parked_used_bytes[SIM_DEVICES]; /* in host memory */
+    uint64_t parked_context_bytes[SIM_DEVICES];
+    struct sim_busy busy[SIM_DEVICES];
+};
+
+struct sim_state {
+    _Atomic uint32_t magic;
+    uint32_t device_count;
+    pthread_mutex_t mutex;
+    uint64_t host_total_bytes;
+    uint64_t context_bytes;  /* one context costs this much on its device */
+    uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
+    uint64_t ledger_bytes;
+    uint64_t growth_bytes, unusable_bytes, free_delay_ns;
+    uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, entry_points_apart, queries_wait;
+    uint32_t restarts_unused_only;
+    char driver[40];
+    bool limits_cgroups, mig;
+    struct {
+        int32_t pid;
+        uint64_t start_ticks;
+    } nvml_client[SIM_NVML_CLIENTS];
+    struct sim_group host_group[SIM_GROUPS]; /* hard_bytes: of host memory */
+    _Atomic uint32_t driver_starts;
+    _Atomic uint32_t fault_count;
+    _Atomic uint32_t faults_cleared; /* how often; ends what hangs */
+    struct sim_fault fault[SIM_FAULTS];
+    struct sim_device device[SIM_DEVICES];
+    struct sim_process process[SIM_PROCESSES];
+    struct sim_group group[SIM_GROUPS];
+};
+
+extern struct sim_state *sim;
+
+/* Map the state of $GPUSHARE_SIM_STATE (or of `path`), making it when it is not there.
+ * 0, or -1 with one line on stderr. */
+int sim_open(void);
+int sim_attach(const char *path);
+bool sim_parse_spec(struct sim_state *state, const char *spec);
+
+uint64_t sim_now_ns(void);
+void sim_sleep_ns(uint64_t ns);
+void sim_lock(void);
+void sim_unlock(void);
+
+/* All of these want the mutex held. */
+void sim_sweep(void);
+struct sim_process *sim_find(int32_t pid);
+struct sim_process *sim_add(int32_t pid, uint64_t start_ticks);
+uint64_t sim_device_used(uint32_t device);
+uint64_t sim_host_used(void);
+uint64_t sim_process_device_used(const struct sim_process *process, uint32_t device);
+void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes);
+void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns);
+uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t since_ns, uint64_t now_ns);
+uint64_t sim_busy_until(const struct sim_process *process);
+bool sim_device_lost(uint32_t device);
+bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
+bool sim_in_group(const char *path, int32_t pid);
+bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
+
+/* Whether a fault strikes now (and is used up by one); takes the mutex itself. */
+bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value);
+void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device);
+
+/* Futex wake-up and wait on a process's gate. */
+void sim_gate_set(struct sim_process *process, enum sim_gate gate);
+void sim_gate_wait(struct sim_process *process, uint32_t seen, uint64_t at_most_ns);
+
+void sim_uuid_text(const uint8_t uuid[16], char text[SIM_UUID_TEXT]);
+
+#endif

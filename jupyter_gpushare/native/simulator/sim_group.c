@@ -1,0 +1,108 @@
+/* Limits of cgroups in the simulated driver ("MPS v3 Memory Partitioning", docs.nvidia.com): the
+ * processes of a cgroup together may not allocate more of a device than its hard limit.
+ *
+ * A process is in a cgroup when `cgroup.procs` there lists it or an ancestor.  In a real
+ * cgroup the kernel lists children by itself; in a plain folder, which tests without a cgroup
+ * file system use, the ancestors replace that.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim_gpu.h"
+
+enum { MOST_LISTED = 1024, MOST_GENERATIONS = 64 };
+
+struct members {
+    int32_t pid[MOST_LISTED];
+    int count;
+};
+
+static void read_members(const char *path, struct members *members)
+{
+    char procs[SIM_GROUP_PATH + sizeof "/cgroup.procs"], line[32];
+    snprintf(procs, sizeof procs, "%s/cgroup.procs", path);
+    FILE *file = fopen(procs, "re");
+    members->count = 0;
+    while (file && members->count < MOST_LISTED && fgets(line, sizeof line, file))
+        members->pid[members->count++] = (int32_t)strtol(line, NULL, 10);
+    if (file)
+        fclose(file);
+}
+
+static int32_t parent_of(int32_t pid)
+{
+    char path[32], text[512];
+    int32_t parent = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (file && fgets(text, sizeof text, file) && strrchr(text, ')'))
+        sscanf(strrchr(text, ')') + 1, " %*c %d", &parent);
+    if (file)
+        fclose(file);
+    return parent;
+}
+
+static bool is_member(const struct members *members, int32_t pid)
+{
+    for (int generation = 0; pid > 1 && generation < MOST_GENERATIONS; generation++) {
+        for (int i = 0; i < members->count; i++)
+            if (members->pid[i] == pid)
+                return true;
+        pid = parent_of(pid);
+    }
+    return false;
+}
+
+bool sim_in_group(const char *path, int32_t pid)
+{
+    static struct members members; /* guarded by sim_lock */
+    read_members(path, &members);
+    return is_member(&members, pid);
+}
+
+/* Whether a cgroup's hard limit is in the way of so many more bytes (mutex held). */
+bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes)
+{
+    static struct members members; /* guarded by sim_lock */
+    for (int g = 0; g < SIM_GROUPS; g++) {
+        const struct sim_group *group = &sim->group[g];
+        if (!group->path[0] || group->device != device || group->hard_bytes == UINT64_MAX)
+            continue;
+        read_members(group->path, &members);
+        if (!is_member(&members, pid))
+            continue;
+        uint64_t used = 0;
+        for (int i = 0; i < SIM_PROCESSES; i++)
+            if (sim->process[i].pid > 0 && is_member(&members, sim->process[i].pid))
+                used += sim_process_device_used(&sim->process[i], device);
+        if (used > group->hard_bytes || bytes > group->hard_bytes - used)
+            return true;
+    }
+    return false;
+}
+
+/* Set, or with soft 0 and hard UINT64_MAX forget (mutex held); false when there is no place left. */
+bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes)
+{
+    struct sim_group *place = NULL;
+    for (int g = 0; g < SIM_GROUPS; g++) {
+        struct sim_group *group = &sim->group[g];
+        if (group->device == device && !strcmp(group->path, path)) {
+            place = group;
+            break;
+        }
+        if (!group->path[0] && !place)
+            place = group;
+    }
+    if (!place)
+        return false;
+    memset(place, 0, sizeof *place);
+    if (soft_bytes == 0 && hard_bytes == UINT64_MAX)
+        return true;
+    snprintf(place->path, sizeof place->path, "%s", path);
+    place->device = device;
+    place->soft_bytes = soft_bytes;
+    place->hard_bytes = hard_bytes;
+    return true;
+}

@@ -1,0 +1,48 @@
+/* Inside the simulated libnvidia-ml: what its parts share.  See sim_gpu.h for the state. */
+#ifndef GPUSHARE_SIM_NVML_H
+#define GPUSHARE_SIM_NVML_H
+
+#include "../cuda_types.h"
+#include "sim_gpu.h"
+
+#define API __attribute__((visibility("default")))
+
+typedef int nvmlReturn_t;
+enum {
+    NVML_SUCCESS = 0,
+    NVML_ERROR_UNINITIALIZED = 1,
+    NVML_ERROR_INVALID_ARGUMENT = 2,
+    NVML_ERROR_NOT_SUPPORTED = 3,
+    NVML_ERROR_NO_PERMISSION = 4,
+    NVML_ERROR_NOT_FOUND = 6,
+    NVML_ERROR_INSUFFICIENT_SIZE = 7,
+    NVML_ERROR_DRIVER_NOT_LOADED = 9,
+    NVML_ERROR_TIMEOUT = 10,
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13,
+    NVML_ERROR_GPU_IS_LOST = 15,
+    NVML_ERROR_MEMORY = 20,
+    NVML_ERROR_UNKNOWN = 999,
+};
+enum { NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230 };
+struct nvmlDevice_st {
+    uint32_t index;
+};
+
+extern struct nvmlDevice_st sim_handles[SIM_DEVICES];
+extern struct nvmlDevice_st sim_whole; /* the GPU that is cut into MIG instances */
+
+/* Whether this process's handles are of the driver that runs now. */
+bool sim_nvml_is_open(void);
+
+/* At the entry of a call about the system, and of one about a device: what it answers at once. */
+nvmlReturn_t sim_nvml_enter(void);
+nvmlReturn_t sim_nvml_enter_device(nvmlDevice_t device);
+
+#define ENTER(device)                                       \
+    do {                                                    \
+        nvmlReturn_t error = sim_nvml_enter_device(device); \
+        if (error)                                          \
+            return error;                                   \
+    } while (0)
+
+#endif

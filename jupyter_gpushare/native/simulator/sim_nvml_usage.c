@@ -1,0 +1,270 @@
+/* The simulated libnvidia-ml.so.1: what a device is doing (memory, utilization, processes), and its events.
+ *
+ * Facts (NVML API reference r580): a list that does not fit its buffer is answered with
+ * INSUFFICIENT_SIZE and the number needed; no process that was busy is NOT_FOUND; events are the GPU's,
+ * and name the MIG instance.
+ *   - A process that only called cuInit is listed with 0 bytes or NOT_AVAILABLE
+ *     (github.com/llm-d-incubation/llm-d-rl-time-slicing pull request 148).
+ *   - In a container with its own pid namespace usedGpuMemory is 0 for a pid that matches
+ *     (github.com/Project-HAMi/HAMi-core issue 112, driver 560.35) or not available
+ *     (github.com/NVIDIA/open-gpu-kernel-modules pull request 614): bytes=zero, bytes=unavailable.
+ */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <time.h>
+
+#include "sim_nvml.h"
+
+enum { SWEEP_NS = 2000000, EVENT_POLL_NS = 20000000, NVML_EVENT_TYPE_XID = 8 };
+
+typedef struct {
+    unsigned gpu, memory;
+} nvmlUtilization_t;
+
+typedef struct {
+    unsigned pid;
+    unsigned long long usedGpuMemory;
+    unsigned gpuInstanceId, computeInstanceId;
+} nvmlProcessInfo_t;
+
+typedef struct {
+    unsigned pid;
+    unsigned long long timeStamp;
+    unsigned smUtil, memUtil, encUtil, decUtil;
+} nvmlProcessUtilizationSample_t;
+
+typedef struct {
+    nvmlDevice_t device;
+    unsigned long long eventType, eventData;
+    unsigned gpuInstanceId, computeInstanceId;
+} nvmlEventData_t;
+
+struct nvmlEventSet_st {
+    uint32_t devices; /* bit: registered */
+    uint64_t seen[SIM_DEVICES];
+};
+typedef struct nvmlEventSet_st *nvmlEventSet_t;
+
+/* ---- what it is doing ---- */
+
+/* Checking whether every process still lives costs a read each, and a monitor asks four questions
+ * of every device, so the result of the last check is kept for SWEEP_NS. */
+static void sweep(void)
+{
+    static uint64_t swept_ns; /* guarded by sim_lock */
+    uint64_t now = sim_now_ns();
+    if (now - swept_ns < SWEEP_NS)
+        return;
+    sim_sweep();
+    swept_ns = now;
+}
+
+API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    ENTER(device);
+    sim_lock();
+    sweep();
+    memory->total = sim->device[device->index].total_bytes;
+    memory->used = sim_device_used(device->index);
+    memory->free = memory->total - memory->used;
+    sim_unlock();
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    nvmlMemory_t plain;
+    nvmlReturn_t error = nvmlDeviceGetMemoryInfo(device, &plain);
+    if (error)
+        return error;
+    memory->total = plain.total;
+    memory->free = plain.free;
+    memory->used = plain.used;
+    memory->reserved = 0;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates)
+{
+    ENTER(device);
+    uint64_t now = sim_now_ns();
+    unsigned percent = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++)
+        if (sim->process[i].pid > 0)
+            percent += sim_busy_percent(&sim->process[i].busy[device->index], 0, now);
+    sim_unlock();
+    rates->gpu = percent > 100 ? 100 : percent;
+    rates->memory = rates->gpu / 2;
+    return NVML_SUCCESS;
+}
+
+/* Whether NVML lists a process on a device: those with a context there (a checkpointed one has
+ * none: README of cuda-checkpoint), and with listed=initialized those that only called cuInit. */
+static bool is_listed(const struct sim_process *process, uint32_t device)
+{
+    if (process->pid <= 0)
+        return false;
+    if (sim_process_device_used(process, device))
+        return true;
+    bool has_context = process->contexts >> device & 1u;
+    bool moved = process->state != SIM_RUNNING && process->state != SIM_LOCKED;
+    if (!sim->lists_initialized || moved)
+        return false;
+    for (uint32_t i = 0; !process->used_cuda && i < process->visible_count; i++)
+        has_context = has_context || process->visible[i] == device;
+    return has_context;
+}
+
+static unsigned long long shown_bytes(uint64_t bytes)
+{
+    return sim->shown_bytes == SIM_BYTES_SHOWN ? bytes : sim->shown_bytes == SIM_BYTES_ZERO ? 0 : ~0ull;
+}
+
+API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    ENTER(device);
+    unsigned capacity = *count, found = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        const struct sim_process *process = &sim->process[i];
+        if (!is_listed(process, device->index))
+            continue;
+        uint64_t bytes = sim_process_device_used(process, device->index);
+        if (found < capacity && list)
+            list[found] = (nvmlProcessInfo_t){(unsigned)process->pid, shown_bytes(bytes), ~0u, ~0u};
+        found++;
+    }
+    sim_unlock();
+    *count = found;
+    return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    ENTER(device);
+    (void)list;
+    *count = 0;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
+{
+    unsigned capacity = *count, found = 0;
+    uint32_t unused;
+    ENTER(device);
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        int32_t pid = sim->process[i].pid;
+        if (pid <= 0 || !sim_strikes(SIM_FAULT_MPS, pid, (int32_t)device->index, &unused))
+            continue;
+        if (found < capacity && list)
+            list[found] = (nvmlProcessInfo_t){(unsigned)pid, 0, ~0u, ~0u};
+        found++;
+    }
+    *count = found;
+    return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* One sample for each process that was busy since the time of the argument, in microseconds of the
+ * wall clock (NVML API reference r580, nvmlDeviceGetProcessUtilization: "CPU Timestamp in
+ * microseconds"), at most the last second. */
+API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples,
+                                                 unsigned *count, unsigned long long since_us)
+{
+    ENTER(device);
+    struct timespec wall;
+    clock_gettime(CLOCK_REALTIME, &wall);
+    uint64_t wall_us = (uint64_t)wall.tv_sec * 1000000u + (uint64_t)wall.tv_nsec / 1000u, now = sim_now_ns();
+    uint64_t ago_us = wall_us > since_us ? wall_us - since_us : 0;
+    uint64_t since = ago_us < now / 1000u ? now - ago_us * 1000u : 0;
+    unsigned capacity = samples ? *count : 0, found = 0;
+    sim_lock();
+    sweep();
+    for (int i = 0; ago_us && i < SIM_PROCESSES; i++) {
+        const struct sim_process *process = &sim->process[i];
+        unsigned percent = process->pid > 0 ? sim_busy_percent(&process->busy[device->index], since, now) : 0;
+        if (percent && found < capacity)
+            samples[found] = (nvmlProcessUtilizationSample_t){(unsigned)process->pid, wall_us, percent, 0, 0, 0};
+        found += percent > 0;
+    }
+    sim_unlock();
+    *count = found;
+    if (!found)
+        return NVML_ERROR_NOT_FOUND;
+    return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* ---- events: XIDs ---- */
+
+API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types)
+{
+    ENTER(device);
+    *types = NVML_EVENT_TYPE_XID;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
+{
+    nvmlReturn_t error = sim_nvml_enter();
+    if (error)
+        return error;
+    *set = calloc(1, sizeof **set);
+    return *set ? NVML_SUCCESS : NVML_ERROR_MEMORY;
+}
+
+API nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
+{
+    free(set);
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set)
+{
+    ENTER(device);
+    if (!set)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (types & ~(unsigned long long)NVML_EVENT_TYPE_XID)
+        return NVML_ERROR_NOT_SUPPORTED;
+    sim_lock();
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if (device == &sim_handles[d] || device == &sim_whole) {
+            set->devices |= 1u << d;
+            set->seen[d] = sim->device[d].xids;
+        }
+    sim_unlock();
+    return NVML_SUCCESS;
+}
+
+static bool next_event(nvmlEventSet_t set, nvmlEventData_t *data)
+{
+    bool found = false;
+    sim_lock();
+    for (uint32_t d = 0; d < sim->device_count && !found; d++) {
+        found = (set->devices >> d & 1u) && sim->device[d].xids > set->seen[d];
+        if (found) {
+            set->seen[d] = sim->device[d].xids;
+            *data = (nvmlEventData_t){sim->mig ? &sim_whole : &sim_handles[d], NVML_EVENT_TYPE_XID, sim->device[d].xid,
+                                      sim->mig ? d + 1 : ~0u, ~0u};
+        }
+    }
+    sim_unlock();
+    return found;
+}
+
+API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)
+{
+    nvmlReturn_t error = sim_nvml_enter();
+    if (error || !set || !data)
+        return error ? error : NVML_ERROR_INVALID_ARGUMENT;
+    uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
+    while (!next_event(set, data)) {
+        if (!sim_nvml_is_open())
+            return NVML_ERROR_UNINITIALIZED;
+        if (sim_now_ns() >= until)
+            return NVML_ERROR_TIMEOUT;
+        sim_sleep_ns(EVENT_POLL_NS);
+    }
+    return NVML_SUCCESS;
+}

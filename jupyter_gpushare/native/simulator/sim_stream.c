@@ -1,0 +1,431 @@
+/* The simulated libcuda.so.1: streams, events, modules, kernel launches.
+ *
+ * A launch changes the memory at once and makes its stream (and the device, for utilization)
+ * busy for as long as the kernel says; a thread that synchronizes sleeps until then.  Only the
+ * kernels of `jupyter_gpushare/demo_gpu.py` are known, by name: see `kernels`.
+ *
+ * Host functions (CUDA Driver API reference 13.0, cuLaunchHostFunc) run in a thread of the driver,
+ * after the work enqueued before them; synchronizing waits for them, and so does Lock (README of
+ * NVIDIA/cuda-checkpoint: "already-submitted CUDA work, including stream callbacks, are completed").
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim_memory.h"
+
+enum { HOST_CALL_POLL_NS = 100000 };
+
+struct CUstream_st {
+    struct CUstream_st *next;
+    CUcontext context;
+    uint64_t done_ns;
+};
+
+struct CUevent_st {
+    uint64_t done_ns; /* 0: never recorded, which counts as done */
+};
+
+static struct CUstream_st *streams;
+static struct CUstream_st default_stream[SIM_DEVICES];
+static _Atomic uint64_t host_calls_begun, host_calls_ended; /* one after the other, in this order */
+
+struct host_call {
+    CUhostFn function;
+    void *data;
+    uint64_t number, from_ns;
+};
+
+/* ---- streams ---- */
+
+/* 0, CU_STREAM_LEGACY (1) and CU_STREAM_PER_THREAD (2): the current device's default one. */
+static struct CUstream_st *stream_of(CUstream stream)
+{
+    return (uintptr_t)stream > 2 ? stream : &default_stream[sim_context->device];
+}
+
+/* The default stream waits for all others of its device. */
+uint64_t sim_stream_done_ns(CUstream stream)
+{
+    pthread_mutex_lock(&sim_local);
+    struct CUstream_st *asked = stream_of(stream);
+    uint64_t done = asked->done_ns;
+    for (struct CUstream_st *at = streams; asked != stream && at; at = at->next)
+        if (at->context && sim_context && at->context->device == sim_context->device && at->done_ns > done)
+            done = at->done_ns;
+    pthread_mutex_unlock(&sim_local);
+    return done;
+}
+
+static void sleep_until(uint64_t done_ns)
+{
+    uint64_t now = sim_now_ns();
+    if (done_ns > now)
+        sim_sleep_ns(done_ns - now);
+}
+
+static void *run_host_call(void *given)
+{
+    struct host_call *call = given;
+    sleep_until(call->from_ns);
+    while (atomic_load(&host_calls_ended) != call->number)
+        sim_sleep_ns(HOST_CALL_POLL_NS);
+    call->function(call->data);
+    atomic_fetch_add(&host_calls_ended, 1);
+    atomic_fetch_sub(&sim_me->inside, 1);
+    free(call);
+    return NULL;
+}
+
+static void wait_for_host_calls(void)
+{
+    for (uint64_t begun = atomic_load(&host_calls_begun); atomic_load(&host_calls_ended) < begun;)
+        sim_sleep_ns(HOST_CALL_POLL_NS);
+}
+
+static void release_pools(void)
+{
+    pthread_mutex_lock(&sim_local);
+    sim_pools_release(false);
+    pthread_mutex_unlock(&sim_local);
+}
+
+static CUresult create_stream(CUstream *out)
+{
+    struct CUstream_st *made = out ? calloc(1, sizeof *made) : NULL;
+    if (!made)
+        return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    made->context = sim_context;
+    pthread_mutex_lock(&sim_local);
+    made->next = streams;
+    streams = made;
+    pthread_mutex_unlock(&sim_local);
+    *out = made;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamCreate(CUstream *out, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    return create_stream(out);
+}
+
+API CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags, (void)priority;
+    return create_stream(out);
+}
+
+API CUresult cuStreamDestroy_v2(CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    pthread_mutex_lock(&sim_local);
+    struct CUstream_st **at = &streams;
+    while (*at && *at != stream)
+        at = &(*at)->next;
+    bool found = *at != NULL;
+    if (found)
+        *at = stream->next;
+    pthread_mutex_unlock(&sim_local);
+    if (!found)
+        return CUDA_ERROR_INVALID_HANDLE;
+    free(stream);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamSynchronize(CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    sleep_until(sim_stream_done_ns(stream));
+    wait_for_host_calls();
+    release_pools();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamQuery(CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    bool calls_host = atomic_load(&host_calls_ended) < atomic_load(&host_calls_begun);
+    return calls_host || sim_stream_done_ns(stream) > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    pthread_mutex_lock(&sim_local);
+    struct CUstream_st *waits = stream_of(stream);
+    waits->done_ns = event->done_ns > waits->done_ns ? event->done_ns : waits->done_ns;
+    pthread_mutex_unlock(&sim_local);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+    ASK;
+    (void)stream;
+    *status = 0;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxSynchronize(void)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    sleep_until(sim_stream_done_ns(NULL));
+    wait_for_host_calls();
+    release_pools();
+    return CUDA_SUCCESS;
+}
+
+/* ---- events ---- */
+
+API CUresult cuEventCreate(CUevent *out, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    struct CUevent_st *made = out ? calloc(1, sizeof *made) : NULL;
+    if (!made)
+        return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    *out = made;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventDestroy_v2(CUevent event)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    free(event);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
+    event->done_ns = done > now ? done : now;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventQuery(CUevent event)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    return event->done_ns > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+API CUresult cuEventSynchronize(CUevent event)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    sleep_until(event->done_ns);
+    release_pools();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
+{
+    ASK;
+    if (!ms || !start || !end || !start->done_ns || !end->done_ns)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *ms = (float)((double)(int64_t)(end->done_ns - start->done_ns) / 1e6);
+    return CUDA_SUCCESS;
+}
+
+/* ---- kernels: what the PTX of demo_gpu does ---- */
+
+static uint64_t argument(void **arguments, int index)
+{
+    uint64_t value;
+    memcpy(&value, arguments[index], sizeof value);
+    return value;
+}
+
+/* words, count, seed: word i becomes seed * 0x9e3779b97f4a7c15 + i * 0xbf58476d1ce4e5b9 */
+static CUresult run_fill(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), seed = argument(arguments, 2);
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t *word = (uint64_t *)(uintptr_t)at, value = seed * 0x9e3779b97f4a7c15u;
+    for (uint64_t i = 0; i < count; i++, value += 0xbf58476d1ce4e5b9u)
+        word[i] = value;
+    *busy_ns = 0;
+    return CUDA_SUCCESS;
+}
+
+/* words, count, busy_ns: one step; not idempotent, so a lost or repeated one shows */
+static CUresult run_step(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1);
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t *word = (uint64_t *)(uintptr_t)at;
+    for (uint64_t i = 0; i < count; i++)
+        word[i] = word[i] * 0x5851f42d4c957f2du + 0x14057b7ef767814fu;
+    *busy_ns = argument(arguments, 2);
+    return CUDA_SUCCESS;
+}
+
+/* words, count, sum: adds up word i * (2 i + 1) */
+static CUresult run_sum(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), to = argument(arguments, 2), sum = 0;
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8) || !sim_is_device_memory(to, 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    const uint64_t *word = (const uint64_t *)(uintptr_t)at;
+    for (uint64_t i = 0; i < count; i++)
+        sum += word[i] * (2 * i + 1);
+    *(uint64_t *)(uintptr_t)to += sum;
+    *busy_ns = 0;
+    return CUDA_SUCCESS;
+}
+
+struct CUfunc_st {
+    const char *name;
+    CUresult (*run)(void **arguments, uint64_t *busy_ns);
+};
+
+static struct CUfunc_st kernels[] = {
+    {"gpushare_demo_fill", run_fill},
+    {"gpushare_demo_step", run_step},
+    {"gpushare_demo_sum", run_sum},
+};
+
+struct CUmod_st {
+    unsigned entries; /* bit: kernel of that index is in the image */
+};
+
+API CUresult cuModuleLoadData(CUmodule *out, const void *image)
+{
+    char entry[64];
+    ENTER(SIM_NEED_CONTEXT);
+    if (!out || !image)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!strstr(image, ".version")) /* only PTX text can be read here */
+        return CUDA_ERROR_INVALID_IMAGE;
+    struct CUmod_st *made = calloc(1, sizeof *made);
+    /* Code takes device memory (CUDA C++ Programming Guide 13.0, "Lazy Loading"), in pages. */
+    CUresult result = made && sim->context_bytes ? sim_charge(sim_current_device(), SIM_PAGE_BYTES, true, "context")
+                                                 : CUDA_SUCCESS;
+    if (!made || result) {
+        free(made);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    sim_me->modules++;
+    for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+        snprintf(entry, sizeof entry, ".entry %s(", kernels[i].name);
+        made->entries |= strstr(image, entry) ? 1u << i : 0;
+    }
+    *out = made;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned options, int *names, void **values)
+{
+    (void)options, (void)names, (void)values;
+    return cuModuleLoadData(out, image);
+}
+
+API CUresult cuModuleUnload(CUmodule module)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!module)
+        return CUDA_ERROR_INVALID_HANDLE;
+    free(module);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!out || !module || !name)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++)
+        if ((module->entries >> i & 1u) && !strcmp(kernels[i].name, name)) {
+            *out = &kernels[i];
+            return CUDA_SUCCESS;
+        }
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+static CUresult launch(CUfunction function, CUstream stream, void **arguments)
+{
+    uint64_t busy_ns = 0;
+    if (!function || !arguments)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t started = sim_now_ns();
+    CUresult result = function->run(arguments, &busy_ns);
+    if (result)
+        return result;
+    pthread_mutex_lock(&sim_local);
+    struct CUstream_st *on = stream_of(stream);
+    uint64_t from = on->done_ns > started ? on->done_ns : started, until = from + busy_ns, now = sim_now_ns();
+    on->done_ns = until > now ? until : now; /* the work done above took time too */
+    sim_lock();
+    sim_busy_add(&sim_me->busy[sim_current_device()], from, on->done_ns);
+    sim_unlock();
+    pthread_mutex_unlock(&sim_local);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **arguments,
+                            void **extra)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)shared_bytes;
+    if (extra || !grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z)
+        return CUDA_ERROR_INVALID_VALUE;
+    return launch(function, stream, arguments);
+}
+
+API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!config || extra || !config->gridDimX || !config->blockDimX)
+        return CUDA_ERROR_INVALID_VALUE;
+    return launch(function, config->hStream, arguments);
+}
+
+API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    struct host_call *call = function ? malloc(sizeof *call) : NULL;
+    if (!call)
+        return function ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    uint64_t from_ns = sim_stream_done_ns(stream);
+    pthread_mutex_lock(&sim_local);
+    *call = (struct host_call){function, data, atomic_load(&host_calls_begun), from_ns};
+    atomic_fetch_add(&sim_me->inside, 1); /* until it has run */
+    pthread_t thread;
+    bool started = !pthread_create(&thread, NULL, run_host_call, call);
+    if (started) {
+        atomic_fetch_add(&host_calls_begun, 1);
+        pthread_detach(thread);
+    } else {
+        atomic_fetch_sub(&sim_me->inside, 1);
+        free(call);
+    }
+    pthread_mutex_unlock(&sim_local);
+    return started ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+
+#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
+ALSO(cuStreamSynchronize, _ptsz);
+ALSO(cuStreamQuery, _ptsz);
+ALSO(cuStreamWaitEvent, _ptsz);
+ALSO(cuStreamIsCapturing, _ptsz);
+ALSO(cuEventRecord, _ptsz);
+ALSO(cuLaunchHostFunc, _ptsz);
+ALSO(cuLaunchKernel, _ptsz);
+ALSO(cuLaunchKernelEx, _ptsz);

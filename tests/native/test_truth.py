@@ -1,0 +1,418 @@
+"""The simulated driver does what real drivers do: each test names the source of the behaviour."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.native.conftest import Checkpoint, checkpoint_in
+from tests.native.test_hooks import compile_shared
+from tests.native.worker import Worker, WorkerError
+from tests.simulator import GIB, MIB, Fault, Lease, Phase, Simulator
+
+OUT_OF_MEMORY, NOT_INITIALIZED, OPERATING_SYSTEM, ILLEGAL_STATE, NOT_SUPPORTED = 2, 3, 304, 401, 801
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+CUDA_CHECKPOINT = "https://github.com/NVIDIA/cuda-checkpoint"
+source = pytest.mark.source
+PLAIN = "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0"
+UNPRIVILEGED = 65534
+
+NVML = """
+import pynvml as n
+n.nvmlInit(); h = n.nvmlDeviceGetHandleByIndex(0)
+def shown(): return {p.pid: p.usedGpuMemory for p in n.nvmlDeviceGetComputeRunningProcesses(h)}
+"""
+
+
+def machine_with(folder: Path, more: str = "", spec: str = PLAIN) -> Simulator:
+    """A machine of one GPU with round sums, and some behaviour."""
+    return Simulator(folder, f"{spec},{more}" if more else spec)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Simulator, Checkpoint]]:
+    """A machine with the behaviour that the test names, and a process that suspends others."""
+    machine = machine_with(tmp_path, getattr(request, "param", ""))
+    for checkpoint in checkpoint_in(machine.env()):
+        yield machine, checkpoint
+
+
+def with_options(text: str) -> pytest.MarkDecorator:
+    """Give the machine of the fixture `driver` these options."""
+    return pytest.mark.parametrize("driver", [text], indirect=True)
+
+
+def get_state(checkpoint: Checkpoint, pid: int) -> int:
+    return checkpoint.call("cuCheckpointProcessGetState", pid, "ctypes.byref(ctypes.c_int())")
+
+
+def ended(pid_of: Worker) -> int:
+    """The signal that ended a worker."""
+    return -pid_of.process.wait(30)
+
+
+# ---- checkpoint ----
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/44 (driver 580.95.05, T4)")
+def test_a_restore_out_of_memory_leaves_the_process_checkpointed_for_ever(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as borrower:
+        kernel.run("b = gpu.allocate('50GiB')")
+        checkpoint.suspend(kernel.pid)
+        borrower.run("b = gpu.allocate('50GiB')")
+        assert checkpoint.restore(kernel.pid) == OUT_OF_MEMORY
+        assert machine.process_state(kernel.pid) == CHECKPOINTED
+        borrower.run("b.free()")
+        assert [checkpoint.restore(kernel.pid) for _ in range(2)] == [OPERATING_SYSTEM] * 2
+        assert checkpoint.unlock(kernel.pid) == ILLEGAL_STATE
+        kernel.start("gpu.synchronize()")
+        assert kernel.is_waiting()
+        assert machine.process_state(kernel.pid) == CHECKPOINTED
+        assert machine.device_used(0) == 0
+
+
+@source("cuda.h 13.0, CU_PROCESS_STATE_FAILED: an error occurred during checkpoint or restore")
+@with_options("lost=failed")
+def test_a_restore_out_of_memory_may_leave_the_process_failed(driver: tuple[Simulator, Checkpoint]) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as borrower:
+        kernel.run("b = gpu.allocate('50GiB')")
+        checkpoint.suspend(kernel.pid)
+        kernel.start("gpu.synchronize()")
+        borrower.run("b = gpu.allocate('50GiB')")
+        assert checkpoint.restore(kernel.pid) == OUT_OF_MEMORY
+        assert machine.process_state(kernel.pid) == FAILED
+        borrower.run("b.free()")
+        assert checkpoint.restore(kernel.pid) == ILLEGAL_STATE
+        assert checkpoint.unlock(kernel.pid) == ILLEGAL_STATE
+        with pytest.raises(WorkerError) as broken:  # the call that waited ends, and every other one
+            kernel.answer()
+        assert broken.value.code == 999
+        poisons = [event for event in machine.ledger() if event.event == "poison"]
+        assert [(event.pid, event.device, event.bytes) for event in poisons] == [(kernel.pid, 0, 50 * GIB)]
+        assert machine.device_used(0) == 0
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/42 (A100 40 GB)")
+def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xA100-40GB MIG 3g-20GB,context=0GiB,free-delay=0,mig")
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            assert checkpoint.lock(kernel.pid) == 0
+            assert checkpoint.checkpoint(kernel.pid) == OUT_OF_MEMORY
+            assert checkpoint.unlock(kernel.pid) == 0
+            kernel.run("gpu.allocate(8)")
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/34 (drivers 570.86.15 and 570.158.01)")
+@with_options("driver=570.158.01")
+def test_driver_570_refuses_a_process_with_modules_after_the_lock(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as torch, Worker(machine.env(), open_gpu=False) as plain:
+        assert checkpoint.lock(torch.pid) == 0
+        assert checkpoint.checkpoint(torch.pid) == NOT_SUPPORTED
+        assert checkpoint.unlock(torch.pid) == 0
+        plain.run(_CONTEXT)
+        checkpoint.suspend(plain.pid)
+        checkpoint.resume(plain.pid)
+
+
+_CONTEXT = """
+cuda = ctypes.CDLL("libcuda.so.1")
+context = ctypes.c_void_p()
+assert cuda.cuInit(0) == 0
+assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert cuda.cuCtxSetCurrent(context) == 0
+"""
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/30 (driver 575.57.08), /issues/45")
+def test_a_second_nccl_process_cannot_even_be_asked_while_the_first_is_locked(
+    driver: tuple[Simulator, Checkpoint], tmp_path: Path
+) -> None:
+    machine, checkpoint = driver
+    nccl = compile_shared(
+        "int ncclGetVersion(int *out) { return *out = 22000; }\n", tmp_path / "libnccl.so.2"
+    )
+    with Worker(machine.env()) as first, Worker(machine.env()) as second, Worker(machine.env()) as other:
+        for rank in (first, second):
+            rank.run(f"nccl = ctypes.CDLL({str(nccl)!r})")
+        checkpoint.suspend(first.pid)
+        assert get_state(checkpoint, other.pid) == 0  # uses no NCCL
+        for third in checkpoint_in(machine.env()):
+            third.worker.start(
+                f"cuda.cuCheckpointProcessGetState({second.pid}, ctypes.byref(ctypes.c_int()))"
+            )
+            assert third.worker.is_waiting()
+            checkpoint.resume(first.pid)
+            assert third.worker.answer() == 0
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/6, /issues/25, /issues/41")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize(
+    ("by", "code"), [("root", OPERATING_SYSTEM), ("yama", OPERATING_SYSTEM), ("any-uid", 0)]
+)
+def test_only_root_or_a_tracer_may_checkpoint(tmp_path: Path, by: str, code: int) -> None:
+    tmp_path.chmod(0o755)
+    machine = machine_with(tmp_path, f"checkpoint={by}")
+    with Worker(machine.env()) as kernel:
+        for checkpoint in checkpoint_in(machine.env()):
+            assert get_state(checkpoint, kernel.pid) == 0
+            checkpoint.worker.run(f"os.setresuid({UNPRIVILEGED}, {UNPRIVILEGED}, {UNPRIVILEGED})")
+            assert get_state(checkpoint, kernel.pid) == code
+            assert checkpoint.lock(kernel.pid) == code
+
+
+@source("Linux, Documentation/admin-guide/LSM/Yama.rst: ptrace_scope 1; cuda-checkpoint issue 41")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize(("by", "code"), [("root", OPERATING_SYSTEM), ("yama", 0)])
+def test_under_yama_a_user_may_checkpoint_only_what_it_started(tmp_path: Path, by: str, code: int) -> None:
+    machine = machine_with(tmp_path, f"checkpoint={by}")
+    with Worker(machine.env(), open_gpu=False) as parent:
+        # Mapped while the folder can still be read; both processes use CUDA only after the fork.
+        parent.run("cuda = ctypes.CDLL('libcuda.so.1'); cuda.gpushare_sim_faults_left()")
+        parent.run(f"os.setresuid({UNPRIVILEGED}, {UNPRIVILEGED}, {UNPRIVILEGED})")
+        parent.run(f"""
+ready, made = os.pipe()
+child = os.fork()
+if not child:
+{textwrap.indent(_CONTEXT.strip(), "    ")}
+    os.write(made, b"x")
+    time.sleep(60)
+    os._exit(0)
+assert os.read(ready, 1) == b"x" and cuda.cuInit(0) == 0
+""")
+        try:
+            assert get_state(Checkpoint(parent), int(parent.ask("child"))) == code
+        finally:
+            parent.run("os.kill(child, 9); os.waitpid(child, 0)")
+
+
+@source(f"{CUDA_CHECKPOINT} README: submitted work, stream callbacks included, is completed by Lock")
+def test_lock_waits_for_a_host_function_and_so_does_synchronizing(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run("import ctypes, threading; seen = []; go = threading.Event()")
+        kernel.run("gpu.synchronize(); cuda = ctypes.CDLL('libcuda.so.1')")
+        kernel.run("fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: seen.append(go.wait(60)))")
+        assert kernel.ask("[cuda.cuLaunchHostFunc(None, fn, None), cuda.cuStreamQuery(None)]") == [0, 600]
+        assert checkpoint.lock(kernel.pid, 100) == 600
+        assert kernel.ask("[seen, go.set(), cuda.cuCtxSynchronize(), seen]") == [[True], None, 0, [True]]
+        assert checkpoint.lock(kernel.pid, 10_000) == 0
+        assert checkpoint.unlock(kernel.pid) == 0
+
+
+@source(f"{CUDA_CHECKPOINT} README: no attempt to keep the process in a good state after an error")
+def test_a_failed_checkpoint_may_leave_a_damaged_process(driver: tuple[Simulator, Checkpoint]) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        machine.fault(Fault.CHECKPOINT_FAILS, pid=kernel.pid)
+        assert checkpoint.lock(kernel.pid) == 0
+        assert checkpoint.checkpoint(kernel.pid) == 999
+        assert checkpoint.unlock(kernel.pid) == 0
+        with pytest.raises(WorkerError) as broken:
+            kernel.run("gpu.synchronize()")
+        assert broken.value.code == 999
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/58 (driver 610.57.04, H100), /issues/5")
+@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
+def test_a_call_may_end_its_target(driver: tuple[Simulator, Checkpoint], step: str) -> None:
+    machine, checkpoint = driver
+    steps = ["lock", "checkpoint", "restore"]
+    with Worker(machine.env()) as kernel:
+        machine.fault(Fault[f"{step.upper()}_KILLS"], pid=kernel.pid)
+        codes = [getattr(checkpoint, name)(kernel.pid) for name in steps[: steps.index(step) + 1]]
+        assert codes == [0] * (len(codes) - 1) + [OPERATING_SYSTEM]
+        assert ended(kernel) == signal.SIGSEGV
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/33: the target allocates the host memory")
+def test_a_checkpoint_beyond_the_targets_memory_cgroup_ends_it(
+    driver: tuple[Simulator, Checkpoint], tmp_path: Path
+) -> None:
+    machine, checkpoint = driver
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as outside:
+        (cgroup / "cgroup.procs").write_text(f"{kernel.pid}\n")
+        machine.limit_host_memory(cgroup, 2 * GIB)
+        for worker in (kernel, outside):
+            worker.run("b = gpu.allocate('1GiB')")
+            checkpoint.suspend(worker.pid)
+            checkpoint.resume(worker.pid)
+            worker.run("c = gpu.allocate('2GiB')")
+        checkpoint.suspend(outside.pid)
+        assert checkpoint.lock(kernel.pid) == 0
+        assert checkpoint.checkpoint(kernel.pid) == OPERATING_SYSTEM
+        assert ended(kernel) == signal.SIGKILL
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/15: CUPTI is not supported")
+@source(f"{CUDA_CHECKPOINT} README, Functionality: memory shared with others (dma-buf alike)")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuda.gpushare_sim_trace()",  # what a library in place of CUPTI calls: test_taints.py
+        "cuda.cuMemGetHandleForAddressRange("
+        "bytes(8), ctypes.c_uint64(b.address), ctypes.c_size_t(1 << 21), 1, ctypes.c_uint64(0))",
+    ],
+)
+def test_a_process_that_is_traced_or_shares_memory_answers_not_supported(
+    driver: tuple[Simulator, Checkpoint], call: str
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); b = gpu.allocate('1GiB')")
+        assert kernel.ask(call) == 0
+        assert checkpoint.lock(kernel.pid) == 0
+        assert checkpoint.checkpoint(kernel.pid) == NOT_SUPPORTED
+        assert checkpoint.unlock(kernel.pid) == 0
+        kernel.run("gpu.synchronize()")
+
+
+# ---- processes and memory, as NVML shows them ----
+
+
+@source("https://github.com/llm-d-incubation/llm-d-rl-time-slicing/pull/148")
+def test_a_process_that_only_called_cu_init_is_listed_with_0_bytes_and_cannot_be_locked(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env(), open_gpu=False) as terminal, Worker(machine.env()) as kernel:
+        terminal.run(NVML)
+        terminal.run("assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0")
+        kernel.run("b = gpu.allocate('1GiB')")
+        shown = terminal.ask("shown()")
+        assert shown[str(terminal.pid)] == 0
+        assert shown[str(kernel.pid)] == GIB
+        assert checkpoint.lock(terminal.pid) == NOT_INITIALIZED
+        assert get_state(checkpoint, terminal.pid) == NOT_INITIALIZED
+        checkpoint.suspend(kernel.pid)
+        assert str(kernel.pid) not in terminal.ask("shown()")
+
+
+@source("https://github.com/Project-HAMi/HAMi-core/issues/112 (driver 560.35): 0 bytes")
+@source("https://github.com/NVIDIA/open-gpu-kernel-modules/pull/614: not available")
+@pytest.mark.parametrize(("bytes_", "shown"), [("shown", GIB), ("zero", 0), ("unavailable", None)])
+def test_nvml_may_hide_the_bytes_of_a_process(tmp_path: Path, bytes_: str, shown: int | None) -> None:
+    machine = machine_with(tmp_path, f"bytes={bytes_}")
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('1GiB')")
+        kernel.run(NVML)
+        assert kernel.ask("shown()[os.getpid()]") == shown
+        assert kernel.ask("n.nvmlDeviceGetMemoryInfo(h).used") == GIB
+
+
+@source("docs.nvidia.com/deploy/nvml-api, Field Value Queries; Error Recovery and Response Flags")
+def test_nvml_tells_which_recovery_action_a_gpu_needs(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as monitor:
+        monitor.run(NVML)
+        ask = "[[f.nvmlReturn, f.value.uiVal] for f in n.nvmlDeviceGetFieldValues(h, [230, 9999])]"
+        assert monitor.ask(ask) == [[0, 0], [3, 0]]  # a field that it does not know has a code of its own
+        machine.fault(Fault.RECOVERY_ACTION, device=0, value=1)
+        assert monitor.ask(ask) == [[0, 1], [3, 0]]
+
+
+@source("NVML API reference r580, nvmlDeviceGetProcessUtilization")
+def test_process_utilization_is_of_the_wall_clock_since_the_argument(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(NVML)
+        kernel.run("b = gpu.allocate('1MiB'); b.fill(); before = int(time.time() * 1e6); b.train(1, 0.2)")
+        kernel.run("(sample,) = n.nvmlDeviceGetProcessUtilization(h, before)")
+        assert kernel.ask("sample.pid == os.getpid() and sample.smUtil > 30")
+        assert abs(kernel.ask("sample.timeStamp") / 1e6 - time.time()) < 30
+        kernel.run("time.sleep(0.05)")
+        with pytest.raises(WorkerError, match="NotFound"):
+            kernel.run("n.nvmlDeviceGetProcessUtilization(h, int(time.time() * 1e6))")
+
+
+@source("CUDA C++ Programming Guide 13.0, Lazy Loading: code takes device memory when it is loaded")
+def test_a_context_grows_with_modules_and_with_its_first_restore(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "context=500MiB,growth=16MiB", "1xH100-80GB")
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env(), open_gpu=False) as kernel:
+            kernel.run(_CONTEXT)
+            assert machine.device_used(0) == 500 * MIB
+            kernel.run("gpu = demo_gpu.open()")
+            assert machine.device_used(0) == 502 * MIB
+            for _ in range(2):
+                checkpoint.suspend(kernel.pid)
+                assert machine.device_used(0) == 0
+                checkpoint.resume(kernel.pid)
+                assert machine.device_used(0) == 518 * MIB
+            kernel.run("cuda.cuDevicePrimaryCtxReset_v2(0)")
+            assert machine.device_used(0) == 0
+
+
+@source("https://github.com/vllm-project/vllm, tests/utils.py, wait_for_gpu_memory_to_clear")
+def test_memory_comes_free_some_time_after_the_end_of_its_process(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "free-delay=3000")
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as other:
+        kernel.run("b = gpu.allocate('60GiB')")
+        other.run(NVML)
+        kernel.kill()
+        ended_at = time.monotonic()
+        assert machine.device_used(0) == 60 * GIB
+        assert other.ask("list(shown())") == [other.pid]
+        with pytest.raises(WorkerError, match="Out of GPU memory"):
+            other.run("gpu.allocate('60GiB')")
+        while machine.device_used(0):
+            assert time.monotonic() < ended_at + 30
+            time.sleep(0.01)
+        assert time.monotonic() - ended_at > 2.5
+        other.run("gpu.allocate('60GiB')")
+
+
+@source("NVML API reference r580, nvmlMemory_v2_t: the driver keeps memory for itself")
+def test_not_all_that_is_shown_as_free_can_be_taken(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "unusable=64MiB")
+    with Worker(machine.env()) as kernel:
+        assert kernel.ask("gpu.memory()[0]") == 80 * GIB
+        with pytest.raises(WorkerError, match="Out of GPU memory"):
+            kernel.run("gpu.allocate(80 << 30)")
+        kernel.run("gpu.allocate((80 << 30) - (64 << 20))")
+
+
+@source("rmmod(8): a kernel module in use is not removed; nvidia-smi refuses a reset with clients")
+def test_the_driver_does_not_restart_under_a_living_client(driver: tuple[Simulator, Checkpoint]) -> None:
+    machine, checkpoint = driver
+    with pytest.raises(ValueError, match="no such fault"):
+        machine.fault(Fault.DRIVER_RESTART)
+    checkpoint.worker.kill()
+    with Worker(machine.env(), open_gpu=False) as monitor:
+        monitor.run(NVML)
+        with pytest.raises(ValueError, match="no such fault"):
+            machine.fault(Fault.DRIVER_RESTART)
+        monitor.run("n.nvmlShutdown()")
+        machine.fault(Fault.DRIVER_RESTART)
+
+
+@source("github.com/vosen/ZLUDA, dark_api/src/lib.rs: cuGetExportTable {6BD5FB6C-...}, slot 2")
+@source("libcudart 12.9 and 13.5: strings(1) shows cuGetExportTable")
+def test_the_runtime_makes_its_context_past_every_symbol(tmp_path: Path) -> None:
+    """The library neither counts it nor makes it wait; the device shows it."""
+    machine = machine_with(tmp_path, "context=500MiB", "1xH100-80GB")
+    lease = Lease(tmp_path / "lease", [(machine.uuid(0), 4 * GIB)])
+    lease.write(Phase.SUSPENDED)
+    with Worker(machine.env(**lease.env()), open_gpu=False) as terminal:
+        terminal.run("cuda = ctypes.CDLL('libcuda.so.1'); cuda.cuInit(0)")
+        assert terminal.ask("cuda.gpushare_sim_retain_unseen(0)") == 0
+        assert lease.slots() == {}
+        assert machine.device_used(0) == 500 * MIB

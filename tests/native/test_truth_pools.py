@@ -1,0 +1,124 @@
+"""The simulated driver's memory pools and switches: each test names the source, or that there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare import native
+from tests.native.conftest import checkpoint_in
+from tests.native.test_truth import PLAIN, machine_with, source
+from tests.native.worker import Worker
+from tests.simulator import GIB, Lease
+
+# ---- pools ----
+
+POOL = """
+cuda = ctypes.CDLL("libcuda.so.1")
+pool = ctypes.c_void_p()
+assert cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0) == 0
+def get(attribute):
+    value = ctypes.c_uint64()
+    assert cuda.cuMemPoolGetAttribute(pool, attribute, ctypes.byref(value)) == 0
+    return value.value >> 30
+def threshold(n): return cuda.cuMemPoolSetAttribute(pool, 4, ctypes.byref(ctypes.c_uint64(n)))
+def alloc(n):
+    at = ctypes.c_uint64()
+    assert cuda.cuMemAllocAsync(ctypes.byref(at), ctypes.c_size_t(n << 30), None) == 0
+    return at
+def free(at): return cuda.cuMemFreeAsync(at, None)
+"""
+
+
+@source("cuda.h 13.5, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: released at the next synchronisation")
+@pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (2 * GIB, 2), (2**64 - 1, 6)])
+def test_a_pool_keeps_freed_memory_up_to_its_threshold(tmp_path: Path, threshold: int, kept: int) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL)
+        kernel.run(f"assert threshold({threshold}) == 0; at = alloc(6); assert free(at) == 0")
+        assert kernel.ask("[get(5), get(7)]") == [6, 0]  # reserved, used
+        assert machine.device_used(0) == 6 * GIB
+        kernel.run("gpu.synchronize()")
+        assert kernel.ask("[get(5), get(6), get(8)]") == [kept, 6, 6]
+        assert machine.device_used(0) == kept * GIB
+        kernel.run("at = alloc(1)")
+        assert machine.device_used(0) == max(kept, 1) * GIB
+
+
+@source("CUDA Driver API reference 13.0, cuMemPoolTrimTo")
+def test_trimming_a_pool_gives_back_what_is_not_in_use(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL)
+        kernel.run("threshold(2**64 - 1); one, two = alloc(1), alloc(5); free(two)")
+        for keep, reserved in ((8, 6), (3, 3), (0, 1)):
+            assert kernel.ask(f"cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t({keep} << 30))") == 0
+            assert (kernel.ask("get(5)"), machine.device_used(0)) == (reserved, reserved * GIB)
+
+
+# ---- what is only inferred ----
+
+
+@source("not documented: cuGetProcAddress may answer other addresses than the symbols have")
+def test_entry_points_apart_from_their_symbols_are_counted_and_limited_too(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "entry-points=apart")
+    lease = Lease(tmp_path / "lease", [(machine.uuid(0), 4 * GIB)])
+    asked = """
+cuda = ctypes.CDLL("libcuda.so.1")
+def entry(name, kind=ctypes.CFUNCTYPE(ctypes.c_int)):
+    out = ctypes.c_void_p()
+    assert cuda.cuGetProcAddress_v2(name, ctypes.byref(out), 13000, ctypes.c_uint64(0), None) == 0
+    return out.value
+def call(name, *arguments): return ctypes.CFUNCTYPE(ctypes.c_int)(entry(name))(*arguments)
+def symbol(name): return ctypes.cast(getattr(cuda, name), ctypes.c_void_p).value
+"""
+    with Worker(machine.env()) as outside:
+        outside.run(asked)
+        assert outside.ask("entry(b'cuMemAlloc') != symbol('cuMemAlloc_v2')")
+    with Worker(machine.env(**lease.env())) as kernel:
+        kernel.run(asked)
+        before = lease.slots()[kernel.pid]
+        size = "ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t"
+        assert kernel.ask(f"[call(b'cuMemAlloc', {size}(n << 30)) for n in (3, 3, 1)]") == [0, 2, 0]
+        assert kernel.ask("[call(b'cuCtxSynchronize'), call(b'cuStreamQuery', None)]") == [0, 0]
+        after = lease.slots()[kernel.pid]
+        assert (after.work - before.work, after.queries - before.queries) == (4, 1)
+
+
+@source("not documented: which queries wait while a process is locked")
+@pytest.mark.parametrize(("queries", "waits"), [("answer", False), ("wait", True)])
+def test_queries_may_wait_while_the_process_is_locked(tmp_path: Path, queries: str, waits: bool) -> None:
+    machine = machine_with(tmp_path, f"queries={queries}")
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            kernel.run("cuda = ctypes.CDLL('libcuda.so.1')")
+            assert checkpoint.lock(kernel.pid) == 0
+            kernel.start("cuda.cuStreamIsCapturing(None, ctypes.byref(ctypes.c_int()))")
+            assert kernel.is_waiting(0.3) is waits
+            assert checkpoint.unlock(kernel.pid) == 0
+            assert kernel.answer() == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["lost=maybe", "bytes=", "checkpoint", "free-delay=1h", "driver=r570", "unusable=80GB", "pools=keep"],
+)
+def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],
+        env={
+            "GPUSHARE_SIMULATE": f"{PLAIN},{option}",
+            "GPUSHARE_SIM_STATE": str(tmp_path / "state"),
+            "LD_LIBRARY_PATH": str(native.sim_dir()),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "100\n"
+    assert "GPUSHARE_SIMULATE must read like" in done.stderr
