@@ -1,6 +1,6 @@
-"""One machine's devices: what they are, what is used, suspend and resume, limits.
+"""One machine's devices: inventory, samples, limits, suspend and resume.
 
-This room runs in the device helper, beside the driver.  It knows leases by
-name only and no project, and it imports nothing but the standard library,
-``pynvml`` and ``psutil``, so that it runs on a bare GPU machine.
+Runs in the device helper, beside the NVIDIA driver.  It knows leases by name
+only and no project, and imports nothing but the standard library, ``pynvml`` and
+``psutil``, so that it runs on a bare GPU machine.
 """

@@ -1,8 +1,8 @@
-"""Events to whoever watches, without ever waiting for a slow reader.
+"""Events for watchers, published without waiting for a slow reader.
 
-Each watcher has a bounded queue.  One that falls behind is cut off: what it
-missed it learns from a fresh `sample` when it watches again, so a lost event
-never leaves a reader wrong for long.
+Each watcher has a bounded queue.  One that falls behind is disconnected; when it
+watches again it starts from a fresh `sample`, so a lost event never leaves a reader
+with old state for long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from .verbs import Event, EventKind
+from jupyter_gpushare.protocol.helper import Event, EventKind
 
 QUEUE_EVENTS = 256
 
@@ -25,7 +25,7 @@ class Watcher:
 
 
 class Events:
-    """Numbers events and hands each to every watcher."""
+    """Numbers events and queues each for every watcher."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -41,7 +41,7 @@ class Events:
         reason: str = "",
         fields: dict[str, str] | None = None,
     ) -> None:
-        """Tell every watcher."""
+        """Queue an event for every watcher; a watcher with a full queue is disconnected."""
         with self._guard:
             self._seq += 1
             event = Event(
@@ -82,7 +82,7 @@ class Events:
         watcher.cut = True
         self._watchers.remove(watcher)
         try:
-            watcher.events.get_nowait()  # room for the end
+            watcher.events.get_nowait()  # free one slot for the end
             watcher.events.put_nowait(None)
         except (queue.Empty, queue.Full):
             watcher.events.put_nowait(None)

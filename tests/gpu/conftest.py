@@ -26,6 +26,6 @@ def machine(bare: Machine) -> Machine:
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Machine]:
     """A machine with two devices and a helper."""
-    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB"):
+    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB,restart=any-time"):
         machine.start()
         yield machine

@@ -12,32 +12,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare import native
-from jupyter_gpushare.gpu import canary
-from jupyter_gpushare.gpu.canary import Verdict
-from jupyter_gpushare.gpu.processes import boot_id
-from jupyter_gpushare.gpu.verbs import Level, Rung
+from jupyter_gpushare.gpu.leases.devices import Verdict
+from jupyter_gpushare.procfs import boot_id
+from jupyter_gpushare.protocol.helper import Level, Rung
 from tests.simulator import Simulator
+from tests.waiting import PATIENCE_S, until
 
 WORKER = Path(__file__).with_name("worker.py")
 DRIVER = "580.00.00-simulated"
-PATIENCE_S = 30.0
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """The first true value of ``condition``; fails when there is none in time."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        if value := condition():
-            return value
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
-        time.sleep(0.02)
 
 
 class Refused(Exception):
@@ -169,9 +159,12 @@ class Machine:
         self.offered: tuple[Level, ...] = (Level.WHOLE_GPU, Level.PRELOAD, Level.HINTS)
 
     def start(
-        self, *arguments: str, step: str = "", wait: bool = True, examine: bool = False, before: str = ""
+        self, *arguments: str, die: str = "", wait: bool = True, examine: bool = False, before: str = ""
     ) -> None:
-        """Start a helper; with ``step`` it kills itself (-9) at that step.
+        """Start a helper; with ``die`` it kills itself (-9) at that point.
+
+        A point is ``after restore 2`` (the second of these driver calls), ``before unlock 1`` or
+        ``after phase suspended`` (the event that says so).
 
         It finds the verdicts of an earlier self-test, which takes a second, unless
         it is to ``examine`` the devices itself.  ``before`` is run in it first.
@@ -179,7 +172,7 @@ class Machine:
         if not examine:
             self.keep_verdicts()
         command = [
-            sys.executable, "-c", before + "\n" + _HELPER, step,
+            sys.executable, "-c", before + "\n" + _HELPER, die,
             "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
         ]  # fmt: skip
         with self.log.open("ab") as log:
@@ -196,8 +189,8 @@ class Machine:
         private = self.state_dir / "private"
         private.mkdir(parents=True, exist_ok=True)
         ladder = tuple(Rung(level=level, offered=True) for level in self.offered)
-        passed = Verdict(suspendable=True, ladder=ladder)
-        kept = canary.keep(f"{boot_id()} {DRIVER} True", dict.fromkeys(self.uuids(), passed))
+        passed = asdict(Verdict(suspendable=True, ladder=ladder))
+        kept = {"key": f"{boot_id()} {DRIVER} True", "devices": dict.fromkeys(self.uuids(), passed)}
         (private / "canary").write_text(json.dumps(kept))
 
     def _answers(self) -> bool:
@@ -232,7 +225,7 @@ class Machine:
         return client
 
     def watch(self) -> Client:
-        """A client whose stream of events has begun."""
+        """A client that receives events already."""
         client = self.client()
         client.ask("watch")
         return client
@@ -330,18 +323,31 @@ class Machine:
 
 
 _HELPER = """
-import os, signal, sys
-from jupyter_gpushare.gpu import helper
-step = sys.argv.pop(1)
-from jupyter_gpushare.gpu import examiner, health, sampler
-examiner.RETRY_S = health.RETRY_S = 0.5
-examiner.MOST_RETRY_S = health.MOST_RETRY_S = 1.0
-examiner.ILL_S = 0.1
+import itertools, os, signal, sys
+from jupyter_gpushare.gpu.service import helper
+from jupyter_gpushare.gpu.checks import self_tests
+from jupyter_gpushare.gpu.checks import health
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.service import sampler
+self_tests.RETRY_S = health.RETRY_S = 0.5
+self_tests.MAX_RETRY_S = health.MAX_RETRY_S = 1.0
+self_tests.DRAINED_POLL_S = 0.1
 sampler.SETTLE_EVERY_S = 0.5
-class Dying(helper.Helper):
-    def __init__(self, options):
-        super().__init__(options, step=lambda name: name == step and os.kill(os.getpid(), signal.SIGKILL))
-helper.Helper = Dying
+def die_at(when, name, which):
+    owner, method = (Events, "publish") if name == "phase" else (Checkpoint, name)
+    call, count = getattr(owner, method), itertools.count(1)
+    def dying(self, *arguments, **named):
+        reached = named.get("fields", {}).get("to") if name == "phase" else str(next(count))
+        if reached == which and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = call(self, *arguments, **named)
+        if reached == which:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+    setattr(owner, method, dying)
+if point := sys.argv.pop(1):
+    die_at(*point.split())
 sys.exit(helper.main(sys.argv[1:]))
 """
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
 import signal
-from types import SimpleNamespace
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu import canary, room
-from jupyter_gpushare.gpu.canary import Verdict
-from jupyter_gpushare.gpu.examiner import Examiner
-from jupyter_gpushare.gpu.verbs import Level, Rung
-from tests.gpu.machine import Machine, until
+from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.checks import canary
+from jupyter_gpushare.gpu.driver import ladder, probe
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.protocol.helper import Level, Rung
+from tests.gpu.machine import Machine, machine_in, until
 from tests.simulator import Fault
+
+GPU = Gpu("GPU-1", 0, "H100", 80 << 30, mig=False, island="")
 
 
 def test_a_device_that_passed_offers_suspending_and_the_librarys_level(bare: Machine) -> None:
@@ -24,7 +34,7 @@ def test_a_device_that_passed_offers_suspending_and_the_librarys_level(bare: Mac
         assert device["level"] == "preload"
         assert device["suspend_bytes_per_s"] > 0
         assert device["resume_bytes_per_s"] > 0
-    assert bare.sim.device_used(0) == 0
+    until(lambda: bare.sim.device_used(0) == 0, "the driver frees what the self-test held")
     assert list((bare.state_dir / "leases").iterdir()) == []
 
 
@@ -47,17 +57,72 @@ def test_a_cycle_that_fails_takes_the_offer_back(bare: Machine, fault: Fault) ->
 
 def test_a_driver_that_does_not_show_our_pids_cannot_suspend(bare: Machine) -> None:
     """As in a container with pids of its own: what is suspended could not be told from what is not."""
-    bare.start(examine=True, before="from jupyter_gpushare.gpu import nvml; nvml._processes = lambda at: {}")
+    bare.start(
+        examine=True, before="from jupyter_gpushare.gpu.driver import nvml; nvml._processes = lambda at: {}"
+    )
     (device,) = bare.ask("inventory")["devices"]
     assert (device["suspendable"], device["suspend_reason"]) == (False, canary.NO_PIDS)
-    assert device["level"] == "preload"
+    assert (device["level"], bare.ask("sample")["devices"][0]["blind"]) == ("hints", True)
     bare.lease("ada")
     worker = bare.worker("ada", mib=64)
     assert worker.do("check") == "ok"
 
 
+#: As a driver that tells no more than the context.
+LITTLE = """
+from jupyter_gpushare.gpu.driver import nvml
+look = nvml._processes
+nvml._processes = lambda handle: {pid: held and min(held, 32 << 20) for pid, held in look(handle).items()}
+"""
+
+
+def test_a_child_whose_bytes_are_not_all_shown_is_no_evidence(bare: Machine) -> None:
+    bare.start(examine=True, before=LITTLE)
+    (device,) = bare.ask("inventory")["devices"]
+    assert (device["suspendable"], device["suspend_reason"]) == (False, canary.BLIND)
+    assert "the watchdog is blind" in {rung["level"]: rung["reason"] for rung in device["ladder"]}["preload"]
+
+
+@pytest.fixture
+def reachable() -> Iterator[Machine]:
+    """A machine on which every user finds the simulated driver's state; no helper yet."""
+    folder = Path(tempfile.mkdtemp(prefix="gpushare-canary-"))
+    folder.chmod(0o777)
+    try:
+        for machine in machine_in(folder):
+            machine.sim.ledger()
+            for path in folder.glob("gpu-state*"):
+                path.chmod(0o666)
+            yield machine
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_child_is_like_a_kernel_no_descendant_another_user_and_uses_what_frameworks_use(
+    reachable: Machine,
+) -> None:
+    reachable.sim.fault(Fault.HANG_CHECKPOINT, value=5000)
+    reachable.start(examine=True, wait=False)
+    until(lambda: reachable.sim.faults_left() == 0, "the first checkpoint call hangs")
+    assert reachable.helper
+    pid = reachable.sim.ledger()[-1].pid
+    assert (reachable.sim.device_used(0) >= canary.CANARY_BYTES, pid != reachable.helper.pid) == (True, True)
+    assert Path(f"/proc/{pid}").stat().st_uid == (probe.OVERFLOW_UID if os.geteuid() == 0 else os.geteuid())
+    parent = pid
+    while parent > 1:
+        parent = int(procfs.stat_fields(parent)[procfs.PARENT])
+        assert parent != reachable.helper.pid
+    assert len(list(Path(f"/proc/{pid}/task").iterdir())) >= 4  # main, input, two with a stream each
+    torch = "+torch" if importlib.util.find_spec("torch") else ""
+    used = f"features=segment+pinned+module+threads+callback{torch}\n"
+    assert used in reachable.log.read_text()
+    reachable.sim.clear_faults()
+    until(reachable._answers, "the helper answers")
+    until(lambda: reachable.ask("inventory")["devices"][0]["suspendable"], "it passes")
+
+
 OTHER_BYTES = """
-from jupyter_gpushare.gpu import canary
+from jupyter_gpushare.gpu.checks import canary
 answer = canary._answer
 canary._answer = lambda child, timeout_s, first, words: (
     answer(child, timeout_s, first, words) if first else ["0" * 64])
@@ -73,10 +138,10 @@ def test_a_driver_that_brings_back_other_bytes_is_found_out(bare: Machine) -> No
 
 #: Each time the driver is asked it shows a MiB more of each process.
 GROWS = """
-from jupyter_gpushare.gpu import nvml
+from jupyter_gpushare.gpu.driver import nvml
 look, asked = nvml._processes, []
 nvml._processes = lambda handle: asked.append(1) or {
-    pid: used + (len(asked) << 20) for pid, used in look(handle).items()}
+    pid: (used or 0) + (len(asked) << 20) for pid, used in look(handle).items()}
 """
 
 
@@ -85,17 +150,17 @@ def test_what_a_restore_takes_beyond_its_bytes_is_measured_and_kept_free(bare: M
     assert bare.ask("inventory")["devices"][0]["suspendable"]
     kept = json.loads((bare.state_dir / "private" / "canary").read_bytes())["devices"][bare.uuids()[0]]
     assert kept["grown_bytes"] >= 1 << 20
-    known: dict[str, Any] = dict.fromkeys(("canary", "nvml", "events", "state", "enforce"))
-    examiner = Examiner(**known, health=SimpleNamespace(), key="")  # type: ignore[arg-type]
-    assert examiner.margin_bytes("GPU-1") == room.MARGIN_BYTES
-    for grown, margin in ((1 << 20, room.MARGIN_BYTES), (1 << 30, 2 << 30)):
-        examiner._verdicts["GPU-1"] = Verdict(suspendable=True, grown_bytes=grown)
-        assert examiner.margin_bytes("GPU-1") == margin
+    devices = DeviceStates((GPU,))
+    assert devices.margin_bytes("GPU-1", 1 << 30) == ladder.MARGIN_FLOOR_BYTES
+    assert devices.margin_bytes("GPU-1", 50 << 30) == (50 << 30) * 3 // 100
+    for grown, margin in ((1 << 20, ladder.MARGIN_FLOOR_BYTES), (1 << 30, 2 << 30)):
+        devices.set_verdict("GPU-1", Verdict(suspendable=True, grown_bytes=grown))
+        assert devices.margin_bytes("GPU-1", 1 << 30) == margin
 
 
 LATE = """
 import time
-from jupyter_gpushare.gpu import nvml
+from jupyter_gpushare.gpu.driver import nvml
 look, seen = nvml._processes, {}
 def late(handle):
     now = time.monotonic()
@@ -105,19 +170,19 @@ nvml._processes = late
 """
 
 
-def test_a_driver_whose_list_of_processes_lags_behind_is_given_a_moment(bare: Machine) -> None:
+def test_a_driver_with_a_lagging_list_of_processes_is_given_a_moment(bare: Machine) -> None:
     bare.start(examine=True, before=LATE)
     (device,) = bare.ask("inventory")["devices"]
     assert (device["suspendable"], device["suspend_reason"]) == (True, "")
 
 
-def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
+def test_a_full_device_is_tested_when_memory_is_free(bare: Machine) -> None:
     holder = bare.worker(mib=79 * 1024)
     bare.start(examine=True)
     watch = bare.watch()
     (device,) = bare.ask("inventory")["devices"]
     assert not device["suspendable"]
-    assert "no room" in device["suspend_reason"]
+    assert "no free memory" in device["suspend_reason"]
     holder.kill()
     event = watch.event("device")
     assert event
@@ -128,7 +193,7 @@ def test_a_full_device_is_tested_when_there_is_room(bare: Machine) -> None:
 def test_the_helpers_own_child_is_no_stranger(bare: Machine) -> None:
     bare.start("--sample-s", "0.05", examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
-    assert "stranger" not in bare.log.read_text()
+    assert "unleased_process" not in bare.log.read_text()
 
 
 def test_the_child_does_not_outlive_a_helper_that_is_killed(bare: Machine) -> None:
@@ -142,12 +207,28 @@ def test_the_child_does_not_outlive_a_helper_that_is_killed(bare: Machine) -> No
 def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
     verdict = Verdict(suspendable=True, ladder=(Rung(level=Level.PRELOAD, offered=True),))
     later = Verdict(suspendable=False, reason="no room", final=False)
-    plain = canary.keep("boot driver", {"GPU-1": verdict, "GPU-2": later})
-    assert canary.kept(plain, "boot driver", "GPU-1") == verdict
-    assert canary.kept(plain, "boot driver", "GPU-2") is None
-    assert canary.kept(plain, "boot other", "GPU-1") is None
-    assert canary.kept({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver", "GPU-1") is None
-    assert canary.kept({}, "boot driver", "GPU-1") is None
+    gpus = (GPU, replace(GPU, uuid="GPU-2"))
+    devices = DeviceStates(gpus)
+    devices.load({}, "boot driver")
+    devices.set_verdict("GPU-1", verdict)
+    devices.set_verdict("GPU-2", later)
+    devices.measure_hidden("GPU-1", Usage((1 << 30) + 5, (79 << 30) - 5, 0, {7: 1 << 30}, None))
+    plain = json.loads(json.dumps(devices.saved()))
+
+    def loaded(saved: dict[str, Any], key: str) -> DeviceStates:
+        again = DeviceStates(gpus)
+        again.load(saved, key)
+        return again
+
+    again = loaded(plain, "boot driver")
+    assert again.verdict("GPU-1") == verdict
+    assert again.verdict("GPU-2") is None
+    assert again.reserve_bytes(GPU) == 5 + (80 << 30) * 3 // 100
+    assert loaded(plain, "boot other").verdict("GPU-1") is None
+    assert (
+        loaded({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver").verdict("GPU-1") is None
+    )
+    assert loaded({}, "boot driver").verdict("GPU-1") is None
 
 
 def test_a_failure_of_the_driver_has_the_device_tested_again(machine: Machine) -> None:

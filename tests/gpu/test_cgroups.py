@@ -1,4 +1,4 @@
-"""Who is put into the cgroup of a lease: its own processes, and nobody who has come into the pid of one."""
+"""Into the cgroup of a lease go its own processes, and none that has taken over the pid of one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu.cgroups import Cgroups
-from jupyter_gpushare.gpu.isolation import LeaseDirectory
-from jupyter_gpushare.gpu.journal import Record
-from jupyter_gpushare.gpu.lease import Lease
-from jupyter_gpushare.gpu.processes import Process, Processes
-from jupyter_gpushare.gpu.verbs import Phase
-
-
-def start_ticks(pid: int) -> int:
-    """Field 22 of /proc/PID/stat."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.procfs import start_ticks
+from jupyter_gpushare.protocol.helper import Phase
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["its own", "another one's"])
@@ -30,7 +26,7 @@ def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later
     (root / "cgroup.procs").touch()
     nvml: Any = SimpleNamespace(set_memory_limits=lambda *limits: None)
     processes = Processes(tmp_path)
-    cgroups = Cgroups(root, nvml, processes.alive)
+    cgroups = Cgroups(root, nvml, processes)
     record = Record(boot_id="b", lease="ada", uid=os.geteuid(), phase=Phase.RUNNING, limits={"GPU-1": 1})
     lease = Lease(record, LeaseDirectory(tmp_path, "ada"))
     cgroups.limit(lease)

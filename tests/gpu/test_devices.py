@@ -85,18 +85,23 @@ def test_a_checkpoint_that_fails_on_one_device_puts_back_what_left_the_other(
     before = used(big)
     big.sim.fault(Fault.CHECKPOINT_FAILS, pid=ranks[failing].pid)
     assert not big.ask("suspend", lease="big")["done"]
-    assert [rank.do("check") for rank in ranks] == ["ok", "ok"]
+    # After a failed checkpoint the driver gives no promise for that process; the other is unharmed.
+    assert [rank.do("check") for rank in ranks] == ["bad" if n == failing else "ok" for n in (0, 1)]
     # The device is tested again after such a failure, by a process that holds memory for a moment.
-    until(lambda: used(big) == before, "both are back, and nothing else")
+    # A context grows by 16 MiB with its first restore.
+    until(
+        lambda: all(now - was in (0, 16 * MIB) for now, was in zip(used(big), before, strict=True)),
+        "both are back, and nothing else",
+    )
 
 
-def test_a_device_without_room_keeps_the_whole_lease_asleep(big: Machine) -> None:
+def test_a_device_without_free_memory_keeps_the_whole_lease_asleep(big: Machine) -> None:
     big.lease("bo", 70 * GIB, devices=(1,))
     ranks = [big.worker("big", device=device, mib=30 * 1024) for device in (0, 1)]
     assert big.ask("suspend", lease="big")["done"]
     bo = big.worker("bo", device=1, mib=60 * 1024)
     moved = big.ask("resume", lease="big", timeout_s=0.2)
-    assert (moved["done"], moved["refused"]) == (False, "no_room")
+    assert (moved["done"], moved["refused"]) == (False, "no_memory")
     assert big.uuids()[1] in moved["reason"]
     assert big.sim.device_used(0) == 0
     assert bo.do("check") == "ok"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu import host, processes
-from jupyter_gpushare.gpu.host import HostMemory, with_overhead
+from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.leases import host
+from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
 
 GIB = 1 << 30
 
@@ -18,8 +20,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
     """100 GiB, of which 60 are available, for no cgroup has a limit."""
     seen = SimpleNamespace(total=100 * GIB, available=60 * GIB)
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: seen)
-    monkeypatch.setattr(host, "room_in_cgroup", lambda pid: None)
-    return HostMemory(50, lambda: None)
+    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {})
+    real: Any = SimpleNamespace(simulated_host_memory=lambda: None)
+    return HostMemory(50, real)
 
 
 def refusal(memory: HostMemory, by_pid: dict[int, int], saved_bytes: int = 0) -> str:
@@ -50,49 +53,77 @@ def test_what_the_host_has_left_bounds_it(memory: HostMemory, monkeypatch: pytes
 
 
 def test_the_cgroup_of_the_lease_bounds_it(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "room_in_cgroup", lambda pid: {1: 20 * GIB, 2: 8 * GIB}[pid])
+    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
     assert refusal(memory, {1: 5 * GIB, 2: 2 * GIB}) == ""
     assert "memory cgroup of the lease" in refusal(memory, {1: 5 * GIB, 2: 4 * GIB})
 
 
+def test_two_processes_of_different_leases_share_the_limit_of_their_cgroup(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/slice": 10 * GIB})
+    with memory.promise({1: 6 * GIB}, 0) as first:
+        assert first == ""
+        assert "memory cgroup of the lease" in refusal(memory, {2: 6 * GIB})
+    assert refusal(memory, {2: 6 * GIB}) == ""
+
+
 class Cgroups:
-    """What a process and the kernel say about the memory of its cgroups."""
+    """The cgroups of a process and what the kernel says about their memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, own: str) -> None:
         self._folder = folder
-        monkeypatch.setattr(processes, "CGROUPS", str(folder))
-        monkeypatch.setattr(processes, "_bytes", lambda path, most: f"0::{own}\n".encode())
+        monkeypatch.setattr(host, "CGROUPS", str(folder))
+        monkeypatch.setattr(procfs, "read", lambda pid, name, limit_bytes: f"{own}\n".encode())
 
-    def add(self, path: str, most: int | str, current: int, inactive_file: int = 0) -> None:
+    def add(self, path: str, limit: int | str, current: int, inactive_file: int = 0) -> None:
         here = self._folder / path.strip("/")
         here.mkdir(parents=True, exist_ok=True)
-        (here / "memory.max").write_text(f"{most}\n")
+        (here / "memory.max").write_text(f"{limit}\n")
         (here / "memory.current").write_text(f"{current}\n")
         (here / "memory.stat").write_text(f"anon 5\nfile 6\ninactive_file {inactive_file}\nslab 7\n")
 
+    def add_v1(self, path: str, limit: int, usage: int, inactive_file: int = 0) -> None:
+        here = self._folder / "memory" / path.strip("/")
+        here.mkdir(parents=True, exist_ok=True)
+        (here / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (here / "memory.usage_in_bytes").write_text(f"{usage}\n")
+        (here / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {inactive_file}\n")
+
+
+def free() -> int | None:
+    return min(host.free_in_cgroups([1]).values(), default=None)
+
 
 def test_the_tightest_cgroup_above_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cgroups = Cgroups(monkeypatch, tmp_path, "/user/ada")
-    assert processes.room_in_cgroup(1) is None
+    cgroups = Cgroups(monkeypatch, tmp_path, "0::/user/ada")
+    assert free() is None
     cgroups.add("/user/ada", "max", 1 * GIB)
-    assert processes.room_in_cgroup(1) is None
+    assert free() is None
     cgroups.add("/user/ada", 10 * GIB, 1 * GIB)
     cgroups.add("/user", 30 * GIB, 25 * GIB)
-    assert processes.room_in_cgroup(1) == 5 * GIB
+    assert free() == 5 * GIB
 
 
 def test_the_limit_of_a_container_counts_which_sees_its_own_cgroup_as_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Cgroups(monkeypatch, tmp_path, "/").add("/", 8 * GIB, 2 * GIB)
-    assert processes.room_in_cgroup(1) == 6 * GIB
+    Cgroups(monkeypatch, tmp_path, "0::/").add("/", 8 * GIB, 2 * GIB)
+    assert free() == 6 * GIB
 
 
-def test_files_in_the_cache_leave_when_their_room_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Cgroups(monkeypatch, tmp_path, "/ada").add("/ada", 8 * GIB, 8 * GIB, inactive_file=5 * GIB)
-    assert processes.room_in_cgroup(1) == 5 * GIB
+def test_files_in_the_cache_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cgroups(monkeypatch, tmp_path, "0::/ada").add("/ada", 8 * GIB, 8 * GIB, inactive_file=5 * GIB)
+    assert free() == 5 * GIB
+
+
+def test_a_limit_of_cgroup_v1_counts_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RHEL 8 and Docker on v1: without it the kernel is killed by the copy of its own suspension."""
+    cgroups = Cgroups(monkeypatch, tmp_path, "5:cpu,cpuacct:/ada\n4:memory:/docker/ada\n0::/system.slice")
+    cgroups.add_v1("/docker", (1 << 63) - 4096, 2 * GIB)  # no limit, as v1 writes it
+    assert free() is None
+    cgroups.add_v1("/docker/ada", 16 * GIB, 14 * GIB, inactive_file=1 * GIB)
+    assert free() == 3 * GIB
 
 
 def test_a_copy_needs_a_twentieth_more_than_its_bytes() -> None:

@@ -1,4 +1,4 @@
-"""The two files of a lease: the C layout, and a user who makes the account anything."""
+"""The two files of a lease: the C layout, and a user that writes anything into the account."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.gpu import isolation
-from jupyter_gpushare.gpu.isolation import (
+from jupyter_gpushare.gpu.leases import files as lease_files
+from jupyter_gpushare.gpu.leases.files import (
     ACCOUNT_BYTES,
     LIMIT_BYTES,
     Counters,
@@ -30,7 +30,7 @@ from jupyter_gpushare.gpu.isolation import (
 from tests.gpu.machine import GIB, Machine, until
 
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
-NATIVE = Path(isolation.__file__).parents[1] / "native"
+NATIVE = Path(lease_files.__file__).parents[2] / "native"
 
 LAYOUT = """
 #include <stddef.h>
@@ -54,8 +54,10 @@ int main(void) {
   P("phase REVOKED", GPUSHARE_REVOKED);
   P("taint MANAGED", GPUSHARE_TAINT_MANAGED); P("taint IPC", GPUSHARE_TAINT_IPC);
   P("taint EXPORTED", GPUSHARE_TAINT_EXPORTED); P("taint PEER", GPUSHARE_TAINT_PEER);
-  struct gpushare_account a = {.magic = GPUSHARE_ACCOUNT_MAGIC, .version = 1, .denied = 3};
-  a.slot[7] = (struct gpushare_slot){.pid = 42, .taints = 2, .start_ticks = 99, .calls = 5, .queries = 6};
+  P("taint TRACED", GPUSHARE_TAINT_TRACED); P("taint FABRIC", GPUSHARE_TAINT_FABRIC);
+  struct gpushare_account a = {.magic = GPUSHARE_ACCOUNT_MAGIC, .version = GPUSHARE_VERSION, .denied = 3};
+  a.slot[7] = (struct gpushare_slot){.pid = 42, .taints = 2, .start_ticks = 99};
+  a.slot[7].work = 2; a.slot[7].calls = 5; a.slot[7].queries = 6;
   a.slot[7].used_bytes[15] = 77;
   FILE *f = fopen("account", "wb");
   return f && fwrite(&a, sizeof a, 1, f) == 1 && !fclose(f) ? 0 : 1;
@@ -74,14 +76,15 @@ def test_the_layout_is_that_of_the_c_header(tmp_path: Path) -> None:
         if kind:
             here = {"phase": PagePhase, "taint": Taint}[kind][member]
         else:
-            here = getattr(isolation, name)
+            here = getattr(lease_files, name)
             here = here if isinstance(here, int) else here.size
         assert here == int(value), name
     account = parse_account((tmp_path / "account").read_bytes())
     assert account
     assert account.denied == 3
     (slot,) = account.slots
-    assert (slot.pid, slot.taints, slot.start_ticks, slot.calls, slot.queries) == (42, Taint.IPC, 99, 5, 6)
+    assert (slot.pid, slot.taints, slot.start_ticks) == (42, Taint.IPC, 99)
+    assert (slot.work, slot.calls, slot.queries) == (2, 7, 6)
     assert slot.used_bytes == (0,) * 15 + (77,)
 
 
@@ -155,8 +158,8 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
     files.set_limit(0, 5)
     files.set_context(0, 7)
     raw = (files.path / "limit").read_bytes()
-    assert isolation.LIMIT_HEAD.unpack_from(raw)[2:] == (1, PagePhase.SUSPENDED)
-    assert isolation.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(UUID), 5, 7)
+    assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, PagePhase.SUSPENDED)
+    assert lease_files.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(UUID), 5, 7)
     assert files.phase() is PagePhase.SUSPENDED
 
 
@@ -270,8 +273,10 @@ def test_counters_that_change_under_the_reader_are_never_torn_into_an_error(tmp_
             while not stop.is_set():
                 count += 1
                 account.seek(0)
-                account.write(isolation.ACCOUNT_HEAD.pack(isolation.ACCOUNT_MAGIC, 1, count))
-                account.write(isolation.SLOT.pack(1, 0, 2, count, count) * 256)
+                account.write(
+                    lease_files.ACCOUNT_HEAD.pack(lease_files.ACCOUNT_MAGIC, lease_files.VERSION, count)
+                )
+                account.write(lease_files.SLOT.pack(1, 0, 2, count, count, count) * 256)
 
     thread = threading.Thread(target=scribble)
     thread.start()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalBackend, holder_environment
-from jupyter_gpushare.gpu.ladder import ladder_of, level_of, strongest, weakest
-from jupyter_gpushare.gpu.nvml import Gpu
-from jupyter_gpushare.gpu.verbs import Level
+from jupyter_gpushare.backends.base import Holder
+from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
+from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
+from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.protocol.helper import Level
 from tests.gpu.machine import GIB, Machine, machine_in, until
 
 WHOLE = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
@@ -64,7 +64,7 @@ def fake_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def limiting(tmp_path: Path) -> Iterator[tuple[Machine, Path]]:
-    """A machine whose driver limits cgroups, and the root given to the helper."""
+    """A machine with a driver that limits cgroups, and the root given to the helper."""
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,cgroup"):
         root = fake_root(tmp_path)
         machine.start("--cgroup-root", str(root), examine=True)
@@ -99,10 +99,11 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
 ) -> None:
     machine, root = limiting
     gpu = machine.uuids()[0]
-    backend = LocalBackend(HelperClient(machine.socket, lambda: 1), HubClient("http://127.0.0.1", "unused"))
-    await backend.prepare("owner", os.geteuid(), {gpu: 8 * GIB}, {gpu: 8 * GIB}, asleep=False)
-    await backend.prepare("borrower", os.geteuid(), {gpu: 4 * GIB}, {gpu: 0}, asleep=False)
-    await backend.close()
+    devices = LocalDevices(HelperClient(machine.socket, lambda: 1))
+    for handle, limit, guaranteed in (("owner", 8 * GIB, 8 * GIB), ("borrower", 4 * GIB, 0)):
+        limits, kept = {gpu: limit}, {gpu: guaranteed}
+        uid = os.geteuid()
+        await devices.prepare(Holder(handle=handle, uid=uid, limits=limits, guaranteed=kept, asleep=False))
     assert machine.sim.group(0, root / "gpushare-owner") == (8 * GIB, 8 * GIB)
     assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 
@@ -126,7 +127,8 @@ def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = (
-        "from pathlib import Path; from jupyter_gpushare.gpu.cgroups import Cgroups; make = Cgroups.make\n"
+        "from pathlib import Path; from jupyter_gpushare.gpu.leases.cgroups import Cgroups\n"
+        "make = Cgroups.make\n"
         f"Cgroups.make = lambda *given: make(*given) and Path({str(elsewhere)!r})"
     )
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,cgroup"):
@@ -223,7 +225,7 @@ def test_mig_instances_are_devices_by_profile(tmp_path: Path) -> None:
 def test_an_instance_that_gives_more_than_it_says_is_no_level(tmp_path: Path) -> None:
     """What the driver says about it is a quarter of what it gives."""
     code = (
-        "import dataclasses; from jupyter_gpushare.gpu import nvml; find = nvml._find\n"
+        "import dataclasses; from jupyter_gpushare.gpu.driver import nvml; find = nvml._find\n"
         "def lies():\n"
         "    driver, found = find()\n"
         "    return driver, [(dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes // 4), at)\n"
@@ -264,11 +266,11 @@ def test_the_strongest_level_is_for_a_part_and_a_lease_has_the_weakest_of_its_de
     rungs = ladder_of(WHOLE, {Level.WHOLE_GPU: "", Level.CGROUP: "", Level.PRELOAD: ""})
     assert [rung.level for rung in rungs] == list(Level)
     assert strongest(rungs) is Level.CGROUP
-    assert level_of(WHOLE, rungs, 8 * GIB, in_cgroup=True) is Level.CGROUP
-    assert level_of(WHOLE, rungs, 8 * GIB, in_cgroup=False) is Level.PRELOAD
-    assert level_of(WHOLE, rungs, 80 * GIB, in_cgroup=False) is Level.WHOLE_GPU
-    assert level_of(WHOLE, (), 80 * GIB, in_cgroup=True) is Level.HINTS
+    assert level_of(rungs, whole=False, in_cgroup=True) is Level.CGROUP
+    assert level_of(rungs, whole=False, in_cgroup=False) is Level.PRELOAD
+    assert level_of(rungs, whole=True, in_cgroup=False) is Level.WHOLE_GPU
+    assert level_of((), whole=True, in_cgroup=True) is Level.HINTS
     cut = ladder_of(INSTANCE, {Level.MIG: ""})
-    assert level_of(INSTANCE, cut, 9 * GIB, in_cgroup=False) is Level.MIG
+    assert level_of(cut, whole=False, in_cgroup=False) is Level.MIG
     assert weakest([Level.MIG, Level.PRELOAD, Level.WHOLE_GPU]) is Level.PRELOAD
     assert weakest([]) is Level.HINTS

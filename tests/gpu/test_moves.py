@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpushare.gpu.hindrance import Hindrances
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.protocol.helper import Phase
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine, Refused, machine_in, until
 from tests.simulator import Fault
 
@@ -104,14 +106,14 @@ def test_a_forced_suspension_does_not_look_at_the_counters(machine: Machine) -> 
     assert machine.ask("suspend", lease="job")["done"]
 
 
-def test_a_resume_without_room_is_refused_and_loses_nothing(machine: Machine) -> None:
+def test_a_resume_without_free_memory_is_refused_and_loses_nothing(machine: Machine) -> None:
     machine.lease("ada", 70 * GIB)
     machine.lease("bo", 70 * GIB)
     ada = machine.worker("ada", mib=60 * 1024)
     assert machine.ask("suspend", lease="ada")["done"]
     bo = machine.worker("bo", mib=60 * 1024)
     moved = machine.ask("resume", lease="ada", timeout_s=0.2)
-    assert (moved["done"], moved["refused"]) == (False, "no_room")
+    assert (moved["done"], moved["refused"]) == (False, "no_memory")
     assert machine.of("ada")["phase"] == "suspended"
     assert bo.do("check") == "ok"
     bo.kill()
@@ -133,7 +135,7 @@ def test_a_resume_waits_a_moment_for_memory_that_is_being_given_back(machine: Ma
     assert ada.do("check") == "ok"
 
 
-def test_two_resumes_at_once_share_the_room_that_is_there(machine: Machine) -> None:
+def test_two_resumes_at_once_share_the_free_memory(machine: Machine) -> None:
     for name in ("ada", "bo"):
         machine.lease(name, 70 * GIB)
         machine.worker(name, mib=30 * 1024)
@@ -255,7 +257,7 @@ def test_a_client_of_mps_is_not_suspended(machine: Machine) -> None:
     assert worker.do("check") == "ok"
 
 
-def test_nobody_takes_the_room_while_a_restore_is_on_its_way(tmp_path: Path) -> None:
+def test_no_allocation_takes_the_memory_reserved_for_a_restore(tmp_path: Path) -> None:
     """The limits do not fit together: what the neighbour asks for waits, and is then his."""
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,copy=20GB/s"):
         machine.start()
@@ -279,15 +281,16 @@ def wait_for_a_neighbour(machine: Machine) -> None:
     assert [ada.do("check"), bo.do("check")] == ["ok", "ok"]
 
 
-def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
-    lease = SimpleNamespace(hindered={})
+def test_a_failed_move_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
+    record = Record(boot_id="b", lease="ada", uid=0, phase=Phase.RUNNING, limits={})
+    lease = Lease(record, LeaseDirectory(tmp_path, "ada"))
     waits = []
     for _ in range(8):
-        Hindrances.failed(lease, (1, 2), "the driver failed")  # type: ignore[arg-type]
-        waits.append(lease.hindered[1, 2].wait_s)
+        lease.block((1, 2), "the driver failed")
+        waits.append(lease.failures[1, 2].wait_s)
     assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
-    Hindrances.failed(lease, (3, 4), "another process")  # type: ignore[arg-type]
-    assert lease.hindered[3, 4].wait_s == 60
+    lease.block((3, 4), "another process")
+    assert lease.failures[3, 4].wait_s == 60
 
 
 def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Machine) -> None:
@@ -299,3 +302,24 @@ def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Ma
     until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == 0, "nothing is kept for the dead")
     assert machine.ask("sample")["host_saved_bytes"] == 0
     assert machine.of("ada")["phase"] == "suspended"
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_lease_is_checkpointed_before_it_is_killed_where_the_administrator_asks_for_it(
+    bare: Machine, parks: bool
+) -> None:
+    bare.start(*["--park-before-kill"] * parks)
+    bare.lease("ada")
+    workers = [bare.worker("ada", mib=64) for _ in range(2)]
+    assert bare.ask("signal", lease="ada", number=signal.SIGCONT, to="all")["count"] == 2
+    assert bare.ask("signal", lease="ada", number=signal.SIGKILL, to="all")["count"] == 2
+    assert [worker.process.wait() for worker in workers] == [-signal.SIGKILL] * 2
+    parked = {event.pid for event in bare.sim.ledger() if event.event == "checkpoint"}
+    assert parked == ({worker.pid for worker in workers} if parks else set())
+    # One that does not come to rest is killed all the same.
+    assert bare.ask("resume", lease="ada")["done"]
+    last = bare.worker("ada", mib=64)
+    bare.sim.fault(Fault.LOCK_TIMEOUT, pid=last.pid)
+    assert bare.ask("signal", lease="ada", number=signal.SIGKILL, to="all")["count"] == 1
+    assert last.process.wait() == -signal.SIGKILL
+    assert ("killed without a checkpoint" in bare.log.read_text()) == parks

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu import processes as found_by
-from jupyter_gpushare.gpu.processes import Processes, leader, start_of
+from jupyter_gpushare.gpu.leases import processes as found_by
+from jupyter_gpushare.gpu.leases.processes import Processes, leader
+from jupyter_gpushare.procfs import start_ticks
 from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 
 # Found among all processes of this machine: no other run may have the same.
@@ -82,8 +84,10 @@ def test_a_lease_of_the_same_name_of_another_helper_is_another(
 
 def test_the_innermost_cgroup_names_the_lease(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = "0::/system.slice/gpushare-helper.service/gpushare-ada/kernels\n"
-    monkeypatch.setattr(found_by, "_bytes", lambda name, most: path.encode() if "cgroup" in name else b"")
-    assert found_by._named_by(1, frozenset({tmp_path})) == "ada"
+    monkeypatch.setattr(
+        procfs, "read", lambda pid, name, limit_bytes: path.encode() if name == "cgroup" else b""
+    )
+    assert found_by._named_by(1, b"", frozenset({tmp_path})) == "ada"
 
 
 def test_a_child_that_cleared_its_environment_still_belongs(
@@ -111,13 +115,48 @@ def test_another_users_process_never_belongs(
     assert pids(processes, {LEASE: os.geteuid() + 1}) == set()
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["PIDFD_GET_INFO", "a kernel without it"])
+def test_how_a_process_ended_is_known_after_its_parent_waited_for_it(
+    processes: Processes,
+    started: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    asks: bool,
+) -> None:
+    tells = asks and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+    if not asks:
+        monkeypatch.setattr(procfs, "_PIDFD_GET_INFO", 0)
+    exits, killed, crashes = (start(started, "exit(input())") for _ in range(3))
+    until(lambda: len(pids(processes)) == 3, "all are found")
+    held = {process.pid: process.key for process in processes.scan(OWNERS)[LEASE]}
+    keys = [held[child.pid] for child in (exits, killed, crashes)]
+    assert [processes.exit_status(key) for key in keys] == [None, None, None]  # they live
+    exits.stdin.write("3\n")  # type: ignore[union-attr]
+    exits.stdin.flush()  # type: ignore[union-attr]
+    killed.kill()
+    crashes.send_signal(signal.SIGSEGV)
+    for child in (exits, killed, crashes):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    if not tells:
+        assert processes.wait_exit(PATIENCE_S)  # seen before the parent waits
+    for child in (exits, killed, crashes):
+        child.wait()
+    assert processes.scan(OWNERS)[LEASE] == ()
+    found = [processes.exit_status(key) for key in keys]
+    assert [status is not None and os.waitstatus_to_exitcode(status) for status in found] == [
+        1,  # exit("3") prints it
+        -signal.SIGKILL,
+        -signal.SIGSEGV,
+    ]
+
+
 def test_a_zombie_does_not_belong(processes: Processes, started: list[subprocess.Popen[str]]) -> None:
     child = start(started)
     until(lambda: child.pid in pids(processes), "the child is found")
     os.kill(child.pid, signal.SIGKILL)
     until(lambda: processes.wait_exit(1.0), "the exit is noticed")
-    assert child.pid not in pids(processes)
-    assert not processes.alive((child.pid, start_of(child.pid)))
+    for _ in range(3):
+        assert child.pid not in pids(processes)
+    assert not processes.alive((child.pid, start_ticks(child.pid)))
 
 
 def test_the_leader_is_the_oldest_that_carries_the_lease_with_a_parent_that_does_not(
@@ -141,7 +180,7 @@ def test_a_signal_to_a_pid_that_is_another_process_by_now_goes_nowhere(
     processes: Processes, started: list[subprocess.Popen[str]]
 ) -> None:
     child = start(started)
-    assert not processes.signal((child.pid, start_of(child.pid) - 1), signal.SIGKILL)
+    assert not processes.signal((child.pid, start_ticks(child.pid) - 1), signal.SIGKILL)
     assert child.poll() is None
     assert not processes.signal((1 << 22, 1), signal.SIGKILL)
 
@@ -186,7 +225,7 @@ def test_a_double_forked_child_belongs_and_is_signalled_with_all(machine: Machin
     assert machine.of("job")["alive"]
     assert machine.ask("signal", lease="job", number=9, to="all")["count"] == 1
     until(lambda: not machine.of("job")["alive"], "all are gone")
-    assert machine.sim.device_used(0) == 0
+    until(lambda: machine.sim.device_used(0) == 0, "the driver frees their memory")
 
 
 def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
@@ -207,11 +246,11 @@ def refuses(code: int) -> Callable[[int], int]:
     return pidfd_open
 
 
-def test_who_could_not_be_looked_at_is_not_taken_for_gone(
+def test_a_process_that_could_not_be_read_is_not_taken_for_gone(
     processes: Processes, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = start(started)
-    key = child.pid, start_of(child.pid)
+    key = child.pid, start_ticks(child.pid)
     monkeypatch.setattr(os, "pidfd_open", refuses(errno.EMFILE))
     for question in (processes.alive, lambda key: processes.signal(key, signal.SIGKILL)):
         with pytest.raises(OSError, match="Too many open files"):
@@ -237,8 +276,8 @@ signal.pause()
 FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 
 
-def test_who_starts_more_processes_than_can_be_held_costs_the_others_nothing(bare: Machine) -> None:
-    """The helper may open fewer descriptors than eve has processes: nobody is taken for gone."""
+def test_a_user_with_more_processes_than_can_be_held_costs_the_others_nothing(bare: Machine) -> None:
+    """The helper may open fewer descriptors than eve has processes: no process is taken for gone."""
     bare.start("--watchdog", "stop", before=FEW_DESCRIPTORS)
     bare.lease("eve", 20 * GIB)
     crowd = bare.worker("eve", command=[sys.executable, "-c", CROWD], wait=False)
@@ -275,3 +314,30 @@ def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> N
     assert worker.do("check") == "ok"
     assert bare.ask("signal", lease="ada", number=9)["count"] == 1
     until(lambda: not bare.of("ada")["alive"], "its end")
+
+
+def test_a_lease_says_when_the_runner_of_its_job_has_ended_and_others_live(machine: Machine) -> None:
+    machine.lease("j1-1")
+    code = (
+        "import subprocess, sys; subprocess.Popen(['sleep', '600'], stdout=2, start_new_session=True);"
+        "print('ready', flush=True); input()"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"],
+        env={**os.environ, "GPUSHARE_LEASE": "j1-1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == "ready\n"
+        until(lambda: machine.of("j1-1")["alive"], "its processes are found")
+        assert not machine.of("j1-1")["runner_ended"]
+        runner.kill()
+        until(lambda: machine.of("j1-1")["runner_ended"], "the end of the runner is seen")
+        assert machine.of("j1-1")["alive"]
+    finally:
+        machine.ask("signal", lease="j1-1", number=9, to="all")
+        runner.kill()
+        runner.communicate(timeout=30)

@@ -1,35 +1,40 @@
-"""A helper is killed at any step; the next one finds out and goes on."""
+"""A helper is killed at any point of a move; the next one finds out and goes on."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.gpu.machine import MIB, PATIENCE_S, Machine, Refused, until
-from tests.simulator import Fault
 
-SUSPEND_STEPS = [
-    "suspend:intent", "suspend:locked", "suspend:one", "suspend:parked", "suspend:done",
+# Of a lease with two processes; see `Machine.start`.
+WHILE_SUSPENDING = [
+    "after phase suspending", "before lock 1", "after lock 1", "after lock 2", "after checkpoint 1",
+    "after checkpoint 2", "after phase suspended",
 ]  # fmt: skip
-RESUME_STEPS = ["resume:intent", "resume:one", "resume:restored", "resume:unlocked", "resume:done"]
+WHILE_RESUMING = [
+    "after phase resuming", "after restore 1", "after restore 2", "after unlock 1", "after unlock 2",
+    "after phase running",
+]  # fmt: skip
 
 
-def killed_during(bare: Machine, step: str, verb: str) -> None:
-    """A lease with two processes, and a helper that died at a step of this verb."""
+def killed_during(bare: Machine, verb: str, point: str) -> None:
+    """A lease with two processes, and a helper that died at a point of this verb."""
     bare.start()
     bare.lease("ada")
     if verb == "resume":
         workers = [bare.worker("ada", mib=64) for _ in range(2)]
         assert bare.ask("suspend", lease="ada")["done"]
         bare.stop(signal.SIGKILL)
-        bare.start(step=step)
+        bare.start(die=point)
     else:
         bare.stop(signal.SIGKILL)
-        bare.start(step=step)
+        bare.start(die=point)
         workers = [bare.worker("ada", mib=64) for _ in range(2)]
     bare.client().send(f'{{"verb":"{verb}","epoch":1,"lease":"ada"}}\n'.encode())
     bare.died()
@@ -52,33 +57,41 @@ def ends_well(bare: Machine) -> None:
     assert [worker.do("check") for worker in bare.workers] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("step", SUSPEND_STEPS)
-def test_killed_while_suspending(bare: Machine, step: str) -> None:
-    killed_during(bare, step, "suspend")
+@pytest.mark.parametrize("point", WHILE_SUSPENDING)
+def test_killed_while_suspending(bare: Machine, point: str) -> None:
+    killed_during(bare, "suspend", point)
     ends_well(bare)
 
 
-@pytest.mark.parametrize("step", RESUME_STEPS)
-def test_killed_while_resuming(bare: Machine, step: str) -> None:
-    killed_during(bare, step, "resume")
+@pytest.mark.parametrize("point", WHILE_RESUMING)
+def test_killed_while_resuming(bare: Machine, point: str) -> None:
+    killed_during(bare, "resume", point)
     ends_well(bare)
 
 
-@pytest.mark.parametrize("step", ["suspend:one", "resume:one"])
-def test_killed_half_way_with_no_room_to_go_back_all_processes_sleep(bare: Machine, step: str) -> None:
-    killed_during(bare, step, step.split(":")[0])
-    bare.sim.fault(Fault.RESTORE_FAILS, count=-1)
+@pytest.mark.parametrize(
+    ("verb", "point"), [("suspend", "after checkpoint 1"), ("resume", "after restore 1")]
+)
+def test_killed_half_way_without_memory_to_restore_all_processes_stay_suspended(
+    bare: Machine, verb: str, point: str
+) -> None:
+    killed_during(bare, verb, point)
+    other = bare.worker()
+    free_mib = (bare.sim.device_total(0) - bare.sim.device_used(0)) // MIB
+    assert other.do(f"alloc {free_mib - 256}") == "0"
     bare.start()
     assert bare.of("ada")["phase"] == "suspended"
-    assert bare.sim.device_used(0) == 0
-    bare.sim.clear_faults()
+    other.kill()
+    until(lambda: bare.sim.device_used(0) == 0, "nothing is on the device")
     assert bare.ask("resume", lease="ada")["done"]
     assert [worker.do("check") for worker in bare.workers] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("step", ["suspend:locked", "resume:one"])
-def test_processes_that_died_together_with_the_helper_are_dropped(bare: Machine, step: str) -> None:
-    killed_during(bare, step, step.split(":")[0])
+@pytest.mark.parametrize(("verb", "point"), [("suspend", "after lock 2"), ("resume", "after restore 1")])
+def test_processes_that_died_together_with_the_helper_are_dropped(
+    bare: Machine, verb: str, point: str
+) -> None:
+    killed_during(bare, verb, point)
     bare.workers[0].kill()
     bare.start()
     if bare.of("ada")["phase"] == "suspended":
@@ -227,8 +240,63 @@ def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:
 def test_the_verdict_of_the_self_test_outlives_the_helper(bare: Machine) -> None:
     bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
+    until(lambda: bare.sim.device_used(0) == 0, "the self-test's memory is free")
     bare.lease("ada", 79 << 30)
-    bare.worker("ada", mib=79 * 1024)  # no room for another test
+    bare.worker("ada", mib=79 * 1024)  # no memory for another test
     bare.stop(signal.SIGKILL)
     bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
+
+
+def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Machine) -> None:
+    bare.start()
+    bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    bare.stop(signal.SIGKILL)
+    (bare.state_dir / "private" / "journal" / "ada").unlink()
+    bare.start()
+    assert "lease=ada has no record" in bare.log.read_text()
+    assert [worker.do("alloc 64"), worker.do("check")] == ["0", "ok"]
+    bare.lease("ada")  # the broker asks for it again
+    until(lambda: bare.of("ada")["used_bytes"], "its processes are found again")
+    assert bare.ask("suspend", lease="ada")["done"]
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_the_example_unit_keeps_leases_in_memory_and_the_journal_on_disk() -> None:
+    unit = Path(__file__).parents[2] / "docs" / "units" / "gpushare-helper.service"
+    lines = unit.read_text().replace("\\\n", " ").splitlines()
+    options = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    command = options["ExecStart"].split()
+    assert options["RuntimeDirectoryPreserve"] == "yes"
+    assert command[command.index("--lease-dir") + 1] == f"/run/{options['RuntimeDirectory']}/leases"
+    assert command[command.index("--state-dir") + 1] == f"/var/lib/{options['StateDirectory']}"
+
+
+def test_a_suspended_lease_without_its_files_is_still_brought_back(bare: Machine) -> None:
+    bare.start()
+    directory = bare.lease("ada")
+    worker = bare.worker("ada", mib=64)
+    assert bare.ask("suspend", lease="ada")["done"]
+    bare.stop(signal.SIGKILL)
+    shutil.rmtree(directory)
+    bare.start()
+    assert "lease=ada its files were removed while its processes live" in bare.log.read_text()
+    assert bare.of("ada")["phase"] == "suspended"
+    assert bare.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_the_lease_directory_may_be_elsewhere_and_outlives_the_helper(bare: Machine) -> None:
+    leases = bare.folder / "run" / "leases"
+    bare.start("--lease-dir", str(leases))
+    assert bare.lease("ada", 100 * MIB) == leases / "ada"
+    worker = bare.worker("ada", mib=64)
+    assert bare.state_dir.stat().st_mode & 0o777 == 0o700
+    assert not (bare.state_dir / "leases").exists()
+    assert bare.ask("suspend", lease="ada")["done"]
+    bare.stop(signal.SIGKILL)
+    bare.start("--lease-dir", str(leases))
+    assert bare.ask("resume", lease="ada")["done"]
+    assert [worker.do("check"), worker.do("alloc 64")] == ["ok", "2"]

@@ -13,13 +13,30 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.machine import MIB, until
+from tests.gpu_real import driver_facts
 from tests.gpu_real.bench import Bench
 from tests.gpu_real.order import SCENARIOS, Scenario
 from tests.gpu_real.site import ROOT, Helper, Report, Site, Skip
 from tests.simulator import Fault, Simulator
 
-# Those of "the driver" open it in their own process, and are run by the commands below.
-HERE = [each for each in SCENARIOS if each.everywhere and not each.name.startswith("the_driver")]
+#: They open the driver in their own process, so they are run in one.
+APART = [
+    each
+    for each in SCENARIOS
+    if each.function
+    in (
+        driver_facts.these_calls_wait_while_a_process_is_locked,
+        driver_facts.a_process_that_only_called_cu_init_is_listed,
+        driver_facts.a_restore_without_memory_leaves_the_process_in_a_state,
+        driver_facts.a_helper_without_root_may_not_lock,
+    )
+]
+# Those of "the driver" are run by the commands below.
+HERE = [
+    each
+    for each in SCENARIOS
+    if each.everywhere and each not in APART and not each.name.startswith("the_driver")
+]
 #: On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch.
 BARE = """
 import sys
@@ -55,6 +72,29 @@ def test_simulated(
     finally:
         site.close()
     assert site.report.rows
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
+    machine = Simulator(
+        tmp_path, "1xH100-80GB,host=512GiB,lost=checkpointed,listed=initialized,checkpoint=root"
+    )
+    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
+    try:
+        shown = {each.name: bench.run(each) for each in APART}
+    finally:
+        bench.close()
+    assert {name: (each.outcome, each.reason) for name, each in shown.items()} == dict.fromkeys(
+        shown, ("passed", "")
+    )
+    figures = {what: figure for each in shown.values() for what, figure in each.rows}
+    assert figures["cuInit alone: bytes listed, code of GetState, of Lock"] == "0, 3, 3"
+    restored = "restore without memory: code, state, code again, code with memory free again, Unlock"
+    assert figures[restored] == "2, CHECKPOINTED, 304, 304, 401"
+    assert figures["Lock by another user"] == "code 304"
+    waiting = figures["calls that wait under Lock, with the system call"]
+    assert "cuCtxSynchronize" in waiting
+    assert "cuDriverGetVersion" not in waiting
 
 
 def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) -> None:

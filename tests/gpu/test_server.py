@@ -1,4 +1,4 @@
-"""The helper's socket: who may speak, what is understood, what is bounded."""
+"""The helper's socket: which users may speak, what is understood, what is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu.verbs import MAX_LINE_BYTES
+from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES
 from tests.gpu.machine import GIB, PATIENCE_S, Client, Machine, Refused, until
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
@@ -149,13 +149,13 @@ def test_a_socket_for_one_user_is_that_users(bare: Machine) -> None:
     assert _hello_as(bare, 65534) == b"no connection"
 
 
-def test_a_socket_for_nobody_else_is_the_helpers(bare: Machine) -> None:
+def test_a_socket_for_no_other_user_is_the_helpers(bare: Machine) -> None:
     bare.start()
     assert (bare.socket.stat().st_uid, bare.socket.stat().st_mode & 0o777) == (os.geteuid(), 0o600)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to speak as another user")
-def test_users_who_may_not_speak_do_not_keep_out_those_who_may(bare: Machine) -> None:
+def test_refused_users_do_not_keep_out_admitted_ones(bare: Machine) -> None:
     bare.start("--allow-uid", "65533", "--allow-uid", "65532")
     for folder in (bare.folder, *bare.folder.parents):
         if not folder.stat().st_mode & 0o001:
@@ -223,7 +223,7 @@ def test_a_socket_that_a_killed_helper_left_is_taken_over(bare: Machine) -> None
 
 def test_help_shows_examples(bare: Machine) -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--help"],
+        [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper", "--help"],
         env=bare.environment, capture_output=True, text=True, check=True, timeout=30,
     ).stdout  # fmt: skip
     assert "--state-dir" in said
@@ -235,7 +235,8 @@ def test_help_shows_examples(bare: Machine) -> None:
 )
 def test_an_option_that_makes_no_sense_is_refused(bare: Machine, arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--state-dir", str(bare.folder), *arguments],
+        [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper",
+         "--state-dir", str(bare.folder), *arguments],
         env=bare.environment, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert done.returncode == 2
@@ -245,7 +246,7 @@ def test_an_option_that_makes_no_sense_is_refused(bare: Machine, arguments: list
 def test_without_a_driver_the_reason_is_said(bare: Machine) -> None:
     environment = {k: v for k, v in bare.environment.items() if k != "LD_LIBRARY_PATH"}
     done = subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.gpu.helper", "--state-dir", str(bare.folder / "s")],
+        [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper", "--state-dir", str(bare.folder / "s")],
         env=environment | {"LD_LIBRARY_PATH": "/nonexistent"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

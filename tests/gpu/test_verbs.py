@@ -8,44 +8,46 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.gpu import leases, sampler, verbs
-from jupyter_gpushare.gpu.verbs import build, decode, encode
+from jupyter_gpushare.gpu.leases import registry
+from jupyter_gpushare.gpu.service import sampler
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import build, decode, encode
 
 
 def test_the_largest_sample_is_one_line() -> None:
     """Of as many leases and processes as are shown, with names that JSON writes in six bytes a letter."""
-    each = sampler.PROCESSES_SHOWN_IN_ALL // leases.MAX_LEASES
-    process = verbs.ProcessSample(
+    each = sampler.PROCESSES_SHOWN_IN_ALL // registry.MAX_LEASES
+    process = helper.ProcessSample(
         pid=4_194_304, started_at=1234567.123456, name="\x01" * 15, used_bytes=1 << 40, calls=1 << 60,
         kernel="0" * 36,
     )  # fmt: skip
-    lease = verbs.LeaseSample(
-        lease="j" * 13, phase=verbs.Phase.SUSPENDED, used_bytes={}, alive=True, active_at=1234567.123456,
+    lease = helper.LeaseSample(
+        lease="j" * 13, phase=helper.Phase.SUSPENDED, used_bytes={}, alive=True, active_at=1234567.123456,
         saved_bytes={f"GPU-{'0' * 36}": 1 << 40}, calls="c" * 60, suspendable=False,
         suspend_reason="r" * 300, processes=(process,) * each,
     )  # fmt: skip
-    sample = verbs.Sample(
-        at=1.0, devices=(), leases=(lease,) * leases.MAX_LEASES, host_available_bytes=0, host_saved_bytes=0
+    sample = helper.Sample(
+        at=1.0, devices=(), leases=(lease,) * registry.MAX_LEASES, host_available_bytes=0, host_saved_bytes=0
     )
-    assert len(encode(sample)) < 0.9 * verbs.MAX_LINE_BYTES
+    assert len(encode(sample)) < 0.9 * helper.MAX_LINE_BYTES
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        verbs.SetLimit(lease="ada", uid=1, limits={"GPU-1": 5}, suspended=True),
-        verbs.Suspend(lease="ada", calls="c1", timeout_s=3.0),
-        verbs.Moved(done=False, refused=verbs.Refusal.NO_ROOM, reason="full"),
-        verbs.Event(seq=1, at=2.5, kind=verbs.EventKind.WANTED, lease="ada", fields={"a": "b"}),
-        verbs.Sample(
+        helper.SetLimit(lease="ada", uid=1, limits={"GPU-1": 5}, suspended=True),
+        helper.Suspend(lease="ada", calls="c1", timeout_s=3.0),
+        helper.MoveResult(done=False, refused=helper.Refusal.NO_MEMORY, reason="full"),
+        helper.Event(seq=1, at=2.5, kind=helper.EventKind.WANTED, lease="ada", fields={"a": "b"}),
+        helper.Sample(
             at=1.0,
-            devices=(verbs.DeviceSample(uuid="GPU-1", used_bytes=1, utilization_percent=2, healthy=True),),
+            devices=(helper.DeviceSample(uuid="GPU-1", used_bytes=1, utilization_percent=2, healthy=True),),
             leases=(
-                verbs.LeaseSample(
-                    lease="ada", phase=verbs.Phase.SUSPENDED, used_bytes={}, saved_bytes={"GPU-1": 4},
+                helper.LeaseSample(
+                    lease="ada", phase=helper.Phase.SUSPENDED, used_bytes={}, saved_bytes={"GPU-1": 4},
                     calls="c", active_at=1.5, suspendable=True, suspend_reason="", alive=True,
                     processes=(
-                        verbs.ProcessSample(pid=1, started_at=0.5, name="python", used_bytes=0, calls=-1),
+                        helper.ProcessSample(pid=1, started_at=0.5, name="python", used_bytes=0, calls=-1),
                     ),
                 ),
             ),
@@ -74,11 +76,11 @@ def test_a_value_survives_a_line(value: Any) -> None:
 )
 def test_a_value_of_the_wrong_shape_is_refused(plain: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        build(verbs.Signal, plain)
+        build(helper.Signal, plain)
 
 
 def test_a_whole_number_is_a_duration_too() -> None:
-    assert build(verbs.Resume, {"lease": "ada", "timeout_s": 5}).timeout_s == 5.0
+    assert build(helper.Resume, {"lease": "ada", "timeout_s": 5}).timeout_s == 5.0
 
 
 @pytest.mark.parametrize(
@@ -95,5 +97,5 @@ def test_a_number_that_json_cannot_say_is_never_sent() -> None:
 
 
 def test_every_refusal_and_kind_is_a_plain_word() -> None:
-    for kind in (verbs.Refusal, verbs.ErrorKind, verbs.EventKind, verbs.Phase, verbs.Level):
+    for kind in (helper.Refusal, helper.ErrorKind, helper.EventKind, helper.Phase, helper.Level):
         assert all(json.loads(encode({"word": each}))["word"] == each.value for each in kind)

@@ -11,6 +11,12 @@ peer              let the first device use the second's memory  -> "peer CODE"
 nccl              map what NCCL's ranks on one host share       -> "nccl 0"
 free              free every block                              -> "free CODE"
 sleep S           sleep, without the GPU                        -> "sleep 0"
+receive S         wait S for bytes from a socket, as a slow request does -> "receive 0"
+select S          wait S in select                              -> "select 0"
+child S           wait for a child that sleeps S                -> "child 0"
+join              wait for a thread that sleeps for 4 s         -> "join 0"
+poll NAME S       ask a query of QUERIES every S seconds from a thread  -> "poll 0"
+count             how many of them have returned                -> "count N"
 thread            as check, from a second thread                -> "thread ok" / "thread bad"
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
 bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
@@ -18,8 +24,11 @@ detach MIB        as spawn, double-forked in a session of its own -> "detach PID
 exit              end
 """
 
+import contextlib
 import ctypes
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -106,6 +115,32 @@ def check(context):
     return "ok"
 
 
+# What programs poll, by name; they answer, or refuse what does not exist.
+QUERIES = {
+    "stream": lambda: cuda.cuStreamQuery(None),
+    "event": lambda: cuda.cuEventQuery(None),
+    "pointer": lambda: cuda.cuPointerGetAttribute(ctypes.byref(ctypes.c_uint64()), 2, blocks[0][0]),
+    "range": lambda: cuda.cuMemGetAddressRange_v2(None, None, blocks[0][0]),
+    "context": lambda: cuda.cuCtxGetFlags(ctypes.byref(ctypes.c_uint())),
+    "priorities": lambda: cuda.cuCtxGetStreamPriorityRange(None, None),
+    "capture": lambda: cuda.cuStreamIsCapturing(None, ctypes.byref(ctypes.c_int())),
+    "elapsed": lambda: cuda.cuEventElapsedTime_v2(None, None, None),
+    "primary": lambda: cuda.cuDevicePrimaryCtxGetState(
+        0, ctypes.byref(ctypes.c_uint()), ctypes.byref(ctypes.c_int())
+    ),
+    "pool": lambda: cuda.cuMemPoolGetAttribute(None, 4, None),
+}
+queried = [0]
+
+
+def poll(context, name, period_s):
+    cuda.cuCtxSetCurrent(context)
+    while True:
+        QUERIES[name]()
+        queried[0] += 1
+        time.sleep(period_s)
+
+
 def in_thread(context):
     result = []
     thread = threading.Thread(target=lambda: result.append(check(context)))
@@ -123,7 +158,7 @@ def spawn(mib, environment):
 
 
 def detach(mib):
-    """A grandchild in a session of its own whose parent has ended: a daemon."""
+    """A grandchild in a session of its own after its parent has ended: a daemon."""
     script = (
         "import subprocess, sys, time; "
         f"c = subprocess.Popen([sys.executable, {__file__!r}, '{mib}'], stdout=subprocess.PIPE, text=True,"
@@ -172,6 +207,29 @@ def main():
         elif verb == "sleep":
             time.sleep(float(words[0]))
             answer = 0
+        elif verb == "receive":
+            near, far = socket.socketpair()
+            near.settimeout(float(words[0]))
+            with contextlib.suppress(TimeoutError):
+                near.recv(1)
+            far.close()
+            answer = 0
+        elif verb == "select":
+            select.select([], [], [], float(words[0]))
+            answer = 0
+        elif verb == "child":
+            answer = subprocess.run(["sleep", words[0]]).returncode
+        elif verb == "join":
+            napper = threading.Thread(target=time.sleep, args=(4,))
+            napper.start()
+            napper.join()
+            answer = 0
+        elif verb == "poll":
+            watcher = threading.Thread(target=poll, args=(context, words[0], float(words[1])), daemon=True)
+            watcher.start()
+            answer = 0
+        elif verb == "count":
+            answer = queried[0]
         elif verb == "thread":
             answer = in_thread(context)
         elif verb == "spawn":

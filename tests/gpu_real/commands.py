@@ -14,7 +14,7 @@ def sleep(seconds: float) -> int:
 
 
 def serve(**commands: Callable[..., object]) -> None:
-    """Say that all is ready; then do what is told until nobody tells anything any more.
+    """Say that all is ready; then do what is told until the input ends.
 
     A command is called with its numbers; what it returns is the answer.
     """

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.checkpoint import Checkpoint, State
-from jupyter_gpushare.gpu.nvml import Nvml, Usage
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
+from jupyter_gpushare.gpu.driver.nvml import Nvml, Usage
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
 from tests.gpu_real.overhead import PAIRS, added, in_turn
@@ -132,21 +132,6 @@ def memory_comes_back_as_it_was(site: Site, gib: int) -> None:
     site.end(worker)
 
 
-def a_lock_stops_and_loses_nothing(site: Site) -> None:
-    site.needs_suspending()
-    worker = site.worker("driver", site.lease("locked", 4 * GIB), 256)
-    until(lambda: site.sees("locked", worker.pid), "its memory", PATIENCE_S)
-    moved = site.ask("suspend", lease="locked", keep_memory=True)
-    assert moved["done"], moved
-    worker.tell("check")
-    assert worker.answer(0.5) == ""
-    back = site.ask("resume", lease="locked")
-    assert back["done"], back
-    assert worker.answer(PATIENCE_S) == "check ok"
-    site.report.add("lock, unlock", f"{1e3 * moved['took_s']:.1f} ms, {1e3 * back['took_s']:.1f} ms")
-    site.end(worker)
-
-
 def the_cpu_works_on_while_the_gpu_is_lent_and_a_call_wakes(site: Site) -> None:
     site.needs_suspending()
     worker = site.worker("driver", site.lease("wake", 4 * GIB), 256)
@@ -170,7 +155,7 @@ def the_cpu_works_on_while_the_gpu_is_lent_and_a_call_wakes(site: Site) -> None:
     site.end(worker)
 
 
-def a_lender_gets_its_room_back_from_a_borrower(site: Site) -> None:
+def a_lender_gets_its_memory_back_from_a_borrower(site: Site) -> None:
     site.needs_suspending()
     owner = site.worker("driver", site.lease("lender", 12 * GIB), 8 * 1024)
     until(lambda: site.sees("lender", owner.pid), "its memory", PATIENCE_S)
@@ -183,7 +168,7 @@ def a_lender_gets_its_room_back_from_a_borrower(site: Site) -> None:
     most = min(site.free_bytes(), site.grantable_bytes) - 2 * GIB
     assert do(borrower, f"alloc {most // MIB}") == "0"
     refused = site.ask("resume", lease="lender", timeout_s=0.5)
-    assert (refused["done"], refused["refused"]) == (False, "no_room"), refused
+    assert (refused["done"], refused["refused"]) == (False, "no_memory"), refused
     assert do(borrower, "check") == "ok"
     site.end(borrower)
     back = site.ask("resume", lease="lender")
@@ -210,7 +195,7 @@ def a_limit_holds_for_all_processes_of_a_lease_together(site: Site) -> None:
     site.end(first, second)
 
 
-def who_goes_round_the_library_is_noticed(site: Site) -> None:
+def a_process_around_the_library_is_noticed(site: Site) -> None:
     worker = site.worker("driver", site.lease("evader", 2 * GIB, preload=False))
     site.used_bytes("evader")
     watch = Client(site.socket)

@@ -26,6 +26,7 @@ from tests.gpu_real.overhead import MOST, Added
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = {
     "driver": ROOT / "tests/gpu/worker.py",
+    "facts": Path(__file__).with_name("facts_worker.py"),
     "torch": Path(__file__).with_name("torch_worker.py"),
     "cupy": Path(__file__).with_name("cupy_worker.py"),
     "jax": Path(__file__).with_name("jax_worker.py"),
@@ -73,7 +74,7 @@ class Helper:
         self.log = folder / "helper.log"
         self._leases = str(folder / "state" / "leases")
         command = [
-            sys.executable, "-m", "jupyter_gpushare.gpu.helper",
+            sys.executable, "-m", "jupyter_gpushare.gpu.service.helper",
             "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
         ]  # fmt: skip
         with self.log.open("ab") as log:
@@ -246,7 +247,7 @@ class Site:
         return found
 
     def used_bytes(self, name: str) -> int:
-        """What the driver shows of a lease; skips where it does not show whose memory is whose."""
+        """What the driver shows of a lease; skips where it does not show memory by process."""
         self.fresh()
         shown = self.of(name)["used_bytes"]
         if not shown:
@@ -283,7 +284,7 @@ class Site:
         return free
 
     def needs_memory(self, size: int) -> None:
-        """Skip where the device or the host has no room for so many bytes and what comes with them."""
+        """Skip where the device or the host cannot hold so many bytes and what comes with them."""
         free, host = self.free_bytes(), psutil.virtual_memory().available
         if free < size + 2 * GIB or self.device["memory_bytes"] // 2 < size:
             raise Skip(f"not so much free on the device ({free / GIB:.1f} GiB)")

@@ -3,7 +3,7 @@
 It needs Python 3.11, a C compiler, pytest, psutil and nvidia-ml-py; torch, cupy, jax,
 numba and jupyter_client for what names them.  The largest device is used; no setting of a
 device is changed.  Each scenario has a process and a bound of its own, in the order
-of `order`; figures are printed as they come and judged by nobody.
+of `order`; figures are printed as they come and not judged.
 
 Where ``GPUSHARE_SIM_STATE`` is set the simulated driver is used, and the table says so.
 """

@@ -1,0 +1,1 @@
+"""Checks of devices and processes: self-tests, health, watchdog."""

@@ -1,0 +1,325 @@
+"""The self-test of one device: which levels hold, and does a process survive suspension?
+
+A child (`driver.probe`: no descendant of the helper, another user where possible, with
+what frameworks use) holds at least 64 MiB in a lease of its own, asks for more than its
+limit, goes through a full cycle of suspension, and reads its memory back:
+
+* the library's level is offered only where the excess was denied, and where the
+  driver says how many bytes a process holds: the watchdog cannot compare otherwise;
+* the driver's cgroup limit only where a second child, in a cgroup and without the
+  library, was denied it; a MIG instance where the hardware denied it;
+* suspending only where the driver showed the child's bytes held and gone and they came
+  back the same, because a driver that damages them (or a platform that cannot: MIG,
+  MPS, some virtual GPUs) would damage a user's kernel next.
+
+This is evidence, no proof: a framework may use what the child does not.
+
+A verdict holds for one boot and one driver.  A helper that starts again while the
+devices are full uses the saved one: there may be no memory to test.  The test is
+repeated after an error of the driver (`health`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jupyter_gpushare import native, procfs
+from jupyter_gpushare.errors import DeviceError, GpuShareError
+from jupyter_gpushare.gpu.driver import probe
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
+from jupyter_gpushare.gpu.driver.ladder import ladder_of
+from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, Gpu
+from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.devices import Verdict
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.protocol.helper import Level
+
+log = logging.getLogger(__name__)
+
+CANARY_BYTES = 64 << 20
+# What the features of the child need beside it.
+FEATURE_BYTES = 32 << 20
+# A context, the pattern, and as much again.
+FREE_BYTES = 1 << 30
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 30.0
+# The driver's list of processes may lag behind an allocation, or a checkpoint.
+SHOWN_TIMEOUT_S = 2.0
+NO_MEMORY = "no free memory on the device for its self-test"
+# A lease's processes could not be told from others then, nor could it be told when memory is gone.
+NO_PIDS = "the driver does not show processes by their pids here (a container without the host's?)"
+BLIND = "the driver does not say how much memory a process holds here"
+# The library limits all the same, but the watchdog cannot see a process that evades it.
+NO_WATCHDOG = f"{BLIND}, so the watchdog is blind"
+NO_PERMISSION = 304  # CUDA_ERROR_OPERATING_SYSTEM: neither root nor the tracer of the process
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """The self-test's child, with the pipes to it."""
+
+    pid: int
+    start_ticks: int
+    launcher: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """End it and close its pipes."""
+        pidfd = procfs.open_pidfd(self.pid, self.start_ticks)
+        if pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            procfs.has_ended(pidfd, CALL_TIMEOUT_S)
+            os.close(pidfd)
+        for pipe in (self.launcher.stdin, self.launcher.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not read any more
+                    pipe.close()
+        with contextlib.suppress(ChildProcessError):  # this helper may be the init of its container
+            os.waitpid(self.pid, os.WNOHANG)
+
+
+class Canary:
+    """Tests devices, one child at a time."""
+
+    def __init__(self, machine: Machine, cgroups: Cgroups, own_pids: set[int]) -> None:
+        """``own_pids`` gets the pids of the children: the watchdog ignores them."""
+        self._machine = machine
+        self._cgroups = cgroups
+        self._own_pids = own_pids
+
+    def examine(self, gpu: Gpu) -> Verdict:
+        """The verdict on one device; takes seconds on a real one."""
+        try:
+            if self._machine.nvml.free_bytes(gpu.uuid) < min(FREE_BYTES, gpu.memory_bytes // 4):
+                return Verdict(
+                    suspendable=False,
+                    reason="no free memory on the device for the self-test",
+                    ladder=ladder_of(gpu, {}),
+                    final=False,
+                )
+            return self._mig(gpu) if gpu.mig else self._whole(gpu)
+        except (DeviceError, OSError, _Failed) as error:
+            log.warning("device=%s self-test failed: %s", gpu.uuid, error)
+            hung = isinstance(error, DeviceError) and error.code == TIMED_OUT
+            reason = f"self-test failed: {error}"
+            tested = dict.fromkeys((Level.WHOLE_GPU, Level.MIG, Level.CGROUP, Level.PRELOAD), reason)
+            return Verdict(
+                suspendable=False, reason=reason, works=False, ladder=ladder_of(gpu, tested), final=not hung
+            )
+
+    def _mig(self, gpu: Gpu) -> Verdict:
+        """An instance: more than it has is denied by the hardware."""
+        with self._child(gpu, gpu.memory_bytes, os.geteuid()) as (_, _digest, denied):
+            why_not = "" if denied else "more than the instance's memory was granted"
+        return Verdict(
+            suspendable=False,
+            reason="the driver cannot checkpoint on MIG",
+            ladder=ladder_of(gpu, {Level.MIG: why_not}),
+        )
+
+    def _whole(self, gpu: Gpu) -> Verdict:
+        if os.geteuid() == 0:
+            try:
+                return self._as_user(gpu, probe.OVERFLOW_UID)
+            except _Failed as error:
+                log.info("device=%s not usable as uid %d: %s", gpu.uuid, probe.OVERFLOW_UID, error)
+        return self._as_user(gpu, os.geteuid())
+
+    def _as_user(self, gpu: Gpu, uid: int) -> Verdict:
+        files = LeaseDirectory(self._machine.state.leases, f"{SELF_TEST_PREFIX}{secrets.token_hex(8)}")
+        limit_bytes = CANARY_BYTES + FEATURE_BYTES
+        if not self._machine.simulated:
+            limit_bytes += probe.TORCH_BYTES
+        try:
+            files.create(uid, {gpu.uuid: limit_bytes}, PagePhase.RUNNING)
+            with self._child(gpu, limit_bytes, uid, files) as (child, digest, denied):
+                cycle = self._cycle(child, digest, gpu)
+        finally:
+            files.revoke()
+        preload = "" if denied else "the library did not keep the child within its limit"
+        if cycle.blind:
+            preload = NO_WATCHDOG
+        why_not = self._cgroup(gpu)
+        tested = {Level.WHOLE_GPU: "", Level.CGROUP: why_not, Level.PRELOAD: preload}
+        return replace(cycle, ladder=ladder_of(gpu, tested), final=cycle.final and why_not != NO_MEMORY)
+
+    def _cgroup(self, gpu: Gpu) -> str:
+        """Why the driver does not limit cgroups here; "" where it was seen to do so."""
+        if self._cgroups.unavailable:
+            return self._cgroups.unavailable
+        if gpu.memory_bytes < 4 * FREE_BYTES:
+            return "the device is too small for its self-test"
+        if self._machine.nvml.free_bytes(gpu.uuid) < 3 * FREE_BYTES:
+            return NO_MEMORY
+        name = f"{SELF_TEST_PREFIX}{secrets.token_hex(8)}"
+        try:
+            # A context and the pattern fit once; as much again does not, though the device has it.
+            path = self._cgroups.make(name, {gpu.uuid: FREE_BYTES}, {})
+            with self._child(gpu, FREE_BYTES, os.geteuid(), None, str(path)) as (_, _digest, denied):
+                return "" if denied else "the driver granted a cgroup more than its limit"
+        except DeviceError as error:
+            if error.code == NOT_OFFERED:
+                return "not offered by this driver (r615 or later limits cgroups)"
+            return f"the driver refused to limit a cgroup: {error}"
+        except (OSError, _Failed) as error:
+            return f"self-test failed: {error}"
+        finally:
+            self._cgroups.remove(name, [gpu.uuid])
+
+    @contextlib.contextmanager
+    def _child(
+        self, gpu: Gpu, excess_bytes: int, uid: int, files: LeaseDirectory | None = None, cgroup: str = ""
+    ) -> Iterator[tuple[Child, str, bool]]:
+        """A child that holds the pattern; with its digest, and whether the excess was denied.
+
+        Raises:
+            _Failed: it could not use the device.
+        """
+        child = _start(gpu, excess_bytes, uid, files, cgroup)
+        self._own_pids.add(child.pid)
+        try:
+            _say(child, "go")
+            _, digest, _code, denied, features = _answer(child, START_TIMEOUT_S, "ready", 5)
+            log.info("device=%s self-test uid=%d features=%s", gpu.uuid, uid, features)
+            yield child, digest, denied == "2"  # CUDA_ERROR_OUT_OF_MEMORY
+        finally:
+            child.kill()
+
+    def _cycle(self, child: Child, digest: str, gpu: Gpu) -> Verdict:
+        """Suspend and resume the child, and compare what it holds."""
+        nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
+        held = self._shown(gpu, child.pid)
+        if held is None and child.pid not in nvml.processes(gpu.uuid):
+            return Verdict(suspendable=False, reason=NO_PIDS, blind=True)
+        if held is None or held < CANARY_BYTES:
+            return Verdict(suspendable=False, reason=BLIND, blind=True)
+        if checkpoint.unavailable:
+            return Verdict(suspendable=False, reason=checkpoint.unavailable)
+        try:
+            before = nvml.usage(gpu.uuid).unexplained_bytes
+            checkpoint.lock(child.pid, CALL_TIMEOUT_S)
+            began = time.monotonic()
+            checkpoint.checkpoint(child.pid, CALL_TIMEOUT_S)
+            parked = time.monotonic()
+            if not self._gone(gpu, child.pid, before):
+                raise _Failed("the driver still shows its memory after the checkpoint")
+            halfway = time.monotonic()
+            checkpoint.restore(child.pid, CALL_TIMEOUT_S)
+            restored = time.monotonic()
+            checkpoint.unlock(child.pid)
+            _say(child, "check")
+            if _answer(child, CALL_TIMEOUT_S, "", 1) != [digest]:
+                raise _Failed("its memory came back changed")
+            grown = (nvml.processes(gpu.uuid).get(child.pid) or held) - held
+        except (DeviceError, OSError, _Failed) as error:
+            log.warning("device=%s self-test failed: %s", gpu.uuid, error)
+            denied = isinstance(error, DeviceError) and error.code == NO_PERMISSION
+            hint = "; suspending needs a helper that runs as root" if denied and os.geteuid() else ""
+            return Verdict(suspendable=False, reason=f"self-test failed: {error}{hint}")
+        return Verdict(
+            suspendable=True,
+            suspend_bytes_per_s=int(held / max(parked - began, 1e-6)),
+            resume_bytes_per_s=int(held / max(restored - halfway, 1e-6)),
+            grown_bytes=max(0, grown),
+        )
+
+    def _shown(self, gpu: Gpu, pid: int) -> int | None:
+        """Bytes that the driver shows of the child, at least `CANARY_BYTES` where it tells; None: none."""
+        deadline = time.monotonic() + SHOWN_TIMEOUT_S
+        while True:
+            held = self._machine.nvml.processes(gpu.uuid).get(pid)
+            if (held or 0) >= CANARY_BYTES or time.monotonic() >= deadline:
+                return held
+            time.sleep(0.05)
+
+    def _gone(self, gpu: Gpu, pid: int, unexplained_before: int) -> bool:
+        """Whether the child's bytes are gone: from the list of processes, and from what is used."""
+        deadline = time.monotonic() + SHOWN_TIMEOUT_S
+        while True:
+            usage = self._machine.nvml.usage(gpu.uuid)
+            if usage.processes.get(pid, 0) == 0 and (
+                usage.unexplained_bytes < unexplained_before + CANARY_BYTES // 2
+            ):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+
+
+class _Failed(Exception):
+    pass
+
+
+def _start(gpu: Gpu, excess_bytes: int, uid: int, files: LeaseDirectory | None, cgroup: str) -> Child:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "LD_LIBRARY_PATH") or name.startswith("GPUSHARE_SIM")
+    }
+    environment |= {"CUDA_VISIBLE_DEVICES": gpu.uuid, "PYTHONPATH": str(PACKAGE_ROOT)}
+    if files is not None:
+        environment |= {"GPUSHARE_LEASE": files.path.name, "GPUSHARE_LEASE_DIR": str(files.path)}
+        with contextlib.suppress(GpuShareError):  # not built: the limit is not enforced, and the test says so
+            environment["LD_PRELOAD"] = str(native.preload_path())
+    module = ["-m", probe.__name__, str(CANARY_BYTES), str(excess_bytes), str(uid)]
+    launcher = subprocess.Popen(
+        [sys.executable, "-s", "-P", *module, *([cgroup] if cgroup else [])],
+        env=environment,
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        pid = int(_answer(Child(0, 0, launcher), START_TIMEOUT_S, "pid", 2)[1])
+        launcher.wait(CALL_TIMEOUT_S)
+        return Child(pid, procfs.start_ticks(pid), launcher)
+    except BaseException:
+        launcher.kill()
+        launcher.communicate()
+        raise
+
+
+def _say(child: Child, word: str) -> None:
+    assert child.launcher.stdin is not None
+    child.launcher.stdin.write(f"{word}\n".encode())
+    child.launcher.stdin.flush()
+
+
+def _answer(child: Child, timeout_s: float, first: str, words: int) -> list[str]:
+    """The words of the child's next line.
+
+    Raises:
+        _Failed: it ended, took too long, or said something else.
+    """
+    stdout = child.launcher.stdout
+    assert stdout is not None
+    deadline = time.monotonic() + timeout_s
+    line = b""
+    poll = select.poll()  # select() takes no descriptor beyond 1023
+    poll.register(stdout, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise _Failed(f"the child did not answer within {timeout_s:g} s")
+        more = os.read(stdout.fileno(), 4096)
+        if not more:
+            raise _Failed("the child ended")
+        line += more
+    found = line.decode(errors="replace").split()
+    if len(found) != words or (first and found[0] != first):
+        raise _Failed(f"the child said {line[:80]!r}")
+    return found

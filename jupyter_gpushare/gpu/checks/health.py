@@ -1,0 +1,215 @@
+"""Take devices out of service when they fail, and back after a self-test.
+
+A device is taken out of service (*drained*) when the driver loses it or does not
+answer for it, when its count of uncorrectable memory errors grows, when it
+reports an XID that asks for a reset, or while the driver asks for a recovery action
+(a reset of the GPU, a reboot).  Nothing new is placed on it, nothing is
+suspended or restored there.  It comes back only after the self-test of `canary`
+passed on it, tried again after `RETRY_S`, then after twice as long each time.
+
+XIDs caused by an application, or that ask for nothing, drain nothing
+(`APPLICATION_XIDS`: those that NVIDIA's catalog, docs.nvidia.com/deploy/xid-errors,
+"Analyzing Xid Errors", answers with RESTART_APP or IGNORE).  All others do: an
+unknown XID costs one self-test.  XID 154 (recovery action changed) may mean that a
+reset is required, so it is none of them.  While an action is asked for no self-test is
+made: it could pass on a GPU that the driver does not trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.protocol.helper import EventKind
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0
+MAX_RETRY_S = 3600.0
+# One wait for events; so long a stop may take to be noticed.
+EVENT_WAIT_MS = 500
+# After an error of the wait itself, before the events are asked for again.
+EVENT_RETRY_S = 1.0
+
+APPLICATION_XIDS = frozenset(
+    {8, 11, 13, 14, 25, 31, 32, *range(37, 42), 43, 44, 45, 60, 63, *range(66, 73), 75, 76, 77, 80}
+    | {*range(82, 87), 88, 89, *range(92, 95), *range(96, 109), 121, *range(126, 136), 137, 139, 141}
+    | {152, 153, 157, *range(160, 166)}
+)
+# nvmlDeviceGpuRecoveryAction_t; 0 is none.
+RECOVERY_WORDS = {
+    1: "reset the GPU",
+    2: "reboot the machine",
+    3: "end all peer-to-peer work of the GPU",
+    4: "end the work on the GPU, then reset it",
+    5: "recover the IMEX domain",
+    6: "reset the PCIe bus of the GPU",
+    7: "reboot the system",
+}
+XID_WORDS = {
+    46: "GPU stopped processing",
+    48: "double-bit memory error",
+    62: "internal micro-controller halted",
+    64: "memory could not be remapped",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    95: "uncontained memory error",
+    109: "context switch timed out",
+    119: "GPU system processor does not answer",
+    120: "GPU system processor failed",
+    140: "unrecovered memory error",
+    143: "GPU could not be initialized",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """When a device that is out of service is tested again."""
+
+    test_at: float
+    wait_s: float
+
+
+class Health:
+    """Drains devices (`DeviceStates.out_of_service`); safe to call from several threads."""
+
+    def __init__(self, nvml: Nvml, events: Events, registry: LeaseRegistry, devices: DeviceStates) -> None:
+        self._nvml = nvml
+        self._events = events
+        self._registry = registry
+        self._devices = devices
+        self._guard = threading.Lock()
+        self._drained: dict[str, Drain] = {}
+        self._ecc: dict[str, int] = {}
+        self._recovery_actions: dict[str, int] = {}
+        self._waits: dict[str, tuple[float, float]] = {}  # the last wait of each device, and when it began
+        self._stopped = False
+        self._restarted = False
+
+    def due(self, uuid: str, now: float) -> bool:
+        """Whether a drained device may be tested now."""
+        drain = self._drained.get(uuid)
+        return drain is not None and now >= drain.test_at and not self._recovery_actions.get(uuid)
+
+    def errors(self, uuid: str, count: int | None) -> None:
+        """Drain a device when its count of uncorrectable memory errors grew; None: not counted."""
+        if count is None:
+            return
+        before = self._ecc.get(uuid, count)
+        self._ecc[uuid] = count
+        if count > before:
+            self.drain(uuid, f"{count - before} uncorrectable memory error(s)")
+
+    def recovery(self, uuid: str, action: int | None) -> None:
+        """Drain a device for as long as the driver asks for a recovery action; None: not told."""
+        if action is None or action == self._recovery_actions.get(uuid, 0):
+            return
+        self._recovery_actions[uuid] = action
+        if not action:
+            return
+        reason = f"the driver asks to {RECOVERY_WORDS.get(action, f'take recovery action {action}')}"
+        with self._guard:
+            already_drained = uuid in self._drained
+            if already_drained:  # for a symptom: this says what to do
+                self._devices.set_out_of_service(uuid, reason)
+        if already_drained:
+            self._publish(uuid, reason, healthy=False)
+        else:
+            self.drain(uuid, reason)
+
+    def xid(self, uuid: str, code: int) -> None:
+        """Drain a device that reported an XID, unless its cause is an application."""
+        word = XID_WORDS.get(code, "see NVIDIA's catalog of XIDs")
+        if code in APPLICATION_XIDS:
+            log.warning("device=%s xid=%d of an application, the device stays in service", uuid, code)
+        else:
+            self.drain(uuid, f"XID {code}: {word}")
+
+    def drain(self, uuid: str, reason: str) -> None:
+        """Take a device out of service; one that is already keeps its first reason."""
+        now = time.monotonic()
+        with self._guard:
+            if uuid in self._drained:
+                return
+            wait_s, at = self._waits.get(uuid, (0.0, now))
+            # Failed again soon after the last time: wait longer.
+            wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
+            wait_s = max(wait_s, RETRY_S)
+            self._waits[uuid] = (wait_s, now)
+            self._drained[uuid] = Drain(now + wait_s, wait_s)
+            self._devices.set_out_of_service(uuid, reason)
+        self._publish(uuid, reason, healthy=False)
+
+    def failed(self, uuid: str, why: str) -> None:
+        """Test a drained device again, later than last time."""
+        now = time.monotonic()
+        with self._guard:
+            drain = self._drained.get(uuid)
+            if drain is None:
+                return
+            wait_s = min(2 * drain.wait_s, MAX_RETRY_S)
+            self._waits[uuid] = (wait_s, now)
+            self._drained[uuid] = Drain(now + wait_s, wait_s)
+        log.warning("device=%s stays out of service, tried again in %.0f s: %s", uuid, wait_s, why)
+
+    def passed(self, uuid: str) -> None:
+        """Take a device back into service."""
+        with self._guard:
+            drain = self._drained.pop(uuid, None)
+            self._devices.set_out_of_service(uuid, "")
+        if drain is not None:
+            self._publish(uuid, "", healthy=True)
+
+    def lost(self, uuid: str, error: DeviceError) -> None:
+        """Drain a device for which the driver does not answer."""
+        if is_restart(error):
+            self._restarted = True
+        self.drain(uuid, str(error))
+
+    def run(self) -> None:
+        """Wait for the devices' events until stopped, in its own thread: the wait may hang."""
+        while not self._stopped:
+            try:
+                if self._restarted:
+                    self._nvml.reopen()
+                    self._restarted = False
+                self._listen()
+            except DeviceError as error:
+                self._restarted = self._restarted or is_restart(error)
+                if not self._stopped:
+                    log.warning("the devices' events cannot be waited for: %s", error)
+                    time.sleep(EVENT_RETRY_S)
+
+    def _listen(self) -> None:
+        with self._nvml.listen() as listener:
+            if listener.devices:
+                log.info("the events of %d device(s) are heard", len(listener.devices))
+            else:
+                log.info("no device here reports XIDs: losses are noticed by measuring")
+            while not self._stopped and not self._restarted:
+                if not listener.devices:
+                    time.sleep(EVENT_WAIT_MS / 1000)
+                    continue
+                for uuid, code in listener.wait(EVENT_WAIT_MS):
+                    self.xid(uuid, code)
+
+    def stop(self) -> None:
+        """End the thread, within one wait."""
+        self._stopped = True
+
+    def _publish(self, uuid: str, reason: str, *, healthy: bool) -> None:
+        log.warning("device=%s healthy=%s reason=%s", uuid, healthy, reason or "self-test passed")
+        word = "true" if healthy else "false"
+        self._events.publish(EventKind.DEVICE, device=uuid, reason=reason, fields={"healthy": word})
+        for lease in self._registry.all():
+            if uuid in lease.limits:
+                self._events.publish(
+                    EventKind.DEVICE, lease=lease.name, device=uuid, reason=reason, fields={"healthy": word}
+                )

@@ -1,0 +1,118 @@
+"""When each device is tested, and what follows from a verdict.
+
+At start, unless a verdict of this boot and driver was saved; again while there was
+no memory for the test; again when the driver failed on the device; and before a
+device that was out of service comes back (`health`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from jupyter_gpushare.gpu.checks.canary import Canary
+from jupyter_gpushare.gpu.checks.health import Health
+from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.protocol.helper import EventKind
+
+log = logging.getLogger(__name__)
+
+# How long until a device that could not be tested is tried again; twice as long each time.
+RETRY_S = 30.0
+MAX_RETRY_S = 600.0
+# How often a device that is out of service is considered.
+DRAINED_POLL_S = 1.0
+
+
+class SelfTests:
+    """Tests devices in its own thread (`run`), and writes the verdicts into `DeviceStates`."""
+
+    def __init__(
+        self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates, health: Health, canary: Canary
+    ) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+        self._health = health
+        self._canary = canary
+        self._first = threading.Event()
+        self._stopped = False
+
+    def wait_first(self, timeout_s: float) -> None:
+        """Wait for the tests at start, bounded."""
+        self._first.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the thread after the test in progress; the next helper forgets the deaths (`devices`)."""
+        self._stopped = True
+        self._devices.forget_deaths()
+        self._save()
+        self._devices.test_due.set()
+
+    def load(self) -> None:
+        """Take over the verdicts that an earlier helper saved."""
+        machine = self._machine
+        key = f"{machine.state.boot_id} {machine.nvml.driver} {machine.simulated}"
+        self._devices.load(machine.state.devices(), key)
+
+    def run(self) -> None:
+        """Test the devices that are due, until stopped."""
+        for gpu in self._machine.nvml.gpus:
+            self._registry.enforce_on(gpu.uuid)
+        due, devices = self._devices.test_due, self._devices
+        wait_s, untested_at = RETRY_S, time.monotonic()
+        while not self._stopped:
+            due.clear()
+            again = time.monotonic() >= untested_at
+            for gpu in self._machine.nvml.gpus:
+                if not self._stopped and self._is_due(gpu.uuid, again):
+                    self._examine(gpu)
+            self._save()
+            self._first.set()
+            untested = not devices.all_final()
+            if again:
+                untested_at = time.monotonic() + wait_s
+                wait_s = min(2 * wait_s, MAX_RETRY_S) if untested else RETRY_S
+            drained = any(devices.out_of_service(gpu.uuid) for gpu in self._machine.nvml.gpus)
+            due.wait(DRAINED_POLL_S if drained else untested_at - time.monotonic() if untested else None)
+
+    def _is_due(self, uuid: str, again: bool) -> bool:
+        if self._devices.out_of_service(uuid):
+            return self._health.due(uuid, time.monotonic())
+        verdict = self._devices.verdict(uuid)
+        return verdict is None or self._devices.is_doubted(uuid) or (again and not verdict.final)
+
+    def _examine(self, gpu: Gpu) -> None:
+        known = self._devices.verdict(gpu.uuid)
+        verdict = self._canary.examine(gpu)
+        self._devices.set_verdict(gpu.uuid, verdict)
+        if verdict != known:
+            self._publish(gpu, verdict)
+        if verdict.works and verdict.final:
+            self._health.passed(gpu.uuid)
+        else:
+            self._health.failed(gpu.uuid, verdict.reason)
+        self._registry.enforce_on(gpu.uuid)
+
+    def _save(self) -> None:
+        try:
+            self._machine.state.save_devices(self._devices.saved())
+        except OSError as error:
+            log.warning("the verdicts of the self-tests cannot be written: %s", error)
+
+    def _publish(self, gpu: Gpu, verdict: Verdict) -> None:
+        log.info(
+            "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s",
+            gpu.uuid, verdict.suspendable, verdict.level,
+            verdict.suspend_bytes_per_s, verdict.resume_bytes_per_s, verdict.reason or "-",
+        )  # fmt: skip
+        self._machine.events.publish(
+            EventKind.DEVICE,
+            device=gpu.uuid,
+            reason=verdict.reason,
+            fields={"suspendable": "true" if verdict.suspendable else "false", "level": str(verdict.level)},
+        )

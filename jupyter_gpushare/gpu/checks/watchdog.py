@@ -1,0 +1,148 @@
+"""Compare the memory that the driver shows with what was granted.
+
+The preload library is cooperative, so this check does not rely on it.  Two things are
+reported and, the first by choice (``--watchdog stop``), ended:
+
+* a lease with more memory on a device than its limit in two samples in a row
+  (anything at all while it is suspended, or on a device that is not its own);
+* a process without a lease on a device (`unleased`).
+
+Stopping hits one process, through its pidfd: of a lease over its limit the one
+that holds most beyond what the library counts for it, and only if that is more
+than contexts explain.  The account is written by its owner: it can only shift the
+blame inside its own lease.
+
+Never the leader of a lease (the server or the job itself), never a process of
+another lease.  First SIGTERM, SIGKILL when it still runs `GRACE_S` later.
+``warn`` only reports; ``off`` does nothing.
+
+On a device where the driver does not say how many bytes a process holds, nothing can
+be compared: the watchdog is blind there, which the sample says (`DeviceSample.blind`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping
+
+from jupyter_gpushare.gpu.checks.unleased import UnleasedProcesses
+from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.processes import Process, Processes, leader
+from jupyter_gpushare.protocol.helper import EventKind, Phase, WatchdogAction
+
+log = logging.getLogger(__name__)
+
+# Allocations are rounded up and counted a moment later than made.
+TOLERANCE_BYTES = 64 << 20
+# A context holds 0.3-0.6 GiB on H100/H200; memory beyond that was not counted by the library.
+CONTEXT_BYTES = 1 << 30
+GRACE_S = 5.0
+REPEAT_S = 60.0
+MAX_REMEMBERED = 1024
+
+
+class Watchdog:
+    """Compares one sample after the other with what was granted."""
+
+    def __init__(
+        self, action: WatchdogAction, processes: Processes, events: Events, unleased: UnleasedProcesses
+    ) -> None:
+        self._action = action
+        self._unleased = unleased
+        self._processes = processes
+        self._events = events
+        self._over: set[tuple[str, str]] = set()  # (lease, device) in the last sample
+        self._reported: dict[tuple[str, str], float] = {}
+        self._stopping: dict[Key, float] = {}
+
+    def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
+        """Compare one sample: the usage of each device, and the leases with their processes."""
+        if self._action is WatchdogAction.OFF:
+            return
+        now = time.monotonic()
+        leases = list(leases)
+        owner = {process.pid: (lease, process) for lease in leases for process in lease.processes}
+        over: set[tuple[str, str]] = set()
+        for uuid, usage in usages.items():
+            by_lease: dict[str, int] = {}
+            for pid, shown in usage.processes.items():
+                count = shown or 0
+                if pid in owner:
+                    name = owner[pid][0].name
+                    by_lease[name] = by_lease.get(name, 0) + count
+            for lease in leases:
+                used = by_lease.get(lease.name, 0)
+                if used > _allowed(lease, uuid) + TOLERANCE_BYTES:
+                    over.add((lease.name, uuid))
+                    if (lease.name, uuid) in self._over:
+                        self._over_limit(lease, uuid, used, usage, now)
+        self._over = over
+        self._unleased.compare(usages, leases)
+        self._kill_overdue(now)
+        if len(self._reported) > MAX_REMEMBERED:
+            self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
+
+    def _over_limit(self, lease: Lease, uuid: str, used: int, usage: Usage, now: float) -> None:
+        if not self._is_due((lease.name, uuid), now):
+            return
+        victim = _victim(lease, uuid, usage)
+        if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
+            reason = f"uses {used} bytes of a device that is lent"
+        else:
+            reason = f"uses {used} bytes, {_allowed(lease, uuid)} are granted"
+        self._report(EventKind.OVER_LIMIT, lease.name, uuid, victim, used, reason)
+
+    def _report(
+        self, kind: EventKind, lease: str, uuid: str, process: Process | None, used: int, reason: str
+    ) -> None:
+        action = "warn"
+        stops = self._action is WatchdogAction.STOP and process is not None
+        if stops and process and self._processes.signal(process.key, signal.SIGTERM):
+            action = "stop"
+            self._stopping[process.key] = time.monotonic()
+        log.warning(
+            "%s lease=%s device=%s pid=%s bytes=%d action=%s reason=%s",
+            kind, lease or "-", uuid, process.pid if process else "-", used, action, reason,
+        )  # fmt: skip
+        fields = {"used_bytes": str(used), "action": action}
+        if process is not None:
+            fields |= {"pid": str(process.pid), "name": process.name}
+        self._events.publish(kind, lease=lease, device=uuid, reason=reason, fields=fields)
+
+    def _is_due(self, key: tuple[str, str], now: float) -> bool:
+        told = self._reported.get(key)
+        if told is not None and now - told < REPEAT_S:
+            return False
+        self._reported[key] = now
+        return True
+
+    def _kill_overdue(self, now: float) -> None:
+        for key, since in list(self._stopping.items()):
+            if not self._processes.alive(key):
+                del self._stopping[key]
+            elif now - since >= GRACE_S:
+                self._processes.signal(key, signal.SIGKILL)
+                del self._stopping[key]
+
+
+def _allowed(lease: Lease, uuid: str) -> int:
+    if lease.phase is Phase.SUSPENDED:
+        return 0
+    return lease.limits.get(uuid, 0)
+
+
+def _victim(lease: Lease, uuid: str, usage: Usage) -> Process | None:
+    """The process with the most memory that the library did not count; None when contexts explain it."""
+    first = leader(lease.processes)
+    counted = lease.counted_bytes(lease.account, uuid, (process.key for process in lease.processes))
+    shown = {process: usage.processes.get(process.pid) or 0 for process in lease.processes}
+    others = [process for process in lease.processes if process is not first and shown[process]]
+    beyond = {process: shown[process] - counted.get(process.key, 0) for process in others}
+    unexplained = [
+        process for process in others if beyond[process] > (CONTEXT_BYTES if process.key in counted else 0)
+    ]
+    return max(unexplained, key=beyond.__getitem__, default=None)

@@ -1,0 +1,1 @@
+"""Calls into the NVIDIA driver: NVML, CUDA checkpoint, time limits, enforcement levels."""

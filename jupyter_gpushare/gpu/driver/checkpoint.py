@@ -1,0 +1,218 @@
+"""The only door to ctypes: the checkpoint calls of the CUDA driver.
+
+A process moves RUNNING -> LOCKED -> CHECKPOINTED -> LOCKED -> RUNNING by Lock,
+Checkpoint, Restore and Unlock, all called from another process by pid.  While it is
+not RUNNING its threads run on until they enter a CUDA call, and wait there.
+
+Facts (cuda.h of CUDA 12.8 to 13.0, section "CUDA Checkpointing"; the layouts
+are declared here by hand, so that no CUDA header is needed):
+
+* `CUcheckpointLockArgs`: ``unsigned timeoutMs, reserved0; uint64_t reserved1[7]``
+  (64 bytes); 0 would wait for ever, a lock that timed out leaves the process
+  RUNNING and answers CUDA_ERROR_NOT_READY (600);
+* the other argument structs may be NULL; Restore without pairs goes back to the
+  same devices;
+* states: 0 running, 1 locked, 2 checkpointed, 3 failed, and since CUDA 13.1
+  4 checkpointing and 5 restoring;
+* the calls exist from driver r570 on, as exported symbols of ``libcuda.so.1``;
+* Restore ends in LOCKED.  One that runs out of device memory answers 2
+  (CUDA_ERROR_OUT_OF_MEMORY) and loses the process: it stays CHECKPOINTED, every later
+  Restore answers 304, Unlock 401 (NVIDIA/cuda-checkpoint issue 44, driver 580.95.05).
+  Callers check free memory first and never retry after 2;
+* only root, or the tracer of a process, may checkpoint it: 304 otherwise
+  (NVIDIA/cuda-checkpoint issues 6, 25, 41).
+
+libcuda is loaded once and cuInit called once: attaching to the driver takes
+seconds, so no tool is started per call.  No context is ever created here, so the
+helper itself holds no device memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import threading
+from typing import Any
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker
+
+INIT_TIMEOUT_S = 60.0
+# GetState and Unlock move no memory.
+SHORT_TIMEOUT_S = 10.0
+# Calls that hang are abandoned, each with its thread; beyond this many, none is started.
+MAX_STUCK = 16
+
+_NO_MPS = "/nonexistent/no-mps"
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+
+class State(enum.IntEnum):
+    """CUprocessState of cuda.h."""
+
+    RUNNING = 0
+    LOCKED = 1
+    CHECKPOINTED = 2
+    FAILED = 3
+    CHECKPOINTING = 4
+    RESTORING = 5
+
+
+class _LockArgs(ctypes.Structure):
+    _fields_ = [
+        ("timeout_ms", ctypes.c_uint),
+        ("reserved0", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint64 * 7),
+    ]
+
+
+class Checkpoint:
+    """The checkpoint calls, each bounded in time.
+
+    ``unavailable`` says why nothing can be suspended on this machine, or is empty.
+    """
+
+    def __init__(self) -> None:
+        self._cuda: Any = None
+        self._guard = threading.Lock()
+        self._free: list[BoundedWorker] = []
+        self._workers = 0
+        # By pid, abandoned calls: they may still change the state of the process.
+        self._abandoned: dict[int, BoundedWorker] = {}
+        try:
+            self.unavailable = BoundedWorker("cuda").call("cuInit", self._load, INIT_TIMEOUT_S)
+        except DeviceError as error:
+            self.unavailable = str(error)
+
+    def state(self, pid: int) -> State:
+        """The checkpoint state of a process, as the driver says.
+
+        Raises:
+            DeviceError: the process is gone or does not use CUDA.
+        """
+        value = ctypes.c_int(-1)
+        self._call("cuCheckpointProcessGetState", SHORT_TIMEOUT_S, pid, ctypes.byref(value))
+        try:
+            return State(value.value)
+        except ValueError:
+            return State.FAILED
+
+    def lock(self, pid: int, timeout_s: float) -> None:
+        """RUNNING -> LOCKED; the process stays RUNNING when that takes too long.
+
+        Raises:
+            DeviceError: it timed out, or the process cannot be locked.
+        """
+        args = _LockArgs(timeout_ms=max(1, int(timeout_s * 1000)))
+        self._call("cuCheckpointProcessLock", timeout_s + SHORT_TIMEOUT_S, pid, ctypes.byref(args))
+
+    def checkpoint(self, pid: int, timeout_s: float) -> None:
+        """LOCKED -> CHECKPOINTED: the device memory is copied to the host and given back.
+
+        Raises:
+            DeviceError: the driver refused, failed or hangs.
+        """
+        self._call("cuCheckpointProcessCheckpoint", timeout_s, pid, None)
+
+    def restore(self, pid: int, timeout_s: float) -> None:
+        """CHECKPOINTED -> LOCKED: the memory is back on the device; check free memory before.
+
+        Raises:
+            DeviceError: the driver refused, failed or hangs.
+        """
+        self._call("cuCheckpointProcessRestore", timeout_s, pid, None)
+
+    def unlock(self, pid: int) -> None:
+        """LOCKED -> RUNNING: the calls that waited go on.
+
+        Raises:
+            DeviceError: the driver refused, failed or hangs.
+        """
+        self._call("cuCheckpointProcessUnlock", SHORT_TIMEOUT_S, pid, None)
+
+    def simulated_host_memory(self) -> tuple[int, int] | None:
+        """Total and available host memory of the simulated driver; None on a real one."""
+        ask = getattr(self._cuda, "gpushare_sim_host_memory", None) if self._cuda is not None else None
+        if ask is None:
+            return None
+        total, available = ctypes.c_uint64(0), ctypes.c_uint64(0)
+        ask(ctypes.byref(total), ctypes.byref(available))
+        return total.value, available.value
+
+    def _load(self) -> str:
+        # Beside an MPS server cuInit would make the helper its client.
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            return f"the CUDA driver library cannot be loaded: {error}"
+        code = cuda.cuInit(0)
+        if code:
+            return f"cuInit failed with code {code}"
+        self._cuda = cuda
+        missing = [name for name in _CALLS if not hasattr(cuda, name)]
+        if missing:
+            return f"the driver has no {missing[0]}: suspending needs driver r570 or later"
+        for name, arguments in _CALLS.items():
+            function = getattr(cuda, name)
+            function.argtypes = [ctypes.c_int, *arguments]
+            function.restype = ctypes.c_int
+        return ""
+
+    def _call(self, name: str, timeout_s: float, pid: int, *arguments: Any) -> None:
+        if self.unavailable:
+            raise DeviceError(name, _NOT_SUPPORTED, self.unavailable)
+        self._refuse_beside_another(name, pid)
+        function = getattr(self._cuda, name)
+        worker = self._take(name)
+        try:
+            # The closure keeps the arguments alive while a call that hangs may still write to them.
+            code = worker.call(name, lambda: int(function(pid, *arguments)), timeout_s)
+        finally:
+            with self._guard:
+                if worker.stuck_in:
+                    self._abandoned[pid] = worker
+                self._free.append(worker)
+        if code:
+            raise DeviceError(name, code, self._name_of(code))
+
+    def _refuse_beside_another(self, name: str, pid: int) -> None:
+        """Refuse a call for a process while an earlier one for it has not returned.
+
+        A lock that hangs may still be taken: a caller that looked meanwhile would find
+        the process running, and leave it locked for ever.
+
+        Raises:
+            DeviceError: with code ``TIMED_OUT``: an earlier call has not returned.
+        """
+        with self._guard:
+            self._abandoned = {each: worker for each, worker in self._abandoned.items() if worker.stuck_in}
+            if worker := self._abandoned.get(pid):
+                raise DeviceError(name, TIMED_OUT, f"{worker.stuck_in} of process {pid} has not returned")
+
+    def _take(self, name: str) -> BoundedWorker:
+        """A worker without a call in it; calls for different processes run side by side."""
+        with self._guard:
+            for at, worker in enumerate(self._free):
+                if not worker.stuck_in:
+                    return self._free.pop(at)
+            if self._workers >= MAX_STUCK:
+                raise DeviceError(name, TIMED_OUT, f"{MAX_STUCK} driver calls have not returned")
+            self._workers += 1
+            return BoundedWorker(f"cuda-{self._workers}")
+
+    def _name_of(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        if self._cuda.cuGetErrorName(code, ctypes.byref(text)) or not text.value:
+            return ""
+        return text.value.decode(errors="replace")
+
+
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "cuCheckpointProcessGetState": (ctypes.c_void_p,),
+    "cuCheckpointProcessLock": (ctypes.c_void_p,),
+    "cuCheckpointProcessCheckpoint": (ctypes.c_void_p,),
+    "cuCheckpointProcessRestore": (ctypes.c_void_p,),
+    "cuCheckpointProcessUnlock": (ctypes.c_void_p,),
+}

@@ -1,0 +1,89 @@
+"""Published limits of NVIDIA driver branches, and of programs, for limiting and suspending processes.
+
+Read from issues of NVIDIA/cuda-checkpoint and from open-gpu-kernel-modules; none has
+been seen by this project itself.  The self-test finds what fails at once; this table
+names what it cannot find.  `docs/isolation.md` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DriverNote:
+    """What is known about the driver versions that start with ``prefix``."""
+
+    prefix: str
+    note: str
+    source: str
+    is_warning: bool
+
+
+_ISSUES = "github.com/NVIDIA/cuda-checkpoint/issues"
+
+# The first match counts, so longer prefixes come first.
+NOTES = (
+    DriverNote("570", "cannot checkpoint a process that uses PyTorch", f"{_ISSUES}/34", True),
+    DriverNote("575.57", "first version reported to suspend PyTorch", f"{_ISSUES}/34", False),
+    DriverNote(
+        "580",
+        "a restore out of memory leaves the process checkpointed for ever; it has to be killed",
+        f"{_ISSUES}/44",
+        False,
+    ),
+    DriverNote(
+        "595.71",
+        "the whole machine hung about 35 s after a restored process was killed (seen with CRIU)",
+        f"{_ISSUES}/53",
+        True,
+    ),
+    DriverNote("610.57", "Lock ended processes with several threads", f"{_ISSUES}/58", True),
+    DriverNote(
+        "615",
+        "limits the device memory of cgroups (MPS v3 memory partitioning)",
+        "docs.nvidia.com/deploy/nvml-api",
+        False,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramNote:
+    """What does not hold for programs of one kind."""
+
+    programs: str
+    note: str
+    source: str
+
+
+PROGRAMS = (
+    ProgramNote(
+        "Julia and other users of RTLD_DEEPBIND",
+        "limited by the watchdog alone, not suspended",
+        "docs.julialang.org/en/v1/stdlib/Libdl",
+    ),
+    ProgramNote(
+        "AddressSanitizer",
+        "refuses to start under LD_PRELOAD",
+        "github.com/llvm/llvm-project, asan_linux.cpp",
+    ),
+    ProgramNote("CUPTI (torch.profiler)", "not suspended once it traces", f"{_ISSUES}/15"),
+    ProgramNote("fabric handles", "not suspended", "github.com/ai-dynamo/snapshot/pull/217"),
+    ProgramNote("several NCCL ranks", "not suspended", f"{_ISSUES}/30"),
+    ProgramNote("musl (Alpine)", "gets no GPU memory", "docs/isolation.md"),
+)
+
+PERMISSION = f"Only a helper that runs as root can suspend processes ({_ISSUES}/6)."
+MAINTENANCE = (
+    "Stop the helper before a driver update, a reset of a GPU or a change of MIG mode: "
+    "the driver refuses them while a process has the devices open."
+)
+
+
+def note_of(version: str) -> DriverNote | None:
+    """What is known about a driver version such as ``580.95.05``; None: nothing."""
+    numbers = version.split(".")
+    return next(
+        (note for note in NOTES if numbers[: note.prefix.count(".") + 1] == note.prefix.split(".")), None
+    )

@@ -1,0 +1,449 @@
+"""The only door to pynvml: devices, memory, utilization, processes, health.
+
+Every call runs in its device's `BoundedWorker` with a bound, so that a hung device
+costs its own answers and nothing else.  Handles are taken once at start; a
+device is named by its UUID, never by its index, which changes between boots.
+
+Facts used here (NVML API reference, driver r570 and later):
+
+* the driver may list a process without its bytes: ``usedGpuMemory`` None
+  (NVML_VALUE_NOT_AVAILABLE: vGPU, WDDM) or 0 (a container with its own pid namespace,
+  HAMi-core issue 112 with driver 560.35).  None is kept apart from 0.  A process that
+  only called cuInit is listed with either, too (llm-d-rl-time-slicing PR 148);
+* ``nvmlDeviceGetProcessUtilization`` answers NOT_FOUND when no process used the
+  device since the time stamp, and takes microseconds of the wall clock;
+* a MIG instance has memory and processes of its own, no utilization, and cannot
+  be checkpointed; its name ends in ``MIG <profile>``; events come from its parent;
+* ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT when nothing
+  happened; devices without ECC or events answer NOT_SUPPORTED;
+* the recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of whole GPUs) is what an
+  administrator has to do before a GPU can be trusted (docs.nvidia.com/deploy,
+  "Error Recovery and Response Flags"); older drivers do not know the field;
+* ``nvmlDeviceSetMemoryLimits_v1`` (r615, "MPS v3 Memory Partitioning" on
+  docs.nvidia.com) limits what the processes of a cgroup (v2) may allocate on a
+  device: above ``hardLimit`` an allocation fails, ``softLimit`` is what stays
+  guaranteed under pressure; root only, not on MIG; soft 0 and hard MAX clear it,
+  which has to be done before the cgroup is removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pynvml
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker, Job
+
+CALL_TIMEOUT_S = 3.0
+# nvmlInit attaches to every device of the machine: seconds each without persistence mode.
+INIT_TIMEOUT_S = 60.0
+
+# What `usages` waits for all devices together.
+PASS_TIMEOUT_S = 0.5
+NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
+
+# The driver, or nvidia-ml-py, has no such call.
+NOT_OFFERED = int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+_ALL_INSTANCES = 0xFFFFFFFF
+_RESTARTED = (
+    pynvml.NVML_ERROR_UNINITIALIZED,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+)
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The properties of one device that do not change while the helper runs."""
+
+    uuid: str
+    index: int
+    name: str
+    memory_bytes: int
+    mig: bool
+    island: str
+    profile: str = ""  # of a MIG instance, such as 1g.10gb
+    parent: str = ""  # UUID of the GPU that reports this device's events
+    instance: int = _ALL_INSTANCES  # of a MIG instance: its GPU instance there
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One measurement of one device."""
+
+    used_bytes: int
+    free_bytes: int
+    utilization_percent: int  # 0 where the device does not say (MIG)
+    # Bytes by pid of compute processes; None where the driver does not say how many.
+    processes: dict[int, int | None]
+    # Pids that had a kernel running since the last call; None where NVML does not say.
+    computing: frozenset[int] | None
+    uncorrected: int | None = None  # memory errors since the driver was loaded; None: not counted
+    recovery_action: int | None = None  # nvmlDeviceGpuRecoveryAction_t; None: not told
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """Bytes that are not free and that no listed process holds."""
+        return self.used_bytes - sum(count or 0 for count in self.processes.values())
+
+
+class Nvml:
+    """Answers about the devices of this machine, each within a bound."""
+
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Load the library and find the devices.
+
+        Raises:
+            DeviceError: there is no NVIDIA driver, or it does not answer.
+        """
+        self._timeout_s = timeout_s
+        self._system = BoundedWorker("nvml")
+        self.driver, found = self._system.call("nvmlInit", _find, INIT_TIMEOUT_S)
+        self._handles = {gpu.uuid: handle for gpu, handle in found}
+        self._parents = {gpu.uuid: gpu.parent if gpu.mig else "" for gpu, _ in found}
+        self._workers = {gpu.uuid: BoundedWorker(gpu.uuid) for gpu, _ in found}
+        self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
+        self.gpus = _with_islands(found, self._system)
+        self._pending: dict[str, Job[Usage]] = {}
+
+    def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, Usage | DeviceError | None]:
+        """The usage of each device; all are asked at once, and none is waited for longer than ``within_s``.
+
+        None: it has not answered yet, and its answer comes with a later call.  After
+        `CALL_TIMEOUT_S` without one it is an error, and every other call to that
+        device is refused at once until it has answered.
+        """
+        found: dict[str, Usage | DeviceError | None] = {}
+        for uuid in self._handles:
+            if uuid not in self._pending:
+                try:
+                    self._pending[uuid] = self._begin_usage(uuid)
+                except DeviceError as error:
+                    # Another thread's call is under way: not yet an error.
+                    found[uuid] = error if self._workers[uuid].stuck_in else None
+        deadline = time.monotonic() + within_s
+        for uuid, job in list(self._pending.items()):
+            if job.done.wait(max(0.0, deadline - time.monotonic())):
+                del self._pending[uuid]
+                try:
+                    found[uuid] = job.result()
+                except pynvml.NVMLError as error:
+                    found[uuid] = _device_error(job.name, error)
+            elif time.monotonic() - job.began_at >= self._timeout_s:
+                found[uuid] = self._workers[uuid].abandon(job, self._timeout_s)
+            else:
+                found[uuid] = None
+        return found
+
+    def usage(self, uuid: str) -> Usage:
+        """Memory, utilization and processes of one device.
+
+        Raises:
+            DeviceError: the call failed or hangs (code ``bounded.TIMED_OUT``).
+        """
+        call = functools.partial(_usage, self._handles[uuid], int(time.time() * 1e6), self._parents[uuid])
+        return self._call(uuid, "nvmlDeviceGetMemoryInfo", call)
+
+    def _begin_usage(self, uuid: str) -> Job[Usage]:
+        call = functools.partial(_usage, self._handles[uuid], self._seen_us[uuid], self._parents[uuid])
+        job = self._workers[uuid].begin("nvmlDeviceGetMemoryInfo", call)
+        self._seen_us[uuid] = int(time.time() * 1e6)
+        return job
+
+    def reopen(self) -> None:
+        """Take new handles after the driver was restarted; devices that are gone keep their old ones.
+
+        Raises:
+            DeviceError: the driver is not back.
+        """
+
+        def again() -> tuple[str, list[tuple[Gpu, Any]]]:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+            return _find()
+
+        self.driver, found = self._system.call("nvmlInit", again, INIT_TIMEOUT_S)
+        self._handles |= {gpu.uuid: handle for gpu, handle in found if gpu.uuid in self._handles}
+
+    @contextmanager
+    def listen(self) -> Iterator[Listener]:
+        """A listener for the devices' events; it blocks in the driver, so it needs its own thread.
+
+        Raises:
+            DeviceError: the driver was restarted, or has no events at all.
+        """
+        try:
+            listener = Listener(self.gpus)
+        except pynvml.NVMLError as error:
+            raise _device_error("nvmlEventSetCreate", error) from None
+        try:
+            yield listener
+        finally:
+            listener.close()
+
+    def set_memory_limits(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int) -> None:
+        """Limit what the processes of a cgroup may allocate on a device; `NO_LIMIT` and 0 clear it.
+
+        Raises:
+            DeviceError: this driver, device or user cannot; or the call hangs.
+        """
+        handle = self._handles[uuid]
+        limits = getattr(pynvml, "c_nvmlSetMemoryLimits_v1_t", None)
+        name = "nvmlDeviceSetMemoryLimits_v1"
+        if limits is None:
+            raise DeviceError(name, NOT_OFFERED, "nvidia-ml-py is older than the driver's call")
+        filled = limits(cgroup.encode(), soft_bytes, hard_bytes)
+        self._call(uuid, name, lambda: pynvml.nvmlDeviceSetMemoryLimits_v1(handle, filled))
+
+    def under_mps(self, uuid: str) -> frozenset[int]:
+        """Pids that use a device through MPS, which cannot be checkpointed.
+
+        Raises:
+            DeviceError: as `usage`.
+        """
+        handle = self._handles[uuid]
+        return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", lambda: _under_mps(handle))
+
+    def free_bytes(self, uuid: str) -> int:
+        """Free memory of one device, now.
+
+        Raises:
+            DeviceError: as `usage`.
+        """
+        handle = self._handles[uuid]
+        return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: int(_memory(handle).free))
+
+    def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int | None]:
+        """Bytes by pid on one device, now (None: not told); an earlier call is waited for at most ``wait_s``.
+
+        Raises:
+            DeviceError: as `usage`.
+        """
+        handle = self._handles[uuid]
+        return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", lambda: _processes(handle), wait_s)
+
+    def _call(self, uuid: str, name: str, call: Callable[[], _Value], wait_s: float | None = None) -> _Value:
+        try:
+            return self._workers[uuid].call(name, call, self._timeout_s, wait_s)
+        except pynvml.NVMLError as error:
+            raise _device_error(name, error) from None
+
+
+class Listener:
+    """An event set of all devices that have events."""
+
+    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+        self._gpus = gpus
+        self._set = pynvml.nvmlEventSetCreate()
+        self.devices: set[str] = set()
+        for parent in dict.fromkeys(gpu.parent for gpu in gpus):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(parent)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
+                self.devices.add(parent)
+            except pynvml.NVMLError:
+                continue  # a virtual GPU, or one that is lost: the sampler notices
+
+    def wait(self, timeout_ms: int) -> list[tuple[str, int]]:
+        """The devices (MIG instances apart) that reported an XID within ``timeout_ms``, with its number.
+
+        Raises:
+            DeviceError: the driver was restarted, or cannot be waited for.
+        """
+        try:
+            event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)
+            parent = _text(pynvml.nvmlDeviceGetUUID(event.device))
+        except pynvml.NVMLError_Timeout:
+            return []
+        except pynvml.NVMLError_GpuIsLost:
+            return []  # the sampler notices which
+        except pynvml.NVMLError as error:
+            raise _device_error("nvmlEventSetWait", error) from None
+        return [
+            (gpu.uuid, int(event.eventData))
+            for gpu in self._gpus
+            if gpu.parent == parent and event.gpuInstanceId in (_ALL_INSTANCES, gpu.instance)
+        ]
+
+    def close(self) -> None:
+        """Free the event set."""
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlEventSetFree(self._set)
+
+
+def is_restart(error: DeviceError) -> bool:
+    """Whether the driver was restarted while the helper ran: every handle is void."""
+    return error.code in _RESTARTED
+
+
+def is_gone(error: DeviceError) -> bool:
+    """Whether the device itself is unusable, not only this call."""
+    return error.code in (
+        TIMED_OUT,
+        pynvml.NVML_ERROR_GPU_IS_LOST,
+        pynvml.NVML_ERROR_RESET_REQUIRED,
+        pynvml.NVML_ERROR_UNKNOWN,
+    )
+
+
+def _device_error(call: str, error: pynvml.NVMLError) -> DeviceError:
+    return DeviceError(call, int(error.value), str(error))
+
+
+def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
+    try:
+        pynvml.nvmlInit()
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        found: list[tuple[Gpu, Any]] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            parent = _text(pynvml.nvmlDeviceGetUUID(handle))
+            instances = _instances(handle)
+            for each in instances or [handle]:
+                gpu = Gpu(
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(each)),
+                    index=len(found),
+                    name=_text(pynvml.nvmlDeviceGetName(each)),
+                    memory_bytes=int(_memory(each).total),
+                    mig=bool(instances),
+                    island="",
+                    parent=parent,
+                )
+                if instances:
+                    gpu = replace(
+                        gpu,
+                        profile=gpu.name.rpartition(" MIG ")[2],
+                        instance=int(pynvml.nvmlDeviceGetGpuInstanceId(each)),
+                    )
+                found.append((gpu, each))
+    except pynvml.NVMLError as error:
+        raise _device_error("nvmlInit", error) from None
+    return driver, found
+
+
+def _instances(handle: Any) -> list[Any]:
+    """The MIG instances of a device in MIG mode; none otherwise."""
+    try:
+        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
+        if not current:
+            return []
+        most = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except pynvml.NVMLError:
+        return []
+    instances = []
+    for index in range(most):
+        try:
+            instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except pynvml.NVMLError_NotFound:
+            continue
+    return instances
+
+
+def _with_islands(found: list[tuple[Gpu, Any]], worker: BoundedWorker) -> tuple[Gpu, ...]:
+    """The devices, with the same ``island`` for those that reach each other over NVLink."""
+    word = {gpu.uuid: gpu.uuid for gpu, _ in found}
+    for (gpu, handle), (other, other_handle) in itertools.combinations(found, 2):
+        if gpu.mig or other.mig:
+            continue
+        ask = functools.partial(_linked, handle, other_handle)
+        if worker.call("nvmlDeviceGetP2PStatus", ask, INIT_TIMEOUT_S):
+            old, new = word[other.uuid], word[gpu.uuid]
+            word = {uuid: new if name == old else name for uuid, name in word.items()}
+    sizes = list(word.values())
+    return tuple(
+        replace(gpu, island=word[gpu.uuid]) if sizes.count(word[gpu.uuid]) > 1 else gpu for gpu, _ in found
+    )
+
+
+def _linked(handle: Any, other: Any) -> bool:
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def _memory(handle: Any) -> Any:
+    # v1 counts memory that the driver reserves as used: it cannot be granted.
+    return pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _usage(handle: Any, since_us: int, parent: str) -> Usage:
+    memory = _memory(handle)
+    try:
+        percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError as error:
+        if is_gone(_device_error("nvmlDeviceGetUtilizationRates", error)):
+            raise
+        percent = 0
+    return Usage(
+        used_bytes=int(memory.used),
+        free_bytes=int(memory.free),
+        utilization_percent=percent,
+        processes=_processes(handle),
+        computing=_computing(handle, since_us),
+        uncorrected=_uncorrected(handle),
+        recovery_action=_recovery_action(handle, parent),
+    )
+
+
+def _processes(handle: Any) -> dict[int, int | None]:
+    found: dict[int, int | None] = {}
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        pid, count = int(process.pid), process.usedGpuMemory
+        before = found.get(pid, 0)
+        found[pid] = None if count is None or before is None else before + int(count)
+    return found
+
+
+def _computing(handle: Any, since_us: int) -> frozenset[int] | None:
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since_us)
+    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InsufficientSize):
+        return frozenset()
+    except pynvml.NVMLError:
+        return None
+    return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
+
+
+def _uncorrected(handle: Any) -> int | None:
+    try:
+        return int(
+            pynvml.nvmlDeviceGetTotalEccErrors(
+                handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+            )
+        )
+    except pynvml.NVMLError as error:
+        if is_gone(_device_error("nvmlDeviceGetTotalEccErrors", error)):
+            raise
+        return None
+
+
+def _recovery_action(handle: Any, parent: str) -> int | None:
+    try:
+        whole = pynvml.nvmlDeviceGetHandleByUUID(parent) if parent else handle
+        (field,) = pynvml.nvmlDeviceGetFieldValues(whole, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    except (pynvml.NVMLError, AttributeError):  # older than the field: the driver, or nvidia-ml-py
+        return None
+    return int(field.value.uiVal) if field.nvmlReturn == pynvml.NVML_SUCCESS else None
+
+
+def _under_mps(handle: Any) -> frozenset[int]:
+    try:
+        return frozenset(int(each.pid) for each in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+    except pynvml.NVMLError:
+        return frozenset()  # not supported here: the driver refuses to checkpoint such processes itself
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,1 @@
+"""Leases of one machine: files, journal, processes, device states, host memory."""

@@ -1,0 +1,121 @@
+"""Limits enforced by the driver: one cgroup per lease, with its device memory limits.
+
+    <root>/gpushare-<lease>     the processes of one lease
+
+The root is given (``--cgroup-root``): a cgroup (v2) below which the helper may
+create others, such as one that systemd delegated.  A process that carries a lease is
+moved into the lease's cgroup, where its children then start; it cannot leave,
+because the files belong to the helper.  Until the next sample finds it, only the
+library limits it.
+
+The limits are set through NVML alone, never in ``dmem.*``, and cleared before a
+cgroup is removed, as "MPS v3 Memory Partitioning" (docs.nvidia.com) asks for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.nvml import NO_LIMIT, Nvml
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.protocol.helper import Phase
+
+log = logging.getLogger(__name__)
+
+PREFIX = "gpushare-"
+
+
+class Cgroups:
+    """Creates the cgroups of leases; ``unavailable`` says why it cannot, or is empty."""
+
+    def __init__(self, root: Path | None, nvml: Nvml, processes: Processes) -> None:
+        self._root = root or Path("/nonexistent")
+        self._nvml = nvml
+        self._processes = processes
+        if root is None:
+            self.unavailable = "the helper was started without --cgroup-root"
+        elif not (root / "cgroup.procs").is_file():
+            self.unavailable = f"{root} is no cgroup (v2)"
+        else:
+            self.unavailable = ""
+            # On kernels from 6.14 on the driver counts through this controller; without it by itself.
+            with suppress(OSError):
+                (root / "cgroup.subtree_control").write_text("+dmem")
+
+    def path(self, name: str) -> Path:
+        """The cgroup of a lease."""
+        return self._root / f"{PREFIX}{name}"
+
+    def make(self, name: str, limits: Mapping[str, int], guaranteed: Mapping[str, int]) -> Path:
+        """The path of a cgroup, created or changed to these limits (bytes by device).
+
+        Raises:
+            DeviceError: the driver cannot limit it.
+            OSError: it cannot be created.
+        """
+        path = self.path(name)
+        path.mkdir(exist_ok=True)
+        for uuid, hard_bytes in limits.items():
+            soft_bytes = min(guaranteed.get(uuid, hard_bytes), hard_bytes)
+            self._nvml.set_memory_limits(uuid, str(path), soft_bytes, hard_bytes)
+        return path
+
+    def limit(self, lease: Lease) -> None:
+        """Let the driver limit a lease, where it can; ``lease.in_cgroup`` says whether it does."""
+        # Memory that a suspended lease has lent must not stay guaranteed to it.
+        suspended = lease.phase is Phase.SUSPENDED
+        guaranteed = dict.fromkeys(lease.limits, 0) if suspended else lease.guaranteed
+        try:
+            self.make(lease.name, lease.limits, guaranteed)
+            lease.in_cgroup = True
+        except (DeviceError, OSError) as error:
+            log.warning("lease=%s is not limited by the driver: %s", lease.name, error)
+            lease.in_cgroup = False
+        lease.placed = frozenset()
+
+    def place(self, lease: Lease) -> None:
+        """Move the processes of a lease into its cgroup; `Lease.in_cgroup` is false when one cannot."""
+        keys = frozenset(process.key for process in lease.processes)
+        if not lease.in_cgroup or keys <= lease.placed:
+            return
+        placed = lease.placed & keys
+        for key in keys - lease.placed:
+            if not self._processes.alive(key):
+                continue
+            try:
+                with (self.path(lease.name) / "cgroup.procs").open("a", encoding="ascii") as procs:
+                    procs.write(f"{key[0]}\n")
+            except ProcessLookupError:
+                continue
+            except OSError as error:
+                log.warning("lease=%s process %d is not limited by the driver: %s", lease.name, key[0], error)
+                lease.in_cgroup = False
+            else:
+                placed |= {key}
+        lease.placed = placed
+
+    def remove(self, name: str, uuids: Iterable[str]) -> None:
+        """Clear the limits of a cgroup and remove it, if no process is in it any more."""
+        path = self.path(name)
+        if self.unavailable or not path.exists():
+            return
+        for uuid in uuids:
+            with suppress(DeviceError):
+                self._nvml.set_memory_limits(uuid, str(path), 0, NO_LIMIT)
+        with suppress(OSError):  # processes are still in it: the next helper tries again
+            path.rmdir()
+
+    def sweep(self, known: Iterable[str]) -> None:
+        """Remove the cgroups of leases that are not ``known`` any more."""
+        if self.unavailable:
+            return
+        names = set(known)
+        for path in self._root.glob(f"{PREFIX}*"):
+            name = path.name.removeprefix(PREFIX)
+            if name not in names and path.is_dir():
+                self.remove(name, (gpu.uuid for gpu in self._nvml.gpus))

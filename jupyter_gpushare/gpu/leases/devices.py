@@ -1,0 +1,203 @@
+"""What is known about each device beyond its properties: self-test, service, reserve, failures.
+
+The checks write here, the moves and the registry read.  Verdicts, hidden bytes and
+deaths hold for one boot and one driver (`saved`, `load`); a helper that is stopped, not
+killed, forgets the deaths.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import Level, Rung
+
+# A process that ends in Lock, Checkpoint or Restore may have had another reason once.
+DEATHS_TOLERATED = 1
+# More than this part of a device that no process explains is a tenant that the driver does not list.
+HIDDEN_PART = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of the self-test of one device."""
+
+    suspendable: bool
+    reason: str = ""
+    works: bool = True  # a process could use the device at all
+    blind: bool = False  # the driver does not say how many bytes a process holds here
+    ladder: tuple[Rung, ...] = ()
+    suspend_bytes_per_s: int = 0
+    resume_bytes_per_s: int = 0
+    grown_bytes: int = 0  # bytes that the child held after the cycle beyond those before
+    final: bool = True  # False: it could not be tested now, test again
+
+    @property
+    def level(self) -> Level:
+        """The strongest level for a part of the device."""
+        return strongest(self.ladder)
+
+    def offers(self, level: Level) -> bool:
+        """Whether a level passed its test."""
+        return any(rung.level is level and rung.offered for rung in self.ladder)
+
+
+class DeviceStates:
+    """State of every device by UUID; safe to read from several threads."""
+
+    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+        self._gpus = {gpu.uuid: gpu for gpu in gpus}
+        self._verdicts: dict[str, Verdict] = {}
+        self._out_of_service: dict[str, str] = {}
+        self._hidden_bytes: dict[str, int] = {}
+        self._deaths: dict[str, int] = {}
+        self._doubted: set[str] = set()
+        self._key = ""
+        # Set when a device has to be tested.
+        self.test_due = threading.Event()
+
+    # Self-test
+
+    def verdict(self, uuid: str) -> Verdict | None:
+        """The last verdict on a device; None before its first self-test ended."""
+        return self._verdicts.get(uuid)
+
+    def set_verdict(self, uuid: str, verdict: Verdict) -> None:
+        """Replace the verdict on a device."""
+        self._verdicts[uuid] = verdict
+        self._doubted.discard(uuid)
+
+    def all_final(self) -> bool:
+        """Whether no tested device waits for another test."""
+        return all(verdict.final for verdict in self._verdicts.values())
+
+    def offers(self, uuid: str, level: Level) -> bool:
+        """Whether a level passed its test on a device."""
+        verdict = self._verdicts.get(uuid)
+        return verdict is not None and verdict.offers(level)
+
+    def is_blind(self, uuid: str) -> bool:
+        """Whether the driver does not say how many bytes a process holds on a device."""
+        verdict = self._verdicts.get(uuid)
+        return verdict is not None and verdict.blind
+
+    def doubt(self, uuid: str) -> None:
+        """Have a device tested again after the driver failed on it."""
+        self._doubted.add(uuid)
+        self.test_due.set()
+
+    def is_doubted(self, uuid: str) -> bool:
+        """Whether the driver failed on a device since its last self-test."""
+        return uuid in self._doubted
+
+    # Service
+
+    def out_of_service(self, uuid: str) -> str:
+        """Why a device is out of service; "" when it is not."""
+        return self._out_of_service.get(uuid, "")
+
+    def set_out_of_service(self, uuid: str, reason: str) -> None:
+        """Take a device out of service, or back with ""."""
+        if reason:
+            self._out_of_service[uuid] = reason
+        else:
+            self._out_of_service.pop(uuid, None)
+        self.test_due.set()
+
+    # Suspension
+
+    def count_death(self, uuid: str) -> int:
+        """How many processes ended within a driver call of a suspension on a device, with this one."""
+        self._deaths[uuid] = self._deaths.get(uuid, 0) + 1
+        return self._deaths[uuid]
+
+    def forget_deaths(self) -> None:
+        """Try devices again on which processes ended: an administrator stopped the helper."""
+        self._deaths.clear()
+
+    def suspend_blocker(self, uuid: str) -> str:
+        """Why nothing on a device can be suspended; "" if it can."""
+        if reason := self.out_of_service(uuid):
+            return f"the device is out of service: {reason}"
+        if (deaths := self._deaths.get(uuid, 0)) > DEATHS_TOLERATED:
+            return (
+                f"{deaths} processes ended while the driver suspended or resumed them on this device; "
+                "stop and start the device helper to try again"
+            )
+        verdict = self._verdicts.get(uuid)
+        return verdict.reason if verdict else "the self-test has not finished"
+
+    # Memory
+
+    def measure_hidden(self, uuid: str, usage: Usage) -> None:
+        """Remember once what a device does not show as free though no listed process holds it.
+
+        On an idle H100 that is the driver's own memory and what graphics sessions hold.
+        """
+        if uuid in self._hidden_bytes or None in usage.processes.values():
+            return
+        limit = self._gpus[uuid].memory_bytes // HIDDEN_PART
+        self._hidden_bytes[uuid] = max(0, min(usage.unexplained_bytes, limit))
+
+    def reserve_bytes(self, gpu: Gpu) -> int:
+        """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""
+        # Where the driver hides what processes hold, theirs would count as hidden; nothing is restored there.
+        hidden = 0 if self.is_blind(gpu.uuid) else self._hidden_bytes.get(gpu.uuid, 0)
+        return reserve_bytes(gpu, hidden)
+
+    def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
+        """Bytes that must be free beyond the saved ones before a restore (`ladder`)."""
+        verdict = self._verdicts.get(uuid)
+        return margin_bytes(saved_bytes, verdict.grown_bytes if verdict else 0)
+
+    # Limits
+
+    def level_of(self, lease: Lease) -> Level:
+        """The level that enforces the limits of a lease now; of several devices the weakest."""
+        levels = []
+        for uuid, limit_bytes in lease.limits.items():
+            if gpu := self._gpus.get(uuid):
+                verdict = self._verdicts.get(uuid)
+                rungs = verdict.ladder if verdict else ()
+                whole = limit_bytes >= gpu.memory_bytes - self.reserve_bytes(gpu)
+                levels.append(level_of(rungs, whole=whole, in_cgroup=lease.in_cgroup))
+        return weakest(levels)
+
+    # What outlives the helper
+
+    def saved(self) -> dict[str, Any]:
+        """What `load` reads again for the same boot and driver."""
+        return {
+            "key": self._key,
+            "devices": {uuid: asdict(each) for uuid, each in list(self._verdicts.items()) if each.final},
+            "hidden_bytes": dict(self._hidden_bytes),
+            "deaths": dict(self._deaths),
+        }
+
+    def load(self, saved: dict[str, Any], key: str) -> None:
+        """Take over what an earlier helper saved under the same ``key`` (boot and driver), nothing else."""
+        self._key = key
+        if saved.get("key") != key:
+            return
+        for uuid in self._gpus:
+            if (verdict := _verdict(saved, uuid)) is not None:
+                self._verdicts[uuid] = verdict
+            for name, counts in (("hidden_bytes", self._hidden_bytes), ("deaths", self._deaths)):
+                by_uuid = saved.get(name)
+                count = by_uuid.get(uuid) if isinstance(by_uuid, dict) else None
+                if type(count) is int and count >= 0:
+                    counts[uuid] = count
+
+
+def _verdict(saved: dict[str, Any], uuid: str) -> Verdict | None:
+    try:
+        verdict = helper.build(Verdict, saved["devices"][uuid])
+    except (KeyError, TypeError, InvalidRequest):
+        return None
+    return replace(verdict, final=True)

@@ -1,0 +1,388 @@
+"""The two files of a lease, as the preload library shares them with the helper.
+
+The layout is that of native/gpushare_lease.h; tests hold the two together.
+
+* ``limit`` belongs to the helper: written whole under another name and renamed,
+  changed field by field with pwrite, so that a process that has it mapped sees each
+  field either old or new.  The lease's user cannot write it.
+* ``account`` belongs to the user: mapped and written by every process of the lease.
+  The user can replace it by anything: a shorter file, a FIFO, a link, false counts, a
+  mutex that stays locked.  So the helper never maps it (a truncated map kills the
+  reader), never locks it and never follows it: it preads a fixed number of bytes from
+  a regular file, and truncates one that has grown, which would fill the file system.
+  Its content is used for its own lease only: to notice that the user wants the GPU,
+  and to explain.  The safety of other leases never depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+import shutil
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from jupyter_gpushare import procfs
+from jupyter_gpushare.errors import InvalidRequest
+
+DEVICES = 16
+SLOTS = 256
+VERSION = 2
+LIMIT_MAGIC = 0x4C535047
+ACCOUNT_MAGIC = 0x41535047
+
+LIMIT_NAME = "limit"
+ACCOUNT_NAME = "account"
+
+# struct gpushare_limit_page
+LIMIT_HEAD = struct.Struct("<IIII")  # magic, version, device_count, phase
+LIMIT_DEVICE = struct.Struct("<16sQQ")  # uuid, limit_bytes, context_bytes
+LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
+COUNT_AT = 8
+PHASE_AT = 12
+LIMIT_IN_DEVICE = 16
+CONTEXT_IN_DEVICE = 24
+
+# struct gpushare_account
+ACCOUNT_HEAD = struct.Struct("<IIQ64x")  # magic, version, denied, lock
+SLOT = struct.Struct(f"<iIQQQQ{8 * DEVICES}x")  # pid, taints, start_ticks, work, calls, queries
+SLOT_USED = struct.Struct(f"<{DEVICES}Q")
+USED_IN_SLOT = 40
+ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
+
+_LEASE = re.compile(r"[a-z0-9-]{1,64}")
+
+
+class PagePhase(enum.IntEnum):
+    """enum gpushare_phase: what the processes of a lease may do."""
+
+    RUNNING = 0
+    SUSPENDING = 1
+    SUSPENDED = 2
+    RESUMING = 3
+    REVOKED = 4
+
+
+class Taint(enum.IntFlag):
+    """enum gpushare_taint: what makes a process not suspendable."""
+
+    MANAGED = 1
+    IPC = 2
+    EXPORTED = 4
+    PEER = 8
+    TRACED = 16
+    FABRIC = 32
+
+
+TAINT_WORDS = {
+    Taint.MANAGED: "managed memory",
+    Taint.IPC: "CUDA IPC",
+    Taint.EXPORTED: "memory shared with another process",
+    Taint.PEER: "peer access between GPUs",
+    Taint.TRACED: "tracing with CUPTI (torch.profiler)",
+    Taint.FABRIC: "memory with fabric handles",
+}
+
+_ALL_TAINTS = sum(Taint)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The entry of one process in the account, as the process wrote it."""
+
+    pid: int
+    start_ticks: int
+    taints: Taint
+    work: int  # launches, copies, allocations, synchronisation
+    calls: int  # every call that may wait while suspended, work included
+    queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
+    used_bytes: tuple[int, ...]  # by index in the limit page
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The account of a lease, as its processes wrote it."""
+
+    denied: int
+    slots: tuple[Slot, ...]
+
+    def held(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Bytes by device index for each process (pid, start_ticks)."""
+        return {(slot.pid, slot.start_ticks): slot.used_bytes for slot in self.slots}
+
+    def counters(self) -> Counters:
+        """The counters of each process."""
+        return Counters(
+            {(slot.pid, slot.start_ticks): (slot.calls, slot.queries) for slot in self.slots},
+            {(slot.pid, slot.start_ticks): slot.work for slot in self.slots},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How many CUDA calls each process (pid, start_ticks) entered.
+
+    ``entered`` answers "may it wait?": (calls, queries).  ``worked`` answers "does it
+    work?": launches, copies, allocations and synchronisation alone, which ``entered``
+    counts as calls too.
+    """
+
+    entered: Mapping[tuple[int, int], tuple[int, int]]
+    worked: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def token(self) -> str:
+        """An opaque word that changes when a call is entered; queries do not count."""
+        text = ",".join(
+            f"{pid}:{start}:{calls}" for (pid, start), (calls, _) in sorted(self.entered.items()) if calls
+        )
+        return "c" + blake2b(text.encode(), digest_size=12).hexdigest()
+
+    def calls_since(self, before: Counters) -> bool:
+        """Whether a process entered a CUDA call after ``before``; one that ended does not count."""
+        return any(
+            calls != before.entered.get(process, (0, 0))[0] for process, (calls, _) in self.entered.items()
+        )
+
+    def worked_since(self, before: Counters) -> bool:
+        """Whether a process launched, copied, allocated or synchronised after ``before``."""
+        return any(work != before.worked.get(process, 0) for process, work in self.worked.items())
+
+    def queries_since(self, before: Counters) -> bool:
+        """Whether a process asked for the state of a stream or event after ``before``."""
+        return any(
+            queries != before.entered.get(process, (0, 0))[1]
+            for process, (_, queries) in self.entered.items()
+        )
+
+
+NO_COUNTERS = Counters({})
+
+
+def check_lease(lease: str) -> str:
+    """The lease's name, if it can be the name of a directory.
+
+    Raises:
+        InvalidRequest: it is not ``[a-z0-9-]{1,64}``.
+    """
+    if not _LEASE.fullmatch(lease):
+        raise InvalidRequest(f"a lease is named [a-z0-9-]{{1,64}}, not {lease[:80]!r}")
+    return lease
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """The 16 bytes of ``GPU-...`` or ``MIG-...`` as cuDeviceGetUuid_v2 answers them.
+
+    Raises:
+        InvalidRequest: it is not such a name.
+    """
+    _kind, _dash, digits = uuid.partition("-")
+    try:
+        raw = bytes.fromhex(digits.replace("-", ""))
+    except ValueError:
+        raw = b""
+    if len(raw) != 16:
+        raise InvalidRequest(f"not the UUID of a device: {uuid[:80]!r}")
+    return raw
+
+
+def parse_account(raw: bytes) -> Account | None:
+    """The account in the bytes of its file; None when it is not one."""
+    if len(raw) != ACCOUNT_BYTES:
+        return None
+    magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
+    if magic == 0:
+        return Account(0, ())  # no process has finished opening it yet
+    if magic != ACCOUNT_MAGIC or version != VERSION:
+        return None
+    slots = []
+    at = ACCOUNT_HEAD.size
+    for pid, taints, start_ticks, work, calls, queries in SLOT.iter_unpack(memoryview(raw)[at:]):
+        if pid > 0:
+            used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
+            known = Taint(taints & _ALL_TAINTS)
+            slots.append(Slot(pid, start_ticks, known, work, work + calls, queries, used))
+        at += SLOT.size
+    return Account(denied, tuple(slots))
+
+
+class LeaseDirectory:
+    """The directory of one lease: creates it, changes the limit page, reads the account."""
+
+    def __init__(self, root: Path, lease: str) -> None:
+        self.path = root / check_lease(lease)
+        self._limit = self.path / LIMIT_NAME
+        self._account = self.path / ACCOUNT_NAME
+        self._account_fd = -1
+        # The sampling and the waking thread share the descriptor.
+        self._guard = threading.Lock()
+
+    def create(self, uid: int, limits: Mapping[str, int], phase: PagePhase) -> None:
+        """Create the directory with a limit page and an account owned by ``uid``.
+
+        An existing account is kept; an existing page is replaced as a whole, which is only
+        right for a lease that no process carries.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(mode=0o755, exist_ok=True)
+        self.path.chmod(0o755)
+        page = bytearray(LIMIT_BYTES)
+        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), phase)
+        for index, (uuid, limit_bytes) in enumerate(limits.items()):
+            at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
+            LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, 0)
+        _write_whole(self._limit, bytes(page), 0o644, os.geteuid())
+        if not os.path.lexists(self._account):
+            head = ACCOUNT_HEAD.pack(0, 0, 0)
+            _write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), 0o600, uid)
+
+    def set_phase(self, phase: PagePhase) -> None:
+        """Write what the processes of the lease may do.
+
+        Raises:
+            OSError: the page is missing.
+        """
+        self._pwrite(struct.pack("<I", phase), PHASE_AT)
+
+    def set_limit(self, index: int, limit_bytes: int) -> None:
+        """Change the limit on the device at ``index`` of the page.
+
+        Raises:
+            OSError: the page is missing.
+        """
+        self._pwrite(struct.pack("<Q", limit_bytes), _device_at(index) + LIMIT_IN_DEVICE)
+
+    def set_context(self, index: int, context_bytes: int) -> None:
+        """Charge bytes that the driver shows beyond the account (contexts).
+
+        Raises:
+            OSError: the page is missing.
+        """
+        self._pwrite(struct.pack("<Q", context_bytes), _device_at(index) + CONTEXT_IN_DEVICE)
+
+    def phase(self) -> PagePhase | None:
+        """The phase in the limit page; None when the page is missing or broken."""
+        try:
+            fd = os.open(self._limit, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            head = os.pread(fd, LIMIT_HEAD.size, 0)
+        finally:
+            os.close(fd)
+        if len(head) != LIMIT_HEAD.size or LIMIT_HEAD.unpack(head)[:2] != (LIMIT_MAGIC, VERSION):
+            return None
+        value = LIMIT_HEAD.unpack(head)[3]
+        return PagePhase(value) if value in iter(PagePhase) else None
+
+    def raw_account(self) -> bytes:
+        """The bytes of the account as last looked up; fewer than a whole one when it is broken."""
+        with self._guard:
+            if self._account_fd < 0:
+                return b""
+            try:
+                return os.pread(self._account_fd, ACCOUNT_BYTES, 0)
+            except OSError:
+                return b""
+
+    def reopen(self) -> None:
+        """Open the account again: its user may have replaced it."""
+        fd = _open_regular(self._account)
+        if fd >= 0:
+            _cut(fd)
+        with self._guard:
+            old, self._account_fd = self._account_fd, fd
+        if old >= 0:
+            os.close(old)
+
+    def account(self) -> Account | None:
+        """The account as it is now; None when it is broken."""
+        self.reopen()
+        return parse_account(self.raw_account())
+
+    def close(self) -> None:
+        """Close the account."""
+        with self._guard:
+            old, self._account_fd = self._account_fd, -1
+        if old >= 0:
+            os.close(old)
+
+    def revoke(self) -> None:
+        """Deny every allocation from now on, and remove the files."""
+        if self._limit.is_file():
+            self.set_phase(PagePhase.REVOKED)
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _pwrite(self, value: bytes, at: int) -> None:
+        fd = os.open(self._limit, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, value, at)
+        finally:
+            os.close(fd)
+
+
+def words_of(taints: Iterable[Taint]) -> str:
+    """Taints in words, such as "managed memory, CUDA IPC"; empty for none."""
+    found = Taint(0)
+    for taint in taints:
+        found |= taint
+    return ", ".join(word for taint, word in TAINT_WORDS.items() if taint in found)
+
+
+def _device_at(index: int) -> int:
+    if not 0 <= index < DEVICES:
+        raise IndexError(index)
+    return LIMIT_HEAD.size + index * LIMIT_DEVICE.size
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _cut(fd: int) -> None:
+    """Truncate an account that has grown: its file system is shared by all users.
+
+    A user with a file lease on it (fcntl(2)) keeps truncate(2) waiting for up to
+    `fs.lease-break-time`, 45 s.  With O_NONBLOCK open(2) fails at once, and breaks the
+    lease: the account is cut a later time.
+    """
+    found = os.fstat(fd)
+    if found.st_size > ACCOUNT_BYTES and found.st_nlink == 1:
+        with contextlib.suppress(OSError):
+            writable = os.open(procfs.path(0, f"fd/{fd}"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.ftruncate(writable, ACCOUNT_BYTES)
+            finally:
+                os.close(writable)
+
+
+def _write_whole(path: Path, content: bytes, mode: int, uid: int) -> None:
+    """Write a file that is never seen half written, owned by ``uid``."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, content)
+        os.fchmod(fd, mode)
+        if uid != os.geteuid():
+            os.fchown(fd, uid, -1)
+    finally:
+        os.close(fd)
+    new.rename(path)

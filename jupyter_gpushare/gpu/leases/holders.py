@@ -1,0 +1,57 @@
+"""Which users held a lease since the machine booted, and whether a record of a lease was lost.
+
+The watchdog stops processes only of users that hold, or since boot held, a lease here,
+and none after a record was lost: it cannot tell then which processes were in that lease.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+# Users of one boot; of further ones no process is stopped.
+MAX_UIDS = 10_000
+
+
+class Holders:
+    """Kept in one file, so that it outlives the helper and not the boot."""
+
+    def __init__(self, path: Path, boot_id: str) -> None:
+        """Read the file; one of another boot, or a damaged one, counts as empty."""
+        self._path = path
+        self._boot_id = boot_id
+        self.uids: frozenset[int] = frozenset()
+        self.record_lost = False
+        try:
+            stored = json.loads(path.read_bytes())
+            if stored["boot_id"] == boot_id:
+                self.uids = frozenset(int(uid) for uid in stored["uids"])
+                self.record_lost = bool(stored["record_lost"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def add(self, uid: int) -> None:
+        """Note that a user holds a lease.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        if uid not in self.uids and len(self.uids) < MAX_UIDS:
+            self.uids |= {uid}
+            self._save()
+
+    def lose_record(self) -> None:
+        """Note that a lease of this boot has no record any more.
+
+        Raises:
+            OSError: the disk does not take it; it is noted until this helper ends.
+        """
+        if not self.record_lost:
+            self.record_lost = True
+            self._save()
+
+    def _save(self) -> None:
+        new = self._path.with_name(f".{self._path.name}.new")
+        stored = {"boot_id": self._boot_id, "uids": sorted(self.uids), "record_lost": self.record_lost}
+        new.write_text(json.dumps(stored), encoding="ascii")
+        new.rename(self._path)

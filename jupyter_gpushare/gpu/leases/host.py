@@ -1,0 +1,153 @@
+"""Host memory for suspended state: how much there is, and how much a suspension may take.
+
+A suspension needs its device bytes and 5 % in host memory (assumed, not measured on
+a GPU: the driver's overhead is not published), within three bounds: the budget (a
+part of all memory, for all leases together), what the host has available, and the
+memory limit of each cgroup above the process, where the driver allocates the bytes
+(NVIDIA/cuda-checkpoint issue 33: in the target process).  Memory promised to a
+suspension in progress counts as taken, so that two at once cannot count on the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+
+CGROUPS = "/sys/fs/cgroup"
+_CGROUP_FILE_BYTES = 8192
+# Where each version of cgroups keeps limit and usage, and what memory.stat calls cached files that
+# were not used lately: those are dropped when memory is needed.  cgroup-v2.rst, cgroup-v1/memory.rst
+# (its "no limit" is the largest multiple of a page below 2**63).
+_V2 = ("", "memory.max", "memory.current", "inactive_file")
+_V1 = ("/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V1_NO_LIMIT_BYTES = 1 << 62
+
+
+def with_overhead(saved_bytes: int) -> int:
+    """Host bytes that a suspension of ``saved_bytes`` device bytes takes (assumed: 5 % more)."""
+    return saved_bytes + saved_bytes // 20
+
+
+class HostMemory:
+    """Answers whether host memory allows a suspension, and reserves it meanwhile."""
+
+    def __init__(self, budget_percent: int, checkpoint: Checkpoint) -> None:
+        """The budget is a part of all memory; a simulated driver has a host memory of its own."""
+        self._checkpoint = checkpoint
+        self._percent = budget_percent
+        self._guard = threading.Lock()
+        self._promised_bytes = 0
+        self._promised_by_cgroup: dict[str, int] = {}
+
+    def total_bytes(self) -> int:
+        """All memory of this host."""
+        simulated = self._checkpoint.simulated_host_memory()
+        return simulated[0] if simulated else int(psutil.virtual_memory().total)
+
+    def available_bytes(self) -> int:
+        """Memory that can be taken without swapping, now."""
+        simulated = self._checkpoint.simulated_host_memory()
+        return simulated[1] if simulated else int(psutil.virtual_memory().available)
+
+    def budget_bytes(self) -> int:
+        """How many bytes of suspended state all leases together may hold."""
+        return self.total_bytes() * self._percent // 100
+
+    @contextmanager
+    def promise(self, by_pid: Mapping[int, int], saved_bytes: int) -> Iterator[str]:
+        """Reserve memory for the bytes of these processes; yields why there is not enough, or "".
+
+        ``saved_bytes`` is what all leases hold already.
+        """
+        need_bytes = with_overhead(sum(by_pid.values()))
+        free = {} if self._checkpoint.simulated_host_memory() else free_in_cgroups(by_pid)
+        with self._guard:
+            reason = self._refusal(need_bytes, with_overhead(saved_bytes), free)
+            if not reason:
+                self._add(need_bytes, free)
+        try:
+            yield reason
+        finally:
+            if not reason:
+                with self._guard:
+                    self._add(-need_bytes, free)
+
+    def _add(self, count: int, cgroups: Mapping[str, int]) -> None:
+        self._promised_bytes += count
+        for path in cgroups:
+            self._promised_by_cgroup[path] = self._promised_by_cgroup.get(path, 0) + count
+            if not self._promised_by_cgroup[path]:
+                del self._promised_by_cgroup[path]
+
+    def _refusal(self, need_bytes: int, taken_bytes: int, free: Mapping[str, int]) -> str:
+        if need_bytes == 0:
+            return ""
+        budget_bytes = self.budget_bytes() - taken_bytes - self._promised_bytes
+        if need_bytes > budget_bytes:
+            return (
+                f"the copy needs {need_bytes} bytes of host memory, "
+                f"{max(0, budget_bytes)} of the budget are left"
+            )
+        available_bytes = self.available_bytes() - self._promised_bytes
+        if need_bytes > available_bytes:
+            return (
+                f"the copy needs {need_bytes} bytes of host memory, {max(0, available_bytes)} are available"
+            )
+        for path, free_bytes in free.items():
+            left_bytes = free_bytes - self._promised_by_cgroup.get(path, 0)
+            if need_bytes > left_bytes:
+                return (
+                    f"the copy needs {need_bytes} bytes in the memory cgroup of the lease, "
+                    f"{max(0, left_bytes)} are left"
+                )
+        return ""
+
+
+def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
+    """Bytes that each limited cgroup (v1 or v2) above these processes may still take, by its folder.
+
+    The root of the hierarchy may be a container's own cgroup, and then has a limit.
+    """
+    free: dict[str, int] = {}
+    for pid in pids:
+        for line in procfs.read(pid, "cgroup", _CGROUP_FILE_BYTES).splitlines():
+            hierarchy, controllers, path = [*line.decode(errors="replace").split(":", 2), "", ""][:3]
+            if not path.startswith("/"):
+                continue
+            if hierarchy == "0":
+                names = _V2
+            elif "memory" in controllers.split(","):
+                names = _V1
+            else:
+                continue
+            for folder in (path, *map(str, Path(path).parents)):
+                where = f"{CGROUPS}{names[0]}{folder}"
+                if where not in free and (left := _free_in(where, *names[1:])) is not None:
+                    free[where] = left
+    return free
+
+
+def _free_in(folder: str, limit: str, usage: str, inactive: str) -> int | None:
+    """Bytes that one cgroup may still take; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        limit_bytes = int(Path(folder, limit).read_text(encoding="ascii"))
+        if limit_bytes < _V1_NO_LIMIT_BYTES:
+            usage_bytes = int(Path(folder, usage).read_text(encoding="ascii"))
+            return limit_bytes - usage_bytes + _stat(folder, inactive)
+    return None
+
+
+def _stat(folder: str, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,235 @@
+"""State that outlives a killed helper: the state directory and the lease directory.
+
+    <state dir>/               0711, on disk
+        private/               0700
+            lock               held while a helper runs here: there is only one
+            epoch              the highest epoch ever seen, written before its effect
+            canary             self-test verdicts and device states of this boot and driver
+            journal/<lease>    one record per lease, written before and after each step
+    <lease dir>/<lease>/       limit page and account, see `files`
+
+The lease directory belongs in memory (/run): processes write their account at each
+CUDA call, which on a disk faults at each write-back and fails when the disk is full.
+It must outlive the helper, not the boot.  Without one given it is <state dir>/leases.
+
+The journal holds what the driver cannot be asked: the user of a lease, its limits,
+which processes are being moved and how many bytes they saved.  In which state they
+are is asked from the driver (GetState), never read from here.
+
+Every file is replaced as a whole.  Only the epoch is synced to disk: it must
+outlive a power cut.  Device memory, and with it everything else here, does not;
+a record of an earlier boot is removed with its lease.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare.errors import HelperError, InvalidRequest
+from jupyter_gpushare.gpu.leases.files import check_lease
+from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import ErrorKind, Phase
+
+# Of the leases that self-tests make for themselves: no process of a user carries them.
+SELF_TEST_PREFIX = "canary-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A process that is being moved or is suspended, with its bytes by device."""
+
+    pid: int
+    start_ticks: int
+    saved_bytes: dict[str, int]
+    core_filter: int = -1  # /proc/PID/coredump_filter before it was suspended; -1: not changed
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Pid and start time, which together name one process of this boot."""
+        return self.pid, self.start_ticks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One lease in the journal."""
+
+    boot_id: str
+    lease: str
+    uid: int
+    limits: dict[str, int]
+    phase: Phase
+    parked: tuple[Parked, ...] = ()
+    lost: tuple[Parked, ...] = ()
+    damaged: tuple[str, ...] = ()  # "PID:START" of processes that a failed checkpoint may have damaged
+    guaranteed: dict[str, int] = field(default_factory=dict)
+    # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES".
+    counted: dict[str, str] = field(default_factory=dict)
+
+
+class StateDirectory:
+    """The state directory, locked for this process."""
+
+    def __init__(self, path: Path, boot_id: str, leases: Path | None = None) -> None:
+        """Create and lock the directory; ``leases`` is the lease directory, if it is elsewhere.
+
+        Raises:
+            HelperError: another helper runs on it (kind ``running``), or it
+                cannot be used (kind ``state``).
+        """
+        self.path = path
+        self.boot_id = boot_id
+        self.leases = leases or path / "leases"
+        self._private = path / "private"
+        self._journal = self._private / "journal"
+        self._devices_guard = threading.Lock()
+        try:
+            for folder, mode in (
+                (path, 0o700 if leases else 0o711),
+                (self.leases, 0o711),
+                (self._private, 0o700),
+                (self._journal, 0o700),
+            ):
+                folder.mkdir(parents=True, exist_ok=True)
+                folder.chmod(mode)
+            self._lock_fd = os.open(self._private / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise HelperError(
+                ErrorKind.STATE, f"the state directory {path} cannot be used: {error}"
+            ) from None
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "?"
+            os.close(self._lock_fd)
+            raise HelperError(
+                "running", f"another device helper (process {holder}) already works on {path}"
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        self.epoch = self._read_epoch()
+        self.holders = Holders(self._private / "holders", boot_id)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock_fd)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Remember an epoch, on disk before this returns.
+
+        Raises:
+            HelperError: it is below the highest one (kind ``stale_epoch``).
+        """
+        if epoch < self.epoch:
+            raise HelperError(ErrorKind.STALE_EPOCH, f"epoch {epoch} is stale: {self.epoch} has been seen")
+        if epoch > self.epoch:
+            _replace(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
+            self.epoch = epoch
+
+    def save(self, record: Record) -> None:
+        """Write the record of a lease.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        _replace(self._journal / record.lease, json.dumps(asdict(record)).encode())
+
+    def forget(self, lease: str) -> None:
+        """Remove the record of a lease."""
+        (self._journal / lease).unlink(missing_ok=True)
+
+    def records(self) -> tuple[Record, ...]:
+        """The records of this boot.
+
+        Raises:
+            HelperError: a record of this boot cannot be read (kind ``state``): its lease may be
+                suspended, so it is not forgotten.
+        """
+        found = [_read_record(path, self.boot_id) for path in sorted(self._journal.iterdir())]
+        return tuple(record for record in found if record is not None)
+
+    def stale(self) -> tuple[str, ...]:
+        """Names in the journal that are no records of this boot: older, cut short by a power cut, or none.
+
+        Raises:
+            HelperError: as `records`.
+        """
+        paths = sorted(self._journal.iterdir())
+        return tuple(path.name for path in paths if _read_record(path, self.boot_id) is None)
+
+    def save_devices(self, saved: dict[str, Any]) -> None:
+        """Write what is known about the devices (`DeviceStates.saved`).
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        with self._devices_guard:
+            _replace(self._private / "canary", json.dumps(saved).encode())
+
+    def devices(self) -> dict[str, Any]:
+        """What `save_devices` wrote last; empty when there is nothing."""
+        try:
+            value = json.loads((self._private / "canary").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _read_epoch(self) -> int:
+        try:
+            text = (self._private / "epoch").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return 0
+        try:
+            return int(text)
+        except ValueError:
+            # Starting again from 0 would accept every stale broker.
+            raise HelperError(
+                ErrorKind.STATE, f"{self._private / 'epoch'} is damaged; write the broker's epoch into it"
+            ) from None
+
+
+def _read_record(path: Path, boot_id: str) -> Record | None:
+    """The record in a file; None: it is none, cut short, or of another boot.
+
+    Raises:
+        HelperError: it is of this boot and cannot be read (kind ``state``).
+    """
+    try:
+        check_lease(path.name)
+        written = helper.decode(path.read_bytes())
+    except OSError as error:
+        raise HelperError(ErrorKind.STATE, f"{path} cannot be read: {error.strerror}") from None
+    except InvalidRequest:
+        return None
+    if written.get("boot_id") != boot_id or written.get("lease") != path.name:
+        return None
+    try:
+        return helper.build(Record, written)
+    except InvalidRequest as error:
+        raise HelperError(
+            ErrorKind.STATE,
+            f"{path} was written by another version ({error}): start that version of the helper again, or "
+            "remove the file: what is suspended in this lease is then lost",
+        ) from None
+
+
+def _replace(path: Path, content: bytes, sync: bool = False) -> None:
+    new = path.with_name(f".{path.name}.new")
+    with new.open("wb") as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    new.rename(path)
+    if sync:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

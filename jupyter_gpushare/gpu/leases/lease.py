@@ -1,0 +1,232 @@
+"""One lease as the helper knows it, and the table of its phases.
+
+    RUNNING -> SUSPENDING -> SUSPENDED -> RESUMING -> RUNNING
+
+A move that fails goes back to the phase that it came from.  When the driver
+lost the GPU state of a process, the lease is LOST until that process has ended.  Only
+`Lease.enter` changes the phase, and only along `TRANSITIONS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.journal import Parked, Record
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.protocol.helper import Phase
+
+log = logging.getLogger(__name__)
+
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
+    {
+        Phase.RUNNING: frozenset({Phase.SUSPENDING, Phase.SUSPENDED}),
+        Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.RUNNING, Phase.LOST}),
+        Phase.SUSPENDED: frozenset({Phase.RESUMING, Phase.RUNNING, Phase.LOST}),
+        Phase.RESUMING: frozenset({Phase.RUNNING, Phase.SUSPENDED, Phase.LOST}),
+        Phase.LOST: frozenset({Phase.RUNNING}),
+    }
+)
+
+# What the processes of a lease may do in each phase.  After a loss the other processes go on.
+PAGE = MappingProxyType(
+    {
+        Phase.RUNNING: PagePhase.RUNNING,
+        Phase.SUSPENDING: PagePhase.SUSPENDING,
+        Phase.SUSPENDED: PagePhase.SUSPENDED,
+        Phase.RESUMING: PagePhase.RESUMING,
+        Phase.LOST: PagePhase.RUNNING,
+    }
+)
+
+BACKOFF_S = 60.0
+MAX_BACKOFF_S = 3600.0
+
+Key = tuple[int, int]  # pid, start ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the driver failed to move a process, and until when it is not tried again."""
+
+    reason: str
+    until: float
+    wait_s: float
+
+
+class Lease:
+    """The state of one lease; hold `moving` to move or change it."""
+
+    def __init__(self, record: Record, files: LeaseDirectory) -> None:
+        self.name = record.lease
+        self.uid = record.uid
+        self.limits = record.limits
+        self.guaranteed = record.guaranteed
+        # The highest limits so far: memory allocated under them stays after a lower limit.
+        self.peak_limits = dict(record.limits)
+        self.files = files
+        self.phase = record.phase
+        self.moving = threading.Lock()
+        self._page_guard = threading.Lock()
+        self._pauses = 0  # restores beside it, for which its allocations wait
+        self.dropped = False
+        # A driver call hung or failed during a move: to be settled later.
+        self.unsettled = False
+        self.unsaved = False  # the last record could not be written
+
+        # While not RUNNING: processes that are locked or checkpointed, and the counters at suspension.
+        self.parked = {each.key: each for each in record.parked}
+        self.lost = {each.key: each for each in record.lost}
+        # Living processes that a failed checkpoint may have damaged.
+        self.damaged = {_key_of(process) for process in record.damaged}
+        self.baseline = counters_of(record)
+        self.wanted = False
+        self.queries_only = False
+        self.stalled = False  # a process seems to wait in a call that is not counted
+        self.wanted_told_at = 0.0
+        self.compared_account = b""  # the account as the wake detector last compared it
+
+        # As last measured.
+        self.processes: tuple[Process, ...] = ()
+        self.used_bytes: dict[str, int] = {}
+        self.by_process: dict[int, int] = {}
+        self.account: Account | None = None
+        self.seen = NO_COUNTERS
+        self.active_at = time.monotonic()
+        self.was_alive = False
+        self.had_runner = False  # of a job: it was seen
+        self.contexts: dict[str, int] = {}  # bytes by device as charged in the limit page
+        self.in_cgroup = False  # whether the driver itself limits it
+        self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
+        self.failures: dict[Key, Failure] = {}
+
+    @property
+    def saved_bytes(self) -> dict[str, int]:
+        """Bytes by device that are parked in host memory (while suspended)."""
+        total: dict[str, int] = {}
+        for parked in list(self.parked.values()):
+            for uuid, count in parked.saved_bytes.items():
+                total[uuid] = total.get(uuid, 0) + count
+        return total
+
+    @property
+    def kept_bytes(self) -> dict[str, int]:
+        """The part of `saved_bytes` that belongs to processes alive in the last sample."""
+        living = {process.key for process in self.processes}
+        total: dict[str, int] = {}
+        for key, parked in list(self.parked.items()):
+            for uuid, count in parked.saved_bytes.items():
+                total[uuid] = total.get(uuid, 0) + (count if key in living else 0)
+        return total
+
+    def counted_bytes(self, account: Account | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
+        """Bytes that the library counts for these processes on a device, contexts not included.
+
+        The owner can write anything there.  The library never counts more than the highest
+        limit for all processes together: beyond that none of it is used.
+        """
+        if account is None or uuid not in self.limits:
+            return {}
+        index = list(self.limits).index(uuid)
+        held = account.held()
+        counted = {key: held[key][index] for key in keys if key in held}
+        return counted if sum(counted.values()) <= self.peak_limits[uuid] else {}
+
+    def enter(self, phase: Phase) -> Phase:
+        """Change the phase and the limit page; returns the phase before.
+
+        Raises:
+            ValueError: the table has no such transition; nothing changed.
+        """
+        before = self.phase
+        if phase is before:
+            return before
+        if phase not in TRANSITIONS[before]:
+            raise ValueError(f"lease {self.name}: no transition from {before} to {phase}")
+        with self._page_guard:
+            self.phase = phase
+            self._write_page()
+        if phase in (Phase.RUNNING, Phase.LOST):
+            self.parked = {}
+            self.baseline = NO_COUNTERS
+            self.active_at = time.monotonic()
+        self.wanted = self.queries_only = self.stalled = False
+        self.wanted_told_at, self.compared_account = 0.0, b""
+        return before
+
+    def block(self, key: Key, reason: str) -> None:
+        """Keep a process from being suspended for a while, twice as long each time it fails again."""
+        now = time.monotonic()
+        before = self.failures.get(key)
+        wait_s = min(2 * before.wait_s, MAX_BACKOFF_S) if before else BACKOFF_S
+        recent = {k: failure for k, failure in self.failures.items() if failure.until + MAX_BACKOFF_S > now}
+        self.failures = recent | {key: Failure(reason, now + wait_s, wait_s)}
+
+    @contextmanager
+    def allocations_paused(self) -> Iterator[None]:
+        """Make its processes wait before they allocate; what they hold and run goes on."""
+        self._pause(1)
+        try:
+            yield
+        finally:
+            self._pause(-1)
+
+    def _pause(self, step: int) -> None:
+        with self._page_guard:
+            self._pauses += step
+            if not self.dropped:
+                self._write_page()
+
+    def _write_page(self) -> None:
+        paused = self._pauses and self.phase is Phase.RUNNING
+        try:
+            self.files.set_phase(PagePhase.RESUMING if paused else PAGE[self.phase])
+        except OSError as error:  # removed by a process with the helper's rights
+            log.error("lease=%s its limit page cannot be written: %s", self.name, error)
+
+    def record(self, boot_id: str) -> Record:
+        """The journal record of the lease."""
+        return Record(
+            boot_id=boot_id,
+            lease=self.name,
+            uid=self.uid,
+            limits=self.limits,
+            guaranteed=self.guaranteed,
+            phase=self.phase,
+            parked=tuple(self.parked.values()),
+            lost=tuple(self.lost.values()),
+            damaged=tuple(f"{pid}:{start}" for pid, start in sorted(self.damaged)),
+            counted={
+                f"{pid}:{start}": f"{calls}:{queries}"
+                for (pid, start), (calls, queries) in self.baseline.entered.items()
+            },
+        )
+
+
+def counters_of(record: Record) -> Counters:
+    """The counters in a journal record."""
+    entered = {}
+    for process, counted in record.counted.items():
+        calls, _, queries = counted.partition(":")
+        entered[_key_of(process)] = (int(calls), int(queries))
+    return Counters(entered)
+
+
+def _key_of(process: str) -> Key:
+    """The key in "PID:START"."""
+    pid, _, start = process.partition(":")
+    return int(pid), int(start)
+
+
+def parked_of(keys: Mapping[Key, Mapping[str, int]]) -> dict[Key, Parked]:
+    """Journal entries of processes, from their bytes by device."""
+    return {
+        (pid, start): Parked(pid=pid, start_ticks=start, saved_bytes=dict(saved))
+        for (pid, start), saved in keys.items()
+    }

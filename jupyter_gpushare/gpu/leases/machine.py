@@ -1,0 +1,29 @@
+"""The parts of one machine that every component of the device layer works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.host import HostMemory
+from jupyter_gpushare.gpu.leases.journal import StateDirectory
+from jupyter_gpushare.gpu.leases.processes import Processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine: driver, processes, state directory, host memory, events."""
+
+    nvml: Nvml
+    checkpoint: Checkpoint
+    processes: Processes
+    state: StateDirectory
+    host: HostMemory
+    events: Events
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the driver is the simulated one."""
+        return self.checkpoint.simulated_host_memory() is not None

@@ -1,0 +1,343 @@
+"""Which processes belong to a lease, and signals to them that cannot hit another.
+
+A process belongs to a lease when its user is the lease's user and
+
+1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd
+   suffix), or
+2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is
+   that lease's directory here or is not set (another helper on this machine has
+   directories of its own, maybe with leases of the same names), or, where the
+   environment may not be read, one of its arguments is ``GPUSHARE_LEASE=<lease>``, or
+3. its parent belonged to the lease when it was first seen (a child that cleared
+   its environment).  This is remembered, so that a child that outlives
+   its parent (double fork) stays.
+
+The user is compared last: whatever a process writes into its own environment, it
+never joins another user's lease.
+
+A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls
+readable is an exit, zombies included, so exits are noticed without a scan.  At most
+half of the descriptors that the helper may open are pidfds; processes beyond that
+are looked up in each scan, so no user can exhaust the helper's descriptors.
+
+A process that could not be looked at for want of descriptors or memory has not
+ended: that raises `OSError`, and the caller changes nothing.
+
+A scan must be cheap, because it runs every second: the names and inodes in /proc
+are one directory read; only a (pid, inode) that is new is opened, or one younger
+than `SETTLES_S`, which may be between fork and exec and get its environment later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import select
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jupyter_gpushare import procfs
+from jupyter_gpushare.errors import HelperError
+
+log = logging.getLogger(__name__)
+
+MARK = b"GPUSHARE_LEASE="
+MARK_DIR = b"GPUSHARE_LEASE_DIR="
+SETTLES_S = 5.0
+# Processes whose exit status is remembered: a move asks for those that ended within a driver call.
+EXITS_KEPT = 1024
+# A larger environment can hide the mark from us; the process tree still finds it.
+ENVIRON_BYTES = 256 << 10
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
+_KERNEL = re.compile(rb"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as it was when first seen (its lease when it settled)."""
+
+    pid: int
+    start_ticks: int  # field 22 of /proc/PID/stat
+    started_at: float
+    uid: int
+    parent: int
+    name: str
+    kernel: str
+    carries: str  # the lease that its cgroup or environment names
+    lease: str  # the lease it belongs to, if the user is the lease's
+    is_runner: bool = False  # the runner of a job: its lease is among its arguments
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Pid and start time, which together name one process of this boot."""
+        return self.pid, self.start_ticks
+
+
+class Processes:
+    """All processes of this machine by lease; one reader at a time."""
+
+    def __init__(self, leases: Path) -> None:
+        """``leases`` is where the directories of this helper's leases are.
+
+        Raises:
+            HelperError: the kernel gives no pidfds (kind ``kernel``).
+        """
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            raise HelperError(
+                "kernel",
+                f"processes cannot be held by a pidfd here ({error.strerror}): "
+                "that needs Linux 5.3 or newer, and a container that allows pidfd_open",
+            ) from None
+        self._most_held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        # Both spellings of the path; a path that a process names is never resolved, which may block for ever.
+        self._leases = frozenset({leases, leases.resolve()})
+        self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
+        self._guard = threading.Lock()
+        self._pidfds: dict[tuple[int, int], int] = {}
+        self._exits = select.epoll()
+        self._by_fd: dict[int, tuple[int, int]] = {}
+        self._exit_statuses: dict[tuple[int, int], int | None] = {}  # the newest `EXITS_KEPT`
+
+    def close(self) -> None:
+        """Close every pidfd."""
+        with self._guard:
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
+            self._pidfds.clear()
+            self._by_fd.clear()
+            self._exits.close()
+
+    def scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+        """The living processes of each lease, oldest first; ``owners`` has the uid of each lease.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        with self._guard:
+            return self._scan(owners)
+
+    def named(self) -> set[str]:
+        """The leases that processes of the last scan name: a user can name one that never was."""
+        return {process.carries for _, process in self._known.values() if process.carries}
+
+    def find(self, pid: int) -> Process | None:
+        """The process with this pid, as the last scan saw it."""
+        known = self._known.get(pid)
+        return known[1] if known else None
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Whether a process of a lease ended within ``timeout_s``; its status is kept for `exit_status`."""
+        try:
+            if not self._exits.poll(timeout_s, maxevents=1):
+                return False
+            with self._guard:
+                for key in self._ended():
+                    self._keep_status(key)
+        except (ValueError, OSError):  # closed meanwhile
+            time.sleep(timeout_s)
+            return False
+        return True
+
+    def exit_status(self, key: tuple[int, int]) -> int | None:
+        """The status of a process of a lease that ended, as wait(2) encodes it; None: not known.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        with self._guard:
+            self._keep_status(key)
+            return self._exit_statuses.get(key)
+
+    def alive(self, key: tuple[int, int]) -> bool:
+        """Whether this process has not ended (a zombie has).
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        pidfd = procfs.open_pidfd(*key)
+        if pidfd is None:
+            return False
+        try:
+            return not procfs.has_ended(pidfd)
+        finally:
+            os.close(pidfd)
+
+    def signal(self, key: tuple[int, int], number: int) -> bool:
+        """Send a signal to this process; False when it has ended.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        return procfs.send_signal(*key, number)
+
+    def core_filter(self, key: tuple[int, int]) -> int:
+        """The bit mask of mappings that a process writes into a core file (core(5)); -1 when unknown."""
+        try:
+            with open(procfs.path(key[0], "coredump_filter"), encoding="ascii") as file:
+                value = int(file.read(), 16)
+        except (OSError, ValueError):
+            return -1
+        return value if self.alive(key) else -1
+
+    def set_core_filter(self, key: tuple[int, int], value: int) -> None:
+        """Set the bit mask of core(5); with 0 a core file holds no memory.  A failure is only logged."""
+        try:
+            with open(procfs.path(key[0], "coredump_filter"), "w", encoding="ascii") as file:
+                # Opened first: while this process lives, the file belongs to it.
+                if self.alive(key):
+                    file.write(f"{value:#x}")
+        except OSError as error:
+            log.warning("process %d: coredump_filter cannot be set: %s", key[0], error)
+
+    def _scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+        now = time.monotonic()
+        present = procfs.pids()
+        for pid in [pid for pid in self._known if pid not in present]:
+            del self._known[pid]
+        fresh = [
+            (pid, inode)
+            for pid, inode in present.items()
+            if (known := self._known.get(pid)) is None
+            or known[0] != inode
+            or (not known[1].carries and now - known[1].started_at < SETTLES_S)
+        ]
+        read = [(inode, process) for pid, inode in fresh if (process := _read(pid, now, self._leases))]
+        # Parents first, so that a whole new tree finds its lease in one scan.
+        for pid in {pid for pid, _ in fresh} - {process.pid for _, process in read}:
+            self._known.pop(pid, None)
+        for inode, process in sorted(read, key=lambda item: item[1].start_ticks):
+            self._known[process.pid] = (inode, self._placed(process))
+        ended = self._ended()
+        found: dict[str, list[Process]] = {lease: [] for lease in owners}
+        held: set[tuple[int, int]] = set()
+        for _, process in self._known.values():
+            if owners.get(process.lease) != process.uid or process.key in ended:
+                continue
+            if self._hold(process.key):
+                found[process.lease].append(process)
+                held.add(process.key)
+        self._release(held)
+        return {
+            lease: tuple(sorted(each, key=lambda p: (p.start_ticks, p.pid))) for lease, each in found.items()
+        }
+
+    def _keep_status(self, key: tuple[int, int]) -> None:
+        """Note how a held process ended; once it was waited for, older kernels do not tell."""
+        pidfd = self._pidfds.get(key)
+        if pidfd is None or self._exit_statuses.get(key) is not None or not procfs.has_ended(pidfd):
+            return
+        self._exit_statuses[key] = procfs.exit_status(pidfd, *key)
+        while len(self._exit_statuses) > EXITS_KEPT:
+            del self._exit_statuses[next(iter(self._exit_statuses))]
+
+    def _placed(self, process: Process) -> Process:
+        before = self._known.get(process.pid)
+        if before and before[1].key == process.key and before[1].lease and not process.carries:
+            return replace(process, lease=before[1].lease)
+        parent = self._known.get(process.parent)
+        inherited = parent[1].lease if parent and parent[1].uid == process.uid else ""
+        return replace(process, lease=process.carries or inherited)
+
+    def _hold(self, key: tuple[int, int]) -> bool:
+        """Open a pidfd to watch for its exit, up to the bound; False when the process has ended."""
+        if key in self._pidfds:
+            return True
+        if len(self._pidfds) >= self._most_held:
+            return procfs.is_running(*key)
+        pidfd = procfs.open_pidfd(*key)
+        if pidfd is None:
+            return False
+        if procfs.has_ended(pidfd):  # a zombie that an earlier scan has released
+            os.close(pidfd)
+            return False
+        self._pidfds[key] = pidfd
+        self._by_fd[pidfd] = key
+        self._exits.register(pidfd, select.EPOLLIN)
+        return True
+
+    def _release(self, held: set[tuple[int, int]]) -> None:
+        for key in [key for key in self._pidfds if key not in held]:
+            self._keep_status(key)
+            pidfd = self._pidfds.pop(key)
+            del self._by_fd[pidfd]
+            self._exits.unregister(pidfd)
+            os.close(pidfd)
+
+    def _ended(self) -> set[tuple[int, int]]:
+        """The held processes that have ended, zombies included."""
+        return {self._by_fd[fd] for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._by_fd)))}
+
+
+def leader(processes: tuple[Process, ...]) -> Process | None:
+    """The oldest process that carries the lease, and has a parent outside it."""
+    pids = {process.pid for process in processes}
+    for process in processes:
+        if process.carries == process.lease and process.parent not in pids:
+            return process
+    return processes[0] if processes else None
+
+
+def shares_memory_of_nccl(pid: int) -> bool:
+    """Whether a process maps shared memory of NCCL ranks on one host (named in its src/transport/shm.cc)."""
+    try:
+        with open(procfs.path(pid, "maps"), "rb") as maps:
+            return any(b" /dev/shm/nccl-" in line for line in maps)
+    except OSError:
+        return False
+
+
+def _read(pid: int, now: float, leases: frozenset[Path]) -> Process | None:
+    fields = procfs.stat_fields(pid)
+    if not fields:
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
+    status = procfs.read(pid, "status", 4096)
+    uid = _field(status, b"Uid:")
+    if uid < 0:
+        return None
+    command = procfs.read(pid, "cmdline", 8192)
+    kernel = _KERNEL.search(command)
+    carries = _named_by(pid, command, leases)
+    return Process(
+        pid=pid,
+        start_ticks=int(fields[procfs.START_TICKS]),
+        started_at=now - age_s,
+        uid=uid,
+        parent=int(fields[procfs.PARENT]),
+        name=procfs.read(pid, "comm", 64).decode(errors="replace").strip(),
+        kernel=kernel.group(1).decode() if kernel else "",
+        carries=carries,
+        lease=carries,
+        is_runner=bool(carries) and MARK + carries.encode() in command.split(b"\0"),
+    )
+
+
+def _named_by(pid: int, command: bytes, leases: frozenset[Path]) -> str:
+    """The lease below ``leases`` that the cgroup or else the environment of a process names.
+
+    A process that hides its environment (the runner of a job) has the mark among its arguments.
+    """
+    # The innermost: a helper may make them below its own service, gpushare-helper.
+    if cgroups := _CGROUP.findall(procfs.read(pid, "cgroup", 8192)):
+        return str(cgroups[-1].decode())
+    entries = (procfs.read(pid, "environ", ENVIRON_BYTES) or command).split(b"\0")
+    lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
+    directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
+    ours = not directory or Path(os.path.normpath(directory)) in {path / lease for path in leases}
+    return lease if ours else ""
+
+
+def _field(status: bytes, name: bytes) -> int:
+    for line in status.splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    return -1

@@ -1,0 +1,341 @@
+"""The leases of this machine: created, changed, dropped, and adopted at start.
+
+A thread that changes or moves a lease holds it (`LeaseRegistry.hold`) and is then
+fenced by the broker's epoch again: a request of an old broker that waited does
+nothing.  A lease is written to the journal before its files are created, and
+removed from it after they are gone, so that the next helper finds out what a
+killed one left half done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jupyter_gpushare.errors import HelperError, InvalidRequest
+from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, uuid_bytes
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, Record
+from jupyter_gpushare.gpu.leases.lease import PAGE, Lease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
+
+log = logging.getLogger(__name__)
+
+MAX_LEASES = 256
+# How long a change of a lease waits for a move in progress.
+HOLD_WAIT_S = 5.0
+
+
+class LeaseRegistry:
+    """All leases by name."""
+
+    def __init__(self, machine: Machine, devices: DeviceStates, cgroups: Cgroups) -> None:
+        self._machine = machine
+        self._devices = devices
+        self._cgroups = cgroups
+        self._guard = threading.Lock()
+        self._epoch_guard = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        # Set when a lease may be suspended that was not before.
+        self.suspended = threading.Event()
+
+    def all(self) -> list[Lease]:
+        """The leases known now."""
+        with self._guard:
+            return list(self._leases.values())
+
+    def get(self, name: str) -> Lease | None:
+        """The lease of this name, if it is known."""
+        with self._guard:
+            return self._leases.get(name)
+
+    def scan(self) -> dict[str, tuple[Process, ...]]:
+        """The living processes of every lease, looked up now, oldest first.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        return self._machine.processes.scan({lease.name: lease.uid for lease in self.all()})
+
+    def living(self, name: str) -> tuple[Process, ...]:
+        """The living processes of a lease, looked up now, oldest first.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        return self.scan().get(name, ())
+
+    def fence(self, epoch: int) -> None:
+        """Accept this epoch and newer ones only, from now on and after a restart.
+
+        Raises:
+            HelperError: a newer one has been seen, or it cannot be written.
+        """
+        with self._epoch_guard:
+            before = self._machine.state.epoch
+            try:
+                self._machine.state.raise_epoch(epoch)
+            except OSError as error:
+                raise HelperError(ErrorKind.STATE, f"the epoch cannot be written: {error}") from None
+        if epoch > before:
+            log.info("epoch %d->%d", before, epoch)
+
+    @contextmanager
+    def hold(self, lease: Lease, epoch: int) -> Iterator[None]:
+        """Hold a lease; the epoch is compared again after the wait.
+
+        Raises:
+            HelperError: it is being moved (``busy``), gone, or the epoch is stale by now.
+        """
+        if not lease.moving.acquire(timeout=HOLD_WAIT_S):
+            raise HelperError(ErrorKind.BUSY, f"lease {lease.name} is being moved")
+        try:
+            self.fence(epoch)
+            if lease.dropped:
+                raise HelperError(ErrorKind.BUSY, f"lease {lease.name} was dropped or replaced meanwhile")
+            yield
+        finally:
+            lease.moving.release()
+
+    def set_limit(self, request: SetLimit, epoch: int) -> LeaseFiles:
+        """The files of a lease, created or changed to the limits asked for.
+
+        Raises:
+            InvalidRequest: the limits make no sense on this machine.
+            HelperError: it cannot be done now, or the state directory cannot be written.
+        """
+        self._check(request)
+        try:
+            with self._guard:
+                lease = self._leases.get(request.lease)
+                created = lease is None
+                lease = lease or self._create(request)
+            if created:
+                self._note_holder(request.uid)
+                log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
+                self._enforce(lease)
+                self.suspended.set()
+                return LeaseFiles(directory=str(lease.files.path))
+            with self.hold(lease, epoch):
+                self._change(lease, request)
+        except OSError as error:
+            raise HelperError(ErrorKind.STATE, f"the lease cannot be written: {error}") from None
+        return LeaseFiles(directory=str(lease.files.path))
+
+    def enforce_on(self, uuid: str) -> None:
+        """Let the driver limit the leases on a device that were created before its self-test passed."""
+        if self._devices.offers(uuid, Level.CGROUP):
+            for lease in self.all():
+                if uuid in lease.limits and not lease.in_cgroup:
+                    self._enforce(lease)
+
+    def phase_changed(self, lease: Lease) -> None:
+        """Adapt the driver's limits to a new phase, and let the wake detector look."""
+        if lease.in_cgroup:
+            self._cgroups.limit(lease)
+        if lease.phase is Phase.SUSPENDED:
+            self.suspended.set()
+
+    def place(self, lease: Lease) -> None:
+        """Put the processes of a lease into its cgroup, where the driver limits it."""
+        self._cgroups.place(lease)
+
+    def drop(self, request: Drop, epoch: int) -> Dropped:
+        """Revoke a lease and forget it; an unknown one is no error.
+
+        Raises:
+            HelperError: it is being moved, or the epoch is stale.
+        """
+        lease = self.get(request.lease)
+        if lease is None:
+            return Dropped(known=False)
+        with self.hold(lease, epoch):
+            # Without their lease no request could ever resume these: they would wait for ever.
+            signal_all = self._machine.processes.signal
+            killed = [key for key in lease.parked if signal_all(key, signal.SIGKILL)]
+            lease.dropped = True
+            lease.files.revoke()
+            self._cgroups.remove(lease.name, lease.limits)
+            self._machine.state.forget(lease.name)
+            with self._guard:
+                self._leases.pop(lease.name, None)
+        log.info("lease=%s dropped killed=%d", lease.name, len(killed))
+        return Dropped(known=True)
+
+    def adopt(self) -> None:
+        """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
+        state = self._machine.state
+        records = {record.lease: record for record in state.records()}
+        living = self._machine.processes.scan({name: record.uid for name, record in records.items()})
+        for record in records.values():
+            files = LeaseDirectory(state.leases, record.lease)
+            if files.phase() in (None, PagePhase.REVOKED):
+                if not living[record.lease]:
+                    # Not finished being created, or not finished being dropped.
+                    files.revoke()
+                    state.forget(record.lease)
+                    continue
+                log.error(
+                    "lease=%s its files were removed while its processes live: they are created again, and "
+                    "processes that run keep the limit that they had",
+                    record.lease,
+                )
+                files.create(record.uid, record.limits, PAGE[record.phase])
+            self._leases[record.lease] = Lease(record, files)
+            self._note_holder(record.uid)
+        if any(name not in records for name in self._machine.processes.named()):
+            log.error("processes name leases without a record: no process without a lease is stopped")
+            self._lose_record()
+        self._remove_leftovers()
+        self._cgroups.sweep(self._leases)
+        for lease in self.all():
+            lease.processes = living[lease.name]
+            lease.was_alive = bool(lease.processes)
+            lease.files.reopen()
+
+    def _note_holder(self, uid: int) -> None:
+        try:
+            self._machine.state.holders.add(uid)
+        except OSError as error:
+            log.warning("uid=%d cannot be noted as a holder of leases: %s", uid, error)
+
+    def _lose_record(self) -> None:
+        try:
+            self._machine.state.holders.lose_record()
+        except OSError as error:
+            log.warning("the loss of a record cannot be noted: %s", error)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what earlier boots, self-tests and half-dropped leases left.
+
+        The limit of a lease without a record stays in force: its processes are not stopped.
+        """
+        state = self._machine.state
+        stale = state.stale()
+        for path in list(state.leases.iterdir()):
+            if path.name in self._leases:
+                continue
+            with contextlib.suppress(InvalidRequest, OSError):
+                files = LeaseDirectory(state.leases, path.name)
+                left = path.name in stale or path.name.startswith(SELF_TEST_PREFIX)
+                if left or files.phase() in (None, PagePhase.REVOKED):
+                    files.revoke()
+                    continue
+                self._lose_record()
+                log.error(
+                    "lease=%s has no record in %s: its processes are left alone and its limit stays in "
+                    "force, until the broker asks for it again or this folder is removed",
+                    path.name, state.path,
+                )  # fmt: skip
+        for name in stale:
+            state.forget(name)
+
+    def _enforce(self, lease: Lease) -> None:
+        if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
+            self._cgroups.limit(lease)
+
+    def _check(self, request: SetLimit) -> None:
+        if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
+            raise HelperError(
+                ErrorKind.NOT_ALLOWED,
+                f"a helper of uid {os.geteuid()} cannot create files for uid {request.uid}: run it as root",
+            )
+        if not 1 <= len(request.limits) <= DEVICES:
+            raise InvalidRequest(f"a lease has 1 to {DEVICES} devices")
+        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._machine.nvml.gpus}
+        for uuid, limit_bytes in request.limits.items():
+            if uuid not in memory:
+                raise InvalidRequest(f"no device {uuid[:80]!r} here")
+            uuid_bytes(uuid)
+            if not 0 < limit_bytes <= memory[uuid]:
+                raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
+        for uuid, soft_bytes in request.guaranteed.items():
+            if not 0 <= soft_bytes <= request.limits.get(uuid, -1):
+                raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
+
+    def _record(self, request: SetLimit) -> Record:
+        return Record(
+            boot_id=self._machine.state.boot_id,
+            lease=request.lease,
+            uid=request.uid,
+            limits=dict(request.limits),
+            guaranteed=dict(request.guaranteed),
+            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
+        )
+
+    def _create(self, request: SetLimit) -> Lease:
+        """A new lease; the caller holds the guard, so that two requests create one.
+
+        Raises:
+            HelperError: `MAX_LEASES` exist.
+            OSError: it cannot be written; nothing of it is left.
+        """
+        if len(self._leases) >= MAX_LEASES:
+            raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
+        state, record = self._machine.state, self._record(request)
+        lease = Lease(record, LeaseDirectory(state.leases, request.lease))
+        try:
+            state.save(record)
+            lease.files.create(lease.uid, lease.limits, PAGE[lease.phase])
+        except OSError:
+            lease.files.revoke()
+            state.forget(lease.name)
+            raise
+        lease.files.reopen()
+        self._leases[lease.name] = lease
+        return lease
+
+    def _change(self, lease: Lease, request: SetLimit) -> None:
+        if lease.uid != request.uid:
+            raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.uid}")
+        if not self.living(lease.name):
+            self._replace(lease, request)
+            return
+        if list(lease.limits) != list(request.limits):
+            raise HelperError(
+                ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
+            )
+        before = lease.limits, lease.guaranteed
+        lease.limits, lease.guaranteed = dict(request.limits), dict(request.guaranteed)
+        try:
+            self._machine.state.save(lease.record(self._machine.state.boot_id))
+        except OSError:
+            lease.limits, lease.guaranteed = before
+            raise
+        lease.peak_limits = {
+            uuid: max(lease.peak_limits.get(uuid, 0), count) for uuid, count in lease.limits.items()
+        }
+        self._enforce(lease)
+        for index, limit_bytes in enumerate(lease.limits.values()):
+            lease.files.set_limit(index, limit_bytes)
+
+    def _replace(self, lease: Lease, request: SetLimit) -> None:
+        """Give a lease that no process carries other limits, devices or another phase."""
+        record = self._record(request)
+        same = list(lease.limits.items()) == list(record.limits.items())
+        same = same and lease.guaranteed == record.guaranteed
+        if same and lease.phase is record.phase and not lease.parked:
+            return
+        new = Lease(record, lease.files)
+        new.moving = lease.moving
+        # Calls counted by earlier processes must not wake the later ones.
+        account = new.files.account()
+        new.baseline = account.counters() if account else NO_COUNTERS
+        self._machine.state.save(new.record(self._machine.state.boot_id))
+        new.files.create(new.uid, new.limits, PAGE[new.phase])
+        new.files.reopen()
+        self._cgroups.remove(lease.name, lease.limits)
+        self._enforce(new)
+        with self._guard:
+            self._leases[lease.name] = new
+        lease.dropped = True
+        self.suspended.set()
+        log.info("lease=%s replaced phase=%s", new.name, new.phase)

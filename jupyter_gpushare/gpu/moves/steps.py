@@ -1,0 +1,346 @@
+"""The steps of a move, one process at a time, and what an error of the driver means.
+
+Each step makes one checkpoint call for one process and sorts out its failures:
+
+* the process ended: it leaves the move.  An exit, or a signal of `_ORDINARY_ENDS` (its
+  server restarts a kernel with SIGKILL), is its user's doing.  Any other signal is taken
+  for the driver's (NVIDIA/cuda-checkpoint issue 58: Lock ended its target with SIGSEGV,
+  610.57.04): that is reported, and twice on a device makes the device not suspendable.
+  Two limits: a process that crashes by itself within a call counts as well, and so does
+  one whose status its parent took before the helper saw it (Linux before 6.15): better
+  a device that lends nothing than kernels that end;
+* the driver lost it: Restore answered 2 (out of memory), which is final, or 304, 801 or
+  999 twice while it stays CHECKPOINTED (issue 44), or its state is FAILED.  It goes to
+  ``Lease.lost`` and is never tried again;
+* Checkpoint failed: the driver "does not attempt to keep the process in a good state"
+  (README of cuda-checkpoint), so its owner is told that it may be damaged until it has
+  ended (``Lease.damaged``);
+* a call hangs: `suspend` settles the lease later.
+
+`suspend` has the order of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
+from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import Account
+from jupyter_gpushare.gpu.leases.journal import Parked
+from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.moves.reservations import MoveRefused
+from jupyter_gpushare.protocol.helper import EventKind, Phase, Refusal
+
+log = logging.getLogger(__name__)
+
+GONE_WAIT_S = 10.0
+# How long another call to a device is waited for that the lease does not use.
+OTHERS_WAIT_S = 0.2
+# Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
+COPY_FLOOR_S = 30.0
+COPY_BYTES_PER_S = 500_000_000
+RETRIES = 3
+# Bytes used on a device that no process explains may vary by this much while others allocate.
+UNEXPLAINED_BYTES = 256 << 20
+
+# CUDA error codes (cuda.h).
+_OUT_OF_MEMORY = 2
+_NOT_READY = 600  # the lock timed out
+_NO_PERMISSION = 304  # of Lock: not root and not the tracer (cuda-checkpoint issues 6, 25, 41)
+# INVALID_VALUE and NOT_INITIALIZED: the process does not use CUDA (ai-dynamo/snapshot PR 109,
+# llm-d-rl-time-slicing PR 148); INVALID_HANDLE and NOT_FOUND after an exec.
+_NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
+# OPERATING_SYSTEM, NOT_SUPPORTED, UNKNOWN: what Restore answers for a process that it lost.
+_LOST_WHEN_REPEATED = frozenset({304, 801, 999})
+LOST_AFTER = 2
+# A process that ended by one of these was ended by its user, an administrator or the kernel (memory).
+_ORDINARY_ENDS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE})
+
+
+class ProcessMoves:
+    """Moves single processes of a lease, which the caller holds."""
+
+    def __init__(self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+
+    def states(self, lease: Lease) -> dict[Key, State]:
+        """The state of each process of the move; those that ended or were lost leave the move.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        alive = self._machine.processes.alive
+        states: dict[Key, State] = {}
+        for key in list(lease.parked):
+            try:
+                state = self._machine.checkpoint.state(key[0])
+            except DeviceError as error:
+                if alive(key) and error.code not in _NO_CUDA_PROCESS:
+                    raise
+                del lease.parked[key]
+                continue
+            if not alive(key):
+                del lease.parked[key]
+            elif state is State.FAILED:
+                self._lose(lease, key, "the driver says that it failed")
+            else:
+                states[key] = state
+        return states
+
+    def on_devices(self, lease: Lease) -> dict[Key, dict[str, int]]:
+        """The lease's processes that hold memory on a device, with their bytes by device, now.
+
+        A process that is listed without bytes is left out: it only called cuInit.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        owned = {process.pid: process.key for process in self._registry.living(lease.name)}
+        found: dict[Key, dict[str, int]] = {}
+        for gpu in self._machine.nvml.gpus:
+            mine = gpu.uuid in lease.limits
+            try:
+                shown = self._machine.nvml.processes(gpu.uuid, None if mine else OTHERS_WAIT_S)
+            except DeviceError:
+                if mine:
+                    raise
+                continue  # a fault of another device
+            for pid, count in shown.items():
+                if pid in owned and count:
+                    found.setdefault(owned[pid], {})[gpu.uuid] = count
+        return found
+
+    def refuse_unknown_bytes(
+        self, lease: Lease, account: Account | None, shown: Mapping[Key, Mapping[str, int]]
+    ) -> None:
+        """Refuse a move when a process counts memory on a device where the driver shows none of it.
+
+        It is left alone for a while then.  The user can write such an account, so no device is doubted.
+
+        Raises:
+            MoveRefused: the library counted bytes for a process that holds none there as the driver says.
+        """
+        living = {process.key for process in self._registry.living(lease.name)}
+        for uuid in lease.limits:
+            for key, counted in lease.counted_bytes(account, uuid, living).items():
+                if counted and not shown.get(key, {}).get(uuid):
+                    reason = f"the driver does not say how much memory process {key[0]} holds"
+                    lease.block(key, reason)
+                    raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
+
+    def lock(self, lease: Lease, key: Key, deadline: float) -> None:
+        """RUNNING -> LOCKED; a process that ended or does not use CUDA leaves the move.
+
+        Raises:
+            MoveRefused: it did not come to rest in time, or the driver cannot lock it.
+        """
+        checkpoint = self._machine.checkpoint
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise MoveRefused(Refusal.BUSY, "locking the processes of the lease took too long")
+        try:
+            checkpoint.lock(key[0], left_s)
+        except DeviceError as error:
+            if self._ended(lease, key, "Lock"):
+                return
+            if error.code in _NO_CUDA_PROCESS:
+                lease.parked.pop(key, None)
+                return
+            if error.code in (_NOT_READY, TIMED_OUT):
+                raise MoveRefused(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
+            hint = ": the helper needs root or CAP_SYS_PTRACE" if error.code == _NO_PERMISSION else ""
+            self._failed(lease, key, f"the driver cannot lock it ({error}){hint}")
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, f"{error}{hint}") from None
+        if self._ended(lease, key, "Lock"):
+            # The driver knows pids only: another process that has this one by now would stay locked.
+            with suppress(DeviceError):
+                checkpoint.unlock(key[0])
+
+    def park(self, lease: Lease, key: Key) -> None:
+        """LOCKED -> CHECKPOINTED; a process that ended leaves the move.
+
+        Raises:
+            MoveRefused: the driver failed; the process may be damaged.
+            OSError: the record cannot be written.
+        """
+        if key not in lease.parked:
+            return
+        # Its device memory is host memory of the process from here on: too much for a core file.
+        before = self._machine.processes.core_filter(key)
+        lease.parked[key] = replace(lease.parked[key], core_filter=before)
+        if before > 0:
+            self.save(lease)
+            self._machine.processes.set_core_filter(key, 0)
+        self.checkpoint(lease, key)
+
+    def checkpoint(self, lease: Lease, key: Key) -> None:
+        """LOCKED -> CHECKPOINTED, nothing else; a process that ended leaves the move.
+
+        Raises:
+            MoveRefused: the driver failed; the process may be damaged.
+        """
+        if key not in lease.parked:
+            return
+        try:
+            self._machine.checkpoint.checkpoint(key[0], copy_s(lease.parked[key]))
+        except DeviceError as error:
+            if self._ended(lease, key, "Checkpoint"):
+                return
+            reason = f"the driver failed to checkpoint it ({error})"
+            if error.code != TIMED_OUT:  # that one may still succeed
+                reason += ": its GPU state may be damaged"
+                alive = self._machine.processes.alive
+                lease.damaged = {each for each in lease.damaged if alive(each)} | {key}
+            self._failed(lease, key, reason)
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
+
+    def unexplained(self, lease: Lease) -> dict[str, int]:
+        """Bytes used on each device of the lease beyond those of all listed processes.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        found = {}
+        for gpu in self._machine.nvml.gpus:
+            if gpu.uuid in lease.limits:
+                found[gpu.uuid] = self._machine.nvml.usage(gpu.uuid).unexplained_bytes
+        return found
+
+    def wait_gone(self, lease: Lease, unexplained_before: dict[str, int]) -> None:
+        """Wait until the device memory of the parked processes is free, by the list and by what is free.
+
+        Raises:
+            MoveRefused: it is not within `GONE_WAIT_S`.
+            DeviceError: the driver does not answer.
+        """
+        deadline = time.monotonic() + GONE_WAIT_S
+        while True:
+            listed = self.on_devices(lease).keys() & lease.parked.keys()
+            now = self.unexplained(lease)
+            taken = [u for u, count in now.items() if count > unexplained_before[u] + UNEXPLAINED_BYTES]
+            if not listed and not taken:
+                return
+            if time.monotonic() > deadline:
+                raise MoveRefused(Refusal.BUSY, "the driver still shows the memory of the lease")
+            time.sleep(0.01)
+
+    def restore_all(self, lease: Lease) -> None:
+        """CHECKPOINTED -> LOCKED for every process; one that the driver lost goes to ``lease.lost``.
+
+        Raises:
+            DeviceError: the first error for a process that is still checkpointed and not lost.
+        """
+        for key, state in self.states(lease).items():
+            if state is State.CHECKPOINTED and key in lease.parked:
+                self._restore(lease, key)
+
+    def _restore(self, lease: Lease, key: Key) -> None:
+        first: DeviceError | None = None
+        repeated = 0
+        for _ in range(RETRIES):
+            try:
+                self._machine.checkpoint.restore(key[0], copy_s(lease.parked[key]))
+                return
+            except DeviceError as error:
+                if first is None:
+                    first = error
+                    log.error("lease=%s process=%d restore failed: %s", lease.name, key[0], error)
+                if self._ended(lease, key, "Restore"):
+                    return
+                repeated += error.code in _LOST_WHEN_REPEATED
+                # Failed ones are sorted out by `states`; retried only while nothing has changed.
+                if self.states(lease).get(key) is not State.CHECKPOINTED:
+                    return
+                if error.code == _OUT_OF_MEMORY or repeated >= LOST_AFTER:
+                    self._lose(lease, key, str(first))
+                    return
+        assert first is not None
+        raise first
+
+    def unlock(self, lease: Lease, key: Key) -> None:
+        """LOCKED -> RUNNING, retried while the process stays locked.
+
+        Raises:
+            DeviceError: it is still locked.
+        """
+        for attempt in range(RETRIES):
+            try:
+                self._machine.checkpoint.unlock(key[0])
+                return
+            except DeviceError:
+                if self.states(lease).get(key) is not State.LOCKED:
+                    return
+                if attempt == RETRIES - 1:
+                    raise
+
+    def save(self, lease: Lease, phase: Phase | None = None) -> None:
+        """Write the lease to the journal, as it will be in ``phase`` (default: as it is).
+
+        Raises:
+            MoveRefused: the disk does not take it; nothing may be begun.
+        """
+        try:
+            record = lease.record(self._machine.state.boot_id)
+            self._machine.state.save(replace(record, phase=phase or lease.phase))
+            lease.unsaved = False
+        except OSError as error:
+            lease.unsaved = True
+            raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
+
+    def _lose(self, lease: Lease, key: Key, why: str) -> None:
+        log.error(
+            "lease=%s process=%d its GPU state is lost (%s): restart the kernel or job",
+            lease.name, key[0], why,
+        )  # fmt: skip
+        lease.lost[key] = lease.parked.pop(key)
+
+    def _ended(self, lease: Lease, key: Key, call: str) -> bool:
+        """Whether the process ended; one that the driver ended within a call is reported."""
+        if self._machine.processes.alive(key):
+            return False
+        parked = lease.parked.pop(key, None)
+        status = self._machine.processes.exit_status(key)
+        if status is not None and _is_ordinary(status):
+            log.info("lease=%s process=%d ended within %s, wait status %d", lease.name, key[0], call, status)
+        elif parked is not None:
+            reason = f"process {key[0]} ended within {call} of the driver"
+            for uuid in parked.saved_bytes or lease.limits:
+                deaths = self._devices.count_death(uuid)
+                log.error("lease=%s device=%s %s (%d so far)", lease.name, uuid, reason, deaths)
+                self._machine.events.publish(
+                    EventKind.DRIVER_KILLED, lease=lease.name, device=uuid, reason=reason
+                )
+                self._devices.doubt(uuid)
+            # At once: it may be the helper that is killed next.
+            with suppress(OSError):
+                self._machine.state.save_devices(self._devices.saved())
+        return True
+
+    def _failed(self, lease: Lease, key: Key, reason: str) -> None:
+        log.error("lease=%s process=%d %s", lease.name, key[0], reason)
+        lease.block(key, reason)
+        for uuid in lease.parked[key].saved_bytes if key in lease.parked else lease.limits:
+            self._devices.doubt(uuid)
+
+
+def copy_s(parked: Parked) -> float:
+    """The bound in seconds on a copy of the bytes that a process holds."""
+    return COPY_FLOOR_S + sum(parked.saved_bytes.values()) / COPY_BYTES_PER_S
+
+
+def _is_ordinary(status: int) -> bool:
+    """Whether a wait status shows an exit, or a signal of a user, an administrator or the kernel."""
+    return os.WIFEXITED(status) or os.WTERMSIG(status) in _ORDINARY_ENDS

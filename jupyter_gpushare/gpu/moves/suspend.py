@@ -1,0 +1,394 @@
+"""Move the device memory of one lease to host memory and back.
+
+Suspend:  decide -> journal -> page SUSPENDING -> Lock all -> counters -> Checkpoint all
+          -> counters -> device memory free -> journal -> page SUSPENDED
+Resume:   reserve -> journal -> page RESUMING -> Restore all -> Unlock all -> page RUNNING -> journal
+
+Rules:
+
+* The counters of CUDA calls are taken with the decision.  A call entered since,
+  seen after Lock or after Checkpoint, means that the owner works again: the move is
+  undone and the answer is *wanted*.  A forced suspension ignores them.
+* A restore starts only when the driver shows the bytes plus a margin free on every
+  device (`reservations`).  One that runs out of memory loses the process for ever.
+* Memory counts as given back only when the driver no longer shows it, neither by
+  process nor as used.
+* The state of a process is always asked from the driver (GetState).  `settle` brings
+  a lease from any mixture of states to one of the two ends.  It ends a failed move,
+  finds out after a restart what the last helper left, and is repeated while a driver
+  call hangs.
+* A process that ended leaves the move.  No process is ever killed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.leases.blockers import SuspendBlockers
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters
+from jupyter_gpushare.gpu.leases.lease import PAGE, Key, Lease, parked_of
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import shares_memory_of_nccl
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
+from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
+
+log = logging.getLogger(__name__)
+
+# A process that appears between the list and the page is caught by the next round.
+ROUNDS = 3
+IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
+LOST = "its GPU memory could not be brought back: restart the kernel or job"
+
+
+class Mover:
+    """Suspends and resumes leases; safe to call from several threads."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        registry: LeaseRegistry,
+        devices: DeviceStates,
+        parks_before_kill: bool = False,
+    ) -> None:
+        """``parks_before_kill``: a lease that the broker has killed is suspended first."""
+        self.parks_before_kill = parks_before_kill
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+        self.blockers = SuspendBlockers(machine.checkpoint, devices)
+        self._processes = ProcessMoves(machine, registry, devices)
+        self._reservations = MemoryReservations(machine.nvml, devices, registry)
+
+    # Verbs
+
+    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
+        """The result of parking the lease's device memory; the caller holds the lease."""
+        began = time.monotonic()
+        if lease.unsettled:
+            self.settle(lease)
+        if lease.phase is Phase.SUSPENDED:
+            return MoveResult(done=True, bytes=sum(lease.saved_bytes.values()))
+        if lease.phase is Phase.LOST:
+            return _refused(Refusal.LOST, LOST)
+        if lease.phase is not Phase.RUNNING:
+            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        if reason := self._out_of_service(lease):
+            return _refused(Refusal.BUSY, reason)
+        try:
+            self._suspend(lease, calls, timeout_s)
+        except MoveRefused as error:
+            return _refused(error.refused, error.reason)
+        except DeviceError as error:
+            return _refused(Refusal.BUSY, str(error))
+        return MoveResult(
+            done=True, bytes=sum(lease.saved_bytes.values()), took_s=round(time.monotonic() - began, 4)
+        )
+
+    def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
+        """The result of copying the lease's memory back; the caller holds the lease."""
+        began = time.monotonic()
+        if lease.unsettled:
+            self.settle(lease)
+        if lease.phase is Phase.RUNNING:
+            return MoveResult(done=True)
+        if lease.phase is Phase.LOST:
+            return _refused(Refusal.LOST, LOST)
+        if lease.phase is not Phase.SUSPENDED:
+            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        alive = self._machine.processes.alive
+        lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
+        saved = lease.saved_bytes
+        if reason := self._out_of_service(lease):
+            return _refused(Refusal.BUSY, reason)
+        try:
+            with self._reservations.reserve(saved, timeout_s):
+                self._resume(lease)
+        except MoveRefused as error:
+            return _refused(error.refused, error.reason)
+        except DeviceError as error:
+            return _refused(Refusal.BUSY, str(error))
+        return MoveResult(done=True, bytes=sum(saved.values()), took_s=round(time.monotonic() - began, 4))
+
+    def adopt(self, lease: Lease) -> None:
+        """Settle a lease of the helper before."""
+        if lease.phase not in (Phase.RUNNING, Phase.LOST):
+            self.settle(lease)
+        lease.files.set_phase(PAGE[lease.phase])
+        log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
+
+    def settle(self, lease: Lease) -> None:
+        """Bring an interrupted move of a lease to an end, from the states that the driver reports.
+
+        It ends where most of the work is done already: suspended when every process
+        is checkpointed, running otherwise.  While ``lease.unsettled`` it has to be
+        called again.
+        """
+        try:
+            states = self._processes.states(lease)
+            if lease.phase is Phase.SUSPENDED and not states and not lease.lost:
+                lease.unsettled = False  # it held no device memory, or its processes have ended
+                return
+            if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
+                lease.unsettled = True
+                return
+            parked = [key for key, state in states.items() if state is State.CHECKPOINTED]
+            if lease.parked and len(parked) == len(states):
+                self._enter(lease, Phase.SUSPENDED, "found checkpointed")
+            elif not parked:
+                self._finish_running(lease, "found in device memory")
+            else:
+                self._settle_mixed(lease, parked)
+            lease.unsettled = False
+        except (DeviceError, MoveRefused) as error:
+            if not lease.unsettled:
+                log.warning("lease=%s phase=%s unsettled: %s", lease.name, lease.phase, error)
+            lease.unsettled = True
+
+    def save_again(self, lease: Lease) -> None:
+        """Write the lease to the journal, where an earlier write failed."""
+        with suppress(MoveRefused):
+            self._processes.save(lease)
+
+    def forget_lost(self, lease: Lease) -> None:
+        """Let a lease go on once the processes that the driver lost have ended."""
+        lease.lost = {key: each for key, each in lease.lost.items() if self._machine.processes.alive(key)}
+        if not lease.lost:
+            self._enter(lease, Phase.RUNNING, "the lost processes have ended")
+
+    def _out_of_service(self, lease: Lease) -> str:
+        for uuid in lease.limits:
+            if reason := self._devices.out_of_service(uuid):
+                return f"the device is out of service: {reason}"
+        return ""
+
+    # Suspend
+
+    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
+        reason = "idle" if calls else "forced"
+        deadline = time.monotonic() + timeout_s
+        found = self._movable(lease, calls)
+        by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
+        held = sum(
+            sum(other.saved_bytes.values()) for other in self._registry.all() if other.phase in IN_HOST_MEMORY
+        )
+        with self._machine.host.promise(by_pid, held) as shortage:
+            if shortage:
+                raise MoveRefused(Refusal.HOST_MEMORY, shortage)
+            try:
+                self._enter(lease, Phase.SUSPENDING, reason)
+                self._park(lease, calls, deadline)
+            except (MoveRefused, DeviceError) as error:
+                if lease.phase is Phase.SUSPENDING:
+                    self._undo_suspend(lease)
+                if lease.phase is Phase.SUSPENDED:
+                    return  # it could not be undone: the next resume brings it back
+                if isinstance(error, DeviceError):
+                    raise MoveRefused(Refusal.BUSY, str(error)) from None
+                raise
+        self._enter(lease, Phase.SUSPENDED, reason)
+
+    def _movable(self, lease: Lease, calls: str) -> dict[Key, dict[str, int]]:
+        """The processes to move with their bytes by device.
+
+        Raises:
+            MoveRefused: something blocks the suspension.
+            DeviceError: the driver does not answer.
+        """
+        account = lease.files.account()
+        if calls:
+            _check_calls(account, calls)
+        found = self._processes.on_devices(lease)
+        keys = set(found)
+        if any(self._devices.is_blind(uuid) for uuid in lease.limits):
+            # Any process of the lease may hold memory; the last sample may not have all of them.
+            keys |= {process.key for process in self._registry.living(lease.name)}
+        if reason := self.blockers.reason(lease, account, keys, forced=not calls):
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
+        self._processes.refuse_unknown_bytes(lease, account, found)
+        under_mps = self._machine.nvml.under_mps
+        if any(pid in under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
+        if any(shares_memory_of_nccl(pid) for pid, _ in found):
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it uses NCCL between processes")
+        return needed_bytes(lease, account, found)
+
+    def _park(self, lease: Lease, calls: str, deadline: float) -> None:
+        """Lock and checkpoint every process of the lease that is on a device."""
+        done: set[Key] = set()
+        unexplained = self._processes.unexplained(lease)
+        for attempt in range(ROUNDS):
+            found = {key: held for key, held in self._processes.on_devices(lease).items() if key not in done}
+            if attempt and not found:
+                break
+            if attempt == ROUNDS - 1 and found:
+                raise MoveRefused(Refusal.BUSY, "new processes of the lease keep appearing on the GPU")
+            # In the journal before it is done: the next helper asks the driver about these.
+            account = lease.files.account()
+            lease.parked = {**lease.parked, **parked_of(needed_bytes(lease, account, found))}
+            if not attempt:
+                # Forced: taken before Lock.  Better one wake-up too many than a call that is missed.
+                lease.baseline = _counters(account)
+            self._processes.save(lease)
+            for key in found:
+                self._processes.lock(lease, key, deadline)
+            # Locked processes allocate no more: these are the bytes to be restored.
+            held = self._processes.on_devices(lease)
+            account = lease.files.account()
+            needed = needed_bytes(lease, account, held)
+            lease.parked.update(
+                parked_of({key: needed[key] for key in found if key in needed and key in lease.parked})
+            )
+            if calls:
+                _check_calls(account, calls)
+                lease.baseline = _counters(account)
+            self._processes.save(lease)
+            for key in found:
+                self._processes.park(lease, key)
+            done |= found.keys()
+            if calls:
+                _check_calls(lease.files.account(), calls)
+        self._processes.wait_gone(lease, unexplained)
+
+    def _undo_suspend(self, lease: Lease) -> None:
+        """After a suspension failed: running again, or suspended where that is not possible."""
+        try:
+            saved: dict[str, int] = {}
+            for key, state in self._processes.states(lease).items():
+                if state is State.CHECKPOINTED:
+                    _add(saved, lease.parked[key].saved_bytes)
+            with self._reservations.reserve(saved, FREE_WAIT_S):
+                self._processes.restore_all(lease)
+                self._finish_running(lease, "suspension undone")
+        except (MoveRefused, DeviceError):
+            self.settle(lease)
+
+    # Resume
+
+    def _resume(self, lease: Lease) -> None:
+        """Restore and unlock every process; the caller has reserved the memory."""
+        self._enter(lease, Phase.RESUMING, "")
+        try:
+            self._processes.restore_all(lease)
+            self._finish_running(lease, "")
+        except (MoveRefused, DeviceError) as error:
+            self._undo_resume(lease)
+            raise MoveRefused(Refusal.BUSY, str(error)) from None
+        if lease.phase is Phase.LOST:
+            raise MoveRefused(Refusal.LOST, LOST)
+
+    def _finish_running(self, lease: Lease, reason: str) -> None:
+        """LOCKED -> RUNNING for every process, and the phase with them."""
+        for key, parked in lease.parked.items():
+            if parked.core_filter > 0:
+                self._machine.processes.set_core_filter(key, parked.core_filter)
+        for key, state in self._processes.states(lease).items():
+            if state is State.LOCKED:
+                self._processes.unlock(lease, key)
+        phase = Phase.LOST if lease.lost else Phase.RUNNING
+        self._enter(lease, phase, LOST if lease.lost else reason)
+
+    def _undo_resume(self, lease: Lease) -> None:
+        """After a resume failed: suspended again, or running where that is not possible."""
+        try:
+            for key, state in self._processes.states(lease).items():
+                if state is State.LOCKED:
+                    self._processes.checkpoint(lease, key)
+        except (MoveRefused, DeviceError) as error:
+            log.warning("lease=%s could not be suspended again: %s", lease.name, error)
+        self.settle(lease)
+
+    def _settle_mixed(self, lease: Lease, parked: list[Key]) -> None:
+        """Some processes are in host memory, some on the device: all to the device if they fit."""
+        saved: dict[str, int] = {}
+        for key in parked:
+            _add(saved, lease.parked[key].saved_bytes)
+        try:
+            with self._reservations.reserve(saved, FREE_WAIT_S):
+                self._processes.restore_all(lease)
+                self._finish_running(lease, "found half-way")
+        except (MoveRefused, DeviceError):
+            for key, state in self._processes.states(lease).items():
+                if state is State.RUNNING:
+                    self._processes.lock(lease, key, time.monotonic() + FREE_WAIT_S)
+                if state in (State.RUNNING, State.LOCKED):
+                    self._processes.checkpoint(lease, key)
+            self._enter(lease, Phase.SUSPENDED, "found half-way, not enough memory to go back")
+
+    # Phase
+
+    def _enter(self, lease: Lease, phase: Phase, reason: str) -> None:
+        """Change the phase: in the journal, in the limit page, for watchers, in the log.
+
+        A suspension is written first, and not begun when that fails: the next helper
+        would not know which processes to ask about.  Any other change is true whether it
+        can be written or not; an older record only makes the next helper ask the driver,
+        and a full disk keeps no lease suspended.  During a move the lease counts as
+        unsettled, so that a move cut short by anything is brought to an end.
+
+        Raises:
+            MoveRefused: a suspension cannot be written.
+        """
+        saved = sum(lease.saved_bytes.values())
+        if phase is Phase.SUSPENDING:
+            self._processes.save(lease, phase)
+            before = lease.enter(phase)
+        else:
+            before = lease.enter(phase)
+            try:
+                self._processes.save(lease)
+            except MoveRefused as error:
+                log.error("lease=%s phase=%s is not in the journal: %s", lease.name, phase, error)
+        lease.unsettled = phase in (Phase.SUSPENDING, Phase.RESUMING)
+        if before is phase:
+            return
+        self._registry.phase_changed(lease)
+        log.info(
+            "lease=%s %s->%s bytes=%d processes=%d reason=%s",
+            lease.name, before, phase, saved, len(lease.parked), reason or "asked",
+        )  # fmt: skip
+        self._machine.events.publish(
+            EventKind.PHASE,
+            lease=lease.name,
+            reason=reason,
+            fields={"from": str(before), "to": str(phase), "bytes": str(saved)},
+        )
+
+
+def _add(total: dict[str, int], more: dict[str, int]) -> None:
+    for uuid, count in more.items():
+        total[uuid] = total.get(uuid, 0) + count
+
+
+def needed_bytes(
+    lease: Lease, account: Account | None, shown: Mapping[Key, Mapping[str, int]]
+) -> dict[Key, dict[str, int]]:
+    """Bytes by device that a restore of each process needs: the more of what driver and library say."""
+    needed = {key: dict(held) for key, held in shown.items()}
+    for uuid in lease.limits:
+        for key, counted in lease.counted_bytes(account, uuid, shown).items():
+            if counted > needed[key].get(uuid, 0):
+                needed[key][uuid] = counted
+    return needed
+
+
+def _check_calls(account: Account | None, calls: str) -> None:
+    if account is None:
+        raise MoveRefused(Refusal.NOT_SUSPENDABLE, "its account file is broken")
+    if account.counters().token() != calls:
+        raise MoveRefused(Refusal.WANTED, "a process of the lease entered a CUDA call")
+
+
+def _counters(account: Account | None) -> Counters:
+    return account.counters() if account else NO_COUNTERS
+
+
+def _refused(refused: Refusal, reason: str) -> MoveResult:
+    return MoveResult(done=False, refused=refused, reason=reason)

@@ -1,0 +1,1 @@
+"""The device helper process: verbs, sampler, socket server."""

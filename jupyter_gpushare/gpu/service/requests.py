@@ -1,0 +1,213 @@
+"""The verbs of the device helper: each request is checked, fenced by its epoch and answered.
+
+Verbs that change something carry the broker's epoch (`protocol.helper`).  The epoch is
+on disk before the effect, and compared again once the lease is held, so that a
+request of an old broker that waited does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jupyter_gpushare import __version__
+from jupyter_gpushare.errors import HelperError, InvalidRequest
+from jupyter_gpushare.gpu.checks.self_tests import SelfTests
+from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import check_lease
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import leader
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.service.sampler import Sampler
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, WatchdogAction
+
+log = logging.getLogger(__name__)
+
+# How long `inventory` waits for the self-tests that run at start; a `DEVICE` event follows a later end.
+CANARY_WAIT_S = 4.0
+# How long the answer to a move waits for a sample that shows it.
+REFRESH_WAIT_S = 0.3
+SIGNAL_ROUNDS = 3
+# How long processes that are to be killed may take to come to rest.
+PARK_TIMEOUT_S = 5.0
+
+
+class Requests:
+    """Answers the requests of the broker; safe to call from several threads."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        registry: LeaseRegistry,
+        devices: DeviceStates,
+        self_tests: SelfTests,
+        mover: Mover,
+        sampler: Sampler,
+        watchdog: WatchdogAction,
+    ) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+        self._self_tests = self_tests
+        self._mover = mover
+        self._sampler = sampler
+        self._watchdog = watchdog
+
+    def answer(self, verb: str, fields: dict[str, Any]) -> Any:
+        """The answer to a request, a dataclass of `protocol.helper`.
+
+        Raises:
+            InvalidRequest: a field is missing, unknown or wrong.
+            HelperError: no such verb or lease, a stale epoch, or the lease is busy.
+            DeviceError: the driver failed.
+        """
+        epoch = fields.pop("epoch", None)
+        if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
+            raise InvalidRequest("an epoch is a whole number of at least 0")
+        readers: dict[str, Callable[[], Any]] = {
+            "hello": self._hello,
+            "inventory": self._inventory,
+            "sample": self._sampler.sample,
+            "watch": self._sampler.sample,
+        }
+        changers: dict[str, tuple[type[Any], Callable[[Any, int], Any]]] = {
+            "set_limit": (helper.SetLimit, self._registry.set_limit),
+            "suspend": (helper.Suspend, self._suspend),
+            "resume": (helper.Resume, self._resume),
+            "signal": (helper.Signal, self._signal),
+            "drop": (helper.Drop, self._registry.drop),
+        }
+        if verb in readers:
+            if fields:
+                raise InvalidRequest(f"{verb} takes no field {next(iter(fields))[:40]!r}")
+            if epoch is not None:
+                self._registry.fence(epoch)
+            return readers[verb]()
+        if verb not in changers:
+            raise HelperError(ErrorKind.UNKNOWN_VERB, f"no verb {verb[:40]!r}")
+        cls, change = changers[verb]
+        request = helper.build(cls, fields)
+        check_lease(request.lease)
+        if epoch is None:
+            raise InvalidRequest(f"{verb} needs the epoch")
+        self._registry.fence(epoch)
+        return change(request, epoch)
+
+    def _hello(self) -> helper.Hello:
+        return helper.Hello(
+            version=__version__,
+            pid=os.getpid(),
+            boot_id=self._machine.state.boot_id,
+            epoch=self._machine.state.epoch,
+            simulated=self._machine.simulated,
+        )
+
+    def _inventory(self) -> helper.Inventory:
+        self._self_tests.wait_first(CANARY_WAIT_S)
+        return helper.Inventory(
+            host=socket.gethostname(),
+            driver=self._machine.nvml.driver,
+            simulated=self._machine.simulated,
+            devices=tuple(self._device(gpu) for gpu in self._machine.nvml.gpus),
+            host_total_bytes=self._machine.host.total_bytes(),
+            host_budget_bytes=self._machine.host.budget_bytes(),
+            at=time.monotonic(),
+            watchdog=self._watchdog,
+        )
+
+    def _device(self, gpu: Gpu) -> Device:
+        reason = self._devices.out_of_service(gpu.uuid)
+        verdict = self._devices.verdict(gpu.uuid)
+        return Device(
+            uuid=gpu.uuid,
+            index=gpu.index,
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            reserve_bytes=self._devices.reserve_bytes(gpu),
+            healthy=not reason,
+            reason=reason,
+            level=verdict.level if verdict else Level.HINTS,
+            ladder=verdict.ladder if verdict else (),
+            profile=gpu.profile,
+            suspendable=verdict.suspendable if verdict else False,
+            suspend_reason=self._devices.suspend_blocker(gpu.uuid),
+            suspend_bytes_per_s=verdict.suspend_bytes_per_s if verdict else 0,
+            resume_bytes_per_s=verdict.resume_bytes_per_s if verdict else 0,
+            island=gpu.island,
+        )
+
+    def _suspend(self, request: helper.Suspend, epoch: int) -> helper.MoveResult:
+        if not 0 < request.timeout_s <= 600:
+            raise InvalidRequest("timeout_s is more than 0 and at most 600 seconds")
+        return self._move(
+            request.lease,
+            epoch,
+            lambda lease: self._mover.suspend(lease, request.calls, request.timeout_s),
+        )
+
+    def _resume(self, request: helper.Resume, epoch: int) -> helper.MoveResult:
+        if not 0 <= request.timeout_s <= 3600:
+            raise InvalidRequest("timeout_s is at least 0 and at most 3600 seconds")
+        return self._move(request.lease, epoch, lambda lease: self._mover.resume(lease, request.timeout_s))
+
+    def _move(self, name: str, epoch: int, move: Callable[[Lease], helper.MoveResult]) -> helper.MoveResult:
+        lease = self._registry.get(name)
+        if lease is None:
+            return helper.MoveResult(
+                done=False, refused=helper.Refusal.NO_LEASE, reason=f"no lease {name} on this machine"
+            )
+        try:
+            with self._registry.hold(lease, epoch):
+                moved = move(lease)
+        except HelperError as error:
+            if error.kind != ErrorKind.BUSY:
+                raise
+            return helper.MoveResult(done=False, refused=helper.Refusal.BUSY, reason=str(error))
+        if not moved.done:
+            log.info("lease=%s stays %s refused=%s reason=%s", name, lease.phase, moved.refused, moved.reason)
+        self._sampler.refresh(REFRESH_WAIT_S)
+        return moved
+
+    def _signal(self, request: helper.Signal, epoch: int) -> helper.Signalled:
+        if request.to not in ("leader", "all"):
+            raise InvalidRequest("a signal goes to 'leader' or 'all'")
+        try:
+            number = signal.Signals(request.number)
+        except ValueError:
+            raise InvalidRequest(f"no signal {request.number}") from None
+        lease = self._registry.get(request.lease)
+        if lease is None:
+            raise HelperError(ErrorKind.UNKNOWN_LEASE, f"no lease {request.lease} on this machine")
+        if number is signal.SIGKILL and request.to == "all" and self._mover.parks_before_kill:
+            self._park(lease, epoch)
+        sent: set[tuple[int, int]] = set()
+        # A process that forks while it is signalled leaves a child for the next round.
+        for _ in range(SIGNAL_ROUNDS if request.to == "all" else 1):
+            targets = self._registry.living(request.lease)
+            if request.to == "leader":
+                first = leader(targets)
+                targets = (first,) if first else ()
+            new = [each.key for each in targets if each.key not in sent]
+            if not new:
+                break
+            sent.update(key for key in new if self._machine.processes.signal(key, number))
+        log.info("lease=%s signal=%s to=%s processes=%d", request.lease, number.name, request.to, len(sent))
+        return helper.Signalled(count=len(sent))
+
+    def _park(self, lease: Lease, epoch: int) -> None:
+        """Checkpoint a lease that is killed next; where that fails, it is killed all the same."""
+        reason = "it is being moved"
+        with contextlib.suppress(HelperError), self._registry.hold(lease, epoch):
+            reason = self._mover.suspend(lease, "", PARK_TIMEOUT_S).reason
+        if reason:
+            log.warning("lease=%s is killed without a checkpoint: %s", lease.name, reason)

@@ -1,0 +1,308 @@
+"""Measure every second, in one thread, and answer `sample` from memory.
+
+A pass asks all devices at once and waits for them only briefly (one that is late
+keeps its last values, one that hangs or fails is taken out of service: `health`),
+finds the processes of each lease, and reads each account.  A pass also runs at once
+when a process of a lease ended and after each move.
+
+Whether a process computed is asked from the driver per process; where it cannot
+say (MIG, some vGPUs), a busy device counts as activity of every lease with memory on
+it: better too active than suspended while computing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.checks.health import Health
+from jupyter_gpushare.gpu.checks.watchdog import Watchdog
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.protocol.helper import (
+    DeviceSample,
+    EventKind,
+    LeaseSample,
+    Phase,
+    ProcessSample,
+    Sample,
+)
+
+log = logging.getLogger(__name__)
+
+# Of a lease, and of all leases together: a sample stays below `protocol.helper.MAX_LINE_BYTES`.
+PROCESSES_SHOWN = 64
+PROCESSES_SHOWN_IN_ALL = 2048
+# Passes are at least so far apart.
+PAUSE_S = 0.03
+SETTLE_EVERY_S = 5.0
+# Smaller changes of what contexts take are not written into the limit page.
+CONTEXT_STEP_BYTES = 1 << 20
+
+
+class Sampler:
+    """Keeps the last measurement of devices and leases."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        registry: LeaseRegistry,
+        devices: DeviceStates,
+        mover: Mover,
+        health: Health,
+        watchdog: Watchdog,
+        period_s: float,
+    ) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._states = devices
+        self._mover = mover
+        self._health = health
+        self._watchdog = watchdog
+        self._period_s = period_s
+        self._pass = threading.Condition()
+        self._begun = 0
+        self._ended = 0
+        self._asked = False
+        self._stopped = False
+        self._devices: dict[str, DeviceSample] = {}
+        self._last: dict[str, Usage] = {}
+        self._at = 0.0
+        self._host_available_bytes = 0
+        self._end = threading.Event()
+
+    # For other threads
+
+    def sample(self) -> Sample:
+        """The last measurement; never asks the driver."""
+        leases = list(self._registry.all())
+        shown = min(PROCESSES_SHOWN, PROCESSES_SHOWN_IN_ALL // max(1, len(leases)))
+        return Sample(
+            at=self._at,
+            devices=tuple(self._with_state(device) for device in list(self._devices.values())),
+            leases=tuple(self._lease_sample(lease, shown) for lease in leases),
+            host_available_bytes=self._host_available_bytes,
+            host_saved_bytes=sum(
+                sum(lease.kept_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
+            ),
+        )
+
+    def refresh(self, timeout_s: float) -> None:
+        """Request a pass that begins now, and wait for its end, bounded."""
+        with self._pass:
+            # One that runs already may have measured too early: the next one counts.
+            wanted = self._begun + 1
+            self._asked = True
+            self._pass.notify_all()
+            self._pass.wait_for(lambda: self._ended >= wanted or self._stopped, timeout_s)
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._end.set()
+        with self._pass:
+            self._stopped = True
+            self._pass.notify_all()
+
+    # Threads
+
+    def run(self) -> None:
+        """Measure until stopped."""
+        while not self._stopped:
+            with self._pass:
+                self._asked = False
+                self._begun += 1
+            try:
+                self.measure()
+            except Exception:  # the outermost loop: without samples nothing is lent or returned
+                log.exception("a sample failed")
+            with self._pass:
+                self._ended = self._begun
+                self._pass.notify_all()
+                self._pass.wait_for(lambda: self._asked or self._stopped, self._period_s)
+            time.sleep(max(0.0, self._at + PAUSE_S - time.monotonic()))
+
+    def run_exits(self) -> None:
+        """Request a pass whenever a process of a lease ended, until stopped."""
+        while not self._stopped:
+            if self._machine.processes.wait_exit(30.0):
+                self.refresh(self._period_s)
+
+    def run_settle(self) -> None:
+        """Settle leases until stopped; in its own thread: the driver calls may hang."""
+        while not self._end.wait(SETTLE_EVERY_S):
+            try:
+                self._settle()
+            except Exception:  # the outermost loop
+                log.exception("leases could not be settled")
+
+    def measure(self) -> None:
+        """One pass."""
+        answers = self._machine.nvml.usages()
+        for gpu in self._machine.nvml.gpus:
+            self._device(gpu, answers[gpu.uuid])
+        usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, Usage)}
+        # A device that is late keeps its last usage; one that failed has none.
+        shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
+        self._last = shown
+        leases = list(self._registry.all())
+        living = self._registry.scan()
+        for lease in leases:
+            self._lease(lease, shown, living.get(lease.name, ()))
+        self._host_available_bytes = self._machine.host.available_bytes()
+        self._at = time.monotonic()
+        self._watchdog.compare(usages, leases)
+
+    # One pass
+
+    def _device(self, gpu: Gpu, answer: Usage | DeviceError | None) -> None:
+        before = self._devices.get(gpu.uuid)
+        used, percent = (before.used_bytes, before.utilization_percent) if before else (0, 0)
+        if isinstance(answer, Usage):
+            used, percent = answer.used_bytes, answer.utilization_percent
+            self._health.errors(gpu.uuid, answer.uncorrected)
+            self._health.recovery(gpu.uuid, answer.recovery_action)
+            self._states.measure_hidden(gpu.uuid, answer)
+        elif answer is not None:
+            percent = 0
+            self._health.lost(gpu.uuid, answer)
+        self._devices[gpu.uuid] = DeviceSample(
+            uuid=gpu.uuid,
+            used_bytes=used,
+            utilization_percent=percent,
+            healthy=True,
+        )
+
+    def _with_state(self, device: DeviceSample) -> DeviceSample:
+        """A device's measurement with what is known about the device by now."""
+        reason = self._states.out_of_service(device.uuid)
+        last = self._last.get(device.uuid)
+        is_blind = self._states.is_blind(device.uuid) or (
+            last is not None and None in last.processes.values()
+        )
+        return replace(device, healthy=not reason, reason=reason, blind=is_blind)
+
+    def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
+        lease.processes = living
+        lease.had_runner |= any(process.is_runner for process in living)
+        self._registry.place(lease)
+        before = lease.account
+        account = lease.files.account()
+        pids = {process.pid for process in lease.processes}
+        used: dict[str, int] = {}
+        by_process: dict[int, int] = {}
+        computing = False
+        for uuid, usage in usages.items():
+            for pid, count in self._held(lease, account, uuid, usage).items():
+                used[uuid] = used.get(uuid, 0) + count
+                by_process[pid] = by_process.get(pid, 0) + count
+            if usage.computing is not None:
+                computing = computing or bool(pids & usage.computing)
+            elif usage.utilization_percent and uuid in used:
+                computing = True
+        # The account and the driver's answer match only where no allocation happened in between.
+        if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
+            _charge_contexts(lease, account, used)
+        lease.used_bytes, lease.by_process, lease.account = used, by_process, account
+        counters = account.counters() if account else NO_COUNTERS
+        if computing or counters.worked_since(lease.seen):
+            lease.active_at = time.monotonic()
+        lease.seen = counters
+        if lease.was_alive and not living:
+            log.info("lease=%s ended", lease.name)
+            self._machine.events.publish(EventKind.ENDED, lease=lease.name, reason="its last process is gone")
+        lease.was_alive = bool(living)
+
+    def _held(self, lease: Lease, account: Account | None, uuid: str, usage: Usage) -> dict[int, int]:
+        """Bytes on a device by pid: as the driver shows them, as the library counts them where it does not.
+
+        A process that is listed without bytes, and counts none, only called cuInit.
+        """
+        shown = {process.pid: usage.processes.get(process.pid, 0) for process in lease.processes}
+        is_blind = self._states.is_blind(uuid)
+        hidden = [p for p in lease.processes if shown[p.pid] is None or (is_blind and not shown[p.pid])]
+        counted = lease.counted_bytes(account, uuid, (process.key for process in hidden))
+        found = {pid: count for pid, count in shown.items() if count}
+        return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
+
+    def _settle(self) -> None:
+        """Settle moves that a hung driver call cut short; let leases go on after a loss."""
+        for lease in list(self._registry.all()):
+            needs = lease.unsettled or lease.unsaved or lease.lost
+            if not needs or not lease.moving.acquire(blocking=False):
+                continue
+            try:
+                if lease.dropped:
+                    continue
+                if lease.unsettled:
+                    self._mover.settle(lease)
+                if lease.phase is Phase.LOST:
+                    self._mover.forget_lost(lease)
+                if lease.unsaved:
+                    self._mover.save_again(lease)
+            finally:
+                lease.moving.release()
+
+    def _lease_sample(self, lease: Lease, processes_shown: int) -> LeaseSample:
+        phase = lease.phase
+        suspended = phase is Phase.SUSPENDED
+        account = lease.account
+        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        shown = [
+            process
+            for process in lease.processes
+            if process.pid in lease.by_process or process.key in slots or process.key in lease.parked
+        ]
+        by_process = lease.by_process
+        keys = [process.key for process in shown if process.pid in by_process]
+        reason = self._mover.blockers.reason(lease, account, keys, forced=False)
+        return LeaseSample(
+            lease=lease.name,
+            phase=phase,
+            devices=tuple(lease.limits),
+            used_bytes={} if suspended else lease.used_bytes,
+            saved_bytes=lease.kept_bytes if suspended or phase is Phase.RESUMING else {},
+            calls=(account.counters() if account else NO_COUNTERS).token(),
+            active_at=lease.active_at,
+            suspendable=not reason and phase is not Phase.LOST,
+            suspend_reason=reason,
+            damaged=any(process.key in lease.damaged for process in lease.processes),
+            alive=bool(lease.processes),
+            runner_ended=lease.had_runner and not any(process.is_runner for process in lease.processes),
+            processes=tuple(
+                ProcessSample(
+                    pid=process.pid,
+                    started_at=process.started_at,
+                    name=process.name,
+                    used_bytes=0 if suspended else by_process.get(process.pid, 0),
+                    calls=slots[process.key].calls if process.key in slots else -1,
+                    kernel=process.kernel,
+                )
+                for process in shown[:processes_shown]
+            ),
+            wanted=lease.wanted,
+            queries_only=lease.queries_only,
+            stalled=lease.stalled,
+            level=self._states.level_of(lease),
+        )
+
+
+def _charge_contexts(lease: Lease, account: Account, used: dict[str, int]) -> None:
+    """Charge to the limit what the driver shows beyond the account: contexts."""
+    keys = {process.key for process in lease.processes}
+    for index, uuid in enumerate(lease.limits):
+        counted = sum(held[index] for key, held in account.held().items() if key in keys)
+        beyond = max(0, used.get(uuid, 0) - counted)
+        if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
+            with suppress(FileNotFoundError):  # dropped meanwhile
+                lease.files.set_context(index, beyond)
+            lease.contexts[uuid] = beyond

@@ -1,0 +1,221 @@
+"""One user's requests, names and files stay that user's problem."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tornado import web
+from tornado.testing import bind_unused_port
+
+from jupyter_gpushare.broker.app import _Formatter
+from jupyter_gpushare.broker.http import base, listener
+from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.views import cluster_view
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.errors import TooMany
+from jupyter_gpushare.gpu.leases import files
+from jupyter_gpushare.protocol import wire
+from tests.broker.http_site import PREFIX, Http
+
+HOSTILE = "evil\x1b[2J\r\nINJECTED\x07\u202eabc\x9b"
+
+
+async def test_a_user_that_submits_all_the_time_is_told_when_to_come_again_and_others_are_not(http: Http):
+    http.service.limits.changes = Rate(per_s=0.5, burst=3, clock=lambda: 0.0)
+    for _ in range(3):
+        await http.submit("bo")
+    refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "2")
+    job = next(iter(http.broker.registry.jobs))
+    assert (await http.refused("DELETE", f"jobs/{job}", "bo")).status == 429
+    assert (await http.ask("GET", "status", "bo")).status_code == 200
+    await http.submit("ada")
+    assert len(http.broker.registry.jobs) == 4
+
+
+async def test_six_threads_of_one_user_submit_one_after_the_other_beside_other_users(http: Http, monkeypatch):
+    submit, running, most = http.broker.requests.submit, Counter(), Counter()
+    let_bo_go = asyncio.Event()
+
+    async def slow(user, *rest):
+        running[user] += 1
+        most[user] = max(most[user], running[user])
+        if user == "bo":
+            await let_bo_go.wait()
+        job = await submit(user, *rest)
+        running[user] -= 1
+        return job
+
+    monkeypatch.setattr(http.broker.requests, "submit", slow)
+    six = asyncio.gather(*(http.submit("bo") for _ in range(6)))
+    await http.submit("ada")  # while one of bo's is under way
+    let_bo_go.set()
+    await six
+    assert most == {"ada": 1, "bo": 1}
+    assert not http.service.limits.submits._locks
+
+
+async def test_a_submitted_job_is_answered_without_a_plan_where_planning_takes_long(http: Http, monkeypatch):
+    made = []
+    view = cluster_view.ClusterView
+    monkeypatch.setattr(cluster_view, "ClusterView", lambda *args: made.append(args) or view(*args))
+    monkeypatch.setattr(cluster_view, "_COSTLY_S", 0.0)
+    monkeypatch.setattr(cluster_view, "_FRESH_S", 600.0)
+    for _ in range(5):
+        answer = await http.ask("POST", "jobs", "bo", json={"command": ["true"], "gpus": "1"})
+        assert answer.status_code == 201
+    assert len(made) == 1
+    assert answer.json()["reason"] == "Waits for 1 GPU."
+    listed = (await http.ask("GET", "jobs", "bo")).json()["jobs"]
+    assert len(made) == 2
+    assert {job["position"] for job in listed} - {None} != set()
+
+
+async def test_our_client_waits_as_told_and_then_submits(http: Http):
+    http.service.limits.changes = Rate(per_s=1.0, burst=1)
+    client = BrokerClient(http.api, "bo")
+    for key in ("a", "b"):
+        await client.post("jobs", wire.JobRequest(command=["true"]), wire.Job, key=key)
+    await client.close()
+    client = BrokerClient(http.api, "bo", retry_s=0.0)
+    with pytest.raises(TooMany):
+        await client.post("jobs", wire.JobRequest(command=["true"]), wire.Job, key="c")
+    await client.close()
+    assert len(http.broker.registry.jobs) == 2
+
+
+async def test_a_full_queue_says_when_to_ask_again(http: Http, monkeypatch):
+    policy = http.broker.registry.policy
+    monkeypatch.setattr(http.broker.registry, "policy", replace(policy, max_jobs_per_user=1))
+    await http.submit("bo")
+    refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
+    assert refused.status_code == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+
+
+async def test_control_characters_in_a_name_reach_neither_page_nor_csv(http: Http):
+    await http.submit("bo", name=HOSTILE)
+    await http.broker.registry.record_notice(None, "watchdog", "notice.of", HOSTILE)
+    page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
+    assert "evil?[2J??INJECTED??abc?" in page
+    table = (await http.ask("GET", f"{http.url}{PREFIX}decisions.csv", "root")).text
+    for text in (page.replace("\n", ""), table.replace("\r\n", "")):
+        assert not [c for c in text if not c.isprintable()]
+    assert {len(row) for row in csv.reader(io.StringIO(table))} == {9}
+
+
+def test_a_message_of_the_brokers_log_is_one_line_whatever_a_name_holds():
+    record = logging.makeLogRecord({"msg": "job=%s", "args": (HOSTILE,), "levelname": "INFO", "name": "x"})
+    assert _Formatter("[%(levelname).1s] %(message)s").format(record) == "[I] job=evil?[2J??INJECTED??abc?"
+
+
+_HOLDS_A_LEASE = """
+import fcntl, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+file = open(sys.argv[1], "rb")
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_nothing(tmp_path):
+    account = tmp_path / "account"
+    account.write_bytes(b"x" * (files.ACCOUNT_BYTES + 1))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDS_A_LEASE, str(account)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        fd = files._open_regular(account)
+        began_at = time.monotonic()
+        files._cut(fd)
+        assert time.monotonic() - began_at < 2.0
+        os.close(fd)
+        assert account.stat().st_size == files.ACCOUNT_BYTES + 1
+    finally:
+        holder.kill()
+        holder.communicate()
+    fd = files._open_regular(account)
+    files._cut(fd)
+    os.close(fd)
+    assert account.stat().st_size == files.ACCOUNT_BYTES
+
+
+async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, monkeypatch):
+    monkeypatch.setattr(base, "_MAX_BODIES", 2)
+    port = int(http.url.rpartition(":")[2])
+    head = f"POST {PREFIX}api/v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n"
+    head += "Content-Length: 9\r\n\r\n"
+    slow = []
+    for _ in range(2):
+        slow.append(await asyncio.open_connection("127.0.0.1", port))
+        slow[-1][1].write(head.encode())
+    async with asyncio.timeout(10):
+        while http.service.limits.bodies["bo"] < 2:
+            await asyncio.sleep(0.02)
+    refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    await http.submit("ada")
+    for _, writer in slow:
+        writer.close()
+    async with asyncio.timeout(10):
+        while http.service.limits.bodies:
+            await asyncio.sleep(0.02)
+    await http.submit("bo")
+
+
+async def test_the_last_connections_are_for_the_hub_and_its_proxy(monkeypatch):
+    sources = iter(["uid 1001", "uid 1002", "uid 1003", "uid 1004", "uid 0", "uid 0 by socket"])
+    monkeypatch.setattr(listener, "source_of", lambda _: next(sources))
+    application = web.Application([("/", _Hello)])
+    server = listener.Listener(application, max_connections=5, max_per_source=2)
+    listening, port = bind_unused_port()
+    server.add_socket(listening)
+    answers, writers = [], []
+    async with asyncio.timeout(20):
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            try:
+                answers.append(b"200" in await reader.readline())
+            except ConnectionError:
+                answers.append(False)
+    for writer in writers:
+        writer.close()
+    await server.end()
+    assert answers == [True, True, True, False, True, True]
+
+
+class _Hello(web.RequestHandler):
+    def get(self) -> None:
+        self.write("hello")
+
+
+async def test_a_flood_of_changes_is_no_flood_to_the_hub(http: Http, monkeypatch):
+    monkeypatch.setattr(base, "_REFUSAL_S", 0.0)
+    http.service.limits.changes = Rate(per_s=0.001, burst=2, clock=lambda: 0.0)
+    asked = []
+    auth = http.service.access.hub_auth
+    auth.cache_max_age = 300
+    real = auth.user_for_token
+
+    def counted(token, use_cache=True, **options):
+        asked.append(use_cache)
+        return real(token, use_cache=use_cache, **options)
+
+    monkeypatch.setattr(auth, "user_for_token", counted)
+    for _ in range(20):
+        await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
+    assert asked.count(False) == 2

@@ -1,0 +1,377 @@
+"""A restore never meets a full device: many seeded histories on a modelled driver.
+
+The driver here is a few numbers: what each process holds, and a restore that loses
+its process for ever when it does not fit, as the real one does.  Before every answer
+it lets the neighbours allocate, free and end, so that whatever was looked up may be
+different a moment later.  The mover, the reservations, the leases and their files are real.
+
+    GPUSHARE_TEST_HISTORIES=10000 pytest tests/gpu/test_reservations.py -k loses -s --timeout 0
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.ladder import margin_bytes
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.moves import reservations, steps, suspend
+from jupyter_gpushare.gpu.moves.reservations import MemoryReservations, MoveRefused
+from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.protocol.helper import Phase, Refusal
+
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
+GIB = 1 << 30
+MIB = 1 << 20
+UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+GPU = Gpu(UUID, 0, "paper", 80 * GIB, mig=False, island="")
+NAMES = ("ada", "bo", "cy", "di")
+
+
+class Paper:
+    """The driver, and all that the mover needs beside it."""
+
+    unavailable = ""
+    gpus = (GPU,)
+
+    def __init__(self, chance: random.Random, folder: Path) -> None:
+        self.chance = chance
+        self.held: dict[int, int] = {}  # on the device, by pid
+        self.parked: dict[int, int] = {}
+        self.states: dict[int, State] = {}
+        self.lost: list[int] = []
+        self.restores = 0
+        self.leases: list[Lease] = []
+        for index, name in enumerate(NAMES):
+            pid = 1000 + index
+            record = Record(
+                boot_id="b", lease=name, uid=os.geteuid(), phase=Phase.RUNNING,
+                limits={UUID: chance.choice((20, 40, 77)) * GIB},
+            )  # fmt: skip
+            lease = Lease(record, LeaseDirectory(folder, name))
+            lease.files.create(os.geteuid(), lease.limits, PagePhase.RUNNING)
+            lease.processes = (
+                Process(pid=pid, start_ticks=1, started_at=0, uid=0, parent=1, name="", kernel="",
+                        carries=name, lease=name),
+            )  # fmt: skip
+            self.leases.append(lease)
+            self.held[pid] = 512 * MIB
+            self.states[pid] = State.RUNNING
+            self.allocate(lease, pid)
+
+    def free(self) -> int:
+        return GPU.memory_bytes - sum(self.held.values())
+
+    def allocate(self, lease: Lease, pid: int) -> None:
+        """As the library lets it: within the limit, and not while its page says to wait."""
+        if lease.files.phase() is not PagePhase.RUNNING or self.states[pid] is not State.RUNNING:
+            return
+        most = min(lease.limits[UUID] - self.held[pid], self.free())
+        if most > 0:
+            self.held[pid] += self.chance.randrange(most + 1)
+
+    def meanwhile(self) -> None:
+        """What neighbours do between any two calls."""
+        for lease in self.leases:
+            pid = lease.processes[0].pid
+            dice = self.chance.random()
+            if dice < 0.5:
+                self.allocate(lease, pid)
+            elif dice < 0.6 and self.states[pid] is State.RUNNING:
+                self.held[pid] = 512 * MIB
+
+    # Nvml
+    def free_bytes(self, uuid: str) -> int:
+        self.meanwhile()
+        free = self.free()
+        self.meanwhile()
+        return free
+
+    def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int]:
+        self.meanwhile()
+        return {pid: count for pid, count in self.held.items() if count}
+
+    def usage(self, uuid: str) -> Usage:
+        self.meanwhile()
+        shown = self.processes(uuid)
+        if self.chance.random() < 0.1:  # two calls of the driver: what is free may be of another moment
+            self.meanwhile()
+        return Usage(GPU.memory_bytes - self.free(), self.free(), 0, dict(shown), None)
+
+    def under_mps(self, uuid: str) -> frozenset[int]:
+        return frozenset()
+
+    # Checkpoint
+    def state(self, pid: int) -> State:
+        return self.states[pid]
+
+    def lock(self, pid: int, timeout_s: float) -> None:
+        self.meanwhile()
+        self.states[pid] = State.LOCKED
+
+    def checkpoint(self, pid: int, timeout_s: float) -> None:
+        self.parked[pid], self.held[pid] = self.held[pid], 0
+        self.states[pid] = State.CHECKPOINTED
+        self.meanwhile()
+
+    def restore(self, pid: int, timeout_s: float) -> None:
+        # The driver's bookkeeping takes a little more than was there before.
+        needed = self.parked[pid] + self.chance.randrange(margin_bytes(self.parked[pid]))
+        self.restores += 1
+        if pid in self.lost:
+            raise DeviceError("cuCheckpointProcessRestore", 304)
+        if needed > self.free():
+            # It stays CHECKPOINTED: NVIDIA/cuda-checkpoint issue 44, driver 580.95.05.
+            self.lost.append(pid)
+            raise DeviceError("cuCheckpointProcessRestore", 2)
+        self.held[pid] = needed
+        self.states[pid] = State.LOCKED
+        self.meanwhile()
+
+    def unlock(self, pid: int) -> None:
+        self.states[pid] = State.RUNNING
+        self.meanwhile()
+
+
+class Margin(DeviceStates):
+    """Devices with this margin for restores, and a passed self-test."""
+
+    def __init__(self, factor: int = 1) -> None:
+        super().__init__((GPU,))
+        self.set_verdict(UUID, Verdict(suspendable=True))
+        self._factor = factor
+
+    def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
+        return self._factor * super().margin_bytes(uuid, saved_bytes)
+
+
+def mover_on(
+    paper: Paper,
+    alive: Callable[[tuple[int, int]], bool] = lambda key: True,
+    devices: DeviceStates | None = None,
+) -> Mover:
+    processes = SimpleNamespace(
+        alive=alive,
+        core_filter=lambda key: -1,
+        exit_status=lambda key: None if alive(key) else signal.SIGKILL,
+    )
+    registry: Any = SimpleNamespace(
+        all=lambda: paper.leases,
+        living=lambda name: tuple(
+            each
+            for lease in paper.leases
+            if lease.name == name
+            for each in lease.processes
+            if alive(each.key)
+        ),
+        phase_changed=lambda lease: None,
+    )
+    machine: Any = SimpleNamespace(
+        nvml=paper,
+        checkpoint=paper,
+        processes=processes,
+        state=SimpleNamespace(save=lambda record: None, boot_id="b"),
+        host=SimpleNamespace(promise=lambda by_pid, held: NoLimit()),
+        events=Events(),
+    )
+    return Mover(machine, registry, devices or Margin())
+
+
+class NoLimit:
+    """Host memory that never runs out."""
+
+    def __enter__(self) -> str:
+        return ""
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (reservations, "FREE_WAIT_S"),
+        (suspend, "FREE_WAIT_S"),
+        (reservations, "SETTLE_S"),
+        (reservations, "POLL_S"),
+    ):
+        monkeypatch.setattr(module, name, 0.0)
+    monkeypatch.setattr(steps, "GONE_WAIT_S", 0.05)
+
+
+def history(seed: int, folder: Path, **other: Any) -> Paper:
+    """Some dozen moves in random order."""
+    folder.mkdir()
+    chance = random.Random(seed)
+    paper = Paper(chance, folder)
+    mover = mover_on(paper, **other)
+    for _ in range(24):
+        lease = chance.choice(paper.leases)
+        for each in paper.leases:  # as the last sample saw it
+            each.used_bytes = {UUID: paper.held[each.processes[0].pid]}
+        if lease.phase is Phase.RUNNING:
+            mover.suspend(lease, "", 1.0)
+        elif lease.phase is Phase.SUSPENDED:
+            mover.resume(lease, 0.0)
+        paper.meanwhile()
+    for lease in paper.leases:
+        lease.files.close()
+    return paper
+
+
+@pytest.mark.long_form
+def test_no_history_loses_a_process(tmp_path: Path, impatient: None) -> None:
+    restores = 0
+    for seed in range(HISTORIES):
+        paper = history(seed, tmp_path / str(seed))
+        assert not paper.lost, f"seed {seed}"
+        assert not [lease.name for lease in paper.leases if lease.phase is Phase.LOST]
+        restores += paper.restores
+    assert restores > 2 * HISTORIES
+    print(f"\n{HISTORIES} histories, {restores} restores, none lost")
+
+
+def unchecked(self: MemoryReservations, saved: Any, timeout_s: float) -> Any:
+    return NoLimit()
+
+
+def unpaused(self: MemoryReservations, saved: Any) -> Any:
+    return NoLimit()
+
+
+@pytest.mark.parametrize(("name", "without"), [("reserve", unchecked), ("_allocations_paused", unpaused)])
+def test_each_part_of_the_gate_is_needed(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, name: str, without: Callable[..., Any]
+) -> None:
+    """The same histories without the look, or without reserving the memory: processes are lost."""
+    monkeypatch.setattr(MemoryReservations, name, without)
+    assert any(history(seed, tmp_path / str(seed)).lost for seed in range(60))
+
+
+def test_the_margin_is_needed(tmp_path: Path, impatient: None) -> None:
+    lost = [history(s, tmp_path / str(s), devices=Margin(0)).lost for s in range(60)]
+    assert any(lost)
+
+
+def test_restores_are_served_in_the_order_of_their_requests(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small restore does not slip in front of a large one that waits for the same memory."""
+    free = [30 * GIB]
+    nvml = SimpleNamespace(free_bytes=lambda uuid: free[0], gpus=(GPU,))
+    registry: Any = SimpleNamespace(all=list)
+    reservations_of = MemoryReservations(nvml, Margin(0), registry)  # type: ignore[arg-type]
+    large, small = {UUID: 40 * GIB}, {UUID: 10 * GIB}
+    reservations_of._waiting.append(large)  # as while it waits
+    with pytest.raises(MoveRefused) as refused, reservations_of.reserve(small, 0.0):
+        pass
+    assert refused.value.refused is Refusal.NO_MEMORY
+    free[0] = 50 * GIB
+    with reservations_of.reserve(small, 0.0):
+        pass
+    reservations_of._waiting.clear()
+    free[0] = 30 * GIB
+    with reservations_of.reserve(small, 0.0), reservations_of.reserve({UUID: 20 * GIB}, 0.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [("lock", Phase.RUNNING), ("checkpoint", Phase.SUSPENDED), ("restore", Phase.RUNNING)],
+)
+def test_a_move_that_breaks_off_for_an_unexpected_reason_is_settled_later(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, call: str, phase: Phase
+) -> None:
+    paper = Paper(random.Random(1), tmp_path)
+    mover, lease = mover_on(paper), paper.leases[0]
+    paper.meanwhile = lambda: None  # type: ignore[method-assign]  # there is memory to come back to
+    if call == "restore":
+        assert mover.suspend(lease, "", 1.0).done
+    done = getattr(paper, call)
+
+    def breaks_off(pid: int, timeout_s: float) -> None:
+        done(pid, timeout_s)
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(paper, call, breaks_off)
+    with pytest.raises(OSError, match="Too many"):
+        mover.resume(lease, 0.0) if lease.phase is Phase.SUSPENDED else mover.suspend(lease, "", 1.0)
+    assert lease.unsettled  # so the sampler's thread calls this
+    monkeypatch.setattr(paper, call, done)
+    mover.settle(lease)
+    assert (lease.phase, lease.unsettled) == (phase, False)
+    reached = State.RUNNING if phase is Phase.RUNNING else State.CHECKPOINTED
+    assert paper.states[lease.processes[0].pid] is reached
+    assert mover.suspend(lease, "", 1.0).done
+    assert not lease.unsettled
+
+
+def test_a_lock_that_hit_another_process_with_the_pid_of_one_that_ended_is_undone(
+    tmp_path: Path, impatient: None
+) -> None:
+    """The driver knows pids only, and one may be used again between the look and the lock."""
+    paper = Paper(random.Random(1), tmp_path)
+    lease = paper.leases[0]
+    process, lock = lease.processes[0], paper.lock
+    ended: list[tuple[int, int]] = []
+
+    def lock_the_next_with_this_pid(pid: int, timeout_s: float) -> None:
+        ended.append(process.key)
+        lock(pid, timeout_s)
+
+    paper.lock = lock_the_next_with_this_pid  # type: ignore[method-assign]
+    mover = mover_on(paper, alive=lambda key: key not in ended)
+    assert mover.suspend(lease, "", 1.0).done
+    assert lease.parked == {}
+    assert paper.states[process.pid] is State.RUNNING
+
+
+def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:
+    paper = Paper(random.Random(1), tmp_path)
+    bo = paper.leases[1]
+    with bo.allocations_paused():
+        with bo.allocations_paused():
+            assert bo.files.phase() is PagePhase.RESUMING
+        assert bo.files.phase() is PagePhase.RESUMING
+        bo.enter(Phase.SUSPENDING)  # its own move says more
+        assert bo.files.phase() is PagePhase.SUSPENDING
+    assert bo.files.phase() is PagePhase.SUSPENDING
+    with bo.allocations_paused():
+        bo.enter(Phase.RUNNING)
+        assert bo.files.phase() is PagePhase.RESUMING
+        bo.dropped = True
+        bo.files.revoke()
+    assert bo.files.phase() is None
+
+
+@pytest.mark.parametrize(("unlisted_gib", "paused"), [(0, False), (40, True)])
+def test_memory_that_no_listed_process_explains_counts_beside_a_restore(
+    tmp_path: Path, unlisted_gib: int, paused: bool
+) -> None:
+    """Graphics sessions are not listed, and of some processes the driver does not say what they hold."""
+    paper = Paper(random.Random(1), tmp_path)
+    bo = paper.leases[1]
+    bo.limits[UUID] = 20 * GIB
+    used = GIB + unlisted_gib * GIB
+    usage = Usage(used, GPU.memory_bytes - used, 0, {bo.processes[0].pid: GIB, 7: None}, None)
+    shows = SimpleNamespace(gpus=(GPU,), usage=lambda uuid: usage, free_bytes=lambda uuid: 60 * GIB)
+    registry = SimpleNamespace(all=lambda: [bo])
+    reservations = MemoryReservations(shows, DeviceStates((GPU,)), registry)  # type: ignore[arg-type]
+    with reservations.reserve({UUID: 30 * GIB}, 1.0):
+        assert (bo.files.phase() is PagePhase.RESUMING) == paused
+    assert bo.files.phase() is PagePhase.RUNNING

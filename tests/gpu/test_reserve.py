@@ -1,0 +1,138 @@
+"""Leases full to their limit can be suspended and restored, alone and beside full neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.gpu.driver.ladder import MARGIN_FLOOR_BYTES, margin_bytes, reserve_bytes
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Taint
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.moves.suspend import needed_bytes
+from jupyter_gpushare.protocol.helper import Phase
+from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in, until
+
+HIDDEN_BYTES = 600 * MIB
+GPU = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
+
+
+@pytest.mark.parametrize("gib", [5, 16, 24, 80])
+@pytest.mark.parametrize("hidden_bytes", [0, HIDDEN_BYTES])
+def test_what_is_never_granted_leaves_the_margin_of_a_lease_on_all_of_the_device(
+    gib: int, hidden_bytes: int
+) -> None:
+    total = gib * GIB
+    largest = total - reserve_bytes(replace(GPU, memory_bytes=total), hidden_bytes)
+    assert largest + margin_bytes(largest) <= total - hidden_bytes
+
+
+def test_what_an_empty_device_shows_as_used_is_measured_once() -> None:
+    devices = DeviceStates((GPU,))
+    assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)
+
+    def usage(used: int, processes: dict[int, int | None]) -> Usage:
+        return Usage(used, GPU.memory_bytes - used, 0, processes, None)
+
+    devices.measure_hidden("GPU-1", usage(GIB, {7: None}))  # part of it may be the process's
+    assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)
+    devices.measure_hidden("GPU-1", usage(3 * GIB, {7: 2 * GIB, 8: 0}))
+    assert devices.reserve_bytes(GPU) == GIB + margin_bytes(GPU.memory_bytes)
+    devices.measure_hidden("GPU-1", usage(60 * GIB, {}))
+    assert devices.reserve_bytes(GPU) == GIB + margin_bytes(GPU.memory_bytes)
+
+
+def test_memory_that_no_process_explains_takes_at_most_an_eighth_of_a_device() -> None:
+    devices = DeviceStates((GPU,))
+    devices.measure_hidden("GPU-1", Usage(60 * GIB, 20 * GIB, 0, {}, None))
+    assert devices.reserve_bytes(GPU) == 10 * GIB + margin_bytes(GPU.memory_bytes)
+
+
+def test_the_margin_is_half_a_gib_or_three_percent() -> None:
+    assert margin_bytes(GIB) == MARGIN_FLOOR_BYTES == 512 * MIB
+    assert margin_bytes(100 * GIB) == 3 * GIB
+
+
+def fill(machine: Machine, name: str, limit_bytes: int) -> Worker:
+    """A process that holds all that its lease may hold, its context included."""
+    machine.lease(name, limit_bytes)
+    before = machine.sim.device_used(0)
+    worker = machine.worker(name, mib=1)
+    context = machine.sim.device_used(0) - before
+    assert worker.do(f"alloc {(limit_bytes - context) // MIB}") == "0"
+    return worker
+
+
+#: As a driver that keeps memory for itself, which an empty device shows as used.
+HIDES = f"""
+from types import SimpleNamespace
+from jupyter_gpushare.gpu.driver import nvml
+look = nvml._memory
+def less(handle):
+    memory, hidden = look(handle), {HIDDEN_BYTES}
+    return SimpleNamespace(total=memory.total, used=memory.used + hidden, free=memory.free - hidden)
+nvml._memory = less
+"""
+
+
+@pytest.fixture
+def sized(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """A machine with one device of as many GB as the test asks for, some of it hidden."""
+    gib, hidden_bytes = request.param
+    for machine in machine_in(tmp_path, spec=f"1xGPU-{gib}GB,host=512GiB"):
+        machine.start(before=HIDES if hidden_bytes else "")
+        yield machine
+
+
+@pytest.mark.parametrize("sized", [(5, 0), (16, HIDDEN_BYTES), (24, 0), (80, HIDDEN_BYTES)], indirect=True)
+def test_full_leases_come_back_beside_full_neighbours_and_alone(
+    sized: Machine, request: pytest.FixtureRequest
+) -> None:
+    (device,) = sized.ask("inventory")["devices"]
+    hidden_bytes = request.node.callspec.params["sized"][1]
+    assert device["reserve_bytes"] == hidden_bytes + margin_bytes(device["memory_bytes"])
+    granted = device["memory_bytes"] - device["reserve_bytes"]
+    for parts in (4, 2, 1):
+        names = [f"p{parts}-{index}" for index in range(parts)]
+        workers = [fill(sized, name, granted // parts) for name in names]
+        moved = sized.ask("suspend", lease=names[0])
+        assert moved["done"], (parts, moved)
+        moved = sized.ask("resume", lease=names[0])
+        assert moved["done"], (parts, moved)
+        assert workers[0].do("check") == "ok"
+        for worker in workers:
+            worker.kill()
+        until(lambda: sized.sim.device_used(0) == 0, "the device is empty")
+        for name in names:
+            assert sized.ask("drop", lease=name)["known"]
+
+
+def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
+    record = Record(boot_id="", lease="ada", uid=0, limits={"GPU-1": 8 * GIB}, phase=Phase.RUNNING)
+    lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
+    shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
+
+    def account(*used: int) -> Account:
+        slots = (Slot(7 + n, 1, Taint(0), 0, 0, 0, (count,)) for n, count in enumerate(used))
+        return Account(0, tuple(slots))
+
+    def needed(found: Account | None) -> list[int]:
+        return [held["GPU-1"] for held in needed_bytes(lease, found, shown).values()]
+
+    assert needed(None) == [GIB, GIB]
+    assert needed(account(GIB // 2, 3 * GIB)) == [GIB, 3 * GIB]
+    assert needed(account(6 * GIB, 3 * GIB)) == [GIB, GIB]
+    assert needed(account(3 * GIB)) == [3 * GIB, GIB]
+
+
+def test_bytes_of_processes_that_the_driver_hides_are_not_reserved() -> None:
+    devices = DeviceStates((GPU,))
+    devices.measure_hidden("GPU-1", Usage(4 * GIB, 76 * GIB, 0, {7: 0}, None))
+    assert devices.reserve_bytes(GPU) == 4 * GIB + margin_bytes(GPU.memory_bytes)
+    devices.set_verdict("GPU-1", Verdict(suspendable=False, blind=True))
+    assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)

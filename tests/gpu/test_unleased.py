@@ -1,0 +1,212 @@
+"""Processes without a lease: who is told, and which of them are stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.checks import unleased
+from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
+from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.protocol.helper import Phase
+from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
+
+USER = 41_001 if os.geteuid() == 0 else os.geteuid()
+OTHER = USER + 1
+UUID = "GPU-1"
+
+
+class Scene:
+    """A real process of `USER` on a device that is leased to `OTHER`, sample after sample."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(unleased, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.holders = Holders(folder / "holders", "boot")
+        self.holders.add(USER)
+        self.processes = Processes(folder)
+        self.rules: dict[str, Any] = {"first_uid": 1}
+        self.events = Events()
+        self.told = self.events.watch().events
+        self.lease(OTHER)
+        self.child: subprocess.Popen[bytes]
+
+    def lease(self, uid: int) -> None:
+        record = Record(boot_id="", lease="eve", uid=uid, limits={UUID: GIB}, phase=Phase.RUNNING)
+        self.leases = [Lease(record, LeaseDirectory(Path("/nonexistent"), "eve"))]
+
+    def begin(self, *command: str, uid: int = USER) -> None:
+        asked = {"user": uid} if os.geteuid() == 0 else {}
+        self.child = subprocess.Popen(command or ("sleep", "600"), env={"PATH": os.environ["PATH"]}, **asked)
+        self.watch = UnleasedProcesses(
+            StopRules(**self.rules), self.processes, self.events, self.holders, set()
+        )
+
+    def sample(self, at: float, used: int = GIB) -> None:
+        self.now = at
+        self.processes.scan({})
+        usage = Usage(used, 0, 0, processes={self.child.pid: used}, computing=None)
+        self.watch.compare({UUID: usage}, self.leases)
+
+    def minutes(self, count: int = 2) -> None:
+        for at in range(0, 60 * count, 10):
+            self.sample(float(at))
+
+    @property
+    def alive(self) -> bool:
+        return self.child.poll() is None
+
+    def events_so_far(self) -> list[Any]:
+        return [self.told.get_nowait() for _ in range(self.told.qsize())]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    scene = Scene(tmp_path, monkeypatch)
+    yield scene
+    scene.child.kill()
+    scene.child.wait()
+    scene.processes.close()
+
+
+def ignores_sigterm(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (line.partition(":")[2] for line in lines if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_it_is_reported_at_once_and_stopped_after_the_notice(scene: Scene) -> None:
+    scene.begin()
+    scene.sample(0.0)
+    (event,) = scene.events_so_far()
+    assert event is not None
+    assert (event.fields["uid"], event.fields["action"]) == (str(USER), "warn")
+    assert "stopped in 30 s" in event.reason
+    scene.sample(29.0)
+    assert scene.alive
+    scene.sample(30.0)
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+    (event,) = scene.events_so_far()
+    assert event is not None
+    assert event.fields["action"] == "stop"
+
+
+def test_one_that_ignores_sigterm_is_killed(scene: Scene) -> None:
+    scene.begin("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
+    while not ignores_sigterm(scene.child.pid):
+        assert scene.alive
+    for at in (0.0, 30.0, 31.0):
+        scene.sample(at)
+    assert scene.alive
+    scene.sample(35.0)
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_it_is_reported_again_each_hour(scene: Scene) -> None:
+    scene.rules["stops"] = False
+    scene.begin()
+    for at in (0.0, 1.0, 3_599.0, 3_600.0, 3_601.0, 7_200.0):
+        scene.sample(at)
+    assert len(scene.events_so_far()) == 3
+    assert scene.alive
+
+
+@pytest.mark.parametrize("spared", ["user", "device", "record", "system", "memory", "name", "cgroup"])
+def test_one_condition_that_does_not_hold_spares_it(scene: Scene, spared: str, tmp_path: Path) -> None:
+    match spared:
+        case "user":
+            scene.holders = Holders(tmp_path / "none", "boot")
+        case "device":
+            scene.lease(USER)
+        case "record":
+            scene.holders.lose_record()
+        case "system":
+            scene.rules["first_uid"] = USER + 1
+        case "name":
+            scene.rules["ignore"] = ("sleep",)
+        case "cgroup":
+            path = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[-1]
+            scene.rules["ignore"] = (path,)
+    scene.begin()
+    if spared == "memory":
+        for at in range(0, 120, 10):
+            scene.sample(float(at), used=(at // 10 % 2) * GIB)  # never in two samples in a row
+    else:
+        scene.minutes()
+    assert scene.alive
+    (event,) = scene.events_so_far()
+    assert event is not None
+    assert spared == "memory" or "left alone" in event.reason
+
+
+def test_an_mps_server_lives_on(scene: Scene, tmp_path: Path) -> None:
+    server = tmp_path / "nvidia-cuda-mps-server"
+    shutil.copy(shutil.which("sleep") or "", server)
+    server.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if os.geteuid() == 0 and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    scene.begin(str(server), "600")
+    while Path(f"/proc/{scene.child.pid}/comm").read_text().strip() != unleased.MPS_NAME:
+        assert scene.alive
+    scene.minutes()
+    assert scene.alive
+
+
+def test_a_process_of_another_container_lives_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.begin()
+    links = {procfs.path(pid, "ns/pid"): f"pid:[{pid}]" for pid in (scene.child.pid, 0)}
+    monkeypatch.setattr(unleased, "os", SimpleNamespace(readlink=links.__getitem__))
+    scene.minutes()
+    assert scene.alive
+
+
+def test_a_process_in_a_lease_is_no_matter_of_this_check(scene: Scene) -> None:
+    scene.begin()
+    scene.processes.scan({})
+    found = scene.processes.find(scene.child.pid)
+    assert found is not None
+    scene.leases[0].processes = (found,)
+    scene.minutes()
+    assert scene.alive
+    assert scene.events_so_far() == []
+
+
+def test_holders_are_kept_for_one_boot(tmp_path: Path) -> None:
+    holders = Holders(tmp_path / "holders", "boot-1")
+    holders.add(1001)
+    holders.lose_record()
+    again = Holders(tmp_path / "holders", "boot-1")
+    assert (again.uids, again.record_lost) == (frozenset({1001}), True)
+    other = Holders(tmp_path / "holders", "boot-2")
+    assert (other.uids, other.record_lost) == (frozenset(), False)
+    (tmp_path / "holders").write_bytes(b"{")
+    assert Holders(tmp_path / "holders", "boot-1").uids == frozenset()
+
+
+def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) -> None:
+    bare.start("--stop-uids", "1")
+    for name in ("ada", "bo"):
+        bare.lease(name, 8 * GIB)
+    workers = [bare.worker(name, mib=64) for name in ("ada", "bo")]
+    bare.stop()
+    shutil.rmtree(bare.state_dir)
+    bare.start("--stop-uids", "1")
+    until(lambda: bare.log.read_text().count("left alone") >= 2, "both are reported")
+    assert "without a record" in bare.log.read_text()
+    assert [worker.do("check") for worker in workers] == ["ok", "ok"]

@@ -1,0 +1,275 @@
+"""Facts about a driver that this project assumes: each scenario reports one, and judges little.
+
+docs/first-gpu.md says what each answer changes in the code.  All run on the simulated
+driver too, where they prove the scenario and not the fact.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+from tests.gpu.machine import GIB, MIB, Client, until
+from tests.gpu_real.site import PATIENCE_S, ROOT, Site, Skip, do
+
+CALL_S = 30.0
+OTHER_UID = 65534
+
+
+def _checkpoint(site: Site) -> Checkpoint:
+    checkpoint = Checkpoint()
+    if checkpoint.unavailable:
+        raise Skip(checkpoint.unavailable)
+    if site.device["profile"]:
+        raise Skip("the driver cannot checkpoint on MIG")
+    return checkpoint
+
+
+def _code(call: object, *given: object) -> str:
+    try:
+        call(*given)  # type: ignore[operator]
+    except DeviceError as error:
+        return str(error.code)
+    return "0"
+
+
+def a_restore_without_memory_leaves_the_process_in_a_state(site: Site) -> None:
+    """Codes and states after a restore that ran out of memory (cuda-checkpoint issue 44)."""
+    checkpoint, nvml = _checkpoint(site), Nvml()
+    size = 2 * site.scale_bytes
+    site.needs_memory(size)
+    victim = site.worker("facts", site.lease("restored", size + 2 * GIB, preload=False))
+    assert do(victim, "open") == "0"
+    assert do(victim, f"alloc {size}") == "0"
+    held = nvml.processes(site.uuid).get(victim.pid) or size
+    checkpoint.lock(victim.pid, CALL_S)
+    checkpoint.checkpoint(victim.pid, CALL_S)
+    filler = site.worker("facts", site.lease("filler", site.grantable_bytes, preload=False))
+    assert do(filler, "open") == "0"
+    step = nvml.free_bytes(site.uuid)
+    while nvml.free_bytes(site.uuid) >= held // 4 and step >= MIB:
+        if do(filler, f"alloc {step}") != "0":
+            step //= 2
+    if nvml.free_bytes(site.uuid) >= held:
+        raise Skip("the device could not be filled")
+    first = _code(checkpoint.restore, victim.pid, CALL_S)
+    state = checkpoint.state(victim.pid).name
+    second = _code(checkpoint.restore, victim.pid, CALL_S)
+    site.end(filler)
+    freed = _code(checkpoint.restore, victim.pid, CALL_S)
+    unlock = _code(checkpoint.unlock, victim.pid)
+    site.report.add(
+        "restore without memory: code, state, code again, code with memory free again, Unlock",
+        f"{first}, {state}, {second}, {freed}, {unlock}",
+    )
+    site.end(victim)
+    assert first != "0", "a restore found memory that was not free"
+
+
+def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
+    """Which functions block under Lock, and in which system call (`moves.stalls`)."""
+    checkpoint = _checkpoint(site)
+    worker = site.worker("facts", site.lease("locked", 4 * GIB, preload=False))
+    assert do(worker, "open") == "0"
+    assert do(worker, "prepare") == "0"
+    checkpoint.lock(worker.pid, CALL_S)
+    worker.tell("blocked 2")
+    answer = worker.answer(PATIENCE_S).partition(" ")[2]
+    checkpoint.unlock(worker.pid)
+    site.report.add("calls that wait under Lock, with the system call", answer.replace(",", ", "))
+    site.end(worker)
+    assert "cuCtxSynchronize" in answer
+
+
+def a_pool_keeps_what_was_freed(site: Site) -> None:
+    """Bytes that the driver shows after a free to a pool that keeps, and the same allocation again."""
+    size = 2 * site.scale_bytes
+    site.needs_memory(size)
+    worker = site.worker("facts", site.lease("pool", size + 1 * GIB))
+    assert do(worker, "open") == "0"
+    if (code := do(worker, f"pool {size}")) != "0":
+        raise Skip(f"no memory pools here (code {code})")
+    time.sleep(3 * site.sample_s)
+    held = site.used_bytes("pool")
+    code = do(worker, f"again {size}")
+    site.report.add(
+        f"pool, {size / GIB:.3g} GiB freed: shown by the driver, the same allocation again",
+        f"{held / GIB:.3g} GiB, code {code}",
+    )
+    site.end(worker)
+
+
+def a_process_that_only_called_cu_init_is_listed(site: Site) -> None:
+    """With how many bytes, and what GetState and Lock answer (llm-d-rl-time-slicing PR 148)."""
+    checkpoint, nvml = _checkpoint(site), Nvml()
+    worker = site.worker("facts", site.lease("initialized", 2 * GIB, preload=False))
+    assert do(worker, "init") == "0"
+    listed = nvml.processes(site.uuid)
+    shown = str(listed[worker.pid]) if worker.pid in listed else "not listed"
+    state, lock = _code(checkpoint.state, worker.pid), _code(checkpoint.lock, worker.pid, CALL_S)
+    if lock == "0":
+        checkpoint.unlock(worker.pid)
+    site.report.add("cuInit alone: bytes listed, code of GetState, of Lock", f"{shown}, {state}, {lock}")
+    site.end(worker)
+
+
+def entry_points_are_their_symbols(site: Site) -> None:
+    """cuGetProcAddress against dlsym: where they differ the library needs spare hooks."""
+    worker = site.worker("facts", site.lease("addresses", 2 * GIB, preload=False))
+    assert do(worker, "open") == "0"
+    apart, total = do(worker, "addresses").split("/")
+    site.report.add("entry points that are not their symbols", f"{apart} of {total}")
+    site.end(worker)
+
+
+def a_new_thread_and_a_new_module_wake(site: Site, command: str) -> None:
+    """The first call of a thread, and lazy loading, may pass the library (cuGetExportTable)."""
+    site.needs_suspending()
+    name = f"wake-{command}"
+    worker = site.worker("facts", site.lease(name, 4 * GIB))
+    assert do(worker, "open") == "0"
+    assert do(worker, "prepare") == "0"
+    watch = Client(site.socket)
+    watch.ask("watch")
+    moved = site.ask("suspend", lease=name, calls=site.rests(name))
+    assert moved["done"], moved
+    worker.tell(command)
+    event = watch.event("wanted", name, timeout_s=20.0)
+    assert site.ask("resume", lease=name)["done"]
+    assert worker.answer(PATIENCE_S) == f"{command} 0"
+    counted = event is not None and event["fields"]["queries_only"] == "false"
+    how = (
+        "a counted call"
+        if counted
+        else "the net for stalled processes"
+        if event
+        else "nothing: it would hang"
+    )
+    site.report.add(f"woken by a new {command} through", how)
+    watch.close()
+    site.end(worker)
+    assert event
+
+
+def the_host_memory_of_a_checkpoint_has_an_overhead(site: Site) -> None:
+    """Resident memory of the process, per byte that was checkpointed (`leases.host` assumes 5 % more)."""
+    site.needs_suspending()
+    size = 4 * site.scale_bytes
+    site.needs_memory(size)
+    worker = site.worker("facts", site.lease("overhead", size + 2 * GIB))
+    assert do(worker, "open") == "0"
+    assert do(worker, f"alloc {size}") == "0"
+    process = psutil.Process(worker.pid)
+    before = process.memory_info().rss
+    moved = site.ask("suspend", lease="overhead", calls=site.rests("overhead"))
+    if moved["refused"] == "host_memory":
+        raise Skip(moved["reason"])
+    assert moved["done"], moved
+    grown = process.memory_info().rss - before
+    assert site.ask("resume", lease="overhead")["done"]
+    kept = process.memory_info().rss - before
+    site.report.add(
+        f"host memory of a suspension of {moved['bytes'] / GIB:.3g} GiB: while asleep, after waking",
+        f"{grown / moved['bytes']:.3f} of the bytes, {kept / MIB:.0f} MiB",
+    )
+    site.end(worker)
+
+
+def a_process_grows_over_cycles(site: Site) -> None:
+    """Bytes that the driver shows of a torch process over 20 suspensions (the restore margin)."""
+    site.needs_suspending()
+    try:
+        worker = site.worker("torch", site.lease("cycles", 8 * GIB), 512)
+        kind = "torch"
+    except (Skip, AssertionError):
+        worker = site.worker("driver", site.lease("cycles", 8 * GIB), 512)
+        kind = "driver"
+    until(lambda: site.sees("cycles", worker.pid), "its memory", PATIENCE_S)
+    held = [site.used_bytes("cycles")]
+    for _ in range(20):
+        assert site.ask("suspend", lease="cycles")["done"]
+        assert site.ask("resume", lease="cycles")["done"]
+        assert do(worker, "check") == "ok"
+        held.append(site.used_bytes("cycles"))
+    site.report.add(
+        f"growth of a {kind} process: in the first cycle, in 20, of",
+        f"{(held[1] - held[0]) / MIB:.0f} MiB, {(held[-1] - held[0]) / MIB:.0f} MiB, {held[0] / MIB:.0f} MiB",
+    )
+    site.end(worker)
+
+
+LOCK_AS_OTHER = """
+import os, sys
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver import checkpoint
+calls = checkpoint.Checkpoint()
+os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
+try:
+    calls.lock({pid}, 10.0)
+    calls.unlock({pid})
+    print("code 0")
+except DeviceError as error:
+    print("code", error.code)
+"""
+
+
+def a_helper_without_root_may_not_lock(site: Site) -> None:
+    """The code of Lock by another user than root (cuda-checkpoint issues 6, 25, 41)."""
+    _checkpoint(site)
+    if os.geteuid() != 0:
+        raise Skip("needs root, to become another user")
+    worker = site.worker("facts", site.lease("foreign", 2 * GIB, preload=False))
+    assert do(worker, "open") == "0"
+    code = LOCK_AS_OTHER.format(uid=OTHER_UID, pid=worker.pid)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env={**site.environment, "PYTHONPATH": _path(site)}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    site.report.add("Lock by another user", done.stdout.strip() or done.stderr.strip()[-200:])
+    site.end(worker)
+
+
+def _path(site: Site) -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), site.environment.get("PYTHONPATH"))))
+
+
+def two_tenants_divide_the_time(site: Site) -> None:
+    """Rounds of the same work alone and side by side: how the driver divides compute."""
+    size = max(MIB, site.scale_bytes // 4)
+    workers = [site.worker("facts", site.lease(f"tenant-{index}", 2 * GIB)) for index in range(2)]
+    for worker in workers:
+        assert do(worker, "open") == "0"
+    alone = int(do(workers[0], f"spin 3 {size}"))
+    for worker in workers:
+        worker.tell(f"spin 3 {size}")
+    together = [int(worker.answer(PATIENCE_S).split()[1]) for worker in workers]
+    site.report.add(
+        f"filling {size / MIB:.0f} MiB for 3 s: alone, two tenants at once",
+        f"{alone} rounds, {together[0]} and {together[1]} ({sum(together) / max(1, alone):.0%} of alone)",
+    )
+    site.end(*workers)
+
+
+def killing_a_resumed_process_does_no_harm(site: Site) -> None:
+    """The last one: with driver 595.71 the whole machine hung 35 s later (cuda-checkpoint issue 53)."""
+    if not site.simulated and os.environ.get("GPUSHARE_TEST_MAY_HANG") != "1":
+        raise Skip("may hang the machine: GPUSHARE_TEST_MAY_HANG=1 where its owner agrees")
+    site.needs_suspending()
+    worker = site.worker("driver", site.lease("killed", 4 * GIB), 256)
+    until(lambda: site.sees("killed", worker.pid), "its memory", PATIENCE_S)
+    assert site.ask("suspend", lease="killed")["done"]
+    assert site.ask("resume", lease="killed")["done"]
+    site.end(worker)
+    wait_s = 1.0 if site.simulated else 60.0
+    time.sleep(wait_s)
+    Path("/proc/uptime").read_text()
+    site.report.add("a resumed process was killed", f"the machine answers {wait_s:.0f} s later")
