@@ -1,1 +1,1 @@
-"""Carries decisions out.  `base` is the contract, `local` one machine without a cluster manager."""
+"""Carry out decisions: `base` has the contracts, `local` the devices of one machine, `hub` the Hub."""

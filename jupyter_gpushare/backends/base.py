@@ -1,12 +1,12 @@
-"""The contract between the broker's loop and whatever carries decisions out.
+"""Contracts between the broker and what carries its decisions out: `Devices` and `Hub`.
 
 Every method may be called again with the same arguments after a crash of
-either side: doing a thing twice is the same as doing it once.  A ``handle``
-names one attempt of one lease (`LeaseRecord.handle`).
+either side: a repeated call has the effect of one call.  A ``handle`` names one
+attempt of one lease (`LeaseRecord.handle`).
 
-Errors: `HelperError` where the machine's device helper refuses or is silent,
-`HubError` where the Hub does; both mean "try again later" unless they say
-otherwise.
+Errors: `HelperError` when a device helper refuses or does not answer,
+`DeviceError` when the driver refuses, `HubError` when the Hub does either; the
+caller tries again later unless the error says otherwise.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.gpu.verbs import Event, Inventory, Moved, Sample
+from jupyter_gpushare.protocol.helper import Event, Inventory, MoveResult, Sample
 
 
 class HubError(GpuShareError):
     """The Hub refused, or does not answer.
 
-    ``permanent``: asking again for this server will not help; the text says why.
-    ``not_now``: it answered that nothing was begun, and that is no fault of this
-    server: the Hub is at a limit, or does not accept the broker.
+    ``permanent``: the same request for this server will fail again; the text says why.
+    ``not_now``: the Hub started nothing, for a reason that is not this server's
+    fault: a limit of the Hub, or a token that the Hub does not accept.
     """
 
     def __init__(self, message: str, *, permanent: bool = False, not_now: bool = False) -> None:
@@ -35,84 +35,167 @@ class HubError(GpuShareError):
 
 @dataclass(frozen=True, slots=True)
 class ServerKey:
+    """Name of one server of one user."""
+
     user: str
     server: str  # "" is the default server
 
 
-class Backend(abc.ABC):
-    """One place where leases live: a machine, later a cluster."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A server or job that is about to hold a lease; limits are bytes per device UUID."""
 
-    # ---- devices: called by the loop -----------------------------------------
+    handle: str
+    uid: int  # its processes run as
+    limits: Mapping[str, int]  # granted
+    guaranteed: Mapping[str, int]  # the part of it that no reclaim takes
+    asleep: bool  # it starts suspended: its devices are in use by borrowers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the spawner gives the holder's processes."""
+
+    env: Mapping[str, str]
+
+
+class Devices(abc.ABC):
+    """GPUs with a device helper: measures them and moves leases on them."""
 
     @abc.abstractmethod
     async def epoch(self) -> int:
-        """Return the highest epoch of a broker that the machine has seen; what is lower can do nothing."""
+        """Return the highest broker epoch that a helper has seen; helpers refuse lower ones.
 
-    @abc.abstractmethod
-    async def inventory(self) -> Inventory:
-        """Return the devices; called at start and after a device event."""
-
-    @abc.abstractmethod
-    async def sample(self) -> Sample:
-        """Return the latest measurement; called about once a second, never slow."""
-
-    @abc.abstractmethod
-    def watch(self) -> AsyncIterator[Event]:
-        """Yield events until the connection is lost; the loop opens it again."""
-
-    # ---- leases: called by the loop and when a server starts ------------------
-
-    @abc.abstractmethod
-    async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
-    ) -> dict[str, str]:
-        """Set the limits of a lease and return its holder's environment.
-
-        ``limits``: what it was granted; ``guaranteed``: how much of that stays its own
-        when others need room.  Both are bytes per device UUID.
+        Raises:
+            HelperError: no answer.
         """
 
     @abc.abstractmethod
-    async def suspend(self, handle: str, calls: str) -> Moved:
-        """Park its device memory; ``calls`` is the sample's, empty to force."""
+    async def inventory(self) -> Inventory:
+        """Return all devices with their memory in bytes.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
 
     @abc.abstractmethod
-    async def resume(self, handle: str) -> Moved:
-        """Bring its device memory back, only into room the driver shows free."""
+    async def sample(self) -> Sample:
+        """Return the latest measurement, from memory within milliseconds.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
+
+    @abc.abstractmethod
+    def watch(self) -> AsyncIterator[Event]:
+        """Yield events until the connection ends.
+
+        Raises:
+            HelperError: no connection, or a newer broker is at work.
+        """
+
+    @abc.abstractmethod
+    async def prepare(self, holder: Holder) -> Prepared:
+        """Set the limits of a lease and return the environment of its processes.
+
+        Raises:
+            HelperError: refused, or no answer.
+            DeviceError: the driver refused.
+        """
+
+    @abc.abstractmethod
+    async def suspend(self, handle: str, calls: str) -> MoveResult:
+        """Move the device memory of a lease to host memory.
+
+        ``calls`` is that of the sample that showed the lease idle: a CUDA call since then refuses
+        the suspension.  Empty: suspend in any case.  A suspended lease answers ``done``.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
+
+    @abc.abstractmethod
+    async def resume(self, handle: str) -> MoveResult:
+        """Move the memory of a lease back, only when the driver shows enough free memory.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
 
     @abc.abstractmethod
     async def signal(self, handle: str, number: int, to: str) -> None:
-        """Send a signal to its ``leader`` or to ``all`` its processes; unknown leases are fine."""
+        """Send a signal to the ``leader`` or to ``all`` processes of a lease; unknown leases are ignored.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
 
     @abc.abstractmethod
     async def drop(self, handle: str) -> None:
-        """Forget a lease whose processes are gone."""
+        """Delete the record of a lease that has no process left; unknown leases are ignored.
 
-    # ---- servers: called by the loop ------------------------------------------
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+        """
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+class Hub(abc.ABC):
+    """JupyterHub: its servers, users and groups.  The same for every engine."""
 
     @abc.abstractmethod
     async def start_server(self, key: ServerKey) -> None:
-        """Have the Hub start a job's server; returns when the Hub took the request."""
+        """Ask the Hub to start a job's server; returns when the Hub has accepted the request.
+
+        A server that already starts or runs is accepted.
+
+        Raises:
+            HubError: refused (``permanent``, ``not_now``), or no answer.
+        """
 
     @abc.abstractmethod
     async def stop_server(self, key: ServerKey) -> None:
-        """Have the Hub stop and forget a job's server; unknown ones are fine."""
+        """Ask the Hub to stop and delete a job's server; unknown servers are ignored.
+
+        Raises:
+            HubError: refused, for example while the server starts; or no answer.
+        """
 
     @abc.abstractmethod
     async def servers(self) -> frozenset[ServerKey]:
-        """Return the servers that are starting, running or stopping in the Hub."""
+        """Return all servers that start, run or stop.
+
+        Raises:
+            HubError: the list is incomplete, or no answer.
+        """
 
     @abc.abstractmethod
     async def has_server(self, key: ServerKey) -> bool:
-        """Return whether one of them is there; surer than the list, whose pages may miss one that moves."""
+        """Return whether a server starts, runs or stops; exact, unlike a paged list that changes.
+
+        Raises:
+            HubError: no answer.
+        """
 
     @abc.abstractmethod
     async def groups(self, user: str) -> tuple[str, ...]:
-        """Return the Hub groups of a user; empty for an unknown one."""
+        """Return the groups of a user; empty for an unknown user.
+
+        Raises:
+            HubError: no answer.
+        """
 
     @abc.abstractmethod
     async def server_url(self, key: ServerKey) -> str:
-        """Return where people reach a server, with a slash at its end; empty: it does not run."""
+        """Return the URL of a server with a slash at its end; empty when it does not run.
+
+        Raises:
+            HubError: no answer.
+        """
 
     @abc.abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close all connections."""

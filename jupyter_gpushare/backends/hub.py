@@ -12,14 +12,14 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
 
 T = TypeVar("T")
 
 # Users per page of the list; the Hub's own default limit is 200.
 _PAGE = 200
 _MAX_PAGES = 500
-# The token is not accepted or lacks a scope; too many spawns or active servers; on its way up or down.
+# 401, 403: token not accepted or without a scope; 429: too many spawns; 503: the Hub starts or stops.
 _NOT_NOW = (401, 403, 429, 503)
 
 
@@ -29,7 +29,7 @@ class _Server(msgspec.Struct):
     pending: str | None = None
     stopped: bool = False
     url: str = ""
-    full_url: str | None = None  # with a host, where the Hub knows it; always with a subdomain per user
+    full_url: str | None = None  # with a host: always set when each user has a subdomain
 
 
 class _User(msgspec.Struct):
@@ -45,8 +45,8 @@ def _decoded(response: httpx.Response, kind: type[T]) -> T:
         raise HubError(f"the Hub's answer is not understood: {error}") from None
 
 
-class HubClient:
-    """Talks to the Hub as the broker's service."""
+class HubClient(Hub):
+    """JupyterHub's REST API, called as the broker's service."""
 
     def __init__(self, api_url: str, token: str, *, timeout_s: float = 20.0) -> None:
         self._http = httpx.AsyncClient(
@@ -73,9 +73,8 @@ class HubClient:
         """Ask the Hub to start a named server.
 
         Raises:
-            HubError: permanent where the user is missing, "not now" where the Hub refuses whoever
-                is asked for (its limits, a token that it does not accept) or the user has as many
-                named servers as the Hub allows.
+            HubError: ``permanent`` for an unknown user; ``not_now`` at a limit of the Hub or of the
+                user's named servers, or when the Hub does not accept the token.
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
         response = await self._ask("POST", path, json={})
@@ -83,7 +82,7 @@ class HubClient:
             return
         said = self._said(response)
         if response.status_code == 400 and "already running" in said:
-            return  # asked twice is asked once
+            return
         raise HubError(
             f"the Hub did not start {key.server}: {said}",
             permanent=response.status_code == 404,
@@ -102,7 +101,7 @@ class HubClient:
             raise HubError(f"the Hub did not stop {key.server}: {self._said(response)}")
 
     async def servers(self) -> frozenset[ServerKey]:
-        """Return every server that is not stopped.
+        """Return all servers that are not stopped.
 
         Raises:
             HubError: the list could not be read completely.
@@ -131,12 +130,20 @@ class HubClient:
         return server is not None and not server.stopped
 
     async def groups(self, user: str) -> tuple[str, ...]:
-        """Return the groups of a user; none for an unknown one."""
+        """Return the groups of a user; empty for an unknown user.
+
+        Raises:
+            HubError: no answer.
+        """
         found = await self._user(user)
         return tuple(found.groups) if found else ()
 
     async def server_url(self, key: ServerKey) -> str:
-        """Return where people reach a server, with a slash at its end; empty: it does not run."""
+        """Return the URL of a server with a slash at its end; empty when it does not run.
+
+        Raises:
+            HubError: no answer.
+        """
         found = await self._user(key.user)
         server = found.servers.get(key.server) if found else None
         return (server.full_url or server.url) if server else ""
@@ -146,7 +153,7 @@ class HubClient:
         if response.status_code == 404:
             return None
         if response.status_code != 200:
-            raise HubError(f"the Hub did not tell about {name}: {self._said(response)}")
+            raise HubError(f"the Hub did not answer about {name}: {self._said(response)}")
         return _decoded(response, _User)
 
     async def close(self) -> None:

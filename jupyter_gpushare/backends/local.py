@@ -1,6 +1,6 @@
-"""One machine: devices through its device helper, servers through the Hub.
+"""The devices of one machine, through its device helper.
 
-The helper's protocol is `gpu.verbs`: one line of JSON each way over a unix
+The helper's protocol is `protocol.helper`: one line of JSON each way over a unix
 socket, one connection per request (a slow suspension must not delay a sample).
 """
 
@@ -13,22 +13,21 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jupyter_gpushare.backends.base import Backend, ServerKey
-from jupyter_gpushare.backends.hub import HubClient
+from jupyter_gpushare.backends.base import Devices, Holder, Prepared
 from jupyter_gpushare.errors import DeviceError, HelperError
-from jupyter_gpushare.gpu import verbs
 from jupyter_gpushare.native import preload_path
+from jupyter_gpushare.protocol import helper
 
 T = TypeVar("T")
 
-# Answers from the helper's memory; longer means that it hangs.
+# The helper answers from memory; a later answer means that it hangs.
 _QUICK_S = 5.0
-# The helper gives up by itself before; copies of large states take long.
+# Above the helper's own limits for moves: copies of tens of GB take minutes.
 _MOVE_S = 600.0
 
 
 class HelperClient:
-    """Speaks with the device helper, as the epoch that the broker has now."""
+    """Connections to the device helper, each with the epoch that the broker has at that moment."""
 
     def __init__(self, socket: Path, epoch: Callable[[], int]) -> None:
         self._socket = str(socket)
@@ -36,7 +35,7 @@ class HelperClient:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await asyncio.open_unix_connection(self._socket, limit=verbs.MAX_LINE_BYTES)
+            return await asyncio.open_unix_connection(self._socket, limit=helper.MAX_LINE_BYTES)
         except OSError as error:
             raise HelperError(
                 "unreachable", f"no device helper at {self._socket}: {error.strerror}"
@@ -50,11 +49,11 @@ class HelperClient:
             DeviceError: the driver refused.
         """
         plain = {} if request is None else msgspec.to_builtins(request)
-        if verb != "hello":  # which fences nobody, and is answered to everybody
+        if verb != "hello":  # the one verb that the helper answers to any epoch
             plain["epoch"] = self._epoch()
         reader, writer = await self._connect()
         try:
-            writer.write(verbs.encode({"verb": verb, **plain}))
+            writer.write(helper.encode({"verb": verb, **plain}))
             async with asyncio.timeout(timeout_s):
                 await writer.drain()
                 line = await reader.readline()
@@ -64,16 +63,20 @@ class HelperClient:
             writer.close()
         return _result(line, verb, kind)
 
-    async def watch(self) -> AsyncIterator[verbs.Event]:
-        """Yield events as they happen, until the connection ends."""
+    async def watch(self) -> AsyncIterator[helper.Event]:
+        """Yield events as they happen, until the connection ends.
+
+        Raises:
+            HelperError: no connection, it broke, or the helper refused.
+        """
         reader, writer = await self._connect()
         try:
-            writer.write(verbs.encode({"verb": "watch", "epoch": self._epoch()}))
+            writer.write(helper.encode({"verb": "watch", "epoch": self._epoch()}))
             await writer.drain()
             while line := await reader.readline():
                 said = msgspec.json.decode(line)
-                if isinstance(said, dict) and said.get("kind") in tuple(verbs.EventKind):
-                    yield msgspec.convert(said, verbs.Event)
+                if isinstance(said, dict) and said.get("kind") in tuple(helper.EventKind):
+                    yield msgspec.convert(said, helper.Event)
                 elif isinstance(said, dict) and said.get("ok") is False:
                     _result(line, "watch", dict)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -100,79 +103,64 @@ def _result(line: bytes, verb: str, kind: type[T]) -> T:
     raise HelperError(str(word), str(text))
 
 
-class LocalBackend(Backend):
-    """The machine that broker, Hub and helper share."""
+class LocalDevices(Devices):
+    """The GPUs of the machine that broker and device helper share."""
 
-    def __init__(self, helper: HelperClient, hub: HubClient) -> None:
+    def __init__(self, helper: HelperClient) -> None:
         self._helper = helper
-        self._hub = hub
 
     async def epoch(self) -> int:
-        return (await self._helper.ask("hello", None, verbs.Hello)).epoch
+        return (await self._helper.ask("hello", None, helper.Hello)).epoch
 
-    async def inventory(self) -> verbs.Inventory:
-        return await self._helper.ask("inventory", None, verbs.Inventory)
+    async def inventory(self) -> helper.Inventory:
+        return await self._helper.ask("inventory", None, helper.Inventory)
 
-    async def sample(self) -> verbs.Sample:
-        return await self._helper.ask("sample", None, verbs.Sample)
+    async def sample(self) -> helper.Sample:
+        return await self._helper.ask("sample", None, helper.Sample)
 
-    def watch(self) -> AsyncIterator[verbs.Event]:
+    def watch(self) -> AsyncIterator[helper.Event]:
         return self._helper.watch()
 
-    async def prepare(
-        self, handle: str, uid: int, limits: Mapping[str, int], guaranteed: Mapping[str, int], *, asleep: bool
-    ) -> dict[str, str]:
-        request = verbs.SetLimit(
-            lease=handle, uid=uid, limits=dict(limits), guaranteed=dict(guaranteed), suspended=asleep
+    async def prepare(self, holder: Holder) -> Prepared:
+        request = helper.SetLimit(
+            lease=holder.handle,
+            uid=holder.uid,
+            limits=dict(holder.limits),
+            guaranteed=dict(holder.guaranteed),
+            suspended=holder.asleep,
         )
-        files = await self._helper.ask("set_limit", request, verbs.LeaseFiles)
-        return holder_environment(handle, files.directory, limits)
+        files = await self._helper.ask("set_limit", request, helper.LeaseFiles)
+        return Prepared(env=holder_environment(holder.handle, files.directory, holder.limits))
 
-    async def suspend(self, handle: str, calls: str) -> verbs.Moved:
+    async def suspend(self, handle: str, calls: str) -> helper.MoveResult:
         return await self._helper.ask(
-            "suspend", verbs.Suspend(lease=handle, calls=calls), verbs.Moved, timeout_s=_MOVE_S
+            "suspend", helper.Suspend(lease=handle, calls=calls), helper.MoveResult, timeout_s=_MOVE_S
         )
 
-    async def resume(self, handle: str) -> verbs.Moved:
-        return await self._helper.ask("resume", verbs.Resume(lease=handle), verbs.Moved, timeout_s=_MOVE_S)
+    async def resume(self, handle: str) -> helper.MoveResult:
+        return await self._helper.ask(
+            "resume", helper.Resume(lease=handle), helper.MoveResult, timeout_s=_MOVE_S
+        )
 
     async def signal(self, handle: str, number: int, to: str) -> None:
         try:
-            await self._helper.ask("signal", verbs.Signal(lease=handle, number=number, to=to), Any)
+            await self._helper.ask("signal", helper.Signal(lease=handle, number=number, to=to), Any)
         except HelperError as error:
-            if error.kind != verbs.ErrorKind.UNKNOWN_LEASE:
+            if error.kind != helper.ErrorKind.UNKNOWN_LEASE:
                 raise
 
     async def drop(self, handle: str) -> None:
-        await self._helper.ask("drop", verbs.Drop(lease=handle), Any)
-
-    async def start_server(self, key: ServerKey) -> None:
-        await self._hub.start_server(key)
-
-    async def stop_server(self, key: ServerKey) -> None:
-        await self._hub.stop_server(key)
-
-    async def servers(self) -> frozenset[ServerKey]:
-        return await self._hub.servers()
-
-    async def has_server(self, key: ServerKey) -> bool:
-        return await self._hub.has_server(key)
-
-    async def groups(self, user: str) -> tuple[str, ...]:
-        return await self._hub.groups(user)
-
-    async def server_url(self, key: ServerKey) -> str:
-        return await self._hub.server_url(key)
+        await self._helper.ask("drop", helper.Drop(lease=handle), Any)
 
     async def close(self) -> None:
-        await self._hub.close()
+        """Nothing stays open: each request has a connection of its own."""
 
 
 def holder_environment(handle: str, directory: str, limits: Mapping[str, int]) -> dict[str, str]:
-    """Return the environment that makes a process a holder of a lease.
+    """Return the environment variables that make a process part of a lease.
 
-    Framework hints are no guarantee, but they make frameworks that would take
-    all memory at start behave; sources: the frameworks' own documentation.
+    The last two are hints for frameworks that otherwise allocate all device memory at start
+    (documented by TensorFlow and JAX); the limit does not depend on them.
     """
     return {
         "GPUSHARE_LEASE": handle,

@@ -1,12 +1,11 @@
-"""The broker: the one process that decides, remembers and answers.
+"""The broker: the one process that decides, stores and answers.
 
-* It starts in `app`, restarted by `respawn`, as `policy` was configured.
-* It decides in `loop`: a `snapshot` for `core.plan`, and `effects` for what was planned.
-  `balance` and `lending` keep count between rounds; `forecast` looks ahead beside them.
-* It remembers in `book`: `records` on disk (`store`, `tables`, `migrations`), measurements
-  (`live`, `machine`) beside them, the log (`decisions`) and sums of use (`usage`).
-* It answers through `handlers` (`access` says who asks, `listener`, `peers` and `rates` keep
-  bounds): `spawning` for the Hub, `desk` for people and jobs (`job_request`), within `terms`.
-* What it shows comes from `views`: `moment` works it out, `facts` are for sentences, `history`
-  and `overview` look back, `pages` is the page for admins, `metrics` and `openapi` are for machines.
+* `app` reads the configuration and starts everything; `respawn` starts it again when it ends.
+* `http` answers requests: `handlers` (a table of routes), `pages`, `metrics`, `openapi`; `access`
+  identifies callers, `listener`, `peers` and `rates` keep limits.
+* `views` turns records and measurements into answers.
+* `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
+  `admission` serves the Hub's spawner, `requests` serves people and job runners.
+* `engine` is the seam to a scheduler, `local_engine` the planner of `core` behind it.
+* `state` holds the `registry` of leases and jobs, the database (`store`) and measurements.
 """

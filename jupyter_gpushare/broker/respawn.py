@@ -1,12 +1,17 @@
-"""The parent of a managed broker: starts it, and the helper, again within a second.
+"""The parent of a managed broker: restarts it, and the helper, within a second.
+
+It holds the broker's listening sockets all that time, so that no other process
+can take their port while the broker restarts.
+
+A broker that sends no sign of life for 10 s (`heartbeat`) hangs: it is killed and replaced.
 
 The Hub itself looks after its services only every 30 s.  This process holds
 no state.  It goes when its own parent, the Hub, goes: a new Hub starts a new
 broker, which could not take the database over from an old one.
 
 The device helper outlives both: it is started in a session of its own when
-nobody listens on its socket, and is told to end only when the Hub itself ends
-this service in order (then nothing is left to look after).
+no process listens on its socket, and is terminated only when the Hub itself
+ends this service in order (then no lease is left).
 """
 
 from __future__ import annotations
@@ -24,10 +29,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from jupyter_gpushare.broker import heartbeat
+from jupyter_gpushare.broker.http.sockets import PARENT_VARIABLE, Addresses, Sockets, pass_on
+from jupyter_gpushare.errors import StoreError
+
 log = logging.getLogger("gpushare.respawn")
 
-# The broker ends by itself when this process is no longer its parent.
-PARENT_VARIABLE = "GPUSHARE_PARENT_PID"
+# Exit status of a broker that a newer one has followed: started again, it would take the devices back.
+SUPERSEDED_STATUS = 3
 
 _LOOK_S = 0.2
 # The broker survives SIGKILL at any moment, so it need not be waited for.
@@ -37,7 +46,7 @@ _PAUSE_S = 0.5
 
 
 def helper_pid(path: Path) -> int | None:
-    """Return the process that listens on the helper's socket; None: nobody does."""
+    """Return the process that listens on the helper's socket; None: no process does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(1.0)
@@ -51,23 +60,51 @@ def helper_pid(path: Path) -> int | None:
 class _Child:
     """One process that is kept running."""
 
-    def __init__(self, command: Sequence[str], *, own_session: bool) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        own_session: bool,
+        sockets: Sequence[socket.socket] = (),
+        is_watched: bool = False,
+    ) -> None:
+        """``is_watched``: it sends signs of life (`heartbeat`), and is killed when it hangs."""
+        self._is_watched = is_watched
         self._command = list(command)
         self._own_session = own_session
+        self._sockets = sockets
         self._process: subprocess.Popen[bytes] | None = None
+        self._heartbeat: heartbeat.Listener | None = None
         self._not_before = 0.0
+        self.is_superseded = False
 
     def look(self) -> None:
-        """Start it if it is not running and its pause is over."""
+        """Start it if it is not running, its pause is over, and no newer broker has followed it."""
         now = time.monotonic()
+        if self._process is not None and self._heartbeat is not None and self._heartbeat.hangs():
+            log.critical("%s hangs: killing it", self._command[3])
+            self._process.kill()
+            self._process.wait()
         if self._process is not None and self._process.poll() is not None:
             log.warning("%s ended with status %d", self._command[3], self._process.returncode)
+            self.is_superseded = self._process.returncode == SUPERSEDED_STATUS
             self._process = None
             self._not_before = now + _PAUSE_S
-        if self._process is None and now >= self._not_before:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+                self._heartbeat = None
+        if self._process is None and now >= self._not_before and not self.is_superseded:
             environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+            passed = pass_on(self._sockets, environment) if self._sockets else ()
+            if self._is_watched:
+                self._heartbeat = heartbeat.Listener()
+                environment[heartbeat.FD_VARIABLE] = str(self._heartbeat.writing)
+                passed = (*passed, self._heartbeat.writing)
             self._process = subprocess.Popen(
-                self._command, start_new_session=self._own_session, env=environment
+                self._command,
+                start_new_session=self._own_session,
+                pass_fds=passed,
+                env=environment,
             )
 
     def stop(self) -> None:
@@ -83,7 +120,12 @@ class _Child:
 
 
 def run(
-    *, state_dir: Path, helper_socket: Path | None, helper_state_dir: Path, arguments: Sequence[str]
+    addresses: Addresses,
+    *,
+    state_dir: Path,
+    helper_socket: Path | None,
+    helper_state_dir: Path,
+    arguments: Sequence[str],
 ) -> int:
     """Keep a broker running with ``arguments``, and a helper if there is a socket for one.
 
@@ -91,7 +133,6 @@ def run(
     """
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     module = [sys.executable, "-m", "jupyter_gpushare.cli"]
-    broker = _Child([*module, "broker", *arguments], own_session=False)
     helper = _Child(
         [*module, "helper", "--state-dir", str(helper_state_dir), "--socket", str(helper_socket)],
         own_session=True,
@@ -105,12 +146,16 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     hub = os.getppid()
-    while not asked_to_stop and os.getppid() == hub:
+    sockets: list[socket.socket] = []
+    while not sockets and not asked_to_stop and os.getppid() == hub:
+        sockets = _bound(addresses)
+    broker = _Child([*module, "broker", *arguments], own_session=False, sockets=sockets, is_watched=True)
+    while not asked_to_stop and not broker.is_superseded and os.getppid() == hub:
         if helper_socket is not None and helper_pid(helper_socket) is None:
             helper.look()
         broker.look()
         time.sleep(_LOOK_S)
-    # The Hub gives its services 5 s: the helper is told first, it needs nobody else to end.
+    # The Hub gives its services 5 s: the helper, which waits for no other process, is told first.
     pid = None
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
         pid = helper_pid(helper_socket)
@@ -123,7 +168,18 @@ def run(
             _signal(pid, signal.SIGKILL)
             break
         time.sleep(_LOOK_S)
-    return 0
+    return SUPERSEDED_STATUS if broker.is_superseded else 0
+
+
+def _bound(addresses: Addresses) -> list[socket.socket]:
+    """Return the sockets that every broker of this process listens on; empty, after a pause: not yet."""
+    try:
+        sockets = Sockets.take(addresses, os.environ)
+    except StoreError as error:
+        log.warning("%s", error)  # the last Hub's broker may still be there
+        time.sleep(_PAUSE_S)
+        return []
+    return [*sockets.plain, *sockets.tls]
 
 
 def _signal(pid: int | None, number: signal.Signals) -> None:

@@ -73,7 +73,7 @@ async def test_starting_what_runs_already_is_done(hub):
     await hub.client.start_server(JOB)
 
 
-async def test_a_user_who_has_all_the_servers_that_the_hub_allows_waits(hub):
+async def test_a_user_with_all_the_servers_that_the_hub_allows_waits(hub):
     said = "User bo already has the maximum of 3 named servers."
     hub.status, hub.body = 400, {"status": 400, "message": said}
     with pytest.raises(HubError, match="maximum of 3") as refused:

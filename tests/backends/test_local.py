@@ -1,4 +1,4 @@
-"""`HelperClient` and `LocalBackend` against a helper that answers what a test told it to."""
+"""`HelperClient` and `LocalDevices` against a helper that answers what a test told it to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalBackend, holder_environment
+from jupyter_gpushare.backends.base import Holder
+from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
-from jupyter_gpushare.gpu import verbs
+from jupyter_gpushare.protocol import helper as protocol
 
-SAMPLE = verbs.Sample(
+SAMPLE = protocol.Sample(
     at=1.5,
-    devices=(verbs.DeviceSample(uuid="GPU-0", used_bytes=7, utilization_percent=3, healthy=True),),
+    devices=(protocol.DeviceSample(uuid="GPU-0", used_bytes=7, utilization_percent=3, healthy=True),),
     leases=(
-        verbs.LeaseSample(
+        protocol.LeaseSample(
             lease="b-1",
-            phase=verbs.Phase.SUSPENDED,
+            phase=protocol.Phase.SUSPENDED,
             used_bytes={},
             saved_bytes={"GPU-0": 5},
             calls="opaque",
@@ -28,18 +28,18 @@ SAMPLE = verbs.Sample(
             suspendable=True,
             suspend_reason="",
             alive=True,
-            processes=(verbs.ProcessSample(pid=1, started_at=0.1, name="p", used_bytes=0, calls=-1),),
+            processes=(protocol.ProcessSample(pid=1, started_at=0.1, name="p", used_bytes=0, calls=-1),),
             wanted=True,
         ),
     ),
     host_available_bytes=1,
     host_saved_bytes=5,
 )
-INVENTORY = verbs.Inventory(
+INVENTORY = protocol.Inventory(
     host="h",
     driver="1",
     simulated=True,
-    devices=(verbs.Device(uuid="GPU-0", index=0, name="X", memory_bytes=9, reserve_bytes=1),),
+    devices=(protocol.Device(uuid="GPU-0", index=0, name="X", memory_bytes=9, reserve_bytes=1),),
     host_total_bytes=3,
     host_budget_bytes=2,
     at=1.0,
@@ -55,7 +55,7 @@ class FakeHelper:
         self.released = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = verbs.decode(await reader.readline())
+        request = protocol.decode(await reader.readline())
         self.asked.append(request)
         said = self.answer(request)
         if said is None:
@@ -67,7 +67,7 @@ class FakeHelper:
 
 def ok(result: Any) -> bytes:
     if not isinstance(result, (dict, list)):
-        result = json.loads(verbs.encode(result))
+        result = json.loads(protocol.encode(result))
     return json.dumps({"ok": True, "result": result}).encode() + b"\n"
 
 
@@ -86,91 +86,90 @@ async def helper(tmp_path) -> AsyncIterator[FakeHelper]:
 
 
 @pytest.fixture
-async def backend(tmp_path, helper) -> AsyncIterator[LocalBackend]:
-    local = LocalBackend(
-        HelperClient(tmp_path / "h.sock", epoch=lambda: 7), HubClient("http://127.0.0.1:1/hub/api", "t")
-    )
+async def devices(tmp_path, helper) -> AsyncIterator[LocalDevices]:
+    local = LocalDevices(HelperClient(tmp_path / "h.sock", epoch=lambda: 7))
     yield local
     await local.close()
 
 
 @pytest.mark.parametrize(("verb", "value"), [("inventory", INVENTORY), ("sample", SAMPLE)])
-async def test_what_the_helper_measures_arrives_as_it_was(helper, backend, verb, value):
+async def test_what_the_helper_measures_arrives_as_it_was(helper, devices, verb, value):
     helper.answer = lambda _: ok(value)
-    assert await getattr(backend, verb)() == value
+    assert await getattr(devices, verb)() == value
     assert helper.asked == [{"verb": verb, "epoch": 7}]
 
 
-async def test_the_highest_epoch_is_asked_for_without_one(helper, backend):
-    said = verbs.Hello(version="1", pid=1, boot_id="b", epoch=12, simulated=True)
+async def test_the_highest_epoch_is_asked_for_without_one(helper, devices):
+    said = protocol.Hello(version="1", pid=1, boot_id="b", epoch=12, simulated=True)
     helper.answer = lambda _: ok(said)
-    assert await backend.epoch() == 12
+    assert await devices.epoch() == 12
     assert helper.asked == [{"verb": "hello"}]
 
 
-async def test_every_verb_is_one_the_helper_can_read(helper, backend):
-    moved = verbs.Moved(done=False, refused=verbs.Refusal.BUSY, reason="moving")
+async def test_every_verb_is_one_the_helper_can_read(helper, devices):
+    moved = protocol.MoveResult(done=False, refused=protocol.Refusal.BUSY, reason="moving")
     answers = {
-        "set_limit": verbs.LeaseFiles(directory="/d"),
+        "set_limit": protocol.LeaseFiles(directory="/d"),
         "suspend": moved,
         "resume": moved,
-        "signal": verbs.Signalled(count=1),
-        "drop": verbs.Dropped(known=True),
+        "signal": protocol.Signalled(count=1),
+        "drop": protocol.Dropped(known=True),
     }
     helper.answer = lambda request: ok(answers[request["verb"]])
-    await backend.prepare("j-1", 1000, {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}, asleep=True)
-    assert await backend.suspend("j-1", "calls") == moved
-    assert await backend.resume("j-1") == moved
-    await backend.signal("j-1", 15, "leader")
-    await backend.drop("j-1")
+    limits, guaranteed = {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}
+    await devices.prepare(Holder(handle="j-1", uid=1000, limits=limits, guaranteed=guaranteed, asleep=True))
+    assert await devices.suspend("j-1", "calls") == moved
+    assert await devices.resume("j-1") == moved
+    await devices.signal("j-1", 15, "leader")
+    await devices.drop("j-1")
     kinds = {
-        "set_limit": verbs.SetLimit,
-        "suspend": verbs.Suspend,
-        "resume": verbs.Resume,
-        "signal": verbs.Signal,
-        "drop": verbs.Drop,
+        "set_limit": protocol.SetLimit,
+        "suspend": protocol.Suspend,
+        "resume": protocol.Resume,
+        "signal": protocol.Signal,
+        "drop": protocol.Drop,
     }
     built = [
-        verbs.build(kinds[a["verb"]], {k: v for k, v in a.items() if k not in ("verb", "epoch")})
+        protocol.build(kinds[a["verb"]], {k: v for k, v in a.items() if k not in ("verb", "epoch")})
         for a in helper.asked
     ]
     assert built == [
-        verbs.SetLimit(
+        protocol.SetLimit(
             lease="j-1",
             uid=1000,
             limits={"GPU-1": 5, "GPU-0": 6},
             guaranteed={"GPU-1": 5, "GPU-0": 0},
             suspended=True,
         ),
-        verbs.Suspend(lease="j-1", calls="calls"),
-        verbs.Resume(lease="j-1"),
-        verbs.Signal(lease="j-1", number=15, to="leader"),
-        verbs.Drop(lease="j-1"),
+        protocol.Suspend(lease="j-1", calls="calls"),
+        protocol.Resume(lease="j-1"),
+        protocol.Signal(lease="j-1", number=15, to="leader"),
+        protocol.Drop(lease="j-1"),
     ]
     assert {a["epoch"] for a in helper.asked} == {7}
 
 
 @pytest.mark.parametrize("kind", ["stale_epoch", "conflict", "busy", "something_new"])
-async def test_a_refusal_keeps_its_word(helper, backend, kind):
+async def test_a_refusal_keeps_its_word(helper, devices, kind):
     helper.answer = lambda _: no(kind, "says why")
     with pytest.raises(HelperError, match="says why") as refused:
-        await backend.drop("j-1")
+        await devices.drop("j-1")
     assert refused.value.kind == kind
 
 
-async def test_an_error_of_the_driver_keeps_call_and_code(helper, backend):
+async def test_an_error_of_the_driver_keeps_call_and_code(helper, devices):
     helper.answer = lambda _: no("device", "out of memory", call="cuCheckpointProcessRestore", code=2)
     with pytest.raises(DeviceError) as failed:
-        await backend.resume("j-1")
+        await devices.resume("j-1")
     assert (failed.value.call, failed.value.code) == ("cuCheckpointProcessRestore", 2)
 
 
-async def test_a_signal_to_a_lease_that_is_gone_is_done(helper, backend):
+async def test_a_signal_to_a_lease_that_is_gone_is_done(helper, devices):
     helper.answer = lambda _: no("unknown_lease")
-    await backend.signal("j-1", 15, "leader")
+    await devices.signal("j-1", 15, "leader")
     helper.answer = lambda _: no("stale_epoch")
     with pytest.raises(HelperError):
-        await backend.signal("j-1", 15, "leader")
+        await devices.signal("j-1", 15, "leader")
 
 
 @pytest.mark.parametrize(
@@ -187,56 +186,58 @@ async def test_a_signal_to_a_lease_that_is_gone_is_done(helper, backend):
         b"\xff\xfe\n",
     ],
 )
-async def test_an_answer_that_makes_no_sense_is_an_error_of_the_helper(helper, backend, line):
+async def test_an_answer_that_makes_no_sense_is_an_error_of_the_helper(helper, devices, line):
     helper.answer = lambda _: line
     with pytest.raises(HelperError) as failed:
-        await backend.resume("j-1")
+        await devices.resume("j-1")
     assert failed.value.kind == "garbled"
 
 
-async def test_a_connection_that_is_closed_without_an_answer_is_silence(helper, backend):
+async def test_a_connection_that_is_closed_without_an_answer_is_silence(helper, devices):
     helper.answer = lambda _: b""
     with pytest.raises(HelperError) as failed:
-        await backend.sample()
+        await devices.sample()
     assert failed.value.kind == "silent"
 
 
-async def test_a_line_without_end_is_not_read_for_ever(helper, backend):
-    helper.answer = lambda _: b"x" * (verbs.MAX_LINE_BYTES + 100_000)
+async def test_a_line_without_end_is_not_read_for_ever(helper, devices):
+    helper.answer = lambda _: b"x" * (protocol.MAX_LINE_BYTES + 100_000)
     with pytest.raises(HelperError) as failed:
-        await backend.sample()
+        await devices.sample()
     assert failed.value.kind == "silent"
 
 
 async def test_a_helper_that_hangs_is_given_up(helper, tmp_path):
     helper.answer = lambda _: None
     with pytest.raises(HelperError, match="did not answer sample") as failed:
-        await HelperClient(tmp_path / "h.sock", lambda: 1).ask("sample", None, verbs.Sample, timeout_s=0.05)
+        await HelperClient(tmp_path / "h.sock", lambda: 1).ask(
+            "sample", None, protocol.Sample, timeout_s=0.05
+        )
     assert failed.value.kind == "silent"
 
 
 async def test_no_helper_at_all_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(HelperError, match=r"no device helper at .*none\.sock") as failed:
-        await HelperClient(tmp_path / "none.sock", lambda: 1).ask("sample", None, verbs.Sample)
+        await HelperClient(tmp_path / "none.sock", lambda: 1).ask("sample", None, protocol.Sample)
     assert failed.value.kind == "unreachable"
 
 
-async def test_events_come_one_by_one_until_the_connection_ends(helper, backend):
+async def test_events_come_one_by_one_until_the_connection_ends(helper, devices):
     events = [
-        verbs.Event(
-            seq=1, at=1.0, kind=verbs.EventKind.WANTED, lease="b-1", fields={"queries_only": "false"}
+        protocol.Event(
+            seq=1, at=1.0, kind=protocol.EventKind.WANTED, lease="b-1", fields={"queries_only": "false"}
         ),
-        verbs.Event(seq=2, at=2.0, kind=verbs.EventKind.ENDED, lease="b-1"),
+        protocol.Event(seq=2, at=2.0, kind=protocol.EventKind.ENDED, lease="b-1"),
     ]
-    helper.answer = lambda _: ok(SAMPLE) + b"".join(verbs.encode(e) for e in events)
-    assert [event async for event in backend.watch()] == events
+    helper.answer = lambda _: ok(SAMPLE) + b"".join(protocol.encode(e) for e in events)
+    assert [event async for event in devices.watch()] == events
 
 
-async def test_events_that_are_refused_or_make_no_sense_are_errors(helper, backend):
+async def test_events_that_are_refused_or_make_no_sense_are_errors(helper, devices):
     for line, kind in [(no("stale_epoch"), "stale_epoch"), (b"not json\n", "silent")]:
         helper.answer = lambda _, line=line: line
         with pytest.raises(HelperError) as failed:
-            await anext(backend.watch())
+            await anext(devices.watch())
         assert failed.value.kind == kind
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.state.store import Store
 from tests.broker.http_site import Http
 from tests.broker.site import Site
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import httpx
 import msgspec
 from jupyterhub.services.auth import HubOAuth
 from tornado import httpserver, web
+from tornado.netutil import bind_unix_socket
 from tornado.testing import bind_unused_port
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.broker import metrics, openapi
-from jupyter_gpushare.broker.access import ADMIN_SCOPE, JOBS_SCOPE, Access
-from jupyter_gpushare.broker.handlers import ROUTES, Metrics, NoSuchPath, Service, pattern
-from jupyter_gpushare.broker.overview import Overview
-from jupyter_gpushare.broker.pages import AdminPage, DecisionsCsv
+from jupyter_gpushare.broker.http import metrics, openapi
+from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
+from jupyter_gpushare.broker.http.base import Control, Service
+from jupyter_gpushare.broker.http.base import Site as HttpSite
+from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
+from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv
+from jupyter_gpushare.broker.http.routes import ROUTES, pattern
+from jupyter_gpushare.broker.views.overview import Overview
+from jupyter_gpushare.protocol import wire
 from tests.broker.site import Site
 
 PREFIX = "/services/gpushare/"
@@ -41,7 +46,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 
 
 class _HubUser(web.RequestHandler):
-    """What the Hub answers to whom it gave a token."""
+    """The Hub's answer about the owner of a token."""
 
     def get(self) -> None:
         known = self.application.settings["tokens"]
@@ -63,7 +68,7 @@ class Http:
 
     async def open(self) -> None:
         self.broker = await self.site.start_broker(running=False)
-        await self.broker.loop.measure()
+        await self.broker.loop.observer.measure()
         hub_url = self._listen(
             web.Application([("/hub/api/user", _HubUser)], tokens=self.tokens, log_function=_silent)
         )
@@ -78,17 +83,17 @@ class Http:
             cache_max_age=1,
         )
         self.service = Service(
-            book=self.broker.book,
-            terms=self.broker.terms,
-            desk=self.broker.desk,
-            spawning=self.broker.spawning,
+            control=Control(
+                self.broker.registry,
+                self.broker.request_policy,
+                self.broker.requests,
+                self.broker.admission,
+                self.broker.loop.lending,
+            ),
             views=self.broker.views,
-            overview=Overview(self.broker.book, self.broker.desk, self.broker.views.moments),
-            access=Access(auth, SPAWNER, self.broker.backend),
-            registry=metrics.registry(self.broker.book),
-            prefix=PREFIX,
-            openapi=lambda: openapi.describe(PREFIX),
-            waiting={},
+            overview=Overview(self.broker.registry, self.broker.requests, self.broker.views.cluster_views),
+            access=Access(auth, SPAWNER, self.broker.hub),
+            site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
         )
         options = {"service": self.service}
         self.url = self._listen(
@@ -105,6 +110,16 @@ class Http:
             ),
             max_body_size=wire.MAX_BODY_BYTES,
         )
+        # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
+        self._folder = tempfile.TemporaryDirectory(prefix="gpushare-")
+        unix = f"{self._folder.name}/api.sock"
+        self.servers[-1].add_socket(bind_unix_socket(unix))
+        self.by_socket = httpx.AsyncClient(
+            base_url=f"http://localhost{PREFIX}api/v1/",
+            transport=httpx.AsyncHTTPTransport(uds=unix),
+            trust_env=False,
+            timeout=10,
+        )
         self.api = f"{self.url}{PREFIX}api/v1"
         self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=10)
 
@@ -117,21 +132,26 @@ class Http:
 
     async def close(self) -> None:
         await self.client.aclose()
+        await self.by_socket.aclose()
+        self._folder.cleanup()
         for server in self.servers:
             server.stop()
             await server.close_all_connections()
         await self.site.close()
 
-    async def ask(self, method: str, path: str, who: str | None = "bo", **options: Any) -> httpx.Response:
-        headers = {"Authorization": f"token {who}"} if who else {}
+    async def ask(
+        self, method: str, path: str, identity: str | None = "bo", **options: Any
+    ) -> httpx.Response:
+        headers = {"Authorization": f"token {identity}"} if identity else {}
         headers |= options.pop("headers", {})
-        return await self.client.request(method, path, headers=headers, **options)
+        client = self.by_socket if path.startswith("spawner/") else self.client
+        return await client.request(method, path, headers=headers, **options)
 
     async def refused(
-        self, method: str, path: str, who: str | None = "bo", **options: Any
+        self, method: str, path: str, identity: str | None = "bo", **options: Any
     ) -> wire.ErrorAnswer:
         """Return the error of a request that must be refused; it always has the same shape."""
-        response = await self.ask(method, path, who, **options)
+        response = await self.ask(method, path, identity, **options)
         assert response.status_code >= 400, response.text
         answer = msgspec.json.decode(response.content, type=wire.ErrorAnswer)
         assert answer.status == response.status_code
@@ -140,8 +160,8 @@ class Http:
         assert response.headers["Content-Type"] == "application/json"
         return answer
 
-    async def submit(self, who: str = "bo", **more: Any) -> wire.Job:
-        response = await self.ask("POST", "jobs", who, json={"command": ["true"], **more})
+    async def submit(self, identity: str = "bo", **more: Any) -> wire.Job:
+        response = await self.ask("POST", "jobs", identity, json={"command": ["true"], **more})
         assert response.status_code == 201, response.text
         return msgspec.json.decode(response.content, type=wire.Job)
 

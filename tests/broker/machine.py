@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.gpu.verbs import Phase
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import Phase
 
 GB = 10**9
 DEVICE_BYTES = 80 * GB
@@ -28,8 +28,11 @@ class Held:
     saved: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     wanted: bool = False
+    stalled: bool = False
     active_at: float = 0.0
     suspendable: bool = True
+    runner_ended: bool = False
+    damaged: bool = False
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Program:
     memory: float = 0.5  # of its limit
     dies_of_loss: bool = False  # when its GPU memory was lost
     heeds_sigterm: bool = True
-    vanishes_after_s: float | None = None  # killed from outside, without a word
+    vanishes_after_s: float | None = None  # killed from outside
     lingers_s: float = 0.0  # its memory is still on the device so long after its end
 
 

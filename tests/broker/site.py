@@ -3,7 +3,7 @@
 `Site` is everything that outlives a broker.  It watches over what must never
 happen (more memory on a device than it has, two attempts of one job at once)
 and writes that into ``site.wrong``.  `Site.start_broker` starts a real store,
-book, loop and desk on it.
+book, loop and requests on it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import ServerKey
-from jupyter_gpushare.broker.policy import Policy, ProjectConfig
-from jupyter_gpushare.broker.records import JobRecord
-from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
+from jupyter_gpushare.broker.state.records import JobRecord
+from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import RequestError, StoreError
-from jupyter_gpushare.gpu import verbs
-from jupyter_gpushare.gpu.verbs import Moved, Phase
-from tests.broker.fake_backend import Broker
+from jupyter_gpushare.protocol import helper, wire
+from jupyter_gpushare.protocol.helper import MoveResult, Phase
+from tests.broker.brokers import Broker
 from tests.broker.machine import DEVICE_BYTES, GROUPS, RESERVE_BYTES, Held, Program, Run
 from tests.broker.virtual_time import until
 
@@ -65,7 +64,7 @@ class Site:
         self.worked_in: dict[tuple[str, int], float] = {}
         self.wrong: list[str] = []
         self.effects: list[str] = []
-        self.faults: dict[str, deque[Moved | Exception]] = {}
+        self.faults: dict[str, deque[MoveResult | Exception]] = {}
         self.helper_silent = False
         self.patient = False  # people try again while a new broker looks around
         self.unhealthy: set[str] = set()
@@ -75,7 +74,7 @@ class Site:
         self.epoch = 0
         self.boot_id = "boot-1"
         self.broker: Broker | None = None
-        self.inboxes: list[asyncio.Queue[verbs.Event]] = []
+        self.inboxes: list[asyncio.Queue[helper.Event]] = []
         self._seq = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -94,7 +93,7 @@ class Site:
         self.broker = broker
         if running:
             broker.begin()
-            await until(lambda: broker.dead.is_set() or broker.book.sample is not None, 30)
+            await until(lambda: broker.dead.is_set() or broker.registry.devices.sample is not None, 30)
         return broker
 
     async def close(self) -> None:
@@ -148,7 +147,7 @@ class Site:
     ) -> Held:
         """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
         request = spawn(user, size, server=server, project=project)
-        grant = await self.ask(lambda b: b.spawning.start(request))
+        grant = await self.ask(lambda b: b.admission.start(request))
         self.servers[ServerKey(user, server)] = "ready"
         held = self.held[grant.lease]
         held.alive = True
@@ -163,7 +162,7 @@ class Site:
         held.active_at = self.now
         if held.phase is not Phase.RUNNING:
             held.wanted = True
-            self.tell(verbs.EventKind.WANTED, held.handle)
+            self.emit(helper.EventKind.WANTED, held.handle)
             await until(lambda: held.phase is Phase.RUNNING)
         held.active_at = self.now
 
@@ -172,17 +171,17 @@ class Site:
         for held in [h for h in self.held.values() if self.owner(h.handle) == (user, server)]:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
-        await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=user, server=server)))
+        await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=user, server=server)))
 
     def owner(self, handle: str) -> tuple[str, str] | None:
-        record = self.broker.book.by_handle(handle) if self.broker else None
+        record = self.broker.registry.by_handle(handle) if self.broker else None
         return (record.lease.user, record.server) if record else None
 
     async def submit(self, user: str, gpus: str = "1", key: str | None = None, **more: Any) -> JobRecord:
         program = more.pop("program", None)
         request = wire.JobRequest(command=["python", "train.py"], gpus=gpus, **more)
         key = key or f"key-{next(self._seq)}"
-        job: JobRecord = await self.ask(lambda b: b.desk.submit(user, self.groups[user], request, key))
+        job: JobRecord = await self.ask(lambda b: b.requests.submit(user, self.groups[user], request, key))
         if program is not None:
             self.programs[job.id] = program
         return job
@@ -196,14 +195,14 @@ class Site:
             if total > DEVICE_BYTES - RESERVE_BYTES:
                 self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
 
-    def tell(self, kind: verbs.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
-        event = verbs.Event(
+    def emit(self, kind: helper.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
+        event = helper.Event(
             seq=next(self._seq), at=self.now, kind=kind, lease=lease, reason=reason, fields=fields
         )
         for inbox in self.inboxes:
             inbox.put_nowait(event)
 
-    def fault(self, name: str, *outcomes: Moved | Exception) -> None:
+    def fault(self, name: str, *outcomes: MoveResult | Exception) -> None:
         """Let the next calls of ``name`` end like this."""
         self.faults.setdefault(name, deque()).extend(outcomes)
 
@@ -214,10 +213,10 @@ class Site:
         await asyncio.sleep(self.spawn_s)
         request = spawn(key.user, None, server=key.server)
         try:
-            grant = await self.ask(lambda b: b.spawning.start(request))
+            grant = await self.ask(lambda b: b.admission.start(request))
         except RequestError:
             self.servers.pop(key, None)
-            await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
             return
         await asyncio.sleep(self.spawn_s)
         self.servers[key] = "ready"
@@ -233,7 +232,7 @@ class Site:
         finally:
             self.runs.remove(run)
         self.servers.pop(key, None)
-        await self.ask(lambda b: b.spawning.stop(wire.SpawnStop(user=key.user, server=key.server)))
+        await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
 
     async def _work(self, run: Run, held: Held) -> None:
         program = self.programs.get(run.job.id, Program())
@@ -267,11 +266,11 @@ class Site:
             if program.lingers_s:
                 await asyncio.sleep(program.lingers_s)
             held.used, held.saved = {}, {}
-            self.tell(verbs.EventKind.ENDED, held.handle)
+            self.emit(helper.EventKind.ENDED, held.handle)
 
     async def _report(self, run: Run, **report: Any) -> None:
         message = wire.JobReport(**report)
-        await self.ask(lambda b: b.desk.report(run.user, run.job.id, run.job.attempt, message))
+        await self.ask(lambda b: b.requests.report(run.user, run.job.id, run.job.attempt, message))
 
     def kill_job(self, job_id: str) -> None:
         """kill -9 of everything that belongs to a job."""
@@ -279,6 +278,15 @@ class Site:
             assert run.task is not None
             run.task.cancel()
             self.servers.pop(ServerKey(run.user, f"j{job_id}-{run.job.attempt}"), None)
+
+    async def kill_runner(self, job_id: str) -> None:
+        """kill -9 of a job's runner; a process that daemonised ends at SIGKILL only."""
+        (run,) = (r for r in self.runs if r.job.id == job_id)
+        held = self.held[f"j{job_id}-{run.job.attempt}"]
+        used = dict(held.used)
+        self.kill_job(job_id)
+        await asyncio.sleep(0.01)
+        held.alive, held.used, held.runner_ended = True, used, True
 
 
 def spawn(

@@ -1,14 +1,14 @@
-"""Who may ask for what, over HTTP."""
+"""Which identity may request what, over HTTP."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
-from jupyter_gpushare.broker.access import JOBS_SCOPE
-from jupyter_gpushare.broker.handlers import ROUTES
-from jupyter_gpushare.broker.rates import Rate
+from jupyter_gpushare.broker.http.access import JOBS_SCOPE
+from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.routes import ROUTES
+from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, SPAWNER, Http, example, person
 from tests.broker.machine import GROUPS
 
@@ -39,7 +39,7 @@ async def test_groups_that_cannot_be_read_are_503(http, monkeypatch):
     async def groups(_user):
         raise HubError("the Hub does not answer")
 
-    monkeypatch.setattr(http.broker.backend, "groups", groups)
+    monkeypatch.setattr(http.broker.hub, "groups", groups)
     assert (await http.refused("GET", "offers")).status == 503
 
 
@@ -73,7 +73,7 @@ async def test_jobs_and_leases_of_others_are_404_not_403(http):
         nowhere = await http.refused(method, path.replace(job.id, "aaaaaaaaaa"), "ada")
         assert (there.status, there.reason) == (404, "not_found")
         assert there.message.replace(job.id, "X") == nowhere.message.replace("aaaaaaaaaa", "X")
-    assert http.broker.book.jobs[job.id].result == ""
+    assert http.broker.registry.jobs[job.id].result == ""
     assert (await http.ask("GET", f"jobs/{job.id}", "root")).status_code == 200
 
 
@@ -81,7 +81,7 @@ async def test_a_kernel_is_released_by_its_own_server(http):
     job = await http.submit("bo")
     path = f"leases/j{job.id}/kernels/k-1/release"
     assert (await http.refused("POST", path, "bo")).status == 409  # it does not run yet
-    server = http.broker.book.get(f"j{job.id}").server
+    server = http.broker.registry.get(f"j{job.id}").server
     http.site.servers[ServerKey("bo", server)] = "ready"
     response = await http.ask("POST", path, "bo")
     assert response.status_code == 307
@@ -92,8 +92,8 @@ async def test_a_kernel_is_released_by_its_own_server(http):
 async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):
     mine, other = await http.submit("bo"), await http.submit("ada")
 
-    async def ids(path: str, who: str) -> set[str]:
-        response = (await http.ask("GET", path, who)).json()
+    async def ids(path: str, identity: str) -> set[str]:
+        response = (await http.ask("GET", path, identity)).json()
         return {x["id"] for x in response.get("jobs", response.get("leases", ()))}
 
     assert await ids("jobs", "bo") == {mine.id}
@@ -110,14 +110,14 @@ async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):
 
 async def test_the_spawners_paths_take_its_token_only(http):
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"fraction": "1/2"}}
-    for who in ("bo", "root", None, "", SPAWNER + "x"):
+    for identity in ("bo", "root", None, "", SPAWNER + "x"):
         for method, path in [
             ("GET", "spawner/offers?user=bo"),
             ("POST", "spawner/start"),
             ("POST", "spawner/stop"),
         ]:
-            assert (await http.refused(method, path, who, json=start)).status == 403
-    assert not http.broker.book.leases
+            assert (await http.refused(method, path, identity, json=start)).status == 403
+    assert not http.broker.registry.leases
     offers = await http.ask("GET", "spawner/offers?user=bo&group=nlp&group=x,y", SPAWNER)
     assert [o["label"] for o in offers.json()["offers"]] == ["1/4 GPU", "1/2 GPU", "1 GPU"]
     grant = (await http.ask("POST", "spawner/start", SPAWNER, json=start)).json()
@@ -127,7 +127,16 @@ async def test_the_spawners_paths_take_its_token_only(http):
         assert (await http.ask("POST", "spawner/stop", SPAWNER, json=stop)).status_code == 204
 
 
-async def test_an_empty_spawner_token_lets_nobody_in(http):
+async def test_the_spawners_token_is_refused_on_plain_tcp_with_what_to_set(http):
+    headers = {"Authorization": f"token {SPAWNER}"}
+    for method, path in (("GET", "offers"), ("POST", "start"), ("POST", "stop")):
+        refused = await http.client.request(method, f"spawner/{path}", headers=headers)
+        assert refused.status_code == 403
+        assert refused.json()["reason"] == "unverified_channel"
+        assert "c.GPUShareMixin.broker_url" in refused.json()["message"]
+
+
+async def test_an_empty_spawner_token_admits_no_caller(http):
     http.service.access._spawner_token = ""
     for header in ("token", "token x", "x"):
         assert (
@@ -135,11 +144,11 @@ async def test_an_empty_spawner_token_lets_nobody_in(http):
         ).status == 403
 
 
-async def test_a_start_beyond_what_is_there_is_409_no_room(http):
+async def test_a_start_beyond_what_is_there_is_409(http):
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"gpus": 2}}
     assert (await http.ask("POST", "spawner/start", SPAWNER, json=start)).status_code == 200
     answer = await http.refused("POST", "spawner/start", SPAWNER, json=start | {"server": "more"})
-    assert (answer.status, answer.reason) == (409, "no_room")
+    assert (answer.status, answer.reason) == (409, "no_capacity")
     forged = start | {"server": "jabcdefghij-1"}
     answer = await http.refused("POST", "spawner/start", SPAWNER, json=forged)
     assert (answer.status, answer.reason) == (409, "not_expected")
@@ -154,19 +163,19 @@ async def test_only_the_server_of_an_attempt_may_report_about_it(http):
     http.tokens["other"] = person("bo", "access:servers!server=bo/jaaaaaaaaaa-1")
     http.tokens["stolen"] = person("ada", f"access:servers!server=bo/{name}")
     path, ended = f"jobs/{job.id}/attempts/1/report", {"state": "ended", "exit_code": 0}
-    for who in ("bo", "ada", "root", "ada-server", "older", "other", "stolen"):
-        assert (await http.refused("POST", path, who, json=ended)).status == 403
+    for identity in ("bo", "ada", "root", "ada-server", "older", "other", "stolen"):
+        assert (await http.refused("POST", path, identity, json=ended)).status == 403
     assert http.broker.job(_record(http, job)).exit_code is None
     assert (await http.ask("POST", path, "its-server", json=ended)).status_code == 204
     assert http.broker.job(_record(http, job)).exit_code == 0
 
 
 def _record(http: Http, job: wire.Job) -> Any:
-    return http.broker.book.jobs[job.id]
+    return http.broker.registry.jobs[job.id]
 
 
 async def test_a_server_that_reports_all_the_time_is_told_when_to_come_again(http):
-    http.service.reports = Rate(per_s=0.5, burst=3, clock=lambda: 0.0)
+    http.service.limits.reports = Rate(per_s=0.5, burst=3, clock=lambda: 0.0)
     report = {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]}
     for _ in range(3):
         assert (await http.ask("POST", "servers/activity", "ada-server", json=report)).status_code == 204
@@ -177,8 +186,8 @@ async def test_a_server_that_reports_all_the_time_is_told_when_to_come_again(htt
 
 async def test_activity_comes_from_the_server_it_is_about(http):
     report = {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]}
-    for who in ("ada", "ada-two", "bo-as-ada"):
-        assert (await http.refused("POST", "servers/activity", who, json=report)).status == 403
+    for identity in ("ada", "ada-two", "bo-as-ada"):
+        assert (await http.refused("POST", "servers/activity", identity, json=report)).status == 403
     assert (await http.ask("POST", "servers/activity", "ada-server", json=report)).status_code == 204
 
 
@@ -190,6 +199,31 @@ async def test_only_an_admin_changes_projects(http):
         "vision": (1000, False),
     }
     assert (await http.refused("PUT", "projects/nosuch", "root", json={})).status == 404
+
+
+async def test_an_admin_takes_changes_of_a_project_back_and_the_log_names_the_admin(http):
+    assert (await http.refused("DELETE", "projects/nlp", "bo")).status == 403
+    assert (await http.refused("DELETE", "projects/nosuch", "root")).status == 404
+    before = {p["name"]: p for p in (await http.ask("GET", "projects", "root")).json()["projects"]}
+    await http.ask("PUT", "projects/nlp", "root", json={"quota": 1.5, "weight": 4, "limit": 2})
+    for _ in range(2):  # a repeated call changes nothing
+        after = (await http.ask("DELETE", "projects/nlp", "root")).json()["projects"]
+        assert {p["name"]: p for p in after} == before
+    told = [d.sentence for d in http.broker.registry.decisions.latest if d.action == "project"]
+    assert told == [
+        "root set project nlp to quota 1.5, weight 4, limit 2, was quota 1, weight 1.",
+        "root set project nlp to quota 1, weight 1, as configured, was quota 1.5, weight 4, limit 2.",
+    ]
+
+
+async def test_a_guarantee_beyond_the_machine_is_refused_unless_forced(http):
+    refused = await http.refused("PUT", "projects/nlp", "root", json={"quota": 99})
+    assert (refused.status, refused.reason) == (409, "beyond_machine")
+    assert "this machine has 2 GPUs" in refused.message
+    forced = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 99, "force": True})).json()
+    assert next(p for p in forced["projects"] if p["name"] == "nlp")["quota_milli"] == 99_000
+    # A change of another number does not have to be forced again.
+    await http.ask("PUT", "projects/nlp", "root", json={"weight": 2})
 
 
 async def test_metrics_need_their_scope_and_name_no_user(http):

@@ -1,4 +1,4 @@
-"""The service's own page: who sees what, quotas that are changed, decisions as CSV."""
+"""The service's own page: what each identity sees, quotas that are changed, decisions as CSV."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from jupyter_gpushare import messages
 from tests.broker.http_site import PREFIX
 from tests.broker.site import spawn
 
@@ -20,7 +21,7 @@ async def test_an_admin_changes_a_quota_and_sees_it(http):
     page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
     assert "1.5" in page
     assert "(changed)" in page
-    assert "http-equiv" not in page  # nothing moves below who reads or types
+    assert "http-equiv" not in page  # nothing moves while a user reads or types
     assert "http-equiv" in (await http.ask("GET", f"{http.url}{PREFIX}?live=1", "root")).text
 
 
@@ -38,12 +39,14 @@ async def test_a_change_that_cannot_be_is_said_on_the_page_and_changes_nothing(h
     assert refused.status_code == status
     assert "Nothing was changed" in refused.text
     assert says in refused.text
-    assert not http.broker.book.overrides
+    assert not http.broker.registry.overrides
 
 
 async def test_only_admins_change_anything_on_the_page(http):
-    for who in ("ada", "prometheus"):
-        refused = await http.ask("POST", f"{http.url}{PREFIX}", who, data={"project": "vision", "quota": "1"})
+    for identity in ("ada", "prometheus"):
+        refused = await http.ask(
+            "POST", f"{http.url}{PREFIX}", identity, data={"project": "vision", "quota": "1"}
+        )
         assert refused.status_code == 403
     page = (await http.ask("GET", f"{http.url}{PREFIX}?edit=vision", "ada")).text
     assert "<form" not in page
@@ -56,17 +59,17 @@ async def test_a_period_that_does_not_exist_is_a_day(http):
 
 
 async def test_decisions_are_a_table_for_spreadsheets(http):
-    book = http.broker.book
-    grant = await http.broker.spawning.start(spawn("ada", "1/2"))
-    await book.tell(None, "watchdog", 'a "strange, long"\nthing')
-    await book.tell(book.by_handle(grant.lease), "note", "is here")
+    registry = http.broker.registry
+    grant = await http.broker.admission.start(spawn("ada", "1/2"))
+    await registry.record_notice(None, "watchdog", "notice.of", 'a "strange, long"\nthing')
+    await registry.record_notice(registry.by_handle(grant.lease), "note", "notice.of", "is here")
     rows = list(
         csv.reader(io.StringIO((await http.ask("GET", f"{http.url}{PREFIX}decisions.csv", "root")).text))
     )
     assert rows[0][0] == "seq"
     assert [row[-1] for row in rows[1:]] == [
         "ada's session (1/2 GPU) is here.",
-        'This machine: a "strange, long"\nthing.',
+        'This machine: a "strange, long"?thing.',
         rows[-1][-1],
     ]
     mine = (await http.ask("GET", f"{http.url}{PREFIX}decisions.csv", "ada")).text
@@ -77,7 +80,9 @@ async def test_decisions_are_a_table_for_spreadsheets(http):
 
 async def test_a_csv_longer_than_one_piece_has_every_decision_once(http):
     for n in range(1_105):
-        http.broker.book.store._write((http.broker.book.decisions.add(None, "note", f"number {n}."),))
+        http.broker.registry.store._write(
+            (http.broker.registry.decisions.add(None, "note", messages.text("verbatim", f"number {n}.")),)
+        )
     text = (await http.ask("GET", f"{http.url}{PREFIX}decisions.csv", "root")).text
     numbers = [row[-1] for row in csv.reader(io.StringIO(text))][1:]
     assert numbers == [f"number {n}." for n in reversed(range(1_105))]

@@ -8,27 +8,18 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from jupyter_gpushare.broker.app import secret_file
-from jupyter_gpushare.broker.store import Store
+from jupyter_gpushare.broker.http.secret_files import secret_file
+from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import StoreError
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S, until
 
 BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
-PATIENCE_S = 30.0
-
-
-def until(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 class Brokers:
@@ -38,8 +29,8 @@ class Brokers:
         self.folder, self.port = folder, port
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments, port=None, state="state", **environment):
-        service = {
+    def service_environment(self, port=None):
+        return {
             "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port or self.port}",
             "JUPYTERHUB_SERVICE_PREFIX": "/services/gpushare/",
             "JUPYTERHUB_API_URL": "http://127.0.0.1:9/hub/api",
@@ -47,7 +38,10 @@ class Brokers:
             "JUPYTERHUB_CLIENT_ID": "service-gpushare",
             "JUPYTERHUB_HOST": "",
             "JUPYTERHUB_BASE_URL": "/",
-        } | environment
+        }
+
+    def start(self, *arguments, port=None, state="state", **environment):
+        service = self.service_environment(port) | environment
         broker = subprocess.Popen(
             [*BROKER, "--state-dir", str(self.folder / state), *arguments],
             env=os.environ | service,

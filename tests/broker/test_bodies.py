@@ -42,7 +42,7 @@ async def test_a_bad_body_is_400_and_says_what_is_wrong(http, body, says):
     answer = await http.refused("POST", "jobs", content=body)
     assert answer.status == 400
     assert says in answer.message
-    assert not http.broker.book.jobs
+    assert not http.broker.registry.jobs
 
 
 async def test_a_body_of_two_mebibytes_is_refused_and_the_broker_goes_on(http):
@@ -51,9 +51,9 @@ async def test_a_body_of_two_mebibytes_is_refused_and_the_broker_goes_on(http):
         response = await http.ask("POST", "jobs", content=body)
         assert response.status_code in (400, 413)
     except httpx.TransportError:
-        pass  # the connection is closed on who sends too much
+        pass  # the connection of a sender of too much is closed
     assert (await http.ask("GET", "health")).status_code == 200
-    assert not http.broker.book.jobs
+    assert not http.broker.registry.jobs
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
@@ -132,7 +132,7 @@ async def test_the_same_idempotency_key_is_the_same_job(http):
     )
     assert {a.status_code for a in answers} == {201}
     assert len({a.json()["id"] for a in answers}) == 1
-    assert len(http.broker.book.jobs) == 1
+    assert len(http.broker.registry.jobs) == 1
 
 
 async def test_a_cancelled_job_can_be_submitted_again(http):
@@ -164,7 +164,7 @@ async def test_offers_tell_what_a_job_would_get(http):
         refused = await http.refused("GET", f"offers?{query}")
         assert refused.status == 400
         assert says in refused.message
-    assert len(http.broker.book.jobs) == 0
+    assert len(http.broker.registry.jobs) == 0
 
 
 def _start(user: str) -> dict[str, Any]:

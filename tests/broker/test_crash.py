@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.core.model import Survival
+from jupyter_gpushare.core.model import CheckpointMode
 from jupyter_gpushare.errors import StoreError
-from tests.broker.fake_backend import Broker
+from tests.broker.brokers import Broker
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -23,7 +23,7 @@ from tests.broker.virtual_time import in_virtual_time, until
 STRIDE = 1 if os.environ.get("GPUSHARE_EVERY_STEP") else 3
 
 
-async def _undertaker(site: Site, deaths: list[int]) -> None:
+async def restart_on_death(site: Site, deaths: list[int]) -> None:
     """Start a broker again whenever one has died, as its parent does."""
     while True:
         broker = site.broker
@@ -40,7 +40,7 @@ def now(site: Site) -> Broker:
 
 
 def ended(site: Site, job) -> str:
-    known = now(site).book.jobs.get(job.id)
+    known = now(site).registry.jobs.get(job.id)
     assert known is not None, "a job was lost"
     return known.result
 
@@ -58,38 +58,38 @@ async def lending(site: Site) -> None:
     assert site.started[job.id] == 1
     assert site.worked_s[job.id] == 12
     await site.end_session("ada")
-    await until(lambda: not now(site).book.leases and not site.held, 300)
+    await until(lambda: not now(site).registry.leases and not site.held, 300)
 
 
 async def requeueing(site: Site) -> None:
     """A job that cannot sleep is stopped for its lender and starts again; another one fails twice."""
     ada = await site.session("ada", "1/2")
-    job = await site.submit("bo", "2", checkpoint=Survival.SIGTERM, program=Program(work_s=10))
+    job = await site.submit("bo", "2", checkpoint=CheckpointMode.SIGTERM, program=Program(work_s=10))
     await until(lambda: site.worked_s[job.id] > 5, 600)
     await site.gpu_cell(ada)
     flaky = await site.submit("cy", "0.5", retries=1, program=Program(work_s=3, exit_code=9))
     await until(lambda: ended(site, job) and ended(site, flaky), 900)
     assert ended(site, job) == "succeeded"
-    assert site.worked_in[job.id, now(site).book.jobs[job.id].attempts] == 10
+    assert site.worked_in[job.id, now(site).registry.jobs[job.id].attempts] == 10
     assert ended(site, flaky) == "failed"
-    assert now(site).book.jobs[flaky.id].exit_code == 9
+    assert now(site).registry.jobs[flaky.id].exit_code == 9
     assert site.started[flaky.id] == 2
     await site.end_session("ada")
-    await until(lambda: not now(site).book.leases and not site.held, 300)
+    await until(lambda: not now(site).registry.leases and not site.held, 300)
 
 
 async def cancelling(site: Site) -> None:
-    """Jobs are cancelled while they run and while they start; a third one gets the room."""
+    """Jobs are cancelled while they run and while they start; a third one gets the capacity."""
     first = await site.submit("bo", "2", program=Program(work_s=1000))
     second = await site.submit("bo", "2", program=Program(work_s=1000))
     third = await site.submit("bo", "2", program=Program(work_s=5))
     await until(lambda: site.worked_s[first.id] > 3, 300)
-    await site.ask(lambda b: b.desk.cancel(b.book.jobs[first.id]))
+    await site.ask(lambda b: b.requests.cancel(b.registry.jobs[first.id]))
     await until(lambda: site.started[second.id] or str(now(site).state(second)) == "granted", 300)
-    await site.ask(lambda b: b.desk.cancel(b.book.jobs[second.id]))
+    await site.ask(lambda b: b.requests.cancel(b.registry.jobs[second.id]))
     await until(lambda: all(ended(site, j) for j in (first, second, third)), 600)
     assert [ended(site, j) for j in (first, second, third)] == ["cancelled", "cancelled", "succeeded"]
-    await until(lambda: not now(site).book.leases and not site.held and not site.runs, 300)
+    await until(lambda: not now(site).registry.leases and not site.held and not site.runs, 300)
 
 
 STORIES = {story.__name__: story for story in (lending, requeueing, cancelling)}
@@ -101,10 +101,10 @@ async def play(tmp_path, name: str, deaths: list[int]) -> int:
         site.patient = True
         site.policy = replace(site.policy, idle_timeout_s=8.0)
         first = await site.start_broker(deaths.pop(0) if deaths else None)
-        burial = site.later(_undertaker(site, deaths))
+        supervisor = site.later(restart_on_death(site, deaths))
         await STORIES[name](site)
-        if burial.done():
-            burial.result()
+        if supervisor.done():
+            supervisor.result()
         return first.steps
 
 
@@ -120,6 +120,7 @@ def _steps(folder, name: str, deaths: list[int]) -> int:
     return done[0]
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("name", STORIES)
 def test_a_broker_may_die_at_any_step(tmp_path, name):
     steps = _steps(tmp_path / "whole", name, [])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.model import Survival
+from jupyter_gpushare.backends.base import HubError
+from jupyter_gpushare.core.model import CheckpointMode
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -19,7 +20,7 @@ async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(tmp_path):
         seen = broker.seen(job)
         assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
         assert "exit code 7" in seen.reason
-        assert not broker.book.leases
+        assert not broker.registry.leases
         assert not site.held
 
 
@@ -34,13 +35,13 @@ async def test_a_job_that_ends_at_once_is_a_result(tmp_path):
 
 
 @in_virtual_time
-async def test_a_job_whose_processes_vanish_has_failed(tmp_path):
+async def test_a_job_without_processes_has_failed(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "failed"
-        assert "vanished" in broker.seen(job).reason
+        assert "ended without a report" in broker.seen(job).reason
         assert broker.seen(job).exit_code is None
 
 
@@ -55,7 +56,7 @@ async def test_a_job_with_retries_is_tried_again_and_counts(tmp_path):
         assert broker.seen(job).state == "failed"
 
 
-@pytest.mark.parametrize("survival", [Survival.SIGTERM, Survival.NONE])
+@pytest.mark.parametrize("survival", [CheckpointMode.SIGTERM, CheckpointMode.NONE])
 @in_virtual_time
 async def test_a_job_that_cannot_sleep_is_stopped_with_grace_and_starts_again(tmp_path, survival):
     async with Site(tmp_path) as site:
@@ -81,7 +82,7 @@ async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
         broker = await site.start_broker()
         job = await site.submit("bo", "1", grace_s=7.0, program=Program(work_s=900, heeds_sigterm=False))
         await until(lambda: broker.state(job) == "running", 60)
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         asked = site.now
         await until(lambda: broker.job(job).result, 60)
         assert f"signal SIGKILL all j{job.id}-1" in site.effects
@@ -90,7 +91,7 @@ async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
 
 
 @in_virtual_time
-async def test_room_is_given_on_only_when_the_driver_shows_the_memory_gone(tmp_path):
+async def test_capacity_is_granted_on_only_when_the_driver_shows_the_memory_gone(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         first = await site.submit("bo", "2", program=Program(work_s=10, lingers_s=40, memory=1.0))
@@ -108,10 +109,10 @@ async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
         broker = await site.start_broker()
         await site.submit("bo", "2", program=Program(work_s=100))
         job = await site.submit("bo", "2")
-        cancelled = await broker.desk.cancel(job)
+        cancelled = await broker.requests.cancel(job)
         assert cancelled.result == "cancelled"
-        assert job.lease_id not in broker.book.leases
-        assert (await broker.desk.cancel(cancelled)) == cancelled
+        assert job.lease_id not in broker.registry.leases
+        assert (await broker.requests.cancel(cancelled)) == cancelled
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
@@ -123,7 +124,7 @@ async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_pat
         await until(lambda: broker.state(job) == "granted", 10)
         began = site.now
         await until(lambda: site.now >= began + after_s)
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "cancelled"
         await until(lambda: not site.runs and not site.servers, 60)
@@ -131,13 +132,13 @@ async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_pat
 
 
 @in_virtual_time
-async def test_a_starting_job_whose_lease_the_helper_does_not_know_is_cancelled(tmp_path):
+async def test_a_starting_job_with_a_lease_unknown_to_the_helper_is_cancelled(tmp_path):
     async with Site(tmp_path) as site:
         site.spawn_s = 3.0
         broker = await site.start_broker()
         job = await site.submit("bo", "1")
         await until(lambda: broker.state(job) == "granted", 10)
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         await until(lambda: broker.job(job).result, 60)
         await until(lambda: not site.servers, 60)
         assert site.started[job.id] == 0
@@ -152,7 +153,7 @@ async def test_a_sleeping_job_is_cancelled(tmp_path):
         await until(lambda: broker.state(job) == "running", 120)
         await site.gpu_cell(ada)
         assert broker.state(job) == "suspended"
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "cancelled"
         assert broker.state(ada.handle) == "running"
@@ -164,12 +165,43 @@ async def test_a_moving_job_is_cancelled(tmp_path, state):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
-        how = Survival.SIGTERM if state == "stopping" else Survival.SUSPEND
+        how = CheckpointMode.SIGTERM if state == "stopping" else CheckpointMode.SUSPEND
         job = await site.submit("bo", "2", checkpoint=how, program=Program(work_s=1000))
         await until(lambda: broker.state(job) == "running", 120)
         site.later(site.gpu_cell(ada))
         await until(lambda: broker.state(job) == state, 300)
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "cancelled"
         assert not site.runs
+
+
+@in_virtual_time
+async def test_the_server_of_an_attempt_that_has_ended_is_removed_at_the_hub(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", retries=1, program=Program(work_s=5, exit_code=1))
+        await until(lambda: broker.job(job).result, 200)
+        await until(lambda: f"stop_server j{job.id}-2" in site.effects, 3)
+        assert f"stop_server j{job.id}-1" in site.effects
+
+
+@in_virtual_time
+async def test_the_removal_of_an_ended_server_that_the_hub_refuses_is_tried_again(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        asked = 0
+        stop_server = broker.loop.hub.stop_server
+
+        async def refuse_once(key):
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise HubError("the Hub is busy")
+            await stop_server(key)
+
+        broker.loop.hub.stop_server = refuse_once
+        job = await site.submit("bo", "1", program=Program(work_s=5))
+        await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
+        assert asked == 2
+        await until(lambda: not broker.loop.effects.ended_servers, 3)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.broker.handlers import ROUTES
+from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import Conflict, InvalidRequest, NotFound
+from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, example
 
 
@@ -47,11 +47,12 @@ async def test_every_described_path_is_routed(http):
 
 async def test_health_is_degraded_without_the_helper(http):
     assert (await http.ask("GET", "health", None)).json()["status"] == "ok"
-    http.broker.book.sampled_at -= 60
+    http.broker.registry.devices.sampled_at -= 60
     response = await http.ask("GET", "health", None)
     assert response.status_code == 503
-    reasons = ["The device helper does not answer: nothing is granted until it does."]
+    reasons = ["The last measurement of the GPUs is 60 s old: nothing is granted until a new one."]
     assert response.json()["reasons"] == reasons
+    assert 60 <= response.json()["sample_age_s"] < 65
     client = BrokerClient(http.api, "bo")
     health = await client.get("health", wire.Health)
     assert (health.status, health.reasons) == ("degraded", reasons)
@@ -70,7 +71,7 @@ async def test_the_page_shows_what_is_mine_and_escapes_it(http):
     assert "alert(1)" in (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
 
 
-async def test_who_is_not_logged_in_is_sent_to_the_hub(http):
+async def test_a_browser_without_login_is_sent_to_the_hub(http):
     response = await http.client.get(f"{http.url}{PREFIX}", follow_redirects=False)
     assert response.status_code == 302
     assert "/hub/api/oauth2/authorize" in response.headers["Location"]

@@ -13,9 +13,9 @@ import pytest
 from tornado import web
 from tornado.testing import bind_unused_port
 
-from jupyter_gpushare.broker import listener
-from jupyter_gpushare.broker.listener import Listener, connections_allowed
-from jupyter_gpushare.broker.peers import source_of
+from jupyter_gpushare.broker.http import listener
+from jupyter_gpushare.broker.http.listener import Listener, connections_allowed
+from jupyter_gpushare.broker.http.peers import source_of
 
 
 class Hello(web.RequestHandler):
@@ -32,7 +32,7 @@ async def port():
     await server.end()
 
 
-async def test_connections_beyond_the_bound_are_refused_and_room_comes_back(port):
+async def test_connections_beyond_the_bound_are_refused_until_others_close(port):
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
     for reader, writer in held:
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -54,7 +54,7 @@ async def test_connections_beyond_the_bound_are_refused_and_room_comes_back(port
 async def test_one_source_cannot_take_every_connection(monkeypatch):
     sources = {}
     monkeypatch.setattr(listener, "source_of", lambda connection: sources[connection.getpeername()[1]])
-    server = Listener(web.Application([("/", Hello)]), max_connections=10, max_per_source=2)
+    server = Listener(web.Application([("/", Hello)]), max_connections=12, max_per_source=2)
     listening, port = bind_unused_port()
     server.add_socket(listening)
     opened = contextlib.ExitStack()
@@ -127,7 +127,7 @@ def test_connections_leave_files_to_the_database_and_the_helper(monkeypatch, lim
     assert new == ([(raised_to, limits[1])] if raised_to else [])
 
 
-async def test_at_its_end_nobody_waits_for_news_any_more():
+async def test_at_its_end_no_long_poll_waits_any_more():
     asked, gone = asyncio.Event(), asyncio.Event()
 
     class News(web.RequestHandler):

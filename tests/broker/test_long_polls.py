@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time
+
+
+def last(http) -> str:
+    """Return the path of a long poll that has everything so far."""
+    return f"status?after={http.broker.registry.notifications.seq}&wait=25"
+
 
 async def test_a_long_poll_ends_when_something_changes(http):
     seq = (await http.ask("GET", "status")).json()["seq"]
     poll = asyncio.create_task(http.ask("GET", f"status?after={seq}&wait=25"))
-    while not http.service.waiting:
+    while not http.service.limits.waiting:
         await asyncio.sleep(0.01)
     assert not poll.done()
     job = await http.submit("bo")
     answer = (await asyncio.wait_for(poll, 5)).json()
     assert answer["seq"] > seq
     assert [j["id"] for j in answer["jobs"]] == [job.id]
-    assert http.service.waiting == {}
+    assert http.service.limits.waiting == {}
 
 
 async def test_a_long_poll_that_is_behind_is_answered_at_once(http):
@@ -26,26 +34,43 @@ async def test_a_long_poll_that_is_behind_is_answered_at_once(http):
 
 async def test_long_polls_are_bounded_per_user(http):
     most = http.site.policy.max_waiters_per_user
-    polls = [asyncio.create_task(http.ask("GET", "status?after=99999&wait=25")) for _ in range(most)]
-    while http.service.waiting.get("bo", 0) < most:
+    polls = [asyncio.create_task(http.ask("GET", last(http))) for _ in range(most)]
+    while http.service.limits.waiting.get("bo", 0) < most:
         await asyncio.sleep(0.01)
-    answer = await http.refused("GET", "status?after=99999&wait=25")
+    answer = await http.refused("GET", last(http))
     assert (answer.status, answer.reason) == (429, "too_many")
     assert (await http.ask("GET", "status")).status_code == 200
-    other = asyncio.create_task(http.ask("GET", "status?after=99999&wait=25", "ada"))
-    while "ada" not in http.service.waiting:
+    other = asyncio.create_task(http.ask("GET", last(http), "ada"))
+    while "ada" not in http.service.limits.waiting:
         await asyncio.sleep(0.01)
-    http.broker.book.seq = 100_000
-    await http.broker.book.bump()
+    await http.broker.registry.notify()
     await asyncio.wait_for(asyncio.gather(*polls, other), 5)
-    assert http.service.waiting == {}
+    assert http.service.limits.waiting == {}
 
 
 async def test_a_page_that_is_closed_waits_no_longer(http):
-    poll = asyncio.create_task(http.ask("GET", "status?after=99999&wait=25"))
-    while not http.service.waiting:
+    poll = asyncio.create_task(http.ask("GET", last(http)))
+    while not http.service.limits.waiting:
         await asyncio.sleep(0.01)
     poll.cancel()
     async with asyncio.timeout(5):
-        while http.service.waiting:
+        while http.service.limits.waiting:
             await asyncio.sleep(0.01)
+
+
+async def test_a_number_that_this_broker_never_gave_is_answered_at_once(http):
+    seq = http.broker.registry.notifications.seq
+    answer = await asyncio.wait_for(http.ask("GET", f"status?after={seq + 1000}&wait=25"), 5)
+    assert answer.json()["seq"] == seq
+
+
+@in_virtual_time
+async def test_a_restarted_broker_counts_above_its_predecessor(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        for _ in range(50):
+            await broker.registry.notify()
+        before = broker.registry.notifications.seq
+        await broker.end()
+        broker = await site.start_broker()
+        assert broker.registry.notifications.seq > before

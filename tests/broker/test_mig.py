@@ -1,11 +1,11 @@
-"""A machine whose GPU is divided into MIG instances: asked for by profile, or by memory."""
+"""A machine with a GPU divided into MIG instances: asked for by profile, or by memory."""
 
 from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -29,15 +29,15 @@ async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart
         assert broker.seen(job).size == "MIG 1g.10gb"
         await broker.end()
         broker = await site.start_broker()
-        lease = broker.book.leases[job.lease_id].lease
-        assert (lease.profile, lease.held_milli, len(lease.devices)) == (PROFILE, 1000, 1)
+        lease = broker.registry.leases[job.lease_id].lease
+        assert (lease.size.profile, lease.held_milli, len(lease.devices)) == (PROFILE, 1000, 1)
 
 
 @in_virtual_time
 async def test_a_session_gets_an_instance_too(tmp_path):
     async with Site(tmp_path, profile=PROFILE) as site:
         broker = await site.start_broker()
-        grant = await broker.spawning.start(asks("ada", profile=PROFILE))
+        grant = await broker.admission.start(asks("ada", profile=PROFILE))
         assert len(grant.devices) == 1
         assert "MIG 1g.10gb" in grant.message
 
@@ -58,8 +58,8 @@ async def test_what_is_not_there_is_refused_with_what_is(tmp_path):
             with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
                 await site.submit("bo", **wrong)
         with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
-            await broker.spawning.start(asks("ada", fraction="0.5"))
-        assert not broker.book.leases
+            await broker.admission.start(asks("ada", fraction="0.5"))
+        assert not broker.registry.leases
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.errors import DeviceError, HelperError
-from jupyter_gpushare.gpu.verbs import Moved, Phase, Refusal
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 
-NO_ROOM = Moved(done=False, refused=Refusal.NO_ROOM, reason="the driver shows too little room")
-BUSY = Moved(done=False, refused=Refusal.BUSY, reason="the lock timed out")
-LOST = Moved(done=False, refused=Refusal.LOST, reason="the driver lost a process")
+FULL = MoveResult(done=False, refused=Refusal.NO_MEMORY, reason="the driver shows too little free memory")
+BUSY = MoveResult(done=False, refused=Refusal.BUSY, reason="the lock timed out")
+LOST = MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost a process")
 
 
 @in_virtual_time
@@ -40,7 +40,7 @@ async def test_a_wish_that_comes_while_the_memory_is_being_parked_is_not_forgott
         await site.submit("bo", "2")
         await until(lambda: broker.state(ada.handle) == "suspending", 120)
         await asyncio.sleep(site.move_s / 2)
-        await broker.loop._wanted(broker.lease(ada.handle), queries_only=False)
+        await broker.loop.observer._wanted(broker.lease(ada.handle), queries_only=False)
         await until(lambda: broker.state(ada.handle) == "running", 10)
         assert broker.lease(ada.handle).why == "wanted"
 
@@ -91,14 +91,14 @@ async def test_a_session_that_cannot_be_parked_is_never_asked(tmp_path):
 
 
 @in_virtual_time
-async def test_a_resume_without_room_is_tried_until_there_is_some(tmp_path):
+async def test_a_resume_without_free_memory_is_tried_until_there_is_some(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         used = dict(ada.used)
         job = await site.submit("bo", "2", program=Program(work_s=100))
         await until(lambda: broker.state(job) == "running", 120)
-        site.fault("resume", NO_ROOM, NO_ROOM, BUSY)
+        site.fault("resume", FULL, FULL, BUSY)
         await site.gpu_cell(ada)
         assert ada.used == used
         assert sum(e == f"resume {ada.handle}" for e in site.effects) == 4
@@ -107,7 +107,7 @@ async def test_a_resume_without_room_is_tried_until_there_is_some(tmp_path):
 
 
 @in_virtual_time
-async def test_a_lost_state_is_told_and_the_session_keeps_its_room(tmp_path):
+async def test_a_lost_state_is_told_and_the_session_keeps_its_devices(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -128,7 +128,7 @@ async def test_a_lost_state_is_told_and_the_session_keeps_its_room(tmp_path):
 
 @in_virtual_time
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_job_whose_state_is_lost_starts_again_which_is_no_failure_of_its_own(tmp_path, dies):
+async def test_a_job_with_lost_state_starts_again_which_is_no_failure_of_its_own(tmp_path, dies):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -141,7 +141,7 @@ async def test_a_job_whose_state_is_lost_starts_again_which_is_no_failure_of_its
         await until(lambda: broker.job(job).preemptions == 2, 120)
         again = broker.job(job)
         assert (again.failures, again.result) == (0, "")
-        assert any("could not be brought back" in d.sentence for d in broker.book.decisions.latest)
+        assert any("could not be brought back" in d.sentence for d in broker.registry.decisions.latest)
         await until(lambda: broker.job(job).result, 600)
         assert (broker.job(job).result, broker.job(job).attempts) == ("succeeded", 2)
 
@@ -153,11 +153,11 @@ async def test_a_resume_that_stays_refused_is_tried_again_and_told_once(tmp_path
         ada = await site.session("ada", "1")
         await site.submit("bo", "2", program=Program(work_s=5))
         await until(lambda: ada.phase is Phase.SUSPENDED, 120)
-        site.fault("resume", *[Moved(done=False, refused=Refusal.BUSY, reason="not yet")] * 60)
+        site.fault("resume", *[MoveResult(done=False, refused=Refusal.BUSY, reason="not yet")] * 60)
         cell = site.later(site.gpu_cell(ada))
         await asyncio.sleep(120)
         assert not cell.done()
-        tried = [d for d in broker.book.decisions.latest if d.action == "resume"]
+        tried = [d for d in broker.registry.decisions.latest if d.action == "resume"]
         assert len(tried) <= 2
         await until(cell.done, 300)
         assert ada.phase is Phase.RUNNING
@@ -171,20 +171,9 @@ async def test_a_suspension_that_the_helper_rolled_back_is_seen(tmp_path):
         job = await site.submit("bo", "1", program=Program(work_s=5))
         other = await site.submit("cy", "1", program=Program(work_s=1000))
         await until(lambda: broker.job(job).result, 60)
-        await broker.desk.lend(broker.lease(ada.handle))
+        await broker.requests.lend(broker.lease(ada.handle))
         await until(lambda: broker.state(other) == "running", 120)
         assert broker.state(ada.handle) in ("running", "suspended")
         ada.phase, ada.saved = Phase.RUNNING, {}
         await until(lambda: broker.state(ada.handle) == "running", 30)
         assert broker.lease(ada.handle).lease.saved_bytes == 0
-
-
-@in_virtual_time
-async def test_a_lease_that_somebody_else_locked_goes_on(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        site.fault("resume", BUSY)
-        ada.phase = Phase.LOCKED
-        await until(lambda: ada.phase is Phase.RUNNING, 30)
-        assert broker.state(ada.handle) == "running"

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import ServerKey
-from jupyter_gpushare.broker import snapshot
-from jupyter_gpushare.broker.loop import STALE_S, is_job_server
+from jupyter_gpushare.broker.control.loop import is_job_server
+from jupyter_gpushare.broker.state.devices import STALE_S
+from jupyter_gpushare.broker.state.transitions import OwnedBy
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.verbs import EventKind
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -39,9 +40,9 @@ async def test_a_device_that_is_not_measured_any_more_takes_nothing_new(tmp_path
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         site.unmeasured = {site.uuids[0]}
-        await until(lambda: [d.usable for d in snapshot.devices(broker.book)] == [False, True], 10)
+        await until(lambda: [d.usable for d in broker.registry.devices.for_planner()] == [False, True], 10)
         site.unmeasured = set()
-        await until(lambda: all(d.usable for d in snapshot.devices(broker.book)), 10)
+        await until(lambda: all(d.usable for d in broker.registry.devices.for_planner()), 10)
 
 
 @in_virtual_time
@@ -78,13 +79,13 @@ async def test_a_helper_that_falls_silent_while_a_job_runs_costs_nothing(tmp_pat
 
 
 @in_virtual_time
-async def test_a_session_whose_server_the_hub_no_longer_knows_is_released(tmp_path):
+async def test_a_session_without_server_at_the_hub_is_released(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         site.servers.clear()
         ada.alive, ada.used = False, {}
-        await until(lambda: not broker.book.leases, 200)
+        await until(lambda: not broker.registry.leases, 200)
         assert not site.held
 
 
@@ -100,12 +101,12 @@ async def test_a_session_that_lives_is_not_released_because_the_hub_forgot_it(tm
 
 
 @in_virtual_time
-async def test_a_server_that_ends_frees_its_room_within_two_seconds(tmp_path):
+async def test_a_server_that_ends_frees_its_capacity_within_two_seconds(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         await site.session("ada", "1/2")
         await site.end_session("ada")
-        await until(lambda: not broker.book.leases, 2)
+        await until(lambda: not broker.registry.leases, 2)
         assert not site.held
 
 
@@ -114,10 +115,10 @@ async def test_processes_that_outlive_their_server_are_killed_after_the_grace(tm
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
-        await broker.spawning.stop(wire.SpawnStop(user="ada", server=""))
-        await broker.spawning.stop(wire.SpawnStop(user="ada", server=""))
+        await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+        await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
         assert broker.state(ada.handle) == "stopping"
-        await until(lambda: not broker.book.leases, 60)
+        await until(lambda: not broker.registry.leases, 60)
         assert f"signal SIGKILL all {ada.handle}" in site.effects
 
 
@@ -151,8 +152,18 @@ async def test_a_broken_device_takes_nothing_new(tmp_path):
         assert broker.state(pair) == "pending"
         assert broker.views.health().status == "degraded"
         site.unhealthy = set()
-        site.tell(EventKind.DEVICE)
+        site.emit(EventKind.DEVICE)
         await until(lambda: broker.job(pair).result, 60)
+
+
+@in_virtual_time
+async def test_the_log_says_what_changed_about_a_device(tmp_path, caplog):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        site.emit(EventKind.DEVICE, suspendable="true", level="preload")
+        site.emit(EventKind.DEVICE, reason="XID 79", healthy="false")
+        await until(lambda: "changed: XID 79" in caplog.text, 60)
+        assert "changed: suspendable=true, level=preload" in caplog.text
 
 
 @in_virtual_time
@@ -161,9 +172,9 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         broker = await site.start_broker()
         ada, bo = await site.session("ada", "1/2"), await site.session("bo", "1/2")
         fields = {"action": "stop", "pid": "77", "name": "python3"}
-        site.tell(EventKind.OVER_LIMIT, ada.handle, "uses 9 bytes, 8 are granted", **fields)
-        site.tell(EventKind.DEVICE, ada.handle, "XID 79: GPU has fallen off the bus", healthy="false")
-        site.tell(EventKind.DEVICE, ada.handle, healthy="true")
+        site.emit(EventKind.OVER_LIMIT, ada.handle, "uses 9 bytes, 8 are granted", **fields)
+        site.emit(EventKind.DEVICE, ada.handle, "XID 79: GPU has fallen off the bus", healthy="false")
+        site.emit(EventKind.DEVICE, ada.handle, healthy="true")
 
         def told(user):
             return [
@@ -179,12 +190,61 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         assert told("bo") == []
         assert bo
 
-        # Whose it is nobody knows: the administrator is told.
+        # Of a user without a lease here: the administrator alone is told.
         reason = "a process without a lease uses this device"
-        site.tell(EventKind.STRANGER, "", reason, action="warn", pid="78", name="miner")
+        site.emit(EventKind.UNLEASED_PROCESS, "", reason, uid="4711", action="warn", pid="78", name="miner")
         await until(lambda: len(told(None)) == 4, 30)
-        assert told(None)[0] == f"This machine: {reason}; process 78 (miner) should be stopped."
+        assert told(None)[0] == f"This machine: process 78 (miner) of uid 4711 on GPU : {reason}."
         assert (len(told("ada")), told("bo")) == (3, [])
+
+
+@in_virtual_time
+async def test_a_process_without_a_lease_is_told_to_its_user_and_the_administrator(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, bo = await site.session("ada", "1/2"), await site.session("bo", "1/2")
+
+        def told(user):
+            return [d.sentence for d in broker.views.decisions(user, 10) if d.action == "watchdog"]
+
+        async def own(session, uid):
+            await broker.registry.edit(broker.lease(session.handle), OwnedBy(uid=uid))
+
+        async def report(uid):
+            fields = {"uid": uid, "pid": "78", "name": "miner", "action": "warn"}
+            site.emit(EventKind.UNLEASED_PROCESS, "", "it has no lease", **fields)
+
+        await own(ada, 2001)
+        await own(bo, 2002)
+        await report("2001")
+        await until(lambda: told("ada"), 2.0)
+        said = "process 78 (miner) of ada on GPU : it has no lease."
+        assert told("ada") == [f"ada's session (1/2 GPU) belongs to the user of {said}"]
+        assert told("bo") == []
+        assert f"This machine: {said}" in told(None)
+        # One uid for all servers (a demo): no session is blamed.
+        await own(bo, 2001)
+        await report("2001")
+        await until(lambda: len(told(None)) == 3, 2.0)
+        assert told(None)[0] == "This machine: process 78 (miner) of uid 2001 on GPU : it has no lease."
+        assert told("bo") == []
+
+
+@in_virtual_time
+async def test_the_owner_reads_that_the_driver_ended_a_process(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        site.emit(EventKind.DRIVER_KILLED, ada.handle, "process 77 ended within Lock of the driver")
+
+        def told():
+            return [d.sentence for d in broker.views.decisions("ada", 10) if d.action == "device"]
+
+        await until(told, 30)
+        assert told() == [
+            "ada's session (1/2 GPU) lost a process to the GPU driver: "
+            "process 77 ended within Lock of the driver."
+        ]
 
 
 @in_virtual_time
@@ -195,7 +255,7 @@ async def test_a_trouble_that_lasts_is_logged_once_a_minute(tmp_path, monkeypatc
         async def sample():
             raise HelperError("gone", "no device helper")
 
-        monkeypatch.setattr(broker.backend, "sample", sample)
+        monkeypatch.setattr(broker.devices, "sample", sample)
         await asyncio.sleep(150)
         assert caplog.text.count("measuring: gone: no device helper") + caplog.text.count(
             "measuring: no device helper"
@@ -206,14 +266,14 @@ async def test_a_trouble_that_lasts_is_logged_once_a_minute(tmp_path, monkeypatc
 async def test_a_mistake_in_one_part_does_not_end_the_others(tmp_path, monkeypatch, caplog):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        broken = replace(broker.book.sample, leases=None)
-        real = broker.backend.sample
+        broken = replace(broker.registry.devices.sample, leases=None)
+        real = broker.devices.sample
         answers = iter([broken, broken])
 
         async def sample():
             return next(answers, None) or await real()
 
-        monkeypatch.setattr(broker.backend, "sample", sample)
+        monkeypatch.setattr(broker.devices, "sample", sample)
         job = await site.submit("bo", "1", program=Program(work_s=1))
         await until(lambda: broker.job(job).result, 60)
         assert "measuring failed" in caplog.text

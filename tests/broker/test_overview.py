@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.broker.machine import Meter, Shares, shares, thinned
-from jupyter_gpushare.broker.overview import Overview
-from jupyter_gpushare.broker.pages import HEIGHT, WIDTH, path
-from jupyter_gpushare.broker.records import MachineUse
+from jupyter_gpushare.broker.http.pages import HEIGHT, WIDTH, path
+from jupyter_gpushare.broker.state.breakdown import GpuBreakdown, Meter, downsample, gpu_breakdown
+from jupyter_gpushare.broker.state.records import MachineUse
+from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.core.model import Kind, Lease, State
-from jupyter_gpushare.gpu.verbs import DeviceSample, EventKind
-from tests.broker.fake_backend import Broker
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import DeviceSample, EventKind
+from tests.broker.brokers import Broker
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -25,7 +26,7 @@ def lease(state: State, milli: int, *, idle: bool = False, kind: Kind = Kind.BUI
         id=f"{state}{milli}{kind}",
         project="p",
         kind=kind,
-        fraction_milli=milli,
+        size=Size(milli),
         held_milli=milli,
         devices=("GPU-0",),
         state=state,
@@ -34,7 +35,7 @@ def lease(state: State, milli: int, *, idle: bool = False, kind: Kind = Kind.BUI
 
 
 def overview(broker: Broker) -> Overview:
-    return Overview(broker.book, broker.desk, broker.views.moments)
+    return Overview(broker.registry, broker.requests, broker.views.cluster_views)
 
 
 # ---- what the GPUs do
@@ -43,32 +44,32 @@ def overview(broker: Broker) -> Overview:
 @pytest.mark.parametrize(
     ("leases", "says"),
     [
-        ([], Shares(free=1.0)),
-        ([lease(State.RUNNING, 500)], Shares(computing=0.5, free=0.5)),
-        ([lease(State.RUNNING, 500, idle=True)], Shares(idle=0.5, free=0.5)),
-        ([lease(State.SUSPENDED, 500)], Shares(free=1.0)),
+        ([], GpuBreakdown(free=1.0)),
+        ([lease(State.RUNNING, 500)], GpuBreakdown(computing=0.5, free=0.5)),
+        ([lease(State.RUNNING, 500, idle=True)], GpuBreakdown(idle=0.5, free=0.5)),
+        ([lease(State.SUSPENDED, 500)], GpuBreakdown(free=1.0)),
         (
             [lease(State.SUSPENDED, 500), lease(State.RUNNING, 750, kind=Kind.TRAIN)],
-            Shares(computing=0.5, lent=0.25, free=0.25),
+            GpuBreakdown(computing=0.5, lent=0.25, free=0.25),
         ),
     ],
 )
 def test_shares_come_to_all_usable_gpus(leases, says):
-    found = shares(leases, ["GPU-0"], broken=2)
+    found = gpu_breakdown(leases, ["GPU-0"], broken=2)
     assert found == replace(says, broken=2)
     assert found.usable == 1
 
 
 def test_what_lies_on_a_broken_gpu_counts_for_nothing():
-    assert shares([lease(State.RUNNING, 500)], [], broken=1) == Shares(broken=1)
+    assert gpu_breakdown([lease(State.RUNNING, 500)], [], broken=1) == GpuBreakdown(broken=1)
 
 
 def test_a_row_is_the_mean_of_its_minutes():
     meter = Meter(0.0)
     device = DeviceSample(uuid="GPU-0", used_bytes=0, utilization_percent=50, healthy=True)
-    meter.note(Shares(computing=1.0), [device])
+    meter.note(GpuBreakdown(computing=1.0), [device])
     assert meter.row(299.0, "now") is None
-    meter.note(Shares(lent=0.5, free=0.5), [replace(device, utilization_percent=100)])
+    meter.note(GpuBreakdown(lent=0.5, free=0.5), [replace(device, utilization_percent=100)])
     assert meter.row(300.0, "now") == MachineUse(at="now", gpus=1.0, held=0.75, busy=0.75, lent=0.25)
     assert meter.row(900.0, "later") is None  # nothing was seen since
 
@@ -84,7 +85,7 @@ def test_the_past_is_told_in_equal_parts_with_gaps():
         use("2026-01-01T10:20:00.000Z", 2.0),
         use("2026-01-01T11:55:00.000Z", 1.0),
     ]
-    parts = thinned(rows, "2026-01-01T12:00:00.000Z", 2.0, 4)
+    parts = downsample(rows, "2026-01-01T12:00:00.000Z", 2.0, 4)
     assert [part and part.held for part in parts] == [1.5, None, None, 1.0]
 
 
@@ -117,59 +118,75 @@ async def test_what_the_gpus_did_is_on_disk_and_outlives_a_broker(tmp_path):
 
 @in_virtual_time
 async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(tmp_path, monkeypatch):
-    monkeypatch.setattr("jupyter_gpushare.broker.overview.LATELY_HOURS", 2)
+    monkeypatch.setattr("jupyter_gpushare.broker.views.overview.LATELY_HOURS", 2)
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         cy = await site.session("cy", "1/2")
         cy.suspendable = False
         await asyncio.sleep(2 * 3600)
-        idle = {look.sentence: look.lend for look in overview(broker).looks()}
+        idle = {look.sentence: look.lend for look in overview(broker).alerts()}
         assert idle == {
-            "ada's session (1/2 GPU) has been idle for 2 h; nobody has needed its GPU.": ada.handle[:-2],
+            "ada's session (1/2 GPU) has been idle for 2 h; no other work has needed its GPU.": ada.handle[
+                :-2
+            ],
             "cy's session (1/2 GPU) has been idle for 2 h and cannot be put to sleep: it uses CUDA IPC.": "",
         }
-        site.tell(EventKind.STRANGER, reason="a process without a lease uses GPU-0")
-        await until(lambda: any("without a lease" in x.sentence for x in overview(broker).looks()), 30)
+        site.emit(EventKind.UNLEASED_PROCESS, reason="a process without a lease uses GPU-0")
+        await until(lambda: any("without a lease" in x.sentence for x in overview(broker).alerts()), 30)
         await asyncio.sleep(2.1 * 3600)
-        assert not any("without a lease" in x.sentence for x in overview(broker).looks())
+        assert not any("without a lease" in x.sentence for x in overview(broker).alerts())
 
 
 @in_virtual_time
-async def test_a_project_that_waits_for_its_guarantee_reads_who_borrows(tmp_path):
+async def test_an_alarm_says_when_a_job_is_larger_than_the_guarantee_of_its_project(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        (await site.session("ada", "1")).suspendable = False
+        await site.submit("bo", "2")
+        await asyncio.sleep(90)
+        alerts = [alert.sentence for alert in overview(broker).alerts()]
+        assert alerts == [
+            "A job of project nlp waits for 2 GPUs together, more than the 1 that the project is guaranteed: "
+            "it starts when the rest can be borrowed."
+        ]
+
+
+@in_virtual_time
+async def test_a_project_that_waits_for_its_guarantee_reads_which_project_borrows(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         for server in ("", "more"):
             (await site.session("bo", "1", server=server)).suspendable = False
         await site.submit("ada", "1")
         await asyncio.sleep(30)
-        assert not overview(broker).looks()
+        assert not overview(broker).alerts()
         await asyncio.sleep(60)
-        looks = [x.sentence for x in overview(broker).looks()]
-        assert looks == ["Project vision waits for 1 GPU of what it is guaranteed; nlp borrows 1."]
+        alerts = [x.sentence for x in overview(broker).alerts()]
+        assert alerts == ["Project vision waits for 1 GPU of what it is guaranteed; nlp borrows 1."]
 
 
 @in_virtual_time
 async def test_more_guarantees_than_gpus_need_a_look(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        assert not overview(broker).looks()
-        await broker.terms.change_project("vision", wire.ProjectChange(quota=1.5))
-        assert [x.sentence for x in overview(broker).looks()] == [
+        assert not overview(broker).alerts()
+        await broker.request_policy.change_project("vision", wire.ProjectChange(quota=1.5), "root")
+        assert [x.sentence for x in overview(broker).alerts()] == [
             "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
         ]
 
 
 @in_virtual_time
-async def test_who_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(tmp_path):
+async def test_an_owner_that_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         budget = site.policy.keep_minutes_per_day
-        await broker.desk.keep(broker.lease(ada.handle), budget / 4)
-        assert not overview(broker).looks()
-        await broker.desk.keep(broker.lease(ada.handle), 0.75 * budget)
-        assert [x.sentence for x in overview(broker).looks()] == [
+        await broker.requests.keep(broker.lease(ada.handle), budget / 4)
+        assert not overview(broker).alerts()
+        await broker.requests.keep(broker.lease(ada.handle), 0.75 * budget)
+        assert [x.sentence for x in overview(broker).alerts()] == [
             f"ada kept an idle GPU for {0.75 * budget:.0f} of {budget:g} minutes today."
         ]
 

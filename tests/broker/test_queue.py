@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.broker import snapshot
-from jupyter_gpushare.broker.policy import Policy, ProjectConfig
-from jupyter_gpushare.core.plan import Keeper, plan
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
+from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
+from jupyter_gpushare.core.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -79,13 +79,14 @@ async def test_however_many_wait_those_that_ran_and_those_that_ended_last_are_to
         for _ in range(20):
             waits.append(await site.submit("bo", "2"))
             await asyncio.sleep(1)
-        paused = broker.book.leases[waits[0].lease_id]  # has run before
-        broker.book.leases[paused.id] = replace(paused, attempt=1)
+        first = broker.registry.leases[waits[0].lease_id]
+        await broker.registry.advance(first, Granted(devices=(), held_milli=0))
+        await broker.registry.advance(first, StartFailed(reason="the Hub is busy", tries=1))
         listed = [job.id for job in broker.views.jobs("bo", limit=10)]
         assert listed[1] == waits[0].id
         assert listed[2:8] == [job.id for job in waits[:13:-1]]
         assert listed[8:] == [job.id for job in ended[:0:-1]]
-        await broker.desk.cancel(waits[5])
+        await broker.requests.cancel(waits[5])
         assert broker.views.jobs("bo", limit=10)[8].id == waits[5].id
 
 
@@ -96,22 +97,22 @@ async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path)
         forecast = broker.views.forecast
         for _ in range(10):
             ended = await site.submit("bo", "2", program=Program(work_s=60))
-            await forecast.look()
+            await forecast.refresh()
             assert broker.seen(ended).estimate is None
             asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
-            assert "Starts in" not in (await broker.desk.outlook("bo", asked)).sentence
+            assert "Starts in" not in (await broker.requests.outlook("bo", asked)).sentence
             await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
         await site.submit("bo", "2", program=Program(work_s=60))
         job = await site.submit("bo", "2", program=Program(work_s=60))
         await asyncio.sleep(10)
-        await forecast.look()
+        await forecast.refresh()
         seen = broker.seen(job)
         assert seen.estimate.low_s <= seen.estimate.likely_s <= seen.estimate.high_s
         assert 30 < seen.estimate.likely_s < 70
         assert re.search(r"Starts in about \d+ s \(\d+-\d+\)\.", seen.reason)
-        # So is that of a job which somebody only thinks of: it would be behind both.
+        # So is that of a job that is not submitted yet: it would be behind both.
         asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
-        answers = await asyncio.gather(*(broker.desk.outlook("bo", asked) for _ in range(2)))
+        answers = await asyncio.gather(*(broker.requests.outlook("bo", asked) for _ in range(2)))
         assert answers[0].sentence.endswith("Starts in about 2 min (2-2).")
         assert answers[0].position == 2
         await asyncio.sleep(20)
@@ -138,13 +139,15 @@ async def test_what_the_quota_can_never_cover_without_borrowing_is_refused(tmp_p
         broker = await site.start_broker()
         with pytest.raises(InvalidRequest, match="without borrowing; project nlp is guaranteed 1 GPU"):
             await site.submit("bo", "2", borrow=False)
-        outlook = await broker.desk.outlook("bo", wire.JobRequest(command=["-"], project="nlp", borrow=False))
+        outlook = await broker.requests.outlook(
+            "bo", wire.JobRequest(command=["-"], project="nlp", borrow=False)
+        )
         assert outlook.starts == "now"
         assert not outlook.borrowed
 
 
 @in_virtual_time
-async def test_who_lags_behind_its_fair_share_is_remembered_over_a_restart(tmp_path):
+async def test_a_lag_behind_the_fair_share_is_remembered_over_a_restart(tmp_path):
     policy = Policy(
         projects=tuple(ProjectConfig(name=n, quota_milli=0, groups=(n,)) for n in ("vision", "nlp")),
         grace_s=5.0,
@@ -155,13 +158,16 @@ async def test_who_lags_behind_its_fair_share_is_remembered_over_a_restart(tmp_p
         first = await site.submit("bo", "2", program=Program(work_s=10_000))
         await until(lambda: broker.state(first) == "running", 120)
         await site.submit("ada", "2", program=Program(work_s=10))
-        await until(lambda: broker.book.balance.stored.gpu_s, 2_000)
-        lags = dict(broker.book.balance.stored.gpu_s)
+        await until(lambda: broker.registry.fairness.stored.gpu_s, 2_000)
+        lags = dict(broker.registry.fairness.stored.gpu_s)
         assert lags["vision"] > 0
         assert lags["nlp"] == pytest.approx(-lags["vision"], abs=0.2)
         await broker.end()
         broker = await site.start_broker()
-        assert snapshot.cluster(broker.book, site.now).lags_gpu_s["vision"] >= 0.9 * lags["vision"]
+        assert (
+            snapshot.cluster(broker.registry, broker.engine, site.now).lags_gpu_s["vision"]
+            >= 0.9 * lags["vision"]
+        )
 
 
 @in_virtual_time
@@ -173,8 +179,8 @@ async def test_every_round_decides_as_one_that_looks_at_everything_anew(tmp_path
         assert planned == plan(cluster, now)
         return planned
 
-    of_the_keeper = Keeper.plan
-    monkeypatch.setattr(Keeper, "plan", both)
+    of_the_keeper = IncrementalPlanner.plan
+    monkeypatch.setattr(IncrementalPlanner, "plan", both)
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.broker import rates
-from jupyter_gpushare.broker.rates import Rate
+from jupyter_gpushare.broker.http import rates
+from jupyter_gpushare.broker.http.rates import Rate
 from jupyter_gpushare.errors import TooMany
 
 
@@ -45,7 +45,7 @@ def test_what_was_refused_is_not_counted():
     rate.take("bo")
 
 
-def test_callers_who_rested_are_forgotten(monkeypatch):
+def test_callers_that_rested_are_forgotten(monkeypatch):
     monkeypatch.setattr(rates, "_MANY", 3)
     clock = Clock()
     rate = Rate(1.0, burst=1, clock=clock)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from jupyter_gpushare.gpu.verbs import Moved, Refusal
-from tests.broker.fake_backend import Broker
+import pytest
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import MoveResult, Refusal
+from tests.broker.brokers import Broker
 from tests.broker.machine import Held, Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -16,7 +20,7 @@ def said(broker: Broker, held: Held) -> str:
 
 
 async def lent(site: Site, broker: Broker, **job: object) -> tuple[Held, object]:
-    """Ada sleeps, and a job of another project has her room."""
+    """Ada sleeps, and a job of another project runs on her GPU."""
     ada = await site.session("ada", "1/2")
     work = await site.submit("bo", "2", program=Program(work_s=10_000), **job)
     await until(lambda: broker.state(work) == "running", 120)
@@ -24,7 +28,7 @@ async def lent(site: Site, broker: Broker, **job: object) -> tuple[Held, object]
 
 
 @in_virtual_time
-async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_nobody_waits(tmp_path):
+async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_no_job_waits(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -35,7 +39,7 @@ async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_nobody_w
 
 
 @in_virtual_time
-async def test_who_may_be_lent_and_would_help_nobody_is_not_told_that_it_is_lent(tmp_path):
+async def test_a_session_that_no_job_could_use_is_not_told_that_it_is_lent(tmp_path):
     async with Site(tmp_path, gpus=3) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -46,6 +50,24 @@ async def test_who_may_be_lent_and_would_help_nobody_is_not_told_that_it_is_lent
         await until(lambda: "lent as soon as that helps" in said(broker, ada), 200)
         assert broker.state(ada.handle) == "running"
         assert broker.views.lease(broker.lease(ada.handle)).lend_in_s is None
+
+
+@in_virtual_time
+async def test_a_kept_session_is_warned_a_third_of_the_idle_timeout_before_it_may_be_lent(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await broker.requests.keep(broker.lease(ada.handle), 30)
+        await site.submit("bo", "1")
+
+        def status() -> wire.LeaseStatus:
+            return broker.views.lease(broker.lease(ada.handle))
+
+        await until(lambda: (status().lend_in_s or 0) <= 240 and status().idle_s is not None, 1800)
+        assert status().lend_in_s == pytest.approx(240, abs=2)
+        assert not status().warned
+        await until(lambda: (status().lend_in_s or 0) <= 19, 300)
+        assert status().warned
 
 
 @in_virtual_time
@@ -61,7 +83,7 @@ async def test_how_long_waking_usually_takes_is_told_once_it_is_known(tmp_path):
 
 
 @in_virtual_time
-async def test_waking_up_names_who_gives_back_and_the_seconds_of_the_copy(tmp_path):
+async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada, _ = await lent(site, broker)
@@ -100,6 +122,10 @@ async def test_a_paused_job_names_the_project_and_its_place(tmp_path):
         await until(lambda: broker.state(work) == "suspended", 120)
         shown = broker.views.job(broker.job(work))
         assert "because vision took back its guaranteed GPU. Nothing was lost. Number 1." in shown.reason
+        assert shown.reason_texts[0].args[1] == messages.text("because.over_quota_of", "vision")
+        (found,) = [d for d in broker.views.decisions("bo", 10) if d.action == "suspend"]
+        assert messages.english(found.sentence_texts) == found.sentence
+        assert found.sentence_texts[0].key == "decision.for"
 
 
 @in_virtual_time
@@ -132,13 +158,27 @@ async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada, _ = await lent(site, broker)
-        site.fault("resume", Moved(done=False, refused=Refusal.LOST, reason="the driver lost a process"))
+        site.fault("resume", MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost a process"))
         site.later(site.gpu_cell(ada))
         await until(lambda: broker.state(ada.handle) == "running", 60)
         text = said(broker, ada)
         assert "(the driver lost a process)" in text
         assert text.endswith(f"Reference {ada.handle}.")
-        assert any(ada.handle in d.sentence for d in broker.book.decisions.latest)
+        assert any(ada.handle in d.sentence for d in broker.registry.decisions.latest)
+
+
+@in_virtual_time
+async def test_a_checkpoint_that_failed_is_told_until_the_damaged_process_has_ended(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        warning = "its kernel may be damaged: check your results, or restart the kernel"
+        assert warning not in said(broker, ada)
+        ada.damaged = True
+        await until(lambda: warning in said(broker, ada), 60)
+        assert said(broker, ada).endswith(f"Reference {ada.handle}.")
+        ada.damaged = False
+        await until(lambda: warning not in said(broker, ada), 60)
 
 
 @in_virtual_time

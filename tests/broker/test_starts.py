@@ -1,11 +1,11 @@
-"""Starts that fail, or of which nobody knows how they went."""
+"""Starts that fail, or with an unknown result."""
 
 from __future__ import annotations
 
 import asyncio
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -50,13 +50,13 @@ async def test_a_start_that_fails_once_succeeds_the_next_time(tmp_path):
 async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkeypatch):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        real, asked = broker.backend.start_server, []
+        real, asked = broker.hub.start_server, []
 
         async def refuse(key):
             asked.append(site.now)
             raise HubError("Missing or invalid credentials.", not_now=True)
 
-        monkeypatch.setattr(broker.backend, "start_server", refuse)
+        monkeypatch.setattr(broker.hub, "start_server", refuse)
         jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(8)]
         began = site.now
         await asyncio.sleep(1800)
@@ -65,7 +65,7 @@ async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkey
         # The pauses grow to a minute; a round asks once for each GPU.
         assert len(asked) <= 2 * (6 + 1800 / 60)
         assert all(at - began < 60 or b - a <= 62 for at, a, b in zip(asked, asked, asked[1:], strict=False))
-        monkeypatch.setattr(broker.backend, "start_server", real)
+        monkeypatch.setattr(broker.hub, "start_server", real)
         await until(lambda: all(broker.job(job).result == "succeeded" for job in jobs), 300)
 
 
@@ -83,7 +83,7 @@ async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_
         held = site.held[f"j{job.id}-1"]
         held.alive = True  # ... and not what it had started
         site.use(held, dict(held.limits))
-        await broker.spawning.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+        await broker.admission.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
         assert broker.state(job) == "stopping"
         site.spawn_s = 0.2
         await asyncio.sleep(5)
@@ -113,16 +113,16 @@ async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
 
 
 @in_virtual_time
-async def test_a_start_whose_answer_was_lost_is_not_started_a_second_time(tmp_path, monkeypatch):
+async def test_a_start_with_a_lost_answer_is_not_started_a_second_time(tmp_path, monkeypatch):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        real = broker.backend.start_server
+        real = broker.hub.start_server
 
         async def answer_lost(key):
             await real(key)
             raise HubError("the Hub does not answer (ReadTimeout)")
 
-        monkeypatch.setattr(broker.backend, "start_server", answer_lost)
+        monkeypatch.setattr(broker.hub, "start_server", answer_lost)
         job = await site.submit("bo", "1", program=Program(work_s=20))
         await until(lambda: broker.job(job).result, 120)
         assert broker.seen(job).state == "succeeded"
@@ -137,9 +137,26 @@ async def test_a_job_cancelled_while_its_server_starts_ends_only_with_that_serve
         broker = await site.start_broker()
         job = await site.submit("bo", "1", program=Program(work_s=1000))
         await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
-        await broker.desk.cancel(broker.job(job))
+        await broker.requests.cancel(broker.job(job))
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "cancelled"
         assert not site.runs
         assert not site.servers
         assert not site.held
+
+
+@in_virtual_time
+async def test_a_runner_is_told_which_attempts_were_counted(tmp_path):
+    """An attempt that the Hub gave up may have run unseen; one that failed is over."""
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        site.fault("start_server", HubError("the Hub is busy"))
+        job = await site.submit("bo", "1", retries=1, program=Program(work_s=5, exit_code=9))
+        seen: set[tuple[int, int]] = set()
+
+        def second_run() -> bool:
+            seen.update((run.job.attempt, run.job.settled) for run in site.runs)
+            return site.started[job.id] == 2 and len(seen) == 2
+
+        await until(second_run, 120)
+        assert seen == {(2, 0), (3, 2)}

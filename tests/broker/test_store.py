@@ -11,10 +11,10 @@ import alembic.migration
 import pytest
 import sqlalchemy as sa
 
-from jupyter_gpushare.broker import store as store_module
-from jupyter_gpushare.broker.book import Book
-from jupyter_gpushare.broker.policy import Policy
-from jupyter_gpushare.broker.records import (
+from jupyter_gpushare.broker.state import rows
+from jupyter_gpushare.broker.state import store as store_module
+from jupyter_gpushare.broker.state.policy import Policy
+from jupyter_gpushare.broker.state.records import (
     DecisionRecord,
     JobRecord,
     Lags,
@@ -22,27 +22,28 @@ from jupyter_gpushare.broker.records import (
     ProjectOverride,
     UsageRecord,
 )
-from jupyter_gpushare.broker.store import Store
-from jupyter_gpushare.broker.tables import metadata
-from jupyter_gpushare.core.model import Kind, Lease, State, Survival
-from jupyter_gpushare.errors import StoreError
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.broker.state.tables import metadata
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import DiskFull, StoreError
+from jupyter_gpushare.protocol.wire import Text
+from tests.broker.disks import SmallDisk
 
 LEASE = LeaseRecord(
     lease=Lease(
         id="jabcdefghij",
         project="nlp",
         kind=Kind.TRAIN,
-        fraction_milli=333,
-        device_count=2,
-        memory_bytes=3 << 33,
-        profile="1g.10gb",
+        size=Size(333, 2, 3 << 33, "1g.10gb"),
         user="bö",
         server="s",
         state=State.SUSPENDED,
         devices=("GPU-1", "GPU-0"),
         held_milli=334,
         priority=-7,
-        survival=Survival.SIGTERM,
+        survival=CheckpointMode.SIGTERM,
         submitted_at=1.5,
         queued_at=2.5,
         waits_since_at=2.75,
@@ -64,6 +65,7 @@ LEASE = LeaseRecord(
     why="idle",
     requeue=True,
     note="a note",
+    given_to="nlp",
     suspend_reason="IPC",
     limits={"GPU-1": 1 << 36, "GPU-0": 1},
     tries=2,
@@ -86,6 +88,7 @@ JOB = JobRecord(
     exit_code=-15,
     stopped=True,
     reason="because",
+    reason_texts=(Text(key="job.ended_with", args=["2"]),),
     attempts=1,
     failures=2,
     preemptions=4,
@@ -103,7 +106,8 @@ DECISION = DecisionRecord(
     action="suspend",
     why="idle",
     for_lease="bxyz",
-    sentence="it sleeps",
+    sentence="it sleeps for 5 s",
+    texts=(Text(key="verbatim", args=[Text(key="duration.seconds", args=["5"])]),),
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
 USAGE = UsageRecord(
@@ -123,7 +127,7 @@ def opened(folder, boot="boot"):
 
 def test_the_examples_differ_from_every_default():
     """Else a column that is not stored would come back right by chance."""
-    plain = Lease(id="x", project="p", kind=Kind.BUILD)
+    plain = Lease(id="x", project="p", kind=Kind.BUILD, size=Size())
     measured = {
         "idle_since_at",
         "wanted",
@@ -132,6 +136,8 @@ def test_the_examples_differ_from_every_default():
         "duration_s",
         "consolidate",
         "idle_timeout_s",
+        "left_gpu_s",
+        "trusted_until_gpu_s",
     }
     same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}
     assert same <= measured
@@ -149,7 +155,7 @@ async def test_every_record_comes_back_as_it_was(database):
     assert loaded.decisions == (DECISION,)
     assert loaded.overrides == (OVERRIDE,)
     assert loaded.usage == (USAGE,)
-    assert loaded.lags == LAGS
+    assert loaded.meta.lags == LAGS
 
 
 async def test_a_changed_record_replaces_the_old_one(database):
@@ -274,33 +280,47 @@ async def test_a_broker_that_another_one_followed_can_store_nothing_more(databas
 
 async def test_a_failed_commit_stores_nothing_and_ends_the_broker(database):
     store = database()
-    book = Book(store, Policy(projects=()), clock=lambda: 0.0)
+    registry = Registry(store, Policy(projects=()), clock=lambda: 0.0)
     await store.commit([DECISION])
     with pytest.raises(StoreError, match="a commit failed"):
-        await book.commit(LEASE, DECISION)  # the same number twice
+        await registry.journal.commit(LEASE, DECISION)  # the same number twice
     with pytest.raises(StoreError):
-        await book.failed
+        await registry.journal.failed
     assert store.load().leases == ()
     store.close()
 
 
-async def test_a_full_disk_is_a_failed_commit(tmp_path):
+async def test_a_full_disk_refuses_every_commit_until_one_succeeds_again(tmp_path):
     store = opened(tmp_path)
-    with store._engine.connect() as connection:
-        pages = connection.execute(sa.text("PRAGMA page_count")).scalar()
-    sa.event.listen(
-        store._engine, "connect", lambda c, _: c.execute(f"PRAGMA max_page_count={pages}").close()
-    )
-    store._engine.dispose()
-    with pytest.raises(StoreError, match="a commit failed"):
+    disk = SmallDisk(store)
+    disk.fill()
+    with pytest.raises(DiskFull):
         await store.commit([replace(JOB, env={"A": "x" * 1_000_000})])
+    with pytest.raises(DiskFull):
+        await store.commit([LEASE])  # small, but it may rest on the one that was refused
+    disk.clear()
+    with pytest.raises(DiskFull):
+        await store.commit([LEASE])
+    await store.retry()
+    await store.commit([LEASE])
     assert store.load().jobs == ()
+    assert store.load().leases == (LEASE,)
+    store.close()
+
+
+async def test_nothing_is_written_when_the_last_of_the_space_would_be_used(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    monkeypatch.setattr(store_module, "MIN_FREE_BYTES", 1 << 60)
+    with pytest.raises(DiskFull):
+        await store.commit([LEASE])
+    monkeypatch.undo()
+    await store.retry()
     store.close()
 
 
 async def test_old_decisions_and_ended_jobs_are_dropped(database, monkeypatch):
-    monkeypatch.setattr(store_module, "MAX_DECISIONS", 10)
-    monkeypatch.setattr(store_module, "MAX_ENDED", 3)
+    monkeypatch.setattr(rows, "MAX_DECISIONS", 10)
+    monkeypatch.setattr(rows, "MAX_ENDED", 3)
     store = database()
     for number in range(5):
         await store.commit(
@@ -328,17 +348,17 @@ async def test_moments_of_another_boot_start_anew(database):
     await store.commit([LEASE])
     store.close()
     store = database("two")
-    book = Book(store, Policy(projects=()), clock=lambda: 3.0)
-    book.load("two")
-    lease = book.leases[LEASE.id].lease
+    registry = Registry(store, Policy(projects=()), clock=lambda: 3.0)
+    registry.load("two")
+    lease = registry.leases[LEASE.id].lease
     assert (lease.submitted_at, lease.queued_at, lease.granted_at, lease.keep_until_at) == (
         3.0,
         3.0,
         3.0,
         0.0,
     )
-    assert book.leases[LEASE.id].entered_at == 3.0
-    book.failed.cancel()
+    assert registry.leases[LEASE.id].entered_at == 3.0
+    registry.journal.failed.cancel()
     store.close()
 
 
@@ -349,11 +369,11 @@ async def test_moments_of_this_boot_survive_a_second_start(database):
     store.close()
     for now in (3.0, 9.0):
         store = database("two")
-        book = Book(store, Policy(projects=()), clock=lambda now=now: now)
-        book.load("two")
-        record = book.leases[LEASE.id]
+        registry = Registry(store, Policy(projects=()), clock=lambda now=now: now)
+        registry.load("two")
+        record = registry.leases[LEASE.id]
         assert (record.entered_at, record.lease.granted_at, record.lease.attained_at) == (3.0, 3.0, 3.0)
-        book.failed.cancel()
+        registry.journal.failed.cancel()
         store.close()
 
 
@@ -367,7 +387,7 @@ async def test_a_start_that_is_cut_short_before_the_new_moments_are_stored_begin
     store.close()
 
 
-async def test_only_the_broker_whose_epoch_is_stored_can_raise_it(database):
+async def test_only_the_broker_with_the_stored_epoch_can_raise_it(database):
     store = database()
     store.raise_epoch(7)
     await store.commit([LEASE])
@@ -410,7 +430,7 @@ async def test_a_job_is_found_by_its_owner_however_long_ago_it_ended(database):
 
 
 async def test_use_of_a_day_is_replaced_and_old_days_are_dropped(database, monkeypatch):
-    monkeypatch.setattr(store_module, "MAX_USAGE_DAYS", 2)
+    monkeypatch.setattr(rows, "MAX_USAGE_DAYS", 2)
     store = database()
     await store.commit([replace(USAGE, day=f"2025-01-0{n}") for n in range(1, 5)])
     await store.commit([replace(USAGE, day="2025-01-04", used_gpu_s=9.0)])

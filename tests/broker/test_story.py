@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.broker import snapshot
-from jupyter_gpushare.gpu.verbs import EventKind
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -39,7 +39,7 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(tmp_path):
 
 
 @in_virtual_time
-async def test_an_idle_session_keeps_its_gpu_while_nobody_waits(tmp_path):
+async def test_an_idle_session_keeps_its_gpu_while_no_job_waits(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -64,7 +64,7 @@ async def test_a_busy_kernel_is_never_idle(tmp_path):
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
-        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
         job = await site.submit("bo", "2")
         await until(lambda: site.now - ada.active_at > 1_000, 2_000)
         assert broker.state(ada.handle) == "running"
@@ -72,20 +72,68 @@ async def test_a_busy_kernel_is_never_idle(tmp_path):
 
 
 @in_virtual_time
-async def test_background_queries_wake_nobody_but_a_busy_kernels_do(tmp_path):
+async def test_background_queries_wake_no_session_but_a_busy_kernels_do(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         job = await site.submit("bo", "2", program=Program(work_s=1000))
         await until(lambda: broker.state(job) == "running", 120)
-        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        site.emit(EventKind.WANTED, ada.handle, queries_only="true")
         began = site.now
         await until(lambda: site.now - began > 30)
         assert broker.state(ada.handle) == "suspended"
         kernel = wire.KernelActivity(id="k", busy=True, idle_s=0.0)
-        await broker.desk.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
-        site.tell(EventKind.WANTED, ada.handle, queries_only="true")
+        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        site.emit(EventKind.WANTED, ada.handle, queries_only="true")
         await until(lambda: broker.state(ada.handle) == "running", 30)
+
+
+@in_virtual_time
+async def test_a_stalled_process_wakes_its_session_5_s_into_a_cell_and_once_in_it(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+
+        async def report(busy: bool) -> None:
+            kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0)
+            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+
+        async def sleeps_for(seconds: float) -> None:
+            began = site.now
+            while site.now < began + seconds:
+                assert broker.state(ada.handle) == "suspended"
+                await asyncio.sleep(0.1)
+
+        await until(lambda: broker.state(job) == "running", 120)
+        ada.stalled = True
+        await sleeps_for(30)  # no cell runs: a thread of its own waits
+        await report(busy=True)
+        await sleeps_for(5)
+        await until(lambda: broker.state(ada.handle) == "running", 3)
+        ada.stalled = False
+        observation = broker.registry.observations[broker.lease(ada.handle).id]
+        assert not observation.wake_by_stall(site.now + 100)
+        await report(busy=True)
+        assert not observation.wake_by_stall(site.now + 100)
+        await report(busy=False)
+        await report(busy=True)
+        assert observation.wake_by_stall(site.now + 100)
+
+
+@in_virtual_time
+async def test_a_cell_that_waits_for_less_than_5_s_wakes_no_session(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 120)
+        for busy in (True, False) * 5:
+            ada.stalled = busy
+            kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0)
+            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+            await asyncio.sleep(4)
+            assert broker.state(ada.handle) == "suspended"
 
 
 @in_virtual_time
@@ -100,7 +148,7 @@ async def test_a_wish_that_no_event_told_is_seen_in_the_samples(tmp_path):
 
 
 @in_virtual_time
-async def test_the_next_session_on_lent_room_starts_asleep_and_gets_its_claim(tmp_path):
+async def test_the_next_session_on_lent_capacity_starts_asleep_and_gets_its_claim(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()
         job = await site.submit("bo", "1", program=Program(work_s=300))
@@ -120,15 +168,15 @@ async def test_a_session_is_lent_sooner_after_long_work_and_later_after_a_break(
         ada = await site.session("ada", "1")
         await asyncio.sleep(5)
         record = broker.lease(ada.handle)
-        live, now = broker.book.live[record.id], broker.book.clock()
-        assert live.habit.idle_from is not None  # the loop has seen her idle
-        usual = snapshot.measured(broker.book, record, now).idle_timeout_s
+        live, now = broker.registry.observations[record.id], broker.registry.clock()
+        assert live.pauses.idle_from is not None  # the loop has seen her idle
+        usual = snapshot.measured(broker.registry, record, now).idle_timeout_s
         timeouts = []
         for _ in range(2):  # works for five hours, and after a break of an hour once more
-            live.habit.saw(None, now)
+            live.pauses.saw(None, now)
             now += 5 * 3600
-            live.habit.saw(now, now)
-            timeouts.append(snapshot.measured(broker.book, record, now).idle_timeout_s)
+            live.pauses.saw(now, now)
+            timeouts.append(snapshot.measured(broker.registry, record, now).idle_timeout_s)
             now += 3600
         assert timeouts[0] < timeouts[1] < usual
 

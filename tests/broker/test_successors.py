@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from jupyter_gpushare.broker import snapshot
 from jupyter_gpushare.errors import HelperError, StoreError
 from tests.broker.machine import Program
 from tests.broker.site import Site
@@ -24,6 +23,7 @@ async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_wha
             await (await site.start_broker()).end()
         broker = await site.start_broker()
         forgotten = await site.session("ada", "1")
+        seq = broker.registry.notifications.seq
         await broker.end()
         for extra in database.parent.glob(f"{database.name}-*"):
             extra.unlink()
@@ -31,6 +31,7 @@ async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_wha
         (busy,) = forgotten.limits
         broker = await site.start_broker()
         assert broker.store.epoch == 5  # the database counted to 2, the helper saw 4
+        assert broker.registry.notifications.seq > seq  # waiting pages take its answers for new ones
         jobs = [await site.submit("bo", "1", program=Program(work_s=1)) for _ in range(2)]
         for job in jobs:
             await until(lambda job=job: broker.state(job) == "granted")
@@ -38,9 +39,9 @@ async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_wha
             await until(lambda job=job: broker.job(job).result)
         assert any(busy in reason and forgotten.handle in reason for reason in broker.views.health().reasons)
         forgotten.alive, forgotten.used = False, {}
-        await until(lambda: not broker.book.strayed)
+        await until(lambda: not broker.registry.devices.orphaned)
         assert forgotten.handle not in site.held
-        assert all(device.usable for device in snapshot.devices(broker.book))
+        assert all(device.usable for device in broker.registry.devices.for_planner())
 
 
 @in_virtual_time
@@ -50,19 +51,19 @@ async def test_a_broker_that_another_one_followed_never_takes_a_higher_epoch(tmp
         before = broker.store.epoch
         site.epoch = 9  # another broker was at work on this machine
         with pytest.raises(HelperError, match="newer broker"):
-            await broker.backend.drop("b-1")
+            await broker.devices.drop("b-1")
         await asyncio.sleep(30)
         assert broker.store.epoch == before
         site.wrong.clear()  # what it tried was refused
 
 
 @in_virtual_time
-async def test_a_broker_whose_database_another_one_took_ends_instead_of_taking_a_higher_epoch(tmp_path):
+async def test_a_broker_that_lost_its_database_to_another_ends_instead_of_taking_a_higher_epoch(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker(running=False)
         with broker.store._engine.begin() as connection:
             connection.execute(sa.text("update meta set value = '9' where key = 'epoch'"))
         site.epoch = 9
         with pytest.raises(StoreError, match="a newer broker"):
-            await broker.loop.measure()
-        assert broker.book.failed.done()
+            await broker.loop.observer.measure()
+        assert broker.registry.journal.failed.done()

@@ -8,13 +8,18 @@ from datetime import datetime
 
 import pytest
 
-from jupyter_gpushare import words
-from jupyter_gpushare.broker.facts import clock_time
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.views.sentence_inputs import clock_time
 from jupyter_gpushare.core.model import Kind, State, Why
-from jupyter_gpushare.words import DecisionFacts, LeaseFacts
+from jupyter_gpushare.core.size import Size, fraction_text
+from jupyter_gpushare.messages import DecisionFacts, LeaseFacts
 
 AWAY = re.compile(r"\b(reclaim|evict|OOM|pending|cull|preempt|None|nan|inf)", re.IGNORECASE)
 CODE = re.compile(r"[a-z]+_[a-z]+|State\.|Why\.|<|>")
+
+
+def said(function, *args, **more) -> str:
+    return messages.english(function(*args, **more))
 
 
 def facts(state: State, kind: Kind = Kind.BUILD, **more) -> LeaseFacts:
@@ -33,7 +38,7 @@ def facts(state: State, kind: Kind = Kind.BUILD, **more) -> LeaseFacts:
         "borrowed": False,
         "wanted": False,
         "since": "14:20",
-        "lent_to": "a training job of project nlp",
+        "lent_to": messages.text("part.job_of_project", "nlp"),
         "suspendable": True,
         "suspend_reason": "",
     }
@@ -57,7 +62,7 @@ def test_every_state_is_said_in_plain_words(state, kind):
             idle_s=idle,
             lend_in_s=lend,
         )
-        text, badge = words.sentence(case), words.badge(case)
+        text, badge = said(messages.sentence, case), said(messages.badge, case)
         assert text.strip().endswith((".", "!"))
         assert badge
         assert len(badge) <= 20
@@ -65,74 +70,74 @@ def test_every_state_is_said_in_plain_words(state, kind):
         assert not CODE.search(text + badge), text
 
 
-def test_a_warned_owner_reads_who_waits_when_and_what_becomes_of_the_memory():
-    text = words.sentence(facts(State.RUNNING))
+def test_a_warned_owner_reads_what_waits_when_and_what_becomes_of_the_memory():
+    text = said(messages.sentence, facts(State.RUNNING))
     for part in ("Idle for 10 min", "2 jobs are waiting", "In 5 min", "RAM", "Your variables stay"):
         assert part in text
-    assert words.badge(facts(State.RUNNING)) == "Lent in 5 min"
+    assert said(messages.badge, facts(State.RUNNING)) == "Lent in 5 min"
 
 
-def test_an_owner_whom_nobody_waits_for_keeps_the_gpu():
+def test_an_owner_keeps_the_gpu_while_no_job_waits():
     case = facts(State.RUNNING, waiting=0, lend_in_s=None, warned=False)
-    assert words.sentence(case) == "Idle for 10 min. Nobody is waiting, so your GPU stays with you."
-    assert words.badge(case) == "Idle 10 min"
+    assert said(messages.sentence, case) == "Idle for 10 min. Nobody is waiting, so your GPU stays with you."
+    assert said(messages.badge, case) == "Idle 10 min"
 
 
-def test_who_keeps_or_lends_the_gpu_reads_it():
+def test_an_owner_that_keeps_or_lends_the_gpu_reads_it():
     alone = {"waiting": 0, "lend_in_s": None, "warned": False}
     kept = facts(State.RUNNING, kept_until="15:10", stays_until="15:10", **alone)
-    assert words.sentence(kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
+    assert said(messages.sentence, kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
     busy = facts(State.RUNNING, idle_s=None, kept_until="15:10", **alone)
-    assert words.sentence(busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
-    assert "the next who needs a GPU gets yours" in words.sentence(
-        facts(State.RUNNING, lend_now=True, **alone)
+    assert said(messages.sentence, busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
+    assert "the next who needs a GPU gets yours" in said(
+        messages.sentence, facts(State.RUNNING, lend_now=True, **alone)
     )
 
 
-def test_a_sleeping_session_says_since_when_to_whom_and_how_to_wake():
-    text = words.sentence(facts(State.SUSPENDED))
+def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
+    text = said(messages.sentence, facts(State.SUSPENDED))
     assert "since 14:20" in text
     assert "training job of project nlp" in text
     assert "Run any GPU cell" in text
-    assert "Nobody uses your GPU" in words.sentence(facts(State.SUSPENDED, lent_to=""))
-    assert words.badge(facts(State.SUSPENDED)) == "Asleep, GPU lent"
-    assert words.badge(facts(State.SUSPENDED, lent_to="")) == "Asleep"
+    assert "Nobody uses your GPU" in said(messages.sentence, facts(State.SUSPENDED, lent_to=None))
+    assert said(messages.badge, facts(State.SUSPENDED)) == "Asleep, GPU lent"
+    assert said(messages.badge, facts(State.SUSPENDED, lent_to=None)) == "Asleep"
     assert "to wake it; your variables are safe." in text
-    assert "to wake it, usually 8 s (5-12)." in words.sentence(
-        facts(State.SUSPENDED, usually_wakes=words.usually(5.1, 8.4, 12.4))
+    assert "to wake it, usually 8 s (5-12)." in said(
+        messages.sentence, facts(State.SUSPENDED, usually_wakes=messages.usually(5.1, 8.4, 12.4))
     )
 
 
-def test_waking_up_says_who_gives_the_gpu_back_and_how_long_the_copy_takes():
+def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_the_copy_takes():
     gives = facts(State.SUSPENDED, wanted=True, copy_s=4.6)
-    assert words.sentence(gives) == (
+    assert said(messages.sentence, gives) == (
         "Getting the GPU back from a training job of project nlp, then copying 6.5 GB (about 5 s). "
         "Your cell runs after that."
     )
-    assert words.badge(gives) == "Waking up"
+    assert said(messages.badge, gives) == "Waking up"
     copies = facts(State.RESUMING, copy_s=None)
-    assert words.sentence(copies) == "Copying 6.5 GB back to the GPU. Your cell runs after that."
+    assert said(messages.sentence, copies) == "Copying 6.5 GB back to the GPU. Your cell runs after that."
 
 
-def test_who_has_to_wait_for_the_own_gpu_reads_for_whom_and_how_long():
+def test_an_owner_that_has_to_wait_reads_for_which_job_and_how_long():
     saves = facts(State.SUSPENDED, wanted=True, held_up_s=30.2)
-    assert words.sentence(saves) == (
+    assert said(messages.sentence, saves) == (
         "Your GPU is guaranteed but busy for up to 30 s more: a job is saving its checkpoint."
     )
-    assert words.badge(saves) == "Waiting to wake"
+    assert said(messages.badge, saves) == "Waiting to wake"
     guest = facts(State.SUSPENDED, wanted=True, unclaimed=True)
-    assert "guaranteed" not in words.sentence(guest)
-    assert words.badge(guest) == "Waiting to wake"
+    assert "guaranteed" not in said(messages.sentence, guest)
+    assert said(messages.badge, guest) == "Waiting to wake"
 
 
-def test_an_idle_owner_reads_until_when_the_gpu_stays_whoever_waits():
+def test_an_idle_owner_reads_until_when_the_gpu_stays_in_any_case():
     early = facts(State.RUNNING, warned=False, stays_until="14:20")
-    assert words.sentence(early) == "Idle for 10 min. Your GPU stays with you until 14:20."
+    assert said(messages.sentence, early) == "Idle for 10 min. Your GPU stays with you until 14:20."
     over = facts(State.RUNNING, warned=False, lend_in_s=None)
-    assert words.sentence(over) == (
+    assert said(messages.sentence, over) == (
         "Idle for 10 min. 2 jobs are waiting: your GPU is lent as soon as that helps. Your variables stay."
     )
-    assert words.badge(over) == "Idle 10 min"
+    assert said(messages.badge, over) == "Idle 10 min"
 
 
 def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
@@ -140,14 +145,18 @@ def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
         State.SUSPENDED,
         Kind.TRAIN,
         why=Why.OVER_QUOTA,
-        note=words.because_of(Why.OVER_QUOTA, "nlp"),
+        given_to="nlp",
         position=1,
     )
-    assert words.sentence(paused) == (
+    assert said(messages.sentence, paused) == (
         "Paused at 14:20 because nlp took back its guaranteed GPU. Nothing was lost. Number 1."
     )
-    requeued = words.requeued(
-        "14:20", words.because_of(Why.OVER_QUOTA), words.GOES_ON["sigterm"], "Number 1."
+    requeued = said(
+        messages.requeued,
+        "14:20",
+        messages.because_of(Why.OVER_QUOTA),
+        "sigterm",
+        (messages.text("job.number", 1),),
     )
     assert requeued == (
         "Paused at 14:20 because another project took back its guaranteed GPU. "
@@ -155,58 +164,81 @@ def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
     )
 
 
-def test_a_job_on_borrowed_room_says_who_may_take_it_back():
-    borrowed = facts(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="project nlp")
-    assert words.sentence(borrowed).endswith("It may be paused when project nlp needs its own.")
+def test_a_job_on_borrowed_capacity_says_which_project_may_take_it_back():
+    borrowed = facts(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="nlp")
+    assert said(messages.sentence, borrowed).endswith("It may be paused when project nlp needs its own.")
     of_several = facts(State.RUNNING, Kind.TRAIN, borrowed=True)
-    assert words.sentence(of_several).endswith("It may be paused when another project needs its own.")
+    assert said(messages.sentence, of_several).endswith(
+        "It may be paused when another project needs its own."
+    )
 
 
 def test_a_session_that_cannot_sleep_says_why():
     case = facts(State.RUNNING, suspendable=False, suspend_reason="it uses CUDA IPC", warned=False)
-    assert "it uses CUDA IPC" in words.sentence(case)
-    assert words.badge(case) == "Held"
+    assert "it uses CUDA IPC" in said(messages.sentence, case)
+    assert said(messages.badge, case) == "Held"
 
 
 def test_lost_state_says_what_to_do():
-    lost = facts(State.RUNNING, note=words.STATE_LOST, suspend_reason="the driver lost it", reference="b7-1")
-    text = words.sentence(lost)
-    assert words.badge(lost) == "GPU state lost"
+    lost = facts(State.RUNNING, lost=True, suspend_reason="the driver lost it", reference="b7-1")
+    text = said(messages.sentence, lost)
+    assert said(messages.badge, lost) == "GPU state lost"
     assert "restart" in text
     assert "(the driver lost it)" in text
     assert text.endswith("Files are safe. Reference b7-1.")
 
 
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING])
+def test_a_process_that_may_be_damaged_is_not_called_safe(state, kind):
+    text = said(messages.sentence, facts(state, kind, damaged=True, reference="b7-1"))
+    assert "may be damaged: check" in text
+    assert text.endswith("Reference b7-1.")
+    assert not re.search("safe|Nothing was lost", text)
+    assert "damaged" not in said(
+        messages.sentence, facts(state, kind, damaged=True, lost=True, reference="b7-1")
+    )
+
+
 @pytest.mark.parametrize("why", Why)
 def test_every_reason_to_wait_is_a_sentence(why):
-    text = words.waiting(why, needs="2 GPUs", free_milli=1250, position=3)
+    text = said(messages.waiting, why, needs="2 GPUs", free_milli=1250, position=3)
     assert text.endswith(".")
     assert not AWAY.search(text)
     assert not CODE.search(text)
 
 
 def test_waiting_says_number_need_and_what_is_free():
-    assert words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1250, position=3) == (
+    assert said(messages.waiting, Why.NO_CAPACITY, needs="2 GPUs", free_milli=1250, position=3) == (
         "Number 3. Needs 2 GPUs; 1.25 are free."
     )
-    assert "starts in a moment" in words.waiting("", needs="2 GPUs", free_milli=2000, position=None)
-    assert "1 is free" in words.waiting(Why.NO_ROOM, needs="2 GPUs", free_milli=1000, position=None)
+    assert "starts in a moment" in said(messages.waiting, "", needs="2 GPUs", free_milli=2000, position=None)
+    assert "1 is free" in said(
+        messages.waiting, Why.NO_CAPACITY, needs="2 GPUs", free_milli=1000, position=None
+    )
 
 
 def test_what_can_never_run_has_no_number():
-    text = words.waiting(Why.TOO_LARGE, needs="8 GPUs together", free_milli=0, position=3, largest=4)
+    text = said(messages.waiting, Why.TOO_LARGE, needs="8 GPUs together", free_milli=0, position=3, largest=4)
     assert text == "Cannot start: asks for 8 GPUs together; the largest machine has 4 GPUs."
 
 
 @pytest.mark.parametrize("why", Why)
 @pytest.mark.parametrize("action", ["grant", "suspend", "resume", "requeue"])
 def test_every_decision_is_a_sentence(action, why):
-    text = words.decision(
-        DecisionFacts(action=action, why=why, who="bo's job train", kind=Kind.TRAIN, for_whom="ada's session")
+    text = said(
+        messages.decision,
+        DecisionFacts(
+            action=action,
+            why=why,
+            subject=messages.text("decision.job", "bo", "train", "1 GPU"),
+            kind=Kind.TRAIN,
+            beneficiary=messages.text("decision.session", "ada", "1/2 GPU"),
+        ),
     )
     assert "sleep" not in text
-    assert text.startswith("bo's job train ")
-    assert "for ada's session: " in text
+    assert text.startswith("bo's job train (1 GPU) ")
+    assert "for ada's session (1/2 GPU): " in text
     assert text.endswith(".")
     assert not AWAY.search(text)
     assert not CODE.search(text)
@@ -216,7 +248,7 @@ def test_every_decision_is_a_sentence(action, why):
     ("milli", "text"), [(250, "1/4"), (333, "1/3"), (500, "1/2"), (123, "0.123"), (1000, "1"), (1250, "1.25")]
 )
 def test_fractions_are_written_as_people_write_them(milli, text):
-    assert words.fraction(milli) == text
+    assert fraction_text(milli) == text
 
 
 @pytest.mark.parametrize(
@@ -224,19 +256,18 @@ def test_fractions_are_written_as_people_write_them(milli, text):
     [(-5, "0 s"), (0, "0 s"), (89, "89 s"), (360, "6 min"), (7200, "2 h"), (1e6, "278 h")],
 )
 def test_durations_have_one_unit(seconds, text):
-    assert words.duration(seconds) == text
+    assert messages.duration(seconds) == text
 
 
-def test_sizes_are_written_as_asked_for():
-    assert words.size(500, 1) == "1/2 GPU"
-    assert words.size(1000, 2) == "2 GPUs"
-    assert words.size(0, 1, 20 * 1024**3).endswith("of a GPU")
-    assert words.size(1000, 1, profile="1g.10gb") == "MIG 1g.10gb"
-    assert words.size_as_written("1", None, "1g.10gb") == "MIG 1g.10gb"
-    assert words.size_as_written("2", None, None) == "2 GPUs"
-    assert words.size_as_written("1", None, None) == "1 GPU"
-    assert words.size_as_written("1/2", None, None) == "1/2 GPU"
-    assert words.size_as_written("1", "20GiB", None) == "20GiB of a GPU"
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(Size(500), Size(120), Size(1000), Size(1000, 2), Size(1000, profile="1g.10gb")),
+        *(Size(memory_bytes=20 << 30), Size(memory_bytes=1 << 29)),
+    ],
+)
+def test_a_size_reads_the_same_before_and_after_translation(size):
+    assert said(messages.size_text, size) == size.text
 
 
 @pytest.mark.parametrize(
@@ -249,7 +280,7 @@ def test_sizes_are_written_as_asked_for():
     ],
 )
 def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
-    assert words.starts_in(*seconds) == says
+    assert said(messages.starts_in, *seconds) == says
 
 
 @pytest.mark.parametrize(
@@ -267,3 +298,51 @@ def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
 def test_a_time_of_another_day_has_its_day(moment: str, told: str) -> None:
     local = [datetime.fromisoformat(each).astimezone().isoformat() for each in (moment, "2026-11-21T08:00")]
     assert clock_time(*local) == told
+
+
+@pytest.mark.parametrize("key", [key for key in messages.TEMPLATES if key.startswith("session.")])
+def test_an_administrator_reads_no_sentence_that_addresses_the_owner(key):
+    template = messages.TEMPLATES[key]
+    for sentence in [template] if isinstance(template, str) else template:
+        told = messages.about(sentence, "ada")
+        assert not re.search(r"\b(you|your|yours)\b", told, re.IGNORECASE), told
+
+
+def test_another_reader_is_told_of_the_owner_by_name():
+    idle = "Idle for 10 min. Your GPU stays with you until 14:20."
+    assert messages.about(idle, "ada") == "Idle for 10 min. ada's GPU stays with ada until 14:20."
+    assert messages.about("Your \\1 GPU", "a\\1{b}") == "a\\1{b}'s \\1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            {"memory_saved_bytes": 0},
+            "Asleep since 14:20. Your GPU is lent to a training job of project nlp. "
+            "It comes back with your next GPU cell.",
+        ),
+        (
+            {"memory_saved_bytes": 0, "wanted": True},
+            "Getting the GPU back from a training job of project nlp. Your cell runs after that.",
+        ),
+    ],
+)
+def test_nothing_is_called_safe_or_copied_where_nothing_is_held(more, told):
+    assert said(messages.sentence, facts(State.SUSPENDED, **more)) == told
+
+
+def test_no_variables_are_promised_to_a_session_that_holds_no_memory():
+    assert said(messages.sentence, facts(State.RUNNING, memory_used_bytes=0)) == (
+        "Idle for 10 min and 2 jobs are waiting. In 5 min your GPU is lent; "
+        "it comes back with your next GPU cell."
+    )
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_lease_that_uses_more_than_its_limit_says_so(kind):
+    for idle_s, over in itertools.product((None, 600.0), (False, True)):
+        used = 41 << 30 if over else (40 << 30) + (64 << 20)  # the watchdog's tolerance
+        case = facts(State.RUNNING, kind, idle_s=idle_s, memory_used_bytes=used, memory_limit_bytes=40 << 30)
+        text = said(messages.sentence, case)
+        assert ("It uses 41 GB of GPU memory, more than the 40 GB that it was given" in text) is over

@@ -1,0 +1,440 @@
+"""Effects: carry out what a lease in a transitional state calls for.
+
+At most one task per lease.  Each effect follows the same order: the intent is
+committed (`Registry.advance`), the action is tried, and the observation decides
+the next transition.  An effect that fails is started again by a later round,
+in the state that the lease has then.  A lease releases its capacity only after
+the driver shows that its device memory is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.observer import GONE_S, Observer
+from jupyter_gpushare.broker.state.observations import Observation
+from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.transitions import (
+    Failed,
+    LossReplaced,
+    Released,
+    Requeued,
+    ResumeBegun,
+    ResumeDone,
+    ResumeRefused,
+    StartFailed,
+    StateLost,
+    Stopping,
+    SuspendBegun,
+    SuspendDone,
+    SuspendRefused,
+)
+from jupyter_gpushare.core.model import State, Why
+from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from jupyter_gpushare.protocol.wire import Text
+
+log = logging.getLogger("gpushare.broker")
+
+# Between two checks of a condition at the Hub.
+POLL_S = 1.0
+# A server without a process this long after its grant has not started.
+START_S = 60.0
+MAX_TRIES = 5
+# A Hub that starts no server is asked again after 2, 4, ... seconds, at most:
+HUB_BACKOFF_MAX_S = 60.0
+# All processes are killed this long after the end of the leader's grace period.
+KILL_MARGIN_S = 5.0
+# Processes that outlive the runner of their job are killed this long after SIGTERM.
+LEFTOVER_S = 2.0
+# Seconds until a suspension is tried again, by the reason of the refusal.
+_BACKOFF_S: Mapping[Refusal, float] = {
+    Refusal.NONE: 10.0,
+    Refusal.WANTED: 0.0,
+    Refusal.BUSY: 10.0,
+    Refusal.NO_MEMORY: 10.0,
+    Refusal.HOST_MEMORY: 30.0,
+    Refusal.NOT_SUSPENDABLE: 60.0,
+    Refusal.LOST: 10.0,
+    Refusal.NO_LEASE: 5.0,
+}
+# Refusals of a suspension that the driver, or a process that does not come to rest, is the reason of.
+_FAILURES = frozenset({Refusal.NONE, Refusal.BUSY, Refusal.NOT_SUSPENDABLE, Refusal.LOST})
+# A refused resume is tried again at once, since memory may be freed at any moment; the delay doubles to:
+_RESUME_RETRY_MAX_S = 5.0
+
+
+class Effects:
+    """Runs at most one task for each lease."""
+
+    def __init__(self, registry: Registry, devices: Devices, hub: Hub, observer: Observer) -> None:
+        self.registry = registry
+        self.devices = devices
+        self.hub = hub
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        # Of attempts that have ended; the Hub lists them until they are removed.
+        self.ended_servers: dict[ServerKey, None] = {}
+        self._observer = observer
+        self._hub_backoff_s = 1.0
+
+    def reconcile(self, record: LeaseRecord, now: float) -> None:
+        """Start the effect that a lease's state calls for, unless one runs or has to wait for a retry."""
+        observation = self.registry.observations[record.id]
+        if record.id in self.tasks or now < observation.effect_retry_at:
+            return
+        effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None = None
+        match record.state:
+            case State.GRANTED if record.is_job:
+                effect = self._start_job
+            case State.SUSPENDING:
+                effect = self._suspend
+            case State.RESUMING:
+                effect = self._resume
+            case State.STOPPING:
+                effect = self._stop_job if record.is_job else self._stop_session
+            case State.RUNNING | State.SUSPENDED:
+                effect = self._corrective_effect(record, observation, now)
+            case _:
+                pass
+        if effect is not None:
+            self._begin(effect, record)
+
+    def _corrective_effect(
+        self, record: LeaseRecord, observation: Observation, now: float
+    ) -> Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None:
+        """Return the effect for a lease if its sample disagrees with its state; None: they agree."""
+        job = self.registry.job_of(record)
+        vanished = observation.gone_since_at is not None and now - observation.gone_since_at > GONE_S
+        if record.is_job and (vanished or job is None or job.exit_code is not None):
+            return self._end_job
+        phase = (
+            observation.sample.phase
+            if observation.sample and snapshot.sampled_since_entry(self.registry, record)
+            else None
+        )
+        if record.lost and record.state is State.RUNNING:
+            if record.is_job:
+                return self._start_anew
+            return self._reconcile_restarted if phase is not None and phase is not Phase.LOST else None
+        if record.state is State.SUSPENDED and phase is Phase.RUNNING:
+            return self._reconcile_awake
+        if record.state is State.RUNNING and phase is Phase.SUSPENDED:
+            return self._reconcile_suspended
+        return None
+
+    def _begin(self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord) -> None:
+        name = f"{effect.__name__} {record.handle}"
+        self.tasks[record.id] = asyncio.create_task(self._effect(effect, record), name=name)
+
+    async def _effect(
+        self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord
+    ) -> None:
+        """Run one effect; after an error a later round starts it again."""
+        observation = self.registry.observations.get(record.id)
+        try:
+            await self.registry.journal.durable()  # the intent
+            if self._still(record, record.state):
+                await effect(record)
+        except (HelperError, HubError, DeviceError, DiskFull) as error:
+            log.warning("lease=%s %s: %s", record.handle, effect.__name__.strip("_"), error)
+            if observation is not None:
+                observation.effect_retry_at = self.registry.clock() + POLL_S
+        except Conflict as error:
+            log.info("lease=%s overtaken: %s", record.handle, error)
+        except StoreError:
+            return  # `Registry.failed` ends the process
+        except Exception:
+            log.exception("lease=%s %s failed", record.handle, effect.__name__)
+            if observation is not None:
+                observation.effect_retry_at = self.registry.clock() + 5 * POLL_S
+        finally:
+            self.tasks.pop(record.id, None)
+            self.registry.changed.set()
+
+    # suspend and resume
+
+    def wake_unrecorded(self, now: float) -> None:
+        """Resume wanted sessions while the disk is full; `_reconcile_awake` records it later."""
+        for record in snapshot.wakeable(self.registry, self.tasks, now):
+            self._begin(self._wake_unrecorded, record)
+
+    async def _wake_unrecorded(self, record: LeaseRecord) -> None:
+        moved = await self.devices.resume(record.handle)
+        # The next sample shows what became of it.
+        self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
+        log.warning("lease=%s resumed=%s without a stored intent %s", record.handle, moved.done, moved.reason)
+
+    async def _suspend(self, record: LeaseRecord) -> None:
+        observation = self.registry.observations[record.id]
+        calls = ""
+        if record.why == Why.IDLE:  # `Why.LEND_NOW` is forced: the owner asked for it
+            if observation.sample is None:
+                await self._suspend_refused(
+                    record, MoveResult(done=False, refused=Refusal.NO_LEASE, reason="not measured")
+                )
+                return
+            calls = observation.sample.calls
+        moved = await self.devices.suspend(record.handle, calls)
+        await self._count_suspension(moved)
+        if moved.done:
+            job = self.registry.job_of(record)
+            if job is not None:
+                job = replace(job, preemptions=job.preemptions + 1)
+            await self.registry.advance(record, SuspendDone(saved_bytes=moved.bytes), job=job)
+        else:
+            await self._suspend_refused(record, moved)
+
+    async def _count_suspension(self, moved: MoveResult) -> None:
+        """Count a suspension that reached the driver."""
+        if moved.done or moved.refused in _FAILURES:
+            failure, registry = "" if moved.done else moved.reason or "no reason given", self.registry
+            registry.suspensions = registry.suspensions.after_try(failure, registry.iso_now())
+            await registry.journal.commit(registry.suspensions)
+
+    async def _suspend_refused(self, record: LeaseRecord, moved: MoveResult) -> None:
+        observation, now = self.registry.observations[record.id], self.registry.clock()
+        observation.retry_at = now + _BACKOFF_S[moved.refused]
+        if moved.refused is Refusal.WANTED:
+            observation.active_at = now
+        else:
+            observation.not_suspendable = moved.reason
+        await self.registry.advance(record, SuspendRefused(reason=moved.reason))
+
+    async def _resume(self, record: LeaseRecord) -> None:
+        observation = self.registry.observations[record.id]
+        moved = await self.devices.resume(record.handle)
+        now = self.registry.clock()
+        if moved.done:
+            if observation.wanted_at is not None:
+                self.registry.wake_times.took_s.append(now - observation.wanted_at)
+            observation.active_at, observation.resumes_refused = now, 0
+            with contextlib.suppress(HelperError):
+                # The notification that follows must not show the sample of the suspended lease.
+                found = {sample.lease: sample for sample in (await self.devices.sample()).leases}
+                observation.sample = found.get(record.handle, observation.sample)
+            await self.registry.advance(record, ResumeDone())
+        elif moved.refused is Refusal.LOST:
+            counts = self.registry.suspensions.after_loss(moved.reason, self.registry.iso_now())
+            self.registry.suspensions = counts
+            await self.registry.journal.commit(counts)
+            await self.registry.advance(record, StateLost(reason=moved.reason))
+            await self.registry.record_notice(record, "lost", "notice.lost", moved.reason, record.handle)
+        else:
+            again_s = (
+                _RESUME_RETRY_MAX_S
+                if moved.refused is Refusal.NO_LEASE
+                else 0.25 * 2.0**observation.resumes_refused
+            )
+            observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
+            observation.resumes_refused = min(observation.resumes_refused + 1, 10)
+            await self.registry.advance(record, ResumeRefused(reason=moved.reason))
+
+    async def _start_anew(self, record: LeaseRecord) -> None:
+        """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""
+        await self.registry.advance(record, Stopping(why=messages.STATE_LOST, requeue=True))
+
+    async def _reconcile_restarted(self, record: LeaseRecord) -> None:
+        """Clear the loss of a session: its kernels have restarted."""
+        await self.registry.edit(record, LossReplaced())
+
+    async def _reconcile_awake(self, record: LeaseRecord) -> None:
+        """Follow the helper, which rolled a suspension back: the memory is on the device."""
+        await self.registry.advance(record, ResumeBegun(why=Why.CAPACITY_BACK))
+        await self.registry.advance(record, ResumeDone())
+
+    async def _reconcile_suspended(self, record: LeaseRecord) -> None:
+        """Follow the helper, which completed a suspension that the broker did not record."""
+        sample = self.registry.observations[record.id].sample
+        saved = sum(sample.saved_bytes.values()) if sample else 0
+        await self.registry.advance(record, SuspendBegun(why=Why.IDLE))
+        await self.registry.advance(record, SuspendDone(saved_bytes=saved))
+
+    # start and stop
+
+    async def _start_job(self, record: LeaseRecord) -> None:
+        """Ask the Hub to start a job's server, then wait until it runs or has failed to start."""
+        key = ServerKey(record.lease.user, record.handle)
+        try:
+            await self.hub.start_server(key)
+        except HubError as error:
+            if error.not_now:
+                await self._hub_busy(record, str(error))
+                return
+            # The answer may have been lost after the Hub began the start.
+            if error.permanent or not await self._may_still_start(record, key):
+                await self.start_failed(record, str(error), for_good=error.permanent)
+                return
+        else:
+            self._hub_backoff_s = 1.0
+        until = self.registry.clock() + START_S
+        while self._still(record, State.GRANTED):
+            sample = self.registry.observations[record.id].sample
+            if sample is not None and sample.runner_ended:
+                await self.registry.advance(record, Stopping(reason="its runner ended before it reported"))
+                return
+            if self.registry.clock() > until and not await self._may_still_start(record, key):
+                await self.start_failed(record, "its server did not start")
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _may_still_start(self, record: LeaseRecord, key: ServerKey) -> bool:
+        """Return whether this attempt has processes, or the Hub may still start them."""
+        sample = self.registry.observations[record.id].sample
+        return (sample is not None and sample.alive) or await self.hub.has_server(key)
+
+    def _still(self, record: LeaseRecord, state: State) -> bool:
+        current = self.registry.leases.get(record.id)
+        return current is not None and current.state is state and current.attempt == record.attempt
+
+    async def _hub_busy(self, record: LeaseRecord, reason: str) -> None:
+        """Requeue a job that the Hub did not start for its own reasons, and pause all starts."""
+        registry = self.registry
+        self._hub_backoff_s = min(2 * self._hub_backoff_s, HUB_BACKOFF_MAX_S)
+        registry.hub_backoff_until = registry.clock() + self._hub_backoff_s
+        await self.devices.drop(record.handle)
+        await registry.advance(record, StartFailed(reason=reason, tries=record.tries))
+
+    async def on_start_failed(self, record: LeaseRecord) -> None:
+        """End a granted attempt that the Hub has given up; its processes must be gone before the next one."""
+        await self._observer.measure()
+        if not self._still(record, State.GRANTED):
+            return
+        sample = self.registry.observations[record.id].sample
+        if sample is not None and (sample.alive or any(sample.used_bytes.values())):
+            await self.registry.advance(record, Stopping(reason="the Hub could not start its server"))
+        else:
+            await self.start_failed(record, "the Hub could not start its server")
+
+    async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
+        """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it."""
+        registry = self.registry
+        await self.devices.drop(record.handle)
+        tries = record.tries + 1
+        if for_good or tries >= MAX_TRIES:
+            await self.finish(record, "failed", messages.text("job.not_started", reason))
+            return
+        registry.observations[record.id].retry_at = registry.clock() + 2.0**tries
+        await registry.advance(record, StartFailed(reason=reason, tries=tries))
+
+    async def _end_job(self, record: LeaseRecord) -> None:
+        """Stop a job that has reported its end or has no processes left."""
+        await self.registry.advance(record, Stopping())
+
+    async def _stop_job(self, record: LeaseRecord) -> None:
+        """Terminate a job within its grace period, release its lease, and end or requeue it."""
+        registry = self.registry
+        job, observation = registry.job_of(record), registry.observations[record.id]
+        grace_s = (
+            min(job.grace_s, registry.policy.max_grace_s) if job is not None else registry.policy.grace_s
+        )
+        if observation.sample is not None and observation.sample.runner_ended:
+            await self.devices.signal(record.handle, signal.SIGTERM, "all")
+            grace_s = 0.0  # what is left reports no result, whatever it saves
+        elif job is None or job.exit_code is None:
+            await self.devices.signal(record.handle, signal.SIGTERM, "leader")
+        await self._until_gone(record, observation, grace_s + (KILL_MARGIN_S if grace_s else LEFTOVER_S))
+        if not observation.seen_alive and job is not None and job.exit_code is None:
+            await self._until_server_removed(record)
+            await self._until_gone(record, observation, grace_s + KILL_MARGIN_S)
+        await self.devices.drop(record.handle)
+        if job is None:
+            await registry.advance(record, Released())
+            return
+        await self._settle(record, registry.jobs[job.id])
+
+    async def _until_server_removed(self, record: LeaseRecord) -> None:
+        """Return when the Hub has no server of this attempt, which could still start processes."""
+        key = ServerKey(record.lease.user, record.handle)
+        while await self.hub.has_server(key):
+            with contextlib.suppress(HubError):  # refused while the server starts
+                await self.hub.stop_server(key)
+            await asyncio.sleep(POLL_S)
+
+    async def _stop_session(self, record: LeaseRecord) -> None:
+        """Release a session after its last process has ended and its device memory is free."""
+        await self._until_gone(record, self.registry.observations[record.id], self.registry.policy.grace_s)
+        await self.devices.drop(record.handle)
+        await self.registry.advance(record, Released())
+
+    async def _until_gone(self, record: LeaseRecord, observation: Observation, grace_s: float) -> None:
+        """Return when a lease has no process and the driver shows no memory of it; kill after ``grace_s``."""
+        kill_at = self.registry.clock() + grace_s
+        while True:
+            await self._observer.measure()
+            sample = observation.sample
+            gone = sample is None or not (sample.alive or any(sample.used_bytes.values()))
+            if gone and snapshot.sampled_since_entry(self.registry, record):
+                return
+            if self.registry.clock() >= kill_at:
+                log.warning("lease=%s still has processes after its grace: killing them", record.handle)
+                await self.devices.signal(record.handle, signal.SIGKILL, "all")
+                kill_at = self.registry.clock() + KILL_MARGIN_S
+            await asyncio.sleep(0.2)
+
+    async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
+        """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""
+        record = self.registry.leases.get(record.id, record)  # it may have been cancelled meanwhile
+        self.ended_servers[ServerKey(record.lease.user, record.handle)] = None
+        lost = record.lost and job.exit_code != 0
+        if record.lease.cancelled:
+            await self.finish(record, "cancelled", messages.text("job.cancelled"))
+        elif job.exit_code is not None and not job.stopped and not lost:
+            if job.exit_code == 0:
+                await self.finish(record, "succeeded", messages.text("job.done"))
+            else:
+                own = messages.text("verbatim", job.reason) if job.reason else None
+                code = messages.text("job.ended_with", job.exit_code)
+                await self._failed_attempt(record, job, own or code)
+        elif record.requeue or job.stopped:
+            if record.requeue:
+                job = replace(job, preemptions=job.preemptions + 1)
+            await self._requeue(record, job)
+        else:
+            await self._failed_attempt(record, job, messages.text("job.vanished"))
+
+    async def _failed_attempt(self, record: LeaseRecord, job: JobRecord, reason: Text) -> None:
+        job = replace(job, failures=job.failures + 1)
+        if job.failures <= job.retries:
+            await self._requeue(record, job)
+        else:
+            await self.finish(record, "failed", reason, job)
+
+    async def _requeue(self, record: LeaseRecord, job: JobRecord) -> None:
+        registry, observation = self.registry, self.registry.observations[record.id]
+        observation.seen_alive = False
+        observation.gone_since_at, observation.sample = None, None
+        await registry.advance(record, Requeued(), job=replace(job, exit_code=None, stopped=False))
+
+    async def finish(
+        self, record: LeaseRecord, result: str, reason: Text, job: JobRecord | None = None
+    ) -> None:
+        """End a job: its result and the end of its lease are one commit.
+
+        Raises:
+            Conflict: the lease has ended already.
+            StoreError: the database failed; the broker ends.
+        """
+        registry = self.registry
+        job = job or registry.job_of(record)
+        if job is not None:
+            job = replace(
+                job,
+                result=result,
+                reason=messages.english(reason),
+                reason_texts=(reason,),
+                ended_at=registry.iso_now(),
+                attempts=record.attempt,
+            )
+        why = messages.english(reason)
+        ended = Failed(reason=why) if result == "failed" else Released(reason=why)
+        await registry.advance(record, ended, job=job)

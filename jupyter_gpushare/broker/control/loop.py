@@ -1,0 +1,243 @@
+"""The control loop: measure, decide, record the intent, act, observe.
+
+It is level-triggered.  Every round reads the present state, asks the engine
+what to do, and makes sure that every lease in a transitional state has an
+effect at work (`effects`).  No step counts as done before it was observed: an
+effect that fails is started again, and a restarted broker continues from the
+states that it finds in the database and at the device helper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.effects import START_S, Effects
+from jupyter_gpushare.broker.control.fenced_hub import FencedHub
+from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.observer import Observer
+from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.transitions import ResumeBegun, Stopping, SuspendBegun
+from jupyter_gpushare.core.model import Grant, Requeue, Resume, State, Suspend
+from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError, Superseded
+from jupyter_gpushare.protocol.helper import ErrorKind
+
+log = logging.getLogger("gpushare.broker")
+
+SAMPLE_S = 1.0
+SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
+REPEAT_S = 60.0  # the same error is logged again only after this long
+
+
+class Loop:
+    """The broker's background work; runs until cancelled."""
+
+    def __init__(self, registry: Registry, engine: Engine, devices: Devices, hub: Hub) -> None:
+        self.registry = registry
+        self.engine = engine
+        self.hub = FencedHub(hub, devices, lambda: registry.store.epoch)
+        self.observer = Observer(registry, devices)
+        self.effects = Effects(registry, devices, self.hub, self.observer)
+        self.lending = LendingControl(registry, engine)
+        self._next_at: float | None = None
+
+    async def run(self) -> None:
+        """Measure, decide and act until cancelled.
+
+        Raises:
+            StoreError: the database failed; the process must end.
+            Superseded: a newer broker is at work; the process must end for good.
+        """
+        parts = (
+            self._measuring,
+            self.observer.watch,
+            self._deciding,
+            self._reconciling_servers,
+            self._removing_servers,
+        )
+        async with asyncio.TaskGroup() as group:
+            for part in parts:
+                group.create_task(self._supervised(part), name=part.__name__)
+            group.create_task(self._raise_store_failure())
+
+    async def _raise_store_failure(self) -> None:
+        await asyncio.shield(self.registry.journal.failed)
+
+    async def _supervised(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one part until cancelled; after an error it is logged and started again."""
+        logged, logged_at = "", 0.0
+        while True:
+            try:
+                await part()
+            except StoreError:
+                raise
+            except (HelperError, HubError, DeviceError, DiskFull) as error:
+                if isinstance(error, HelperError) and error.kind == ErrorKind.STALE_EPOCH:
+                    raise self.registry.journal.fail(Superseded(f"this broker ends: {error}")) from None
+                now = self.registry.clock()
+                if str(error) != logged or now - logged_at >= REPEAT_S:
+                    log.warning("%s: %s", part.__name__.strip("_"), error)
+                    logged, logged_at = str(error), now
+            except Exception:
+                log.exception("%s failed", part.__name__.strip("_"))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _measuring(self) -> None:
+        while True:
+            await self.observer.measure()
+            await asyncio.sleep(SAMPLE_S)
+
+    # ---- deciding ------------------------------------------------------------
+
+    async def _deciding(self) -> None:
+        while True:
+            began = self.registry.clock()
+            await self.decide()
+            # A round takes long where the queue is long: requests get at least as much time.
+            await asyncio.sleep(min(SAMPLE_S, self.registry.clock() - began))
+            timeout = SAMPLE_S
+            if self._next_at is not None:
+                timeout = min(timeout, max(0.01, self._next_at - self.registry.clock()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self.registry.changed.wait()
+            self.registry.changed.clear()
+
+    async def decide(self) -> None:
+        """Run one round: reconcile every lease, then decide, commit and start what was decided.
+
+        Raises:
+            StoreError: the database failed; the broker ends.
+        """
+        registry, now = self.registry, self.registry.clock()
+        if not registry.devices.are_known(now):
+            return
+        if registry.journal.is_disk_full and not await registry.journal.retry():
+            self.effects.wake_unrecorded(now)
+            return
+        await self.lending.apply(now)
+        for lease in [each for each in registry.leases.values() if each.state is not State.PENDING]:
+            self.effects.reconcile(lease, now)
+        snapshot.update_fairness(registry, self.engine, now)
+        cluster = snapshot.cluster(registry, self.engine, now)
+        plan = self.engine.decide(cluster, now)
+        await registry.store_sums(now)
+        self._next_at = plan.next_at
+        moved: list[LeaseRecord] = []
+        changes: list[Change] = []
+        for action in plan.actions:
+            record = registry.leases.get(action.lease)
+            if record is None:
+                continue
+            try:
+                record, stored = self._record_intent(record, action)
+            except Conflict as error:
+                log.info("lease=%s overtaken: %s", record.handle, error)
+                continue
+            moved.append(record)
+            changes += stored
+        if moved:
+            await registry.journal.commit(*changes)
+            await registry.notify()
+            for record in moved:
+                self.effects.reconcile(record, registry.clock())
+        await self.engine.settle(cluster, now)
+
+    def _record_intent(
+        self, record: LeaseRecord, action: Grant | Suspend | Resume | Requeue
+    ) -> tuple[LeaseRecord, list[Change]]:
+        """Move a lease in memory as one action says; without a wait, so that no reader sees half a plan.
+
+        Raises:
+            Conflict: the lease is in another state by now.
+        """
+        move = self.registry.move
+        match action:
+            case Grant() if not record.is_job:
+                raise Conflict("a session is granted while its spawner waits")
+            case Grant():
+                return move(record, snapshot.granted(self.registry, record, action))
+            case Suspend():
+                given_to = self._project_of(action.for_lease)
+                return move(
+                    record, SuspendBegun(why=action.why, for_lease=action.for_lease, given_to=given_to)
+                )
+            case Resume():
+                # A retry after a refusal is not a new decision.
+                again = self.registry.observations[record.id].resumes_refused > 0
+                return move(record, ResumeBegun(why="" if again else action.why))
+            case Requeue():
+                given_to = self._project_of(action.for_lease)
+                return move(
+                    record,
+                    Stopping(why=action.why, for_lease=action.for_lease, given_to=given_to, requeue=True),
+                )
+
+    def _project_of(self, lease_id: str) -> str:
+        other = self.registry.leases.get(lease_id)
+        return other.lease.project if other is not None else ""
+
+    # ---- servers of the Hub --------------------------------------------------
+
+    async def _reconciling_servers(self) -> None:
+        while True:
+            if not self.registry.journal.is_disk_full:
+                await self.reconcile_servers()
+            await asyncio.sleep(SERVERS_S)
+
+    async def reconcile_servers(self) -> None:
+        """Release sessions without a server at the Hub, and stop servers of ended jobs.
+
+        Raises:
+            HubError: the Hub does not answer.
+            StoreError: the database failed; the broker ends.
+        """
+        registry = self.registry
+        servers = await self.hub.servers()
+        now = registry.clock()
+        for record in list(registry.leases.values()):
+            if record.is_job or record.state is State.STOPPING:
+                continue
+            sample = registry.observations[record.id].sample
+            alive = sample is not None and sample.alive
+            # Before it was seen alive, its server may still be starting.
+            begun = record.state is not State.GRANTED or now - record.entered_at > START_S
+            settled = begun and registry.devices.are_known(now)
+            if settled and not alive and ServerKey(record.lease.user, record.server) not in servers:
+                await registry.advance(record, Stopping(reason="its server is gone"))
+        for key in servers:
+            if is_job_server(key.server) and not self._expected(key) and await self._is_ours(key):
+                await self.hub.stop_server(key)
+
+    async def _removing_servers(self) -> None:
+        """Remove the servers of ended attempts, so that the Hub's pages list no job that has ended."""
+        ended = self.effects.ended_servers
+        while True:
+            for key in list(ended):
+                await self.hub.stop_server(key)
+                ended.pop(key, None)
+            await asyncio.sleep(SAMPLE_S)
+
+    def _expected(self, key: ServerKey) -> bool:
+        record = self.registry.by_handle(key.server)
+        return record is not None and record.lease.user == key.user and record.state is not State.PENDING
+
+    async def _is_ours(self, key: ServerKey) -> bool:
+        """Return whether a server belongs to a job of its user, and not only has a job's name."""
+        job_id = key.server[1:].partition("-")[0]
+        job = self.registry.jobs.get(job_id) or await self.registry.store.job(job_id, key.user)
+        return job is not None and job.user == key.user
+
+
+def is_job_server(name: str) -> bool:
+    """Return whether a server has a name that only the broker gives: ``j`` + 10 characters + attempt."""
+    head, dash, attempt = name.rpartition("-")
+    return bool(dash) and attempt.isdigit() and len(head) == 11 and head[0] == "j" and head[1:].isalnum()

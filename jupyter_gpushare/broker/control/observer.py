@@ -1,0 +1,195 @@
+"""Measurements: samples and events of the device helper, noted for each lease and for the machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.backends.base import Devices
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.state.breakdown import gpu_breakdown
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.transitions import Started
+from jupyter_gpushare.core.model import State
+from jupyter_gpushare.protocol.helper import Event as HelperEvent
+from jupyter_gpushare.protocol.helper import EventKind, LeaseSample, Phase, Sample
+from jupyter_gpushare.protocol.wire import Text
+
+log = logging.getLogger("gpushare.broker")
+
+# A restarted broker waits this long for the processes of a lease before it misses them.
+GONE_S = 3.0
+
+
+class Observer:
+    """Keeps `Registry.devices` and the observations of all leases up to date."""
+
+    def __init__(self, registry: Registry, devices: Devices) -> None:
+        self.registry = registry
+        self._devices = devices
+        self._inventory_due = True
+        self._epoch_checked = False
+
+    async def measure(self) -> None:
+        """Take one sample and note what it says about each lease.
+
+        Raises:
+            HelperError: no answer, or a newer broker is at work.
+            StoreError: the database failed; the broker ends.
+        """
+        registry, state = self.registry, self.registry.devices
+        if not self._epoch_checked:
+            # A restored database has an old epoch.  Only at start: a broker that the helper
+            # refuses later has a successor, and must not pass it again.
+            registry.raise_epoch_above(await self._devices.epoch())
+            self._epoch_checked = True
+        if self._inventory_due:
+            state.inventory = await self._devices.inventory()
+            self._inventory_due = False
+        sample = await self._devices.sample()
+        before, now = state.sample, registry.clock()
+        # The time of the measurement: a helper whose sampler is stuck answers the last one from memory.
+        state.sample, state.sampled_at = sample, min(now, sample.at)
+        if not state.are_known(now):
+            return  # no lease is judged by it
+        by_handle = {s.lease: s for s in sample.leases}
+        for lease_id in list(registry.leases):
+            record = registry.leases.get(lease_id)
+            if record is None:
+                continue
+            found, waits = by_handle.pop(record.handle, None), record.state is State.PENDING
+            # Thousands of jobs may wait, with nothing to observe.
+            if found is None and waits and registry.observations[lease_id].sample is None:
+                continue
+            await self._observe_lease(record, found, now)
+        self._observe_machine(sample)
+        orphans = []
+        for lease in by_handle.values():
+            if lease.alive or any(lease.used_bytes.values()):
+                orphans.append(lease)
+            else:
+                await self._devices.drop(lease.lease)
+        await self._fence_orphans(orphans)
+        if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
+            await registry.notify()
+
+    def _observe_machine(self, sample: Sample) -> None:
+        registry = self.registry
+        usable = [device.uuid for device in registry.devices.for_planner() if device.usable]
+        leases = (record.lease for record in registry.leases.values())
+        breakdown = gpu_breakdown(leases, usable, len(sample.devices) - len(usable))
+        registry.meter.note(breakdown, sample.devices)
+
+    async def _fence_orphans(self, orphans: Sequence[LeaseSample]) -> None:
+        """Grant nothing on devices of running leases that are missing in the database, until they end."""
+        state, before = self.registry.devices, self.registry.devices.orphaned
+        awake = [orphan for orphan in orphans if orphan.phase is not Phase.SUSPENDED]
+        state.orphaned = {uuid: orphan.lease for orphan in awake for uuid in orphan.devices}
+        if state.orphaned != before:
+            for uuid, lease in state.orphaned.items():
+                log.warning("device=%s is used by lease=%s, which the database does not know", uuid, lease)
+            await self.registry.notify()
+
+    async def _observe_lease(self, record: LeaseRecord, sample: LeaseSample | None, now: float) -> None:
+        observation = self.registry.observations[record.id]
+        observation.sample = sample
+        if sample is None or not sample.alive or (record.is_job and sample.runner_ended):
+            missing = observation.seen_alive or now - record.entered_at > GONE_S
+            if record.state in (State.PENDING, State.GRANTED):
+                observation.gone_since_at = None  # its processes have not started yet
+            elif missing and observation.gone_since_at is None:
+                observation.gone_since_at = now
+                self.registry.changed.set()
+        else:
+            observation.seen_alive, observation.gone_since_at = True, None
+            observation.active_at = max(observation.active_at, min(now, sample.active_at))
+        if not record.is_job:
+            observation.pauses.saw(snapshot.idle_since(self.registry, record, now), now)
+        asleep = record.state is State.SUSPENDED and snapshot.sampled_since_entry(self.registry, record)
+        if sample is not None and sample.wanted and asleep:
+            await self._wanted(record, queries_only=sample.queries_only)
+        if sample is not None and sample.stalled and asleep:
+            await self._stalled(record, now)
+        is_new = record.state is State.GRANTED and observation.seen_alive and not record.is_job
+        if is_new and not self.registry.journal.is_disk_full:
+            await self.registry.advance(record, Started())
+
+    async def watch(self) -> None:
+        """Handle the helper's events until the connection ends.
+
+        Raises:
+            HelperError: no connection, it broke, or a newer broker is at work.
+        """
+        self._inventory_due = True  # a device may have changed while no connection was open
+        async for event in self._devices.watch():
+            await self._on_event(event)
+
+    async def _on_event(self, event: HelperEvent) -> None:
+        record = self.registry.by_handle(event.lease) if event.lease else None
+        match event.kind:
+            case EventKind.WANTED if record is not None:
+                await self._wanted(record, queries_only=event.fields.get("queries_only") == "true")
+            case EventKind.ENDED:
+                await self.measure()
+                self.registry.changed.set()
+            case EventKind.DEVICE:
+                await self._on_device_event(event, record)
+            case EventKind.OVER_LIMIT if record is not None:
+                await self._on_over_limit(event, record)
+            case EventKind.UNLEASED_PROCESS:
+                await self._on_unleased_process(event)
+            case EventKind.DRIVER_KILLED:
+                self._inventory_due = True
+                log.warning("lease=%s device=%s: %s", event.lease, event.device, event.reason)
+                await self.registry.record_notice(record, "device", "notice.process_ended", event.reason)
+            case _:
+                pass
+
+    async def _on_device_event(self, event: HelperEvent, record: LeaseRecord | None) -> None:
+        self._inventory_due = True
+        found = event.reason or ", ".join(f"{name}={value}" for name, value in event.fields.items())
+        log.warning("device=%s changed: %s", event.device, found)
+        if record is not None and event.fields.get("healthy") == "false":
+            await self.registry.record_notice(record, "device", "notice.device_out", event.reason)
+        elif record is not None:
+            await self.registry.record_notice(record, "device", "notice.device_back")
+        await self.registry.notify()
+
+    async def _on_over_limit(self, event: HelperEvent, record: LeaseRecord) -> None:
+        log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
+        found: str | Text = event.reason
+        if "pid" in event.fields:
+            is_stopped = event.fields.get("action") == "stop"
+            key = "notice.process_stopped" if is_stopped else "notice.process_to_stop"
+            found = messages.text(key, event.reason, event.fields["pid"], event.fields.get("name", ""))
+        await self.registry.record_notice(record, "watchdog", "notice.of", found)
+
+    async def _on_unleased_process(self, event: HelperEvent) -> None:
+        """Tell the administrator, and the user in each of the user's leases."""
+        registry, uid = self.registry, event.fields.get("uid", "")
+        log.warning("%s device=%s uid=%s: %s", event.kind, event.device, uid, event.reason)
+        mine = [each for each in registry.leases.values() if str(each.uid) == uid and each.uid >= 0]
+        users = {each.lease.user for each in mine}
+        if len(users) != 1:
+            mine = []  # servers of several users run as this uid
+        user = users.pop() if mine else f"uid {uid}"
+        pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
+        said = messages.text("notice.unleased_process", pid, name, user, event.device, event.reason)
+        await registry.record_notice(None, "watchdog", "notice.of", said)
+        for record in mine:
+            if record.id in registry.leases:
+                await registry.record_notice(record, "watchdog", "notice.unleased_of_user", said)
+
+    async def _wanted(self, record: LeaseRecord, *, queries_only: bool) -> None:
+        observation = self.registry.observations[record.id]
+        # Frameworks query streams in the background: without a busy kernel that is no request.
+        if not record.is_job and (observation.kernel_busy or not queries_only):
+            await self.registry.want(record)
+
+    async def _stalled(self, record: LeaseRecord, now: float) -> None:
+        """Wake a session that seems to wait in a call which the library does not count."""
+        if not record.is_job and self.registry.observations[record.id].wake_by_stall(now):
+            log.info("lease=%s wakes: its kernel waits without a counted call", record.handle)
+            await self.registry.want(record)

@@ -1,0 +1,167 @@
+"""Site policy for requests: projects, sizes, and whether the devices are known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.policy import gpus_to_milli
+from jupyter_gpushare.broker.state.records import ProjectOverride
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.core.model import WHOLE_GPU, Project
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import Conflict, InvalidRequest, NotAllowed, NotFound
+from jupyter_gpushare.protocol import wire
+
+log = logging.getLogger("gpushare.broker")
+
+# A request waits this long for the first sample after a start of the broker.
+_FIRST_LOOK_S = 3.0
+
+
+class RequestPolicy:
+    """Checks requests, and changes of a project's numbers, against the site's policy."""
+
+    def __init__(self, registry: Registry, engine: Engine) -> None:
+        self.registry = registry
+        self.engine = engine
+
+    def choose_project(self, groups: Sequence[str], wanted: str | None) -> str:
+        """Return the project a request counts towards.
+
+        Raises:
+            NotFound: there is no such project, or it is not the user's.
+            NotAllowed: the user belongs to no project.
+        """
+        mine = self.registry.policy.projects_of(groups)
+        if wanted is not None:
+            if wanted not in mine:
+                name, reason = repr(wanted[:60]), "unknown_project"
+                if not mine:
+                    raise NotFound("there is no project %1 for you; you belong to none", name, reason=reason)
+                yours = ", ".join(mine)
+                raise NotFound("there is no project %1 for you; yours: %2", name, yours, reason=reason)
+            return wanted
+        if not mine:
+            raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
+        return mine[0]
+
+    def size_of(self, request: wire.GpuRequest) -> Size | None:
+        """Return what a session asks for; None: no GPU.
+
+        Raises:
+            InvalidRequest: no size, several, or one that cannot be.
+        """
+        return request.size()
+
+    def check_share(self, size: Size) -> None:
+        """Enforce the minimum fraction, so that a few users cannot exhaust the lease slots.
+
+        Raises:
+            InvalidRequest: less than the minimum.
+        """
+        least = self.registry.policy.min_fraction_milli
+        if size.memory_bytes:
+            smallest = min((d.grantable_bytes for d in self.registry.devices.for_planner()), default=0)
+            least_bytes = smallest * least // WHOLE_GPU
+            if size.memory_bytes < least_bytes:
+                raise InvalidRequest(
+                    "ask for at least %1: less is not given out here", messages.gigabytes(least_bytes)
+                )
+        elif size.fraction_milli < least:
+            raise InvalidRequest(
+                "ask for at least %1 GPU: less is not given out here", f"{least / WHOLE_GPU:g}"
+            )
+
+    async def known(self) -> None:
+        """Return when the devices are known; a broker that has just started measures first.
+
+        Raises:
+            Conflict: the device helper does not answer.
+        """
+        if self.registry.devices.inventory is None:
+            notifications = self.registry.notifications
+            await notifications.wait_after(notifications.seq, _FIRST_LOOK_S)
+        if not self.registry.devices.are_known(self.registry.clock()):
+            raise Conflict(
+                "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
+                reason="devices_unknown",
+            )
+
+    async def change_project(self, name: str, change: wire.ProjectChange, by: str) -> None:
+        """Override the configured numbers of a project; the log of decisions names ``by``.
+
+        Raises:
+            NotFound: no such project.
+            InvalidRequest: a value is out of range.
+            Conflict: a guarantee above what the machine has, not forced; or the engine takes
+                these numbers from elsewhere.
+        """
+        old = self.registry.overrides.get(name, ProjectOverride(name=name))
+        if change.weight is not None and not 0 <= change.weight <= 1000:
+            raise InvalidRequest("weight is a whole number from 0 to 1000, not %1", change.weight)
+        override = replace(
+            old,
+            quota_milli=old.quota_milli if change.quota is None else gpus_to_milli(change.quota, "quota"),
+            weight=old.weight if change.weight is None else change.weight,
+            limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
+        )
+        total_milli = self.registry.devices.total_milli
+        if change.quota is not None and 0 < total_milli < (override.quota_milli or 0) and not change.force:
+            raise Conflict(
+                "this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same",
+                f"{change.quota:g}",
+                f"{total_milli / WHOLE_GPU:g}",
+                reason="beyond_machine",
+            )
+        await self._override(override, by)
+
+    async def reset_project(self, name: str, by: str) -> None:
+        """Take the numbers of a project from the configuration again; a repeated call changes nothing.
+
+        Raises:
+            NotFound: no such project.
+            Conflict: the engine takes these numbers from elsewhere.
+        """
+        await self._override(ProjectOverride(name=name), by)
+
+    async def _override(self, override: ProjectOverride, by: str) -> None:
+        registry, name = self.registry, override.name
+        config = registry.policy.project_config(name)
+        if config is None:
+            raise NotFound("there is no project %1", repr(name[:60]))
+        old = registry.overrides.get(name)
+        if override == (old or ProjectOverride(name=name)):
+            return
+        total_milli = registry.devices.total_milli
+        before, after = config.project(total_milli, old), config.project(total_milli, override)
+        self.engine.set_project(after)
+        key = "notice.project_unset" if override.is_empty else "notice.project_set"
+        told = messages.text(key, messages.printable(by), name, _numbers(after), _numbers(before))
+        log.info("project=%s %s", name, messages.english(told))
+        await registry.put_override(override, told)
+
+
+def overrides_text(registry: Registry) -> list[str]:
+    """Return one sentence per stored override: what it changes, and that it wins over the configuration."""
+    notices = []
+    for name, override in sorted(registry.overrides.items()):
+        if registry.policy.project_config(name) is None:
+            notices.append(f"project {name} is not configured: numbers that were set for it have no effect")
+            continue
+        given = (("quota", override.quota_milli), ("limit", override.limit_milli))
+        parts = [f"{what} {milli / WHOLE_GPU:g}" for what, milli in given if milli is not None]
+        parts += [] if override.weight is None else [f"weight {override.weight}"]
+        notices.append(
+            f"project {name}: {', '.join(parts)}, set by an administrator, wins over the configuration"
+            f" until `gpushare admin quota {name} --reset`"
+        )
+    return notices
+
+
+def _numbers(project: Project) -> str:
+    limit = "" if project.limit_milli is None else f", limit {project.limit_milli / WHOLE_GPU:g}"
+    return f"quota {project.quota_milli / WHOLE_GPU:g}, weight {project.weight}{limit}"

@@ -1,0 +1,173 @@
+"""The snapshot that an engine decides on: the registry's records with measurements filled in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
+from jupyter_gpushare.core import measure
+from jupyter_gpushare.core.idle import adaptive_timeout_s
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Grant, Lease, Project, State
+from jupyter_gpushare.protocol.helper import Phase
+
+# Shorter pauses between CUDA calls do not count as idle.
+_ACTIVE_S = 2.0
+
+
+def cluster(
+    registry: Registry,
+    engine: Engine,
+    now: float,
+    extra: Iterable[Lease] = (),
+    *,
+    as_if_lending: bool = False,
+) -> Cluster:
+    """Return the snapshot at ``now``; ``extra`` are leases that are only considered.
+
+    ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
+    """
+    return Cluster(
+        devices=tuple(registry.devices.for_planner()),
+        projects=projects(registry, engine),
+        leases=(
+            *(measured(registry, r, now, as_if_lending=as_if_lending) for r in registry.leases.values()),
+            *extra,
+        ),
+        settings=registry.policy.settings(registry.devices.host_budget_bytes),
+        lags_gpu_s=registry.fairness.lags_gpu_s,
+    )
+
+
+def empty_machine(registry: Registry, engine: Engine) -> Cluster:
+    """Return devices and projects without any lease, for questions that no lease changes."""
+    return Cluster(
+        devices=tuple(registry.devices.for_planner()), projects=projects(registry, engine), leases=()
+    )
+
+
+def projects(registry: Registry, engine: Engine) -> tuple[Project, ...]:
+    """Return all projects with the numbers in force."""
+    total_milli = registry.devices.total_milli
+    configured = (p.project(total_milli, registry.overrides.get(p.name)) for p in registry.policy.projects)
+    return engine.projects(tuple(configured))
+
+
+def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
+    """Add up, until ``now``, what each project lags behind its fair share."""
+    known = projects(registry, engine)
+    if len(known) < 2 or not registry.policy.fairness_horizon_s:
+        return
+    capacity = WHOLE_GPU * sum(device.usable for device in registry.devices.for_planner())
+    registry.fairness.update(known, capacity, (record.lease for record in registry.leases.values()), now)
+
+
+def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lending: bool = False) -> Lease:
+    """Return a lease with what is measured about it filled in."""
+    observation, lease = registry.observations[record.id], record.lease
+    sample = observation.sample
+    if record.is_job and lease.state is State.PENDING and sample is None:
+        # Most leases of a long queue: nothing about them is measured.
+        retry_at = max(observation.retry_at, registry.hub_backoff_until)
+        return lease if lease.retry_at == retry_at else replace(lease, retry_at=retry_at)
+    # Suspended memory ends with its process, whatever the record says.
+    asleep = sample is not None and sample.phase is Phase.SUSPENDED and lease.state is State.SUSPENDED
+    job = registry.job_of(record)
+    return replace(
+        lease if job is None else measure.on(lease, job.measure),
+        saved_bytes=sum(sample.saved_bytes.values()) if sample and asleep else lease.saved_bytes,
+        used_bytes=sum(sample.used_bytes.values()) if sample else 0,
+        idle_since_at=idle_since(registry, record, now),
+        wanted=observation.wanted,
+        retry_at=max(observation.retry_at, registry.hub_backoff_until)
+        if record.is_job
+        else observation.retry_at,
+        suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
+        idle_timeout_s=_own_timeout_s(registry, record),
+    )
+
+
+def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
+    if not registry.policy.adaptive_idle or record.is_job:
+        return None
+    gpus = record.lease.held_milli * record.lease.size.device_count / WHOLE_GPU
+    return adaptive_timeout_s(registry.observations[record.id].pauses.past, gpus) if gpus else None
+
+
+def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | None:
+    """Return since when neither a kernel nor the GPU of a lease did anything; None: busy."""
+    observation = registry.observations[record.id]
+    active = max(observation.active_at, observation.kernel_active_at, record.lease.granted_at)
+    return None if observation.kernel_busy or now - active < _ACTIVE_S else active
+
+
+def never_sleeps(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether a session is marked as never to be suspended, by a right that its project has."""
+    project = registry.policy.project_config(record.lease.project)
+    return record.never_sleep and project is not None and project.never_sleep
+
+
+def wakeable(registry: Registry, busy: Container[str], now: float) -> list[LeaseRecord]:
+    """Return wanted sessions whose part of the devices no other lease holds; ``busy`` have an effect at work.
+
+    Their resume is the one effect without a stored intent: nothing is granted on a full disk,
+    so their capacity is promised to no other lease.
+    """
+    held, asleep, found = Counter[str](), [], []
+    for record in registry.leases.values():
+        observation = registry.observations[record.id]
+        is_parked = observation.sample is not None and observation.sample.phase is Phase.SUSPENDED
+        is_due = record.id not in busy and now >= observation.effect_retry_at
+        if record.state is State.SUSPENDED and is_parked and is_due:
+            asleep.append(record)
+        elif record.state in (*HOLDS_CAPACITY, State.SUSPENDED):
+            held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
+    for record in asleep:
+        part = dict.fromkeys(record.lease.devices, record.lease.held_milli)
+        fits = all(held[uuid] + milli <= WHOLE_GPU for uuid, milli in part.items())
+        if fits and registry.observations[record.id].wanted:
+            held.update(part)
+            found.append(record)
+    return found
+
+
+def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: bool = False) -> str:
+    """Return why a lease cannot be suspended; empty: it can."""
+    if not record.is_job:
+        if never_sleeps(registry, record):
+            return "it is marked never to be put to sleep"
+        if not as_if_lending and (obstacle := registry.lending_switch.obstacle):
+            return obstacle
+    observation = registry.observations[record.id]
+    if observation.not_suspendable and registry.clock() < observation.retry_at:
+        return observation.not_suspendable
+    if observation.sample is not None and not observation.sample.suspendable:
+        return observation.sample.suspend_reason
+    return registry.devices.suspend_obstacle(record.lease.devices)
+
+
+def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether the last sample was taken after the lease entered its present state."""
+    sample = registry.devices.sample
+    return sample is not None and sample.at > record.entered_at
+
+
+def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
+    """Return the transition of a grant, with memory limits from the parts of the devices."""
+    grantable = {d.uuid: d.grantable_bytes for d in registry.devices.for_planner()}
+    limits = {
+        uuid: record.lease.size.memory_bytes or grantable[uuid] * action.held_milli // WHOLE_GPU
+        for uuid in action.devices
+    }
+    kind = GrantedAsleep if action.asleep else Granted
+    return kind(
+        why=action.why,
+        devices=action.devices,
+        held_milli=action.held_milli,
+        limits=limits,
+        borrowed=action.borrowed,
+    )

@@ -1,0 +1,144 @@
+"""The seam between the broker and a scheduler: `Engine` decides, the broker carries out.
+
+`local_engine.LocalEngine` decides with the planner of `core`.  An engine that
+follows a cluster's own scheduler is one more implementation of `Engine` and
+`Outlook`: nothing else in the broker imports a planner.
+
+Every question takes the snapshot that it is about (`core.model.Cluster`).  Only
+`Engine.run`, `Engine.settle` and `Engine.admit` may wait.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.estimate import Estimate
+from jupyter_gpushare.core.explain import Offer, Use
+from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.core.size import Size
+
+__all__ = ["Engine", "Estimate", "Explanation", "Offer", "Outlook", "Use"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a lease waits."""
+
+    why: Why
+    position: int | None  # among waiting jobs, 1 is next; None: not in the queue
+    free_milli: int  # free capacity of all usable devices
+
+
+class Outlook(abc.ABC):
+    """What an engine knows about one snapshot; each value is computed at most once."""
+
+    #: Why each waiting lease waits, in the order of the queue.
+    why: Mapping[str, Why]
+    #: Position of each waiting job that can start at all, 1 is next.
+    position: Mapping[str, int]
+    #: Grants that `Engine.decide` would make now, by lease.
+    grants: Mapping[str, Grant]
+    #: Suspensions that `Engine.decide` would begin now.
+    suspends: tuple[Suspend, ...]
+    #: Free capacity of all usable devices, in thousandths of a GPU.
+    free_milli: int
+
+    @property
+    @abc.abstractmethod
+    def borrowed(self) -> Mapping[str, bool]:
+        """For every lease that holds capacity: whether it may be reclaimed."""
+
+    @property
+    @abc.abstractmethod
+    def lent(self) -> Mapping[str, tuple[str, ...]]:
+        """For every suspended session with a claim: the leases that use its capacity."""
+
+    @property
+    @abc.abstractmethod
+    def claims_milli(self) -> Mapping[str, int]:
+        """Capacity that is guaranteed to sessions, by device UUID."""
+
+    @property
+    @abc.abstractmethod
+    def usage(self) -> Mapping[str, Use]:
+        """What each configured project holds, borrows, lends and waits for."""
+
+    @abc.abstractmethod
+    def smaller(self, lease: Lease) -> Size | None:
+        """Return the largest smaller size with which a waiting lease would start now; None: no size."""
+
+    @abc.abstractmethod
+    def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
+        """Return what a new session of ``project`` would get now, one offer per size."""
+
+    def explain(self, lease_id: str) -> Explanation:
+        """Return why a lease waits; ``Why.NOT_WAITING`` when it does not."""
+        return Explanation(
+            why=self.why.get(lease_id, Why.NOT_WAITING),
+            position=self.position.get(lease_id),
+            free_milli=self.free_milli,
+        )
+
+
+class Engine(abc.ABC):
+    """Decides which lease holds which devices, and says why."""
+
+    async def run(self) -> None:
+        """Follow the scheduler until cancelled; returns at once when snapshots say everything."""
+        return
+
+    @abc.abstractmethod
+    def decide(self, cluster: Cluster, now: float) -> Plan:
+        """Return the actions that are due at ``now`` (seconds, monotonic), most important first.
+
+        Actions use only capacity that is free at ``now``.  An action that was not
+        carried out is decided again by a later call.
+        """
+
+    async def settle(self, cluster: Cluster, now: float) -> None:
+        """Tell the scheduler what every lease needs, after each commit; a repeated call changes nothing."""
+        return
+
+    @abc.abstractmethod
+    async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
+        """Place a session that starts now and is not in ``cluster`` yet.
+
+        An `Explanation` refuses it; the engine then keeps no trace of the request.
+        """
+
+    @abc.abstractmethod
+    def check_request(self, cluster: Cluster, lease: Lease) -> None:
+        """Refuse a size that can never run on these devices or in this project.
+
+        Raises:
+            InvalidRequest: the text names the largest size that can run.
+        """
+
+    @abc.abstractmethod
+    def outlook(self, cluster: Cluster, now: float) -> Outlook:
+        """Return queue positions, reasons, free capacity and usage of a snapshot."""
+
+    @abc.abstractmethod
+    def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
+        """Return by lease in how many seconds waiting jobs start; leases without an estimate are missing.
+
+        ``durations_s``: run times of ended jobs.  Called in a thread of its own.
+        """
+
+    @abc.abstractmethod
+    def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
+        """Return the quotas, weights and limits that are in force."""
+
+    @abc.abstractmethod
+    def set_project(self, project: Project) -> None:
+        """Accept new numbers for a project, before the broker stores them.
+
+        Raises:
+            Conflict: the numbers are not the broker's to change; the text names where they are.
+        """
+
+    def trouble(self) -> tuple[str, ...]:
+        """Return sentences for ``GET health``; empty when the scheduler works."""
+        return ()

@@ -1,0 +1,312 @@
+"""What all handlers share: headers, identity, errors, bodies.
+
+Order of a request: the head is checked (frames, size), then the caller, then the
+body is read, then the handler runs.  So a caller without a valid token makes the
+broker hold no body, and a body above the limit is refused by its announced length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, TypeVar
+
+import prometheus_client
+from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
+from tornado import web
+
+from jupyter_gpushare.broker.control.admission import ServerAdmission
+from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.request_policy import RequestPolicy
+from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.http.access import Access, Identity
+from jupyter_gpushare.broker.http.rates import Rate, Turns
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.views.overview import Overview
+from jupyter_gpushare.broker.views.views import Views
+from jupyter_gpushare.errors import (
+    BrokerUnavailable,
+    GpuShareError,
+    InvalidRequest,
+    NotAllowed,
+    RequestError,
+    StoreError,
+    TooLarge,
+    TooMany,
+)
+from jupyter_gpushare.protocol import wire
+
+T = TypeVar("T")
+
+# In JSON as `wire.encode` writes it: a backslash that is not escaped itself, and u0000.
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+# A caller that repeats refused changes in a loop is slowed down to one in this time per connection.
+_REFUSAL_S = 0.5
+# Of one user; a page or a command has a few.
+_MAX_BODIES = 32
+# Fetch Metadata (W3C): what a browser says that it loads a page into.
+_FRAMES = frozenset(("iframe", "frame", "embed", "object", "fencedframe"))
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What changes leases, jobs and policy."""
+
+    registry: Registry
+    request_policy: RequestPolicy
+    requests: RequestService
+    admission: ServerAdmission
+    lending: LendingControl
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the process knows about itself."""
+
+    prefix: str
+    openapi: Callable[[], dict[str, Any]]
+    metrics: prometheus_client.CollectorRegistry
+    sockets_inherited: bool = True
+
+
+@dataclass(slots=True)
+class CallerLimits:
+    """What each caller may do at once and within a second."""
+
+    waiting: Counter[str] = field(default_factory=Counter)  # long polls, by user
+    bodies: Counter[str] = field(default_factory=Counter)  # requests being read and answered, by user
+    # Of a server about itself: a job's runner tells every 2 s, a server extension every second.
+    reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
+    # Of a user: each is a commit to the disk, which all users wait for in turn.
+    changes: Rate = field(default_factory=lambda: Rate(per_s=10.0, burst=100))
+    submits: Turns = field(default_factory=Turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the handlers share."""
+
+    control: Control
+    views: Views
+    overview: Overview
+    access: Access
+    site: Site
+    limits: CallerLimits = field(default_factory=CallerLimits)
+
+
+class Guarded(web.RequestHandler):
+    """Answers that no other page may show inside itself."""
+
+    def set_default_headers(self) -> None:
+        """Set the headers that keep other pages from showing an answer inside themselves."""
+        # On JSON and CSV too: all users' servers are one origin with this service, unless the Hub has
+        # subdomains, and a frame of the same origin can be read and clicked by the page around it.
+        self.set_header("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
+        self.set_header("X-Content-Type-Options", "nosniff")
+
+    def refuse_frames(self) -> None:
+        """Return unless a browser loads this into a part of another page.
+
+        Raises:
+            NotAllowed: it does.
+        """
+        if self.request.headers.get("Sec-Fetch-Dest", "").lower() in _FRAMES:
+            raise NotAllowed("the GPU service is not shown inside other pages", reason="framed")
+
+
+class OAuthCallback(Guarded, HubOAuthCallbackHandler):
+    """The Hub's answer to a login."""
+
+    async def prepare(self) -> None:
+        """Refuse to be shown inside another page.
+
+        Raises:
+            web.HTTPError: 403, as `refuse_frames` says.
+        """
+        try:
+            self.refuse_frames()
+        except NotAllowed as error:
+            raise web.HTTPError(403, str(error)) from None
+
+
+@web.stream_request_body
+class Base(HubOAuthenticated, Guarded):
+    """Identity, errors as `wire.ErrorAnswer`, JSON in and out."""
+
+    # Whether the request only hints: then what the Hub said of the token a while ago suffices.
+    is_hint = False
+
+    _identity: Identity | None = None
+    _reads_for = ""  # the user of the body that is being read
+    content = b""  # the body, once it has been read
+
+    def initialize(self, service: Service) -> None:
+        self.service = service
+        self.control = service.control
+        self.hub_auth = service.access.hub_auth
+
+    async def prepare(self) -> None:
+        """Check what can be checked before the body is read.
+
+        Raises:
+            TooLarge: the announced body is larger than `wire.MAX_BODY_BYTES`.
+            NotAllowed: as `refuse_frames` and `authorize` say; other errors of `authorize` too.
+        """
+        self.refuse_frames()
+        length = self.request.headers.get("Content-Length", "0")
+        if length.isascii() and length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
+            raise TooLarge("a body has at most %1 bytes", wire.MAX_BODY_BYTES)
+        if self.request.method in ("POST", "PUT", "DELETE", "PATCH"):
+            await self.authorize()
+
+    def data_received(self, chunk: bytes) -> None:
+        """Add a piece of the body."""
+        # One of no announced length is cut off by the server's own bound.
+        self.content += chunk
+
+    async def authorize(self) -> None:
+        """Return if the caller may send a body; whether it may do what the body says is seen later.
+
+        Raises:
+            NotAllowed: no valid token, or one without access.
+            BrokerUnavailable: the Hub does not answer.
+            TooMany: too many of the user's bodies are being read, or too many changes at once.
+        """
+        # Before the Hub is asked anew: a flood of requests must not become one to the Hub.
+        token = self.hub_auth.get_token(self, in_cookie=False)
+        user = self.service.access.identity(await self.model_of(token, cached=True)).user
+        # A slow body holds a connection, and all users come through the proxy's.
+        bodies = self.service.limits.bodies
+        if bodies[user] >= _MAX_BODIES:
+            raise TooMany("at most %1 of your requests are read at once", _MAX_BODIES, retry_after_s=1.0)
+        bodies[user] += 1
+        self._reads_for = user
+        try:
+            if not self.is_hint:
+                self.service.limits.changes.take(user)
+        except TooMany:
+            await asyncio.sleep(_REFUSAL_S)
+            raise
+        await self.identify()
+
+    def on_finish(self) -> None:
+        """Count the request as answered."""
+        if self._reads_for:
+            self.service.limits.bodies[self._reads_for] -= 1
+            self.service.limits.bodies += Counter()  # forgets those at zero
+            self._reads_for = ""
+
+    def on_connection_close(self) -> None:
+        """Count a request as answered once its caller has left."""
+        super().on_connection_close()
+        self.on_finish()
+
+    async def identify(self) -> Identity:
+        """Return the caller's identity.
+
+        Reads, and reports that only hint, believe what the Hub said of a token up to
+        `identity_cache_s` ago.  All other writes ask the Hub, and take no cookie.
+
+        Raises:
+            NotAllowed: no valid token, or one without access.
+            BrokerUnavailable: the Hub does not answer.
+        """
+        if self._identity is None:
+            auth = self.service.access.hub_auth
+            if self.request.method == "GET":
+                model = await self.ask_hub(auth.get_user(self, sync=False))
+            else:
+                token = auth.get_token(self, in_cookie=False)
+                model = await self.model_of(token, cached=self.is_hint)
+            self._identity = self.service.access.identity(model)
+        return self._identity
+
+    async def model_of(self, token: str | None, *, cached: bool) -> dict[str, Any] | None:
+        """Return the Hub's model of a token; None: it knows none such."""
+        if not token:
+            return None
+        auth = self.service.access.hub_auth
+        return await self.ask_hub(auth.user_for_token(token, use_cache=cached, sync=False))
+
+    async def ask_hub(self, awaitable: Awaitable[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Return what the Hub answers.
+
+        Raises:
+            NotAllowed: it does not know the token.
+            BrokerUnavailable: it does not answer.
+        """
+        try:
+            return await awaitable
+        except web.HTTPError as error:
+            if error.status_code >= 500:
+                raise BrokerUnavailable("the Hub does not answer, so no token can be checked") from None
+            raise NotAllowed("the Hub does not know this token", reason="login") from None
+
+    def body(self, kind: type[T]) -> T:
+        """Return the body as a ``kind``.
+
+        Raises:
+            InvalidRequest: it is not JSON of that kind, or has text that cannot be stored.
+        """
+        content = self.request.headers.get("Content-Type", "application/json")
+        if content.partition(";")[0].strip() != "application/json":
+            raise InvalidRequest("send JSON, with Content-Type: application/json")
+        message = wire.decode(self.content, kind)
+        # JSON can spell what no database, no command line and no answer can hold.
+        try:
+            text = wire.encode(message)
+        except UnicodeEncodeError:
+            raise InvalidRequest("a text in the body has half of a character (a lone surrogate)") from None
+        if _NUL.search(text):
+            raise InvalidRequest("a text in the body has a NUL character")
+        return message
+
+    def answer(self, message: Any, status: int = 200) -> None:
+        """Send ``message`` as JSON that no cache keeps, and end the request."""
+        self.set_status(status)
+        self.set_header("Content-Type", "application/json")
+        self.set_header("Cache-Control", "no-store")
+        self.finish(wire.encode(message))
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Return a query argument within bounds.
+
+        Raises:
+            InvalidRequest: it is not a number.
+        """
+        text = self.get_query_argument(name, "")
+        try:
+            value = float(text) if text else default
+        except ValueError:
+            raise InvalidRequest("%1 is a number", name) from None
+        return min(max(value, low), high) if value == value else default
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        reason, said = "error", GpuShareError("The GPU broker could not answer this (%1).", status_code)
+        if isinstance(error, RequestError):
+            status_code, reason, said = error.status, error.reason, error
+        elif isinstance(error, (BrokerUnavailable, StoreError)):
+            status_code, reason, said = 503, "unavailable", error
+        elif isinstance(error, web.HTTPError):
+            reason = {404: "not_found", 405: "wrong_method", 413: "invalid"}.get(status_code, "refused")
+            said = GpuShareError(error.log_message or self._reason)
+        if status_code == 405:
+            self.set_header("Allow", ", ".join(self._verbs()))
+        if isinstance(error, TooMany):
+            self.set_header("Retry-After", str(ceil(error.retry_after_s)))
+        if status_code == 403 and reason == "login":
+            status_code = 401
+        self.answer(wire.ErrorAnswer.of(said, status_code, reason), status_code)
+
+    def _verbs(self) -> list[str]:
+        unset = web.RequestHandler._unimplemented_method
+        return [m for m in self.SUPPORTED_METHODS if getattr(type(self), m.lower()) is not unset]
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        if not isinstance(value, (RequestError, BrokerUnavailable)):
+            super().log_exception(typ, value, tb)

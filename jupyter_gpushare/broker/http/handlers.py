@@ -1,0 +1,398 @@
+"""The REST interface: each handler checks rights, decodes the request and encodes the answer.
+
+`ROUTES` is the whole interface as a table; `openapi.py` describes the same
+table, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TypeVar
+
+import prometheus_client
+from tornado import iostream
+
+from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
+from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
+from jupyter_gpushare.broker.views import history
+from jupyter_gpushare.errors import (
+    NotAllowed,
+    NotFound,
+    TooMany,
+)
+from jupyter_gpushare.protocol import wire
+
+log = logging.getLogger("gpushare.broker")
+
+T = TypeVar("T")
+
+MAX_WAIT_S = 30.0
+
+
+def _mine(record: LeaseRecord, identity: Identity) -> LeaseRecord:
+    if record.lease.user != identity.user and not identity.admin:
+        raise NotFound("there is no such lease (it may have ended)")
+    return record
+
+
+class Status(Base):
+    """The user's leases, jobs and projects; ``?after=SEQ&wait=25`` waits for a change."""
+
+    _poll: asyncio.Task[None] | None = None
+
+    def on_connection_close(self) -> None:
+        """End the long poll of a page that has disconnected."""
+        super().on_connection_close()
+        if self._poll is not None:
+            self._poll.cancel()
+
+    async def get(self) -> None:
+        """Answer now, or with ``after`` and ``wait`` at the next change.
+
+        Raises:
+            TooMany: the user has as many requests waiting as the policy allows.
+        """
+        identity = await self.identify()
+        registry, waiting = self.control.registry, self.service.limits.waiting
+        after = int(self.number("after", -1, -1, 2**53))
+        wait_s = self.number("wait", 0, 0, MAX_WAIT_S)
+        if wait_s and registry.notifications.is_last(after):
+            if waiting.get(identity.user, 0) >= registry.policy.max_waiters_per_user:
+                raise TooMany(
+                    "too many of your pages wait for news at once: close some", retry_after_s=MAX_WAIT_S
+                )
+            waiting[identity.user] = waiting.get(identity.user, 0) + 1
+            self._poll = asyncio.create_task(registry.notifications.wait_after(after, wait_s))
+            try:
+                await asyncio.wait({self._poll})
+            finally:
+                waiting[identity.user] -= 1
+                if not waiting[identity.user]:
+                    del waiting[identity.user]
+        groups = () if identity.is_service else await self.service.access.groups(identity.user)
+        status = self.service.views.status(identity.user, groups, admin=identity.admin)
+        self.answer(wire.replace(status, keep_left_minutes=self.control.requests.keep_left(identity.user)))
+
+
+class Offers(Base):
+    """What could start now for me, also a job: with ``?gpus=``, ``?memory=`` or ``?profile=``.
+
+    With ``&borrow=0`` one that does not borrow.
+    """
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        groups = await self.service.access.groups(identity.user)
+        project = self.control.request_policy.choose_project(groups, self.get_query_argument("project", None))
+        offers = self.service.views.offers(groups, project)
+        sizes = ("gpus", "memory", "profile")
+        gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
+        if gpus or memory or profile:
+            borrow = self.get_query_argument("borrow", "1") != "0"
+            asked = wire.JobRequest(
+                command=["-"],
+                gpus=gpus or "1",
+                memory=memory,
+                profile=profile,
+                project=project,
+                borrow=borrow,
+            )
+            offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, asked))
+        self.answer(offers)
+
+
+class Jobs(Base):
+    """My jobs; submit one."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        limit = int(self.number("limit", 100, 1, 10_000))
+        everyone = identity.admin and self.get_query_argument("all", "") == "1"
+        self.answer(
+            wire.JobList(jobs=self.service.views.jobs(None if everyone else identity.user, limit=limit))
+        )
+
+    async def post(self) -> None:
+        identity = await self.identify()
+        identity.require(JOBS_SCOPE)
+        request = self.body(wire.JobRequest)
+        groups = await self.service.access.groups(identity.user, fresh=True)
+        key = self.request.headers.get("Idempotency-Key")
+        async with self.service.limits.submits.of(identity.user):
+            job = await self.control.requests.submit(identity.user, groups, request, key)
+            self.answer(self.service.views.job(job, is_new=True), 201)
+
+
+class Job(Base):
+    """One job of mine; delete cancels it."""
+
+    async def get(self, job_id: str) -> None:
+        identity = await self.identify()
+        job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
+        self.answer(self.service.views.job(job))
+
+    async def delete(self, job_id: str) -> None:
+        identity = await self.identify()
+        if not identity.admin:
+            identity.require(JOBS_SCOPE)
+        job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
+        self.answer(self.service.views.job(await self.control.requests.cancel(job)))
+
+
+class JobTimeline(Base):
+    """Every pause and resume of a job, with its reason."""
+
+    async def get(self, job_id: str) -> None:
+        identity = await self.identify()
+        job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
+        self.answer(await history.timeline(self.control.registry, job))
+
+
+class JobRetry(Base):
+    """Submit an ended job again."""
+
+    async def post(self, job_id: str) -> None:
+        identity = await self.identify()
+        identity.require(JOBS_SCOPE)
+        job = await self.control.requests.job(identity.user, job_id)
+        groups = await self.service.access.groups(identity.user, fresh=True)
+        async with self.service.limits.submits.of(identity.user):
+            again = await self.control.requests.retry(job, groups)
+            self.answer(self.service.views.job(again, is_new=True), 201)
+
+
+class JobReport(Base):
+    """A runner tells of its own attempt."""
+
+    is_hint = True
+
+    async def post(self, job_id: str, attempt: str) -> None:
+        """Note what the runner reports.
+
+        Raises:
+            NotAllowed: the token is not that of this attempt's server.
+        """
+        identity = await self.identify()
+        if identity.server != f"j{job_id}-{attempt}":
+            raise NotAllowed("only the server of this attempt may report about it")
+        self.service.limits.reports.take(f"{identity.user}/{identity.server}")
+        await self.control.requests.report(identity.user, job_id, int(attempt), self.body(wire.JobReport))
+        self.set_status(204)
+
+
+class Activity(Base):
+    """A server tells of its kernels."""
+
+    is_hint = True
+
+    async def post(self) -> None:
+        """Note what the kernels do.
+
+        Raises:
+            NotAllowed: the token is not a server's.
+        """
+        identity = await self.identify()
+        if identity.server is None:
+            raise NotAllowed("only a server may report its kernels, with its own token")
+        self.service.limits.reports.take(f"{identity.user}/{identity.server}")
+        await self.control.requests.activity(identity.user, identity.server, self.body(wire.ActivityReport))
+        self.set_status(204)
+
+
+class Leases(Base):
+    """My leases; all of them for an admin (``?all=1``)."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        everyone = identity.admin and self.get_query_argument("all", "") == "1"
+        self.answer(wire.Leases(leases=self.service.views.leases(None if everyone else identity.user)))
+
+
+class LeaseAction(Base):
+    """Wake, keep or lend a lease of mine; mark it never to be put to sleep, or take the mark away."""
+
+    async def post(self, lease_id: str, action: str) -> None:
+        identity = await self.identify()
+        requests, registry = self.control.requests, self.control.registry
+        record = _mine(registry.get(lease_id), identity)
+        match action:
+            case "resume":
+                await requests.wake(record)
+            case "keep":
+                await requests.keep(record, self.body(wire.KeepRequest).minutes if self.content else 30)
+            case "lend":
+                await requests.lend(record)
+            case _:
+                await requests.allow_sleep(record, action == "may-sleep")
+        self.answer(self.service.views.lease(registry.get(lease_id)))
+
+
+class KernelRelease(Base):
+    """Free the GPU memory of a kernel: 307 to its server, which alone can restart it."""
+
+    async def post(self, lease_id: str, kernel_id: str) -> None:
+        identity = await self.identify()
+        lease = _mine(self.control.registry.get(lease_id), identity)
+        url = await self.service.access.server_url(ServerKey(lease.lease.user, lease.server))
+        self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)
+
+
+class Projects(Base):
+    """My projects; all of them for an admin."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        groups = () if identity.is_service else await self.service.access.groups(identity.user)
+        self.answer(wire.Projects(projects=self.service.views.projects(groups, everyone=identity.admin)))
+
+
+class Project(Base):
+    """Change a project's numbers."""
+
+    async def put(self, name: str) -> None:
+        identity = await self.identify()
+        identity.require(ADMIN_SCOPE)
+        await self.control.request_policy.change_project(name, self.body(wire.ProjectChange), identity.user)
+        self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
+
+    async def delete(self, name: str) -> None:
+        """Take all changes of a project back."""
+        identity = await self.identify()
+        identity.require(ADMIN_SCOPE)
+        await self.control.request_policy.reset_project(name, identity.user)
+        self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
+
+
+class Lending(Base):
+    """Whether GPUs of idle sessions are lent; change it."""
+
+    async def get(self) -> None:
+        await self.identify()
+        self.answer(self.service.views.lending())
+
+    async def put(self) -> None:
+        identity = await self.identify()
+        identity.require(ADMIN_SCOPE)
+        mode = self.body(wire.LendingChange).mode
+        await self.control.lending.set(None if mode is None else LendingMode(mode), identity.user)
+        self.answer(self.service.views.lending())
+
+
+class Devices(Base):
+    """The GPUs of this machine."""
+
+    async def get(self) -> None:
+        await self.identify()
+        self.answer(self.service.views.devices())
+
+
+class History(Base):
+    """GPU-hours that I used and lent in the last seven days."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        self.answer(await history.week(self.control.registry, identity.user))
+
+
+class Decisions(Base):
+    """The newest decisions that concern me; all of them for an admin."""
+
+    async def get(self) -> None:
+        identity = await self.identify()
+        limit = int(self.number("limit", 100, 1, 1_000))
+        user = None if identity.admin else identity.user
+        self.answer(wire.Decisions(decisions=self.service.views.decisions(user, limit)))
+
+
+class Health(Base):
+    """Whether the broker works; needs no token."""
+
+    async def get(self) -> None:
+        health = wire.replace(
+            self.service.views.health(), sockets_inherited=self.service.site.sockets_inherited
+        )
+        self.answer(health, 200 if health.status == "ok" else 503)
+
+
+class OpenApi(Base):
+    """This interface, described."""
+
+    async def get(self) -> None:
+        self.answer(self.service.site.openapi())
+
+
+class Spawner(Base):
+    """For the Hub's spawner alone."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await self.authorize()
+
+    async def authorize(self) -> None:
+        """Return if the request has the spawner's token, over a channel that verified the broker.
+
+        Raises:
+            NotAllowed: it has not, or came over plain TCP, whose port another process may hold.
+        """
+        stream = self.request.connection.stream  # type: ignore[union-attr]
+        if stream.socket.family != socket.AF_UNIX and not isinstance(stream, iostream.SSLIOStream):
+            raise NotAllowed(
+                "the spawner's token is taken over the broker's unix socket or TLS, not over plain HTTP: "
+                "set c.GPUShareMixin.broker_url to unix:// or https://",
+                reason="unverified_channel",
+            )
+        if not self.service.access.is_spawner(self.request.headers.get("Authorization", "")):
+            raise NotAllowed("only the Hub's spawner may ask this")
+
+
+class SpawnerOffers(Spawner):
+    """What the spawn page shows to a user."""
+
+    async def get(self) -> None:
+        groups = self.get_query_arguments("group")
+        project = self.control.request_policy.choose_project(
+            groups, self.get_query_argument("project", None) or None
+        )
+        self.answer(self.service.views.offers(groups, project))
+
+
+class SpawnerStart(Spawner):
+    """A server is about to start."""
+
+    async def post(self) -> None:
+        self.answer(await self.control.admission.start(self.body(wire.SpawnRequest)))
+
+
+class SpawnerStop(Spawner):
+    """A server has ended."""
+
+    async def post(self) -> None:
+        await self.control.admission.stop(self.body(wire.SpawnStop))
+        self.set_status(204)
+
+
+class Metrics(Base):
+    """Numbers for Prometheus; needs the Hub's ``read:metrics``."""
+
+    async def get(self) -> None:
+        (await self.identify()).require("read:metrics")
+        self.set_header("Content-Type", prometheus_client.CONTENT_TYPE_LATEST)
+        self.finish(prometheus_client.generate_latest(self.service.site.metrics))
+
+
+class NoSuchPath(Base):
+    """Everything else below the API."""
+
+    async def prepare(self) -> None:
+        """Refuse before a body is read.
+
+        Raises:
+            NotAllowed: as `refuse_frames` says.
+            NotFound: in every other case.
+        """
+        self.refuse_frames()
+        raise NotFound("there is no such path: see openapi.json")

@@ -1,0 +1,71 @@
+"""The routes of the REST API, with the messages that each method takes and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jupyter_gpushare.broker.http import handlers
+from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.protocol import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path below ``api/v1/`` (``{name}`` is one segment), its handler and its messages."""
+
+    path: str
+    handler: type[Base]
+    answers: dict[str, Any]  # by method: the type of the answer, None: no content
+    takes: dict[str, Any]  # by method: the type of the body
+
+
+_ID = {
+    "id": "[a-z0-9]{1,40}",
+    "n": "[0-9]{1,6}",
+    "name": "[^/]{1,255}",
+    "action": "resume|keep|lend|never-sleep|may-sleep",
+    "kernel": "[a-z0-9-]{1,64}",
+}
+
+ROUTES: tuple[Route, ...] = (
+    Route("status", handlers.Status, {"get": wire.Status}, {}),
+    Route("offers", handlers.Offers, {"get": wire.Offers}, {}),
+    Route("jobs", handlers.Jobs, {"get": wire.JobList, "post": wire.Job}, {"post": wire.JobRequest}),
+    Route("jobs/{id}", handlers.Job, {"get": wire.Job, "delete": wire.Job}, {}),
+    Route("jobs/{id}/timeline", handlers.JobTimeline, {"get": wire.JobTimeline}, {}),
+    Route("jobs/{id}/retry", handlers.JobRetry, {"post": wire.Job}, {}),
+    Route("jobs/{id}/attempts/{n}/report", handlers.JobReport, {"post": None}, {"post": wire.JobReport}),
+    Route("servers/activity", handlers.Activity, {"post": None}, {"post": wire.ActivityReport}),
+    Route("leases", handlers.Leases, {"get": wire.Leases}, {}),
+    Route(
+        "leases/{id}/{action}", handlers.LeaseAction, {"post": wire.LeaseStatus}, {"post": wire.KeepRequest}
+    ),
+    Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}),
+    Route("projects", handlers.Projects, {"get": wire.Projects}, {}),
+    Route(
+        "projects/{name}",
+        handlers.Project,
+        {"put": wire.Projects, "delete": wire.Projects},
+        {"put": wire.ProjectChange},
+    ),
+    Route(
+        "lending", handlers.Lending, {"get": wire.Lending, "put": wire.Lending}, {"put": wire.LendingChange}
+    ),
+    Route("devices", handlers.Devices, {"get": wire.Devices}, {}),
+    Route("history", handlers.History, {"get": wire.History}, {}),
+    Route("decisions", handlers.Decisions, {"get": wire.Decisions}, {}),
+    Route("health", handlers.Health, {"get": wire.Health}, {}),
+    Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),
+    Route("spawner/offers", handlers.SpawnerOffers, {"get": wire.Offers}, {}),
+    Route("spawner/start", handlers.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
+    Route("spawner/stop", handlers.SpawnerStop, {"post": None}, {"post": wire.SpawnStop}),
+)
+
+
+def pattern(route: Route) -> str:
+    """Return the regular expression of a route's path."""
+    path = route.path.replace(".", r"\.")
+    for name, expression in _ID.items():
+        path = path.replace("{" + name + "}", f"({expression})")
+    return path

@@ -1,0 +1,260 @@
+"""The broker's traits, and the policy that they amount to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
+from traitlets.config import Application
+
+from jupyter_gpushare.broker.state.policy import Policy, parse_project
+from jupyter_gpushare.broker.state.records import LendingMode
+from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU, Order
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+
+# Defaults that `core` does not read; the others are `DEFAULT_POLICY`.
+_SITE = Policy(projects=())
+
+
+class Settings(Application):
+    """Configuration of `app.GPUShareBroker`, under that name."""
+
+    config_file = Unicode("", help="Configuration file; may be the Hub's own jupyterhub_config.py.").tag(
+        config=True
+    )
+    respawn = Bool(False, help="Run as the parent that starts the broker again within a second.").tag(
+        config=True
+    )
+    with_helper = Bool(
+        False, help="With respawn: also keep a device helper running, as the same user (for demos)."
+    ).tag(config=True)
+    projects = Dict(
+        help="""Projects and their guarantees: project name to a dict of
+
+        * ``quota``: guaranteed GPUs, a number (1.5) or a percentage of the machine's GPUs ("50%");
+        * ``weight``: share of what is over, 1 by default;
+        * ``limit``: hard cap in GPUs, none by default;
+        * ``priority``: among projects below their quota the higher comes first, 0 by default;
+        * ``groups``: the Hub groups of its members, by default the group of the same name;
+        * ``never_sleep``: True lets its members mark sessions that are never put to sleep.
+        """
+    ).tag(config=True)
+    lending = Enum(
+        [mode.value for mode in LendingMode],
+        _SITE.lending.value,
+        help="Whether GPUs of idle sessions are lent. ``watch`` only logs which session would have been put "
+        "to sleep for which job and for how long, and touches no process; ``off`` puts no session to sleep "
+        "and wakes those that sleep. An administrator changes it at any time with `gpushare admin lending` "
+        "or on the service's page, which then counts until it is set back to ``default``.",
+    ).tag(config=True)
+    idle_timeout = Float(
+        DEFAULT_POLICY.idle_timeout_s,
+        help="Seconds without a busy kernel and without GPU activity after which a session's GPU may be "
+        "lent, if a lease waits. Shorter lends more and wakes more often (see docs/concepts.md).",
+    ).tag(config=True)
+    adaptive_idle = Bool(
+        False,
+        help="Learn from the pauses of each session when its GPU may be lent (after 10 min to 4 h), instead "
+        "of idle_timeout: sooner where GPUs are many and after a long cell, later where the owner took many "
+        "breaks within the last days and was back each time.",
+    ).tag(config=True)
+    order = Enum(
+        [order.value for order in Order],
+        DEFAULT_ORDER.value,
+        help="By what the jobs of one project are ordered, after their priority: ``progress`` (least "
+        "remaining work of jobs that report progress, ``las`` for the others), ``las`` (least attained "
+        "service: the job that received least goes first, and may preempt), ``backfill`` (first come first "
+        "served, a job that does not fit is bypassed for a while), ``fifo`` (strictly first come first "
+        "served).",
+    ).tag(config=True)
+    las_thresholds = List(
+        Float(),
+        list(DEFAULT_POLICY.las_thresholds_gpu_s),
+        help="With order progress or las: the GPU-seconds at which a job enters the next queue; ascending.",
+    ).tag(config=True)
+    min_run = Float(
+        DEFAULT_POLICY.min_run_s,
+        help="Seconds for which a job runs before another one of its project may preempt it. Capacity "
+        "that another project's quota or a session's owner is entitled to is reclaimed at any time.",
+    ).tag(config=True)
+    preempt_cost = Float(
+        DEFAULT_POLICY.preempt_cost_s,
+        help="What a preemption costs, in seconds of each GPU that changes hands: not done to gain less.",
+    ).tag(config=True)
+    guard = Float(
+        DEFAULT_POLICY.starvation_guard_s,
+        allow_none=True,
+        help="With order progress or las: seconds of waiting after which a job comes before all others; "
+        "None: never.",
+    ).tag(config=True)
+    skip_wait = Float(
+        DEFAULT_POLICY.max_bypass_s,
+        allow_none=True,
+        help="With order backfill: seconds of waiting after which no job overtakes it; None: never.",
+    ).tag(config=True)
+    catch_up = Float(
+        DEFAULT_POLICY.fairness_horizon_s,
+        allow_none=True,
+        help="Seconds in which a project with waiting jobs gets what it lags behind its fair share. Shorter "
+        "keeps shares closer over a day and preempts more; None: shares are kept at each moment only.",
+    ).tag(config=True)
+    grace = Float(
+        _SITE.grace_s,
+        help="Seconds between SIGTERM and SIGKILL when a job is stopped, unless the job says otherwise.",
+    ).tag(config=True)
+    max_grace = Float(
+        _SITE.max_grace_s,
+        help="The most that a job may ask for as its grace: so long may the owner of a lent GPU have to wait "
+        "for it.",
+    ).tag(config=True)
+    min_fraction = Float(
+        0.05,
+        min=0.001,
+        max=1.0,
+        help="The smallest part of a GPU that can be asked for; a machine holds 256 leases at most.",
+    ).tag(config=True)
+    sizes = List(
+        Unicode(),
+        ["1/4", "1/2", "1"],
+        help="Sizes offered on the spawn page, in GPUs, such as 1/4, 0.5, 1 or 2.",
+    ).tag(config=True)
+    state_dir = Unicode(
+        "/var/lib/gpushare", help="Directory of the broker's own files; must not be writable for others."
+    ).tag(config=True)
+    db_url = Unicode(
+        help="SQLAlchemy URL of the broker's database, never the Hub's; default: SQLite in state_dir."
+    ).tag(config=True)
+    helper_socket = Unicode(help="Unix socket of the device helper; by default in state_dir.").tag(
+        config=True
+    )
+    helper_state_dir = Unicode(
+        help="With with_helper: the helper's own files; default: helper/ in state_dir."
+    ).tag(config=True)
+    api_socket = Unicode(
+        help="Unix socket for the Hub, servers, jobs and command line of this machine; by default api.sock "
+        "in state_dir. Its folder must be writable for the broker's user alone, and open (0711) where "
+        "servers have users of their own: they trust what listens there."
+    ).tag(config=True)
+    tls_address = Unicode(
+        "",
+        help="HOST:PORT where servers, and a Hub, of other machines or containers reach the broker over TLS; "
+        "none by default. They accept no certificate but api-certificate.pem of state_dir, which is made "
+        "when it is missing (c.GPUShareMixin.broker_certificate_file).",
+    ).tag(config=True)
+    spawner_token_file = Unicode(
+        help="File (mode 0600) with the token that the Hub's spawner uses; by default spawner-token in "
+        "state_dir. It is made when it is missing."
+    ).tag(config=True)
+    max_jobs = Integer(_SITE.max_jobs, min=1, help="Jobs that may wait or run, all users together.").tag(
+        config=True
+    )
+    max_jobs_per_user = Integer(
+        _SITE.max_jobs_per_user, min=1, help="Jobs of one user that may wait or run."
+    ).tag(config=True)
+    keep_minutes_per_day = Float(
+        _SITE.keep_minutes_per_day,
+        help="Minutes a day for which a user may keep an idle GPU from being lent.",
+    ).tag(config=True)
+    identity_cache_s = Integer(
+        30, min=1, max=300, help="Seconds for which the Hub's answer about a token is believed."
+    ).tag(config=True)
+
+    @default("db_url")
+    def _default_db_url(self) -> str:
+        return f"sqlite:///{Path(self.state_dir).absolute() / 'broker.sqlite'}"
+
+    @default("helper_socket")
+    def _default_helper_socket(self) -> str:
+        return str(Path(self.state_dir) / "helper.sock")
+
+    @default("api_socket")
+    def _default_api_socket(self) -> str:
+        return str(Path(self.state_dir) / "api.sock")
+
+    @default("helper_state_dir")
+    def _default_helper_state_dir(self) -> str:
+        return str(Path(self.state_dir) / "helper")
+
+    @default("spawner_token_file")
+    def _default_spawner_token_file(self) -> str:
+        return str(Path(self.state_dir) / "spawner-token")
+
+    @validate("tls_address")
+    def _host_and_port(self, proposal: Any) -> str:
+        host, _, port = proposal.value.rpartition(":")
+        if proposal.value and not (host and port.isdecimal() and 0 < int(port) < 65_536):
+            raise TraitError(f"tls_address is HOST:PORT, such as 10.0.0.5:8004, not {proposal.value!r}")
+        return str(proposal.value)
+
+    @validate("las_thresholds")
+    def _ascending(self, proposal: Any) -> list[float]:
+        values = list(proposal.value)
+        if any(value <= 0 for value in values) or sorted(set(values)) != values or len(values) > 16:
+            raise TraitError(f"las_thresholds are up to 16 numbers above 0, ascending, not {values}")
+        return values
+
+    @validate(
+        "idle_timeout",
+        "grace",
+        "max_grace",
+        "keep_minutes_per_day",
+        "min_run",
+        "preempt_cost",
+        "guard",
+        "skip_wait",
+        "catch_up",
+    )
+    def _positive(self, proposal: Any) -> float | None:
+        if proposal.value is None:
+            return None
+        value = float(proposal.value)
+        if not 0 <= value < 10_000_000:
+            raise TraitError(f"{proposal.trait.name} is a number of 0 or more, not {value}")
+        return value
+
+    @validate("projects")
+    def _known_projects(self, proposal: Any) -> dict[str, Any]:
+        try:
+            for name, config in proposal.value.items():
+                parse_project(name, config)
+        except InvalidRequest as error:
+            raise TraitError(f"GPUShareBroker.projects: {error}") from None
+        return dict(proposal.value)
+
+    @validate("sizes")
+    def _known_sizes(self, proposal: Any) -> list[str]:
+        try:
+            for size in proposal.value:
+                Size.of_gpus(size)
+        except InvalidRequest as error:
+            raise TraitError(f"GPUShareBroker.sizes: {error}") from None
+        return list(proposal.value)
+
+    def policy(self) -> Policy:
+        """Return the configuration as plain values."""
+        sizes = tuple(map(Size.of_gpus, self.sizes))
+        return Policy(
+            projects=tuple(parse_project(name, config) for name, config in self.projects.items()),
+            idle_timeout_s=self.idle_timeout,
+            adaptive_idle=self.adaptive_idle,
+            order=Order(self.order),
+            las_thresholds_gpu_s=tuple(self.las_thresholds),
+            min_run_s=self.min_run,
+            preempt_cost_s=self.preempt_cost,
+            starvation_guard_s=self.guard,
+            max_bypass_s=self.skip_wait,
+            fairness_horizon_s=self.catch_up,
+            grace_s=self.grace,
+            max_grace_s=max(self.grace, self.max_grace),
+            # What the site offers can be asked for.
+            min_fraction_milli=min(
+                round(self.min_fraction * WHOLE_GPU), *(size.fraction_milli for size in sizes)
+            ),
+            sizes=sizes,
+            max_jobs=self.max_jobs,
+            max_jobs_per_user=self.max_jobs_per_user,
+            keep_minutes_per_day=self.keep_minutes_per_day,
+            lending=LendingMode(self.lending),
+        )

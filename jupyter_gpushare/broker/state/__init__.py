@@ -1,0 +1,1 @@
+"""Durable state and observations: registry, store, records, policy, usage."""

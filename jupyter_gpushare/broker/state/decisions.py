@@ -1,0 +1,45 @@
+"""The log of decisions: one sentence each, with lease, owner and reason.
+
+Owners and administrators read it; every entry is also stored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.records import DecisionRecord, LeaseRecord
+from jupyter_gpushare.protocol.wire import Text
+
+# Entries in memory; the database has all.
+_KEPT = 1_000
+
+
+class Decisions:
+    """Creates all entries and keeps the latest in memory."""
+
+    def __init__(self, wall: Callable[[], str], stored: Iterable[DecisionRecord] = ()) -> None:
+        self.latest = deque(stored, maxlen=_KEPT)
+        self._wall = wall
+        self._seq = self.latest[-1].seq if self.latest else 0
+
+    def add(
+        self, record: LeaseRecord | None, action: str, text: Text, *, why: str = "", for_lease: str = ""
+    ) -> DecisionRecord:
+        """Return a new entry, which the caller stores; without a lease it concerns the machine."""
+        self._seq += 1
+        entry = DecisionRecord(
+            seq=self._seq,
+            at=self._wall(),
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
+            action=action,
+            why=why,
+            for_lease=for_lease or None,
+            sentence=messages.english(text),
+            texts=(text,),
+        )
+        self.latest.append(entry)
+        return entry

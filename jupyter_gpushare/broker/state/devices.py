@@ -1,0 +1,95 @@
+"""What the device helper said last: the one place that reads its inventory and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.core.model import Device as PlannerDevice
+from jupyter_gpushare.protocol.helper import Device, DeviceSample, Inventory, Sample
+
+# After this many seconds without a sample the devices are unknown and nothing is decided.
+STALE_S = 5.0
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """Inventory and last sample; not stored, measured again after a restart."""
+
+    inventory: Inventory | None = None
+    sample: Sample | None = None
+    sampled_at: float = float("-inf")  # when the devices were measured, on the clock of this machine
+    orphaned: dict[str, str] = field(default_factory=dict)  # device UUID -> lease missing in the database
+
+    def are_known(self, now: float) -> bool:
+        """Return whether there is an inventory and a sample that is at most `STALE_S` old."""
+        return self.inventory is not None and now - self.sampled_at <= STALE_S
+
+    @property
+    def listed(self) -> tuple[Device, ...]:
+        """All devices of the inventory; empty before the first."""
+        return self.inventory.devices if self.inventory else ()
+
+    @property
+    def measured(self) -> tuple[DeviceSample, ...]:
+        """All devices of the last sample; empty before the first."""
+        return self.sample.devices if self.sample else ()
+
+    @property
+    def total_milli(self) -> int:
+        """Capacity of all devices, in thousandths of a GPU."""
+        return WHOLE_GPU * len(self.listed)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Host memory that suspended leases may take."""
+        return self.inventory.host_budget_bytes if self.inventory else 0
+
+    @property
+    def host_saved_bytes(self) -> int:
+        """Host memory that suspended leases take."""
+        return self.sample.host_saved_bytes if self.sample else 0
+
+    def for_planner(self) -> Iterator[PlannerDevice]:
+        """Yield all devices as the planner sees them.
+
+        A device that the last sample does not show, or that holds an orphaned lease, is not usable.
+        """
+        if self.inventory is None:
+            return
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
+        for device in self.inventory.devices:
+            yield PlannerDevice(
+                uuid=device.uuid,
+                memory_bytes=device.memory_bytes,
+                reserve_bytes=device.reserve_bytes,
+                node=self.inventory.host,
+                island=device.island,
+                name=device.name,
+                profile=device.profile,
+                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
+                and device.uuid not in self.orphaned,
+                suspendable=device.suspendable,
+            )
+
+    def model_name(self, uuids: Collection[str]) -> str:
+        """Return the model of the first of these devices, for people; empty when none is known."""
+        return next((d.name for d in self.listed if d.uuid in uuids), "")
+
+    def level(self, uuid: str) -> str:
+        """Return how the memory limit is enforced on a device; empty for an unknown one."""
+        return next((str(d.level) for d in self.listed if d.uuid == uuid), "")
+
+    def suspend_obstacle(self, uuids: Collection[str]) -> str:
+        """Return why nothing can be suspended on one of these devices; empty when it can."""
+        return next((d.suspend_reason for d in self.listed if d.uuid in uuids and not d.suspendable), "")
+
+    def resume_bytes_per_s(self, uuids: Collection[str]) -> float:
+        """Return the copy rate that the self-test measured on the slowest of these devices; 0: unknown."""
+        return min((d.resume_bytes_per_s for d in self.listed if d.uuid in uuids), default=0.0)
+
+    def utilization_percent(self, uuids: Collection[str]) -> int | None:
+        """Return the mean utilization of these devices; None: not measured."""
+        percents = [d.utilization_percent for d in self.measured if d.uuid in uuids]
+        return sum(percents) // len(percents) if percents else None

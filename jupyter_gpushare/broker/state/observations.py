@@ -1,0 +1,136 @@
+"""Measurements and hints about a lease: not stored, and measured again after a restart."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+from jupyter_gpushare.core.idle import PauseHistory
+from jupyter_gpushare.core.model import State
+from jupyter_gpushare.protocol.helper import LeaseSample
+
+
+@dataclass(slots=True)
+class PauseTracker:
+    """The history of a session's pauses, for its adaptive idle timeout; not stored."""
+
+    past: PauseHistory = field(default_factory=PauseHistory)
+    idle_from: float | None = None  # None: at work
+    busy_from: float = 0.0
+    pause_s: float = 0.0  # the last one
+
+    def saw(self, idle_since: float | None, now: float) -> None:
+        """Add an observation: idle since ``idle_since``, or busy (None)."""
+        if idle_since is None and self.idle_from is not None:
+            self.pause_s, self.busy_from, self.idle_from = now - self.idle_from, now, None
+        elif idle_since is not None and self.idle_from is None:
+            self.past = self.past.after(self.pause_s, max(0.0, idle_since - self.busy_from))
+            self.idle_from = idle_since
+
+
+class Wish(enum.Enum):
+    """What becomes of the owner's wish to have a lease back in a state."""
+
+    IGNORED = enum.auto()  # the owner has the lease, or it is about to end
+    FRESH = enum.auto()  # an earlier one ended with the state; a new one counts
+    KEPT = enum.auto()  # an earlier one stays; a new one counts
+
+
+WANTED: Mapping[State, Wish] = {
+    State.PENDING: Wish.IGNORED,
+    State.GRANTED: Wish.IGNORED,
+    State.RUNNING: Wish.IGNORED,
+    State.SUSPENDING: Wish.FRESH,
+    State.SUSPENDED: Wish.KEPT,
+    State.RESUMING: Wish.KEPT,
+    State.STOPPING: Wish.IGNORED,
+    State.RELEASED: Wish.IGNORED,
+    State.FAILED: Wish.IGNORED,
+}
+
+
+# A cell that runs for less wakes its session by counted calls alone.
+STALLED_BUSY_S = 5.0
+
+
+@dataclass(slots=True)
+class Observation:
+    """Measurements and hints about one lease; not stored."""
+
+    sample: LeaseSample | None = None
+    seen_alive: bool = False
+    gone_since_at: float | None = None  # its processes are gone since
+    pauses: PauseTracker = field(default_factory=PauseTracker)
+    active_at: float = 0.0  # last sign of work on the GPU
+    busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
+    woken_by_stall: bool = False  # in the present cell
+    kernel_active_at: float = 0.0
+    kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
+    wanted_at: float | None = None  # its owner needs it since; only `want` and `enter` write it
+    retry_at: float = 0.0  # nothing is planned for it before
+    resumes_refused: int = 0  # in a row
+    effect_retry_at: float = 0.0  # a failed effect is not tried again before
+    not_suspendable: str = ""  # the driver refused, until retry_at
+    progress_stored_at: float = float("-inf")
+
+    @property
+    def kernel_busy(self) -> bool:
+        """Whether a kernel runs a cell."""
+        return self.busy_since_at is not None
+
+    def report_kernels(self, busy: bool, now: float) -> bool:
+        """Note whether a kernel is busy; return whether that is a change."""
+        if busy is self.kernel_busy:
+            return False
+        self.busy_since_at, self.woken_by_stall = now if busy else None, False
+        return True
+
+    def wake_by_stall(self, now: float) -> bool:
+        """Return whether a stalled process wakes the lease: its kernel is busy long enough, once per cell."""
+        if self.busy_since_at is None or now - self.busy_since_at < STALLED_BUSY_S or self.woken_by_stall:
+            return False
+        self.woken_by_stall = True
+        return True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the owner needs the lease and does not have it."""
+        return self.wanted_at is not None
+
+    def want(self, state: State, now: float) -> bool:
+        """Note that the owner needs a lease in ``state``; return whether that is new and counts there."""
+        if WANTED[state] is Wish.IGNORED or self.wanted:
+            return False
+        self.wanted_at = now
+        return True
+
+    def enter(self, state: State) -> None:
+        """Note that the lease enters ``state``: an earlier wish stays only where `WANTED` keeps it."""
+        if WANTED[state] is not Wish.KEPT:
+            self.wanted_at = None
+
+    @classmethod
+    def since(cls, now: float) -> Observation:
+        """Return the observation of a lease that is first seen at ``now``."""
+        return cls(active_at=now, pauses=PauseTracker(busy_from=now))
+
+
+# No usual wake time from fewer wake-ups.
+_LEAST_WAKES = 10
+
+
+@dataclass(slots=True)
+class WakeTimes:
+    """Durations of the last wake-ups, in seconds from the first GPU call; not stored."""
+
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+    def usual(self) -> tuple[float, float, float] | None:
+        """Return the 10th, 50th and 90th percentile in seconds; None: too few wake-ups."""
+        if len(self.took_s) < _LEAST_WAKES:
+            return None
+        tenths = quantiles(self.took_s, n=10, method="inclusive")
+        return tenths[0], median(self.took_s), tenths[-1]

@@ -1,0 +1,150 @@
+"""The site's configuration as plain values, built once from the traits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jupyter_gpushare.broker.state.records import LendingMode, ProjectOverride
+from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU, Order, Project, Settings
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectConfig:
+    """One project as configured; ``quota`` is GPUs, or a percentage of all there are."""
+
+    name: str
+    quota_milli: int | None = None  # exactly one of the two
+    quota_percent: float | None = None
+    weight: int = 1
+    limit_milli: int | None = None
+    priority: int = 0
+    groups: tuple[str, ...] = ()  # members of these Hub groups belong to it
+    never_sleep: bool = False  # its members may mark sessions that are not suspended
+
+    def project(self, total_milli: int, override: ProjectOverride | None) -> Project:
+        """Return the numbers in force on a machine with ``total_milli`` of GPU."""
+        quota = self.quota_milli
+        if quota is None:
+            quota = int(total_milli * (self.quota_percent or 0.0) / 100)
+        project = Project(
+            name=self.name,
+            quota_milli=quota,
+            weight=self.weight,
+            limit_milli=self.limit_milli,
+            priority=self.priority,
+        )
+        if override is None:
+            return project
+        return replace(
+            project,
+            quota_milli=project.quota_milli if override.quota_milli is None else override.quota_milli,
+            weight=project.weight if override.weight is None else override.weight,
+            limit_milli=project.limit_milli if override.limit_milli is None else override.limit_milli,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the site decides: projects, limits and the knobs of the planner; defaults in `DEFAULT_POLICY`."""
+
+    projects: tuple[ProjectConfig, ...]
+    idle_timeout_s: float = DEFAULT_POLICY.idle_timeout_s
+    adaptive_idle: bool = False  # each session's own idle timeout, learnt from its pauses
+    order: Order = DEFAULT_ORDER
+    las_thresholds_gpu_s: tuple[float, ...] = DEFAULT_POLICY.las_thresholds_gpu_s
+    min_run_s: float = DEFAULT_POLICY.min_run_s
+    preempt_cost_s: float = DEFAULT_POLICY.preempt_cost_s
+    starvation_guard_s: float | None = DEFAULT_POLICY.starvation_guard_s
+    max_bypass_s: float | None = DEFAULT_POLICY.max_bypass_s
+    fairness_horizon_s: float | None = DEFAULT_POLICY.fairness_horizon_s
+    grace_s: float = 30.0
+    max_grace_s: float = 120.0
+    min_fraction_milli: int = 1
+    sizes: tuple[Size, ...] = (Size(250), Size(500), Size(1000))  # offered
+    max_jobs_per_user: int = 1_000  # queued or running
+    max_jobs: int = 10_000
+    max_waiters_per_user: int = 8  # long polls
+    keep_minutes_per_day: float = 120.0
+    lending: LendingMode = LendingMode.ON
+
+    def project_config(self, name: str) -> ProjectConfig | None:
+        """Return the configuration of a project; None for one that is not configured."""
+        return next((p for p in self.projects if p.name == name), None)
+
+    def projects_of(self, groups: Iterable[str]) -> tuple[str, ...]:
+        """Return the names of the projects that members of ``groups`` belong to, in configured order."""
+        mine = set(groups)
+        return tuple(p.name for p in self.projects if mine & set(p.groups))
+
+    def settings(self, host_budget_bytes: int = 0) -> Settings:
+        """Return the knobs that `core` reads."""
+        return Settings(
+            idle_timeout_s=self.idle_timeout_s,
+            host_budget_bytes=host_budget_bytes,
+            order=self.order,
+            las_thresholds_gpu_s=self.las_thresholds_gpu_s,
+            min_run_s=self.min_run_s,
+            preempt_cost_s=self.preempt_cost_s,
+            starvation_guard_s=self.starvation_guard_s,
+            max_bypass_s=self.max_bypass_s,
+            fairness_horizon_s=self.fairness_horizon_s,
+        )
+
+
+def gpus_to_milli(value: Any, what: str) -> int:
+    """Return thousandths of a GPU for a configured number of GPUs.
+
+    Raises:
+        InvalidRequest: not a number, negative, or finer than 1/1000.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1_000_000:
+        raise InvalidRequest(f"{what} is a number of GPUs, 0 or more, not {value!r}")
+    milli = round(value * WHOLE_GPU)
+    if abs(milli - value * WHOLE_GPU) > 1e-6:
+        raise InvalidRequest(f"{what} is given in steps of 0.001 GPU, not {value!r}")
+    return milli
+
+
+def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
+    """Return one entry of ``GPUShareBroker.projects``.
+
+    Raises:
+        InvalidRequest: an unknown key, or a value out of range.
+    """
+    unknown = set(config) - {"quota", "weight", "limit", "priority", "groups", "never_sleep"}
+    if unknown:
+        raise InvalidRequest(f"project {name}: unknown key {sorted(unknown)[0]!r}")
+    if not name or len(name) > 255:
+        raise InvalidRequest("a project's name has 1 to 255 characters")
+    quota = config.get("quota", 0)
+    percent: float | None = None
+    milli: int | None = None
+    if isinstance(quota, str):
+        try:
+            percent = float(quota.removesuffix("%")) if quota.endswith("%") else None
+        except ValueError:
+            percent = None
+        if percent is None or not 0 <= percent <= 100:
+            raise InvalidRequest(f'project {name}: quota is a number of GPUs or a percentage like "50%"')
+    else:
+        milli = gpus_to_milli(quota, f"project {name}: quota")
+    weight = config.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int) or not 0 <= weight <= 1000:
+        raise InvalidRequest(f"project {name}: weight is a whole number from 0 to 1000, not {weight!r}")
+    limit, never_sleep = config.get("limit"), config.get("never_sleep", False)
+    if not isinstance(never_sleep, bool):
+        raise InvalidRequest(f"project {name}: never_sleep is True or False, not {never_sleep!r}")
+    return ProjectConfig(
+        name=name,
+        quota_milli=milli,
+        quota_percent=percent,
+        weight=weight,
+        limit_milli=None if limit is None else gpus_to_milli(limit, f"project {name}: limit"),
+        priority=int(config.get("priority", 0)),
+        groups=tuple(config.get("groups", (name,))),
+        never_sleep=never_sleep,
+    )

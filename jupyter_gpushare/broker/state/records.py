@@ -1,0 +1,237 @@
+"""Stored records: leases and jobs with all that the scheduling core does not need.
+
+Records are frozen; a change is a new record, kept in memory by `registry.Registry`
+and on disk by `store.Store`.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jupyter_gpushare.core.measure import Measure
+from jupyter_gpushare.core.model import Kind, Lease, State
+from jupyter_gpushare.messages import Texts
+
+ENDED = frozenset({State.RELEASED, State.FAILED})
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def random_id() -> str:
+    """Return 10 random letters and digits (52 bits), which cannot be guessed."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """A lease, and its execution on the machine."""
+
+    lease: Lease
+    uid: int = -1  # its processes run as
+    attempt: int = 1
+    since_at: str = ""  # wall clock (ISO 8601, UTC): when it entered its state
+    entered_at: float = 0.0  # the same moment on the monotonic clock
+    why: str = ""  # the reason of the last decision about it (core `Why`)
+    requeue: bool = False  # stopping: it goes back to the queue afterwards
+    note: str = ""  # why it is in this state, a part of an English sentence
+    given_to: str = ""  # project of the lease that its GPU was taken for; empty: none, or not known
+    suspend_reason: str = ""  # why it cannot be suspended
+    limits: dict[str, int] = field(default_factory=dict)  # bytes per device UUID
+    tries: int = 0  # failed starts of this attempt
+    settled: int = 0  # of a job: the newest attempt that ended or failed, and counted as such
+    lost: bool = False  # its device memory could not be restored; until the processes that used it have ended
+    never_sleep: bool = False  # a session that its owner marked: it is not suspended
+
+    @property
+    def id(self) -> str:
+        """Id of the lease, the same in every attempt."""
+        return self.lease.id
+
+    @property
+    def state(self) -> State:
+        """State of the lease, as the planner sees it."""
+        return self.lease.state
+
+    @property
+    def is_job(self) -> bool:
+        """Whether the lease belongs to a training job and not to a session."""
+        return self.lease.kind is Kind.TRAIN
+
+    @property
+    def handle(self) -> str:
+        """The name of this attempt at the device helper, and of a job's server at the Hub.
+
+        A late effect on an earlier attempt therefore has no target.
+        """
+        return f"{self.lease.id}-{self.attempt}"
+
+    @property
+    def server(self) -> str:
+        """Name of the server at the Hub; of a job, that of this attempt."""
+        return self.handle if self.is_job else self.lease.server
+
+
+def with_current_boot(record: LeaseRecord, now: float) -> LeaseRecord:
+    """Return a record of another boot with all monotonic times set to now: theirs mean nothing here."""
+    lease = replace(
+        record.lease,
+        submitted_at=now,
+        queued_at=now,
+        waits_since_at=now,
+        granted_at=now,
+        keep_until_at=0.0,
+        attained_at=None if record.lease.attained_at is None else now,
+    )
+    return replace(record, lease=lease, entered_at=now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A training job: its request and its result."""
+
+    id: str  # 10 random letters and digits; its lease is "j" + id
+    user: str
+    project: str
+    name: str
+    command: tuple[str, ...]
+    cwd: str | None
+    env: dict[str, str]
+    retries: int
+    grace_s: float
+    request: str  # the JSON of the request, to submit it again
+    submitted_at: str  # wall clock, like the next two
+    started_at: str | None = None
+    ended_at: str | None = None
+    result: str = ""  # "", "succeeded", "failed", "cancelled"
+    exit_code: int | None = None  # of the current attempt, as its runner reported it
+    stopped: bool = False  # ... after having been told to stop
+    reason: str = ""  # English
+    reason_texts: Texts = ()  # ``reason`` for translation; empty where it is the command's own
+    attempts: int = 0  # how often it was started, once it has ended
+    failures: int = 0  # failed attempts so far
+    preemptions: int = 0  # times it was suspended or requeued
+    ran_s: float = 0.0
+    done: float | None = None
+    total: float | None = None
+    measure: Measure | None = None  # of its remaining work
+    idempotency_key: str | None = None
+
+    @property
+    def lease_id(self) -> str:
+        """Id of the job's lease: ``j`` and the id of the job."""
+        return f"j{self.id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """An entry of the decision log."""
+
+    seq: int
+    at: str
+    lease: str
+    user: str
+    project: str
+    action: str
+    why: str
+    for_lease: str | None
+    sentence: str
+    texts: Texts = ()  # ``sentence`` for translation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """Use by one user in one project on one day (UTC): GPU-seconds, GiB-seconds of host memory, seconds."""
+
+    day: str
+    user: str
+    project: str
+    used_gpu_s: float = 0.0
+    lent_gpu_s: float = 0.0
+    saved_gib_s: float = 0.0  # device memory that was parked in host memory
+    kept_s: float = 0.0  # of the day's budget for "Keep it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUse:
+    """Means over the minutes before ``at`` (wall clock, UTC): numbers of GPUs."""
+
+    at: str
+    gpus: float  # all there are
+    held: float  # by sessions and jobs
+    busy: float  # measured utilization
+    lent: float  # held in the capacity of suspended sessions
+
+
+class MetaValue:
+    """A value of which the database has one: a row of its table `meta`."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lags(MetaValue):
+    """By how many GPU-seconds each project is behind its fair share (`core.ledger`)."""
+
+    gpu_s: dict[str, float] = field(default_factory=dict)
+
+
+class LendingMode(enum.StrEnum):
+    """Whether GPUs of idle sessions are lent."""
+
+    ON = "on"
+    WATCH = "watch"  # decided and logged only: no session is suspended
+    OFF = "off"  # no session is suspended, and suspended ones are resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingOverride(MetaValue):
+    """The lending mode as set by an administrator; ``mode`` None: as configured."""
+
+    mode: LendingMode | None = None
+    by: str = ""
+    at: str = ""  # wall clock (ISO 8601, UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspensionCounts(MetaValue):
+    """Suspensions on this machine since the database was created."""
+
+    tried: int = 0
+    failed: int = 0  # the driver did not suspend; the processes went on
+    lost: int = 0  # device memory that could not be restored
+    last_reason: str = ""  # of the last failure or loss
+    last_at: str = ""  # its wall clock (ISO 8601, UTC)
+
+    def after_try(self, failure: str, at: str) -> SuspensionCounts:
+        """Return the counts after one more try; ``failure``: why it failed, empty: it did not."""
+        tried = replace(self, tried=self.tried + 1)
+        return replace(tried, failed=self.failed + 1, last_reason=failure, last_at=at) if failure else tried
+
+    def after_loss(self, reason: str, at: str) -> SuspensionCounts:
+        """Return the counts after one more loss."""
+        return replace(self, lost=self.lost + 1, last_reason=reason, last_at=at)
+
+
+class MetaValues(NamedTuple):
+    """All of them."""
+
+    lags: Lags
+    lending: LendingOverride
+    suspensions: SuspensionCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectOverride:
+    """A project's numbers as changed through the API; None: as configured."""
+
+    name: str
+    quota_milli: int | None = None
+    weight: int | None = None
+    limit_milli: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all numbers are as configured."""
+        return self.quota_milli is None and self.weight is None and self.limit_milli is None

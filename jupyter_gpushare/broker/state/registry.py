@@ -1,0 +1,447 @@
+"""Leases and jobs in memory and on disk; the only module that changes them.
+
+* A lease changes by a `transitions.Transition` or `Edit`, is logged, and is
+  committed before the caller acts on it.
+* Measurements (`devices`, `observations`) are kept beside the records and not stored.
+* Readers wait on `notifications`, which numbers all changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.breakdown import Meter
+from jupyter_gpushare.broker.state.decisions import Decisions
+from jupyter_gpushare.broker.state.devices import DeviceState
+from jupyter_gpushare.broker.state.fairness import FairnessTracker
+from jupyter_gpushare.broker.state.journal import Journal
+from jupyter_gpushare.broker.state.lending import Lending
+from jupyter_gpushare.broker.state.lending_switch import LendingSwitch
+from jupyter_gpushare.broker.state.notifications import Notifications
+from jupyter_gpushare.broker.state.observations import Observation, WakeTimes
+from jupyter_gpushare.broker.state.policy import Policy
+from jupyter_gpushare.broker.state.records import (
+    ENDED,
+    DecisionRecord,
+    JobRecord,
+    Lags,
+    LeaseRecord,
+    ProjectOverride,
+    SuspensionCounts,
+    UsageRecord,
+    with_current_boot,
+)
+from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.store import Loaded, Store
+from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition
+from jupyter_gpushare.broker.state.usage import Usage, use_of
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.model import Event, Kind, Lease, State, advance
+from jupyter_gpushare.errors import Conflict, NotFound, StoreError
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import iso_now
+
+log = logging.getLogger("gpushare.broker")
+
+# Ended jobs in memory; the database has all.
+_MAX_ENDED_JOBS = 2_000
+_PROGRESS_S = 10.0
+# Interval of storing lags, lending and use of the GPUs.
+_SUMS_S = 300.0
+_WAITING = (State.PENDING, State.SUSPENDED)
+
+
+class Registry:
+    """All leases that have not ended, jobs, decisions and sums of use."""
+
+    def __init__(
+        self, store: Store, policy: Policy, *, clock: Callable[[], float], wall: Callable[[], str] = iso_now
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self.clock = clock
+        self.iso_now = wall
+        self._leases: dict[str, LeaseRecord] = {}
+        self._jobs: dict[str, JobRecord] = {}
+        self._observations: dict[str, Observation] = {}
+        # Read-only views: leases and jobs change through the methods below and nowhere else.
+        self.leases: Mapping[str, LeaseRecord] = MappingProxyType(self._leases)  # those that have not ended
+        self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
+        self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
+        self.decisions = Decisions(wall)
+        self.overrides: dict[str, ProjectOverride] = {}
+        self.fairness = FairnessTracker(Lags())
+        self.usage = Usage()
+        self.lending = Lending(began_at=clock())
+        self.lending_switch = LendingSwitch(policy.lending)
+        self.suspensions = SuspensionCounts()
+        self._sums_kept_at = clock()
+        self.wake_times = WakeTimes()
+        self.meter = Meter(clock())
+        self.devices = DeviceState()
+        self.hub_backoff_until = float("-inf")  # no job is started before
+        self.notifications = Notifications(store.epoch)
+        self.journal = Journal(store, self._roll_back)
+        self.changed = asyncio.Event()  # wakes the loop
+
+    def load(self, boot_id: str) -> None:
+        """Take over the state of the last broker; monotonic times of another boot are set to now.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        loaded = self.store.load()
+        now = self.clock()
+        leases = loaded.leases
+        if loaded.boot_id != boot_id:
+            leases = tuple(with_current_boot(record, now) for record in leases)
+            self.store.begin_boot(boot_id, leases)
+        self._take(leases, loaded)
+
+    def _roll_back(self) -> None:
+        """Replace leases, jobs and sums by those on disk; what is measured about a lease stays.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        loaded = self.store.load()
+        observations = dict(self._observations)
+        for known in (self._leases, self._jobs, self._observations):
+            known.clear()
+        self._take(loaded.leases, loaded)
+        for lease_id in observations.keys() & self._leases.keys():
+            self._observations[lease_id] = observations[lease_id]
+        log.warning("the disk is full: what could not be stored is undone, and changes are refused")
+        self.changed.set()
+        self.notifications.add()
+
+    def _take(self, leases: Iterable[LeaseRecord], loaded: Loaded) -> None:
+        for record in leases:
+            self._open(record)
+        self._jobs.update({job.id: job for job in loaded.jobs})
+        self.decisions = Decisions(self.iso_now, loaded.decisions)
+        self.overrides = {o.name: o for o in loaded.overrides}
+        lags, self.lending_switch.override, self.suspensions = loaded.meta
+        self.fairness = FairnessTracker(lags)
+        self.usage = Usage(loaded.usage)
+
+    # ---- changes -------------------------------------------------------------
+
+    def raise_epoch_above(self, epoch: int) -> None:
+        """Take an epoch above ``epoch``.
+
+        Raises:
+            StoreError: a newer broker uses the database, or it failed; the broker ends.
+        """
+        if epoch < self.store.epoch:
+            return
+        try:
+            self.store.raise_epoch(epoch + 1)
+        except StoreError as error:
+            raise self.journal.fail(error) from None
+        self.notifications.enter(self.store.epoch)
+
+    async def edit(self, record: LeaseRecord, edit: Edit, *also: Change) -> LeaseRecord:
+        """Change a lease within its state and store it with ``also``; returns the new record.
+
+        Raises:
+            Conflict: the lease has ended.
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        changed = edit.apply(self._current(record))
+        self._cache(changed)
+        await self.journal.commit(changed, *also)
+        await self.notify()
+        return changed
+
+    async def put_job(self, job: JobRecord) -> None:
+        """Store a changed job.
+
+        Raises:
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        self._cache_job(job)
+        await self.journal.commit(job)
+        await self.notify()
+
+    async def put_progress(self, job: JobRecord) -> None:
+        """Keep the progress of a job; on disk at most every `_PROGRESS_S`: a crash loses only a few reports.
+
+        Raises:
+            StoreError: the database failed; the broker ends.
+        """
+        observation, now = self.observations[job.lease_id], self.clock()
+        if not self.journal.is_disk_full and now - observation.progress_stored_at >= _PROGRESS_S:
+            observation.progress_stored_at = now
+            await self.put_job(job)
+        elif (job.done, job.total) != (self.jobs[job.id].done, self.jobs[job.id].total):
+            self._cache_job(job)
+            self.notifications.add()  # nothing to decide
+
+    async def add(self, record: LeaseRecord, job: JobRecord) -> None:
+        """Store a new job and its lease.
+
+        Raises:
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        self._open(record)
+        self._cache_job(job)
+        await self.journal.commit(record, job)
+        await self.notify()
+
+    async def add_granted(self, record: LeaseRecord, transition: Granted) -> LeaseRecord:
+        """Store a new session that is granted in the same step, so that no other lease gets its capacity.
+
+        Raises:
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        self._open(record)
+        return await self.advance(record, transition)
+
+    def _open(self, record: LeaseRecord) -> None:
+        self._leases[record.id] = record
+        self._observations[record.id] = Observation.since(self.clock())
+
+    async def store_sums(self, now: float) -> None:
+        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        if self.journal.is_disk_full or now - self._sums_kept_at < _SUMS_S:
+            return
+        self._sums_kept_at = now
+        stored: list[Change] = [*self._count_lent()]
+        if lags := self.fairness.to_store():
+            stored.append(lags)
+        if row := self.meter.row(now, self.iso_now()):
+            stored.append(row)
+        if stored:
+            await self.journal.commit(*stored)
+
+    async def put_override(self, override: ProjectOverride, told: wire.Text) -> None:
+        """Store new numbers of a project (empty: none), with ``told`` in the log of decisions.
+
+        Raises:
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        self.overrides[override.name] = override
+        if override.is_empty:
+            del self.overrides[override.name]
+        await self.journal.commit(override, self.decisions.add(None, "project", told))
+        await self.notify()
+
+    async def advance(
+        self, record: LeaseRecord, transition: Transition, *, job: JobRecord | None = None
+    ) -> LeaseRecord:
+        """Move a lease along its table, store it, then return the new record; ``job`` is stored with it.
+
+        Raises:
+            Conflict: not possible in the present state, or the lease has ended; nothing is changed.
+            DiskFull: nothing is changed.
+            StoreError: the database failed; the broker ends.
+        """
+        self.journal.check()
+        changed, stored = self.move(record, transition, job=job)
+        await self.journal.commit(*stored)
+        await self.notify()
+        return changed
+
+    def move(
+        self, record: LeaseRecord, transition: Transition, *, job: JobRecord | None = None
+    ) -> tuple[LeaseRecord, list[Change]]:
+        """Move a lease in memory; the caller commits the returned changes before it acts on them.
+
+        Without a wait, so that no reader sees half of a plan.
+
+        Raises:
+            Conflict: not possible in the present state, or the lease has ended; nothing is changed.
+        """
+        record = self._current(record)
+        state, now = advance(record.state, transition.event), self.clock()
+        changed = replace(
+            transition.apply(replace(record, lease=self._timed(record.lease, state, now)), now),
+            since_at=self.iso_now(),
+            entered_at=now,
+            why=transition.why or record.why,
+        )
+        _log(record, changed, transition)
+        also: list[Change] = []
+        ran = record.state is State.RUNNING and state is not State.RUNNING
+        if job is None and ran:
+            job = self.job_of(record)
+        if job is not None:
+            if ran:
+                job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
+            self._cache_job(job)
+            also.append(job)
+        also += self._count_lent({*record.lease.devices, *changed.lease.devices})
+        if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
+            also.append(self.usage.count(stretch))
+        if transition.why:
+            event = transition.event
+            action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
+            also.append(self.decision(changed, action, transition.why, transition.for_lease))
+        self._cache(changed)
+        if changed.id in self.observations:
+            self.observations[changed.id].enter(state)
+        return changed, [changed, *also]
+
+    def _timed(self, lease: Lease, state: State, now: float) -> Lease:
+        """Return a lease in its new state, with its attained service and the start of its wait."""
+        if lease.kind is Kind.TRAIN and state is State.RUNNING:
+            lease = replace(lease, attained_at=now)
+        elif lease.attained_at is not None:
+            lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
+        if state in _WAITING and lease.state not in _WAITING:
+            lease = replace(lease, waits_since_at=now)
+        return replace(lease, state=state)
+
+    def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
+        """Count what was lent on these devices (None: on all) until now, before a change there."""
+        lent = self.lending.count(self.leases.values(), self.clock(), self.iso_now()[:10], devices)
+        return [self.usage.count(stretch) for stretch in lent]
+
+    async def record_notice(
+        self, record: LeaseRecord | None, action: str, key: str, *details: str | wire.Text
+    ) -> None:
+        """Add a notice about a lease to the log of decisions, for its owner and administrators.
+
+        ``key`` names its template, of which the first argument is the lease.  Without a lease it concerns
+        the machine, and only administrators see it.  On a full disk it is only logged.
+
+        Raises:
+            StoreError: the database failed.
+        """
+        told = messages.text("notice.machine", *details)
+        if record is not None:
+            told = messages.text(key, self.subject_of(record), *details)
+        if self.journal.is_disk_full:
+            log.warning("not stored: %s", messages.english(told))
+            return
+        await self.journal.commit(self.decisions.add(record, action, told))
+        await self.notify()
+
+    def decision(self, record: LeaseRecord, action: str, why: str, for_lease: str) -> DecisionRecord:
+        """Return a new entry of the log of decisions, which the caller stores."""
+        facts = messages.DecisionFacts(
+            action=action,
+            why=why,
+            subject=self.subject_of(record),
+            kind=record.lease.kind,
+            beneficiary=self._beneficiary(record, self.leases.get(for_lease)),
+        )
+        return self.decisions.add(record, action, messages.decision(facts), why=why, for_lease=for_lease)
+
+    def _beneficiary(self, record: LeaseRecord, other: LeaseRecord | None) -> wire.Text | None:
+        """Return the name of the lease that profits; users and jobs only within the same project."""
+        if other is None or other.id == record.id:
+            return None
+        if other.lease.project == record.lease.project:
+            return self.subject_of(other)
+        key = "part.job_of_project" if other.is_job else "part.session_of_project"
+        return messages.text(key, other.lease.project)
+
+    def _current(self, record: LeaseRecord) -> LeaseRecord:
+        """Return the present record of a lease of which the caller may have an older one."""
+        current = self.leases.get(record.id)
+        if current is None:
+            raise Conflict("the lease %1 has ended", record.handle)
+        return current
+
+    def _cache(self, record: LeaseRecord) -> None:
+        if record.state in ENDED:
+            self._leases.pop(record.id, None)
+            self._observations.pop(record.id, None)
+        else:
+            self._leases[record.id] = record
+
+    async def want(self, record: LeaseRecord) -> None:
+        """Note that the owner needs a lease that is suspended or about to be; ignored in other states.
+
+        Raises:
+            Conflict: the lease has ended.
+        """
+        record = self._current(record)
+        if self.observations[record.id].want(record.state, self.clock()):
+            log.info("lease=%s wants its GPU back", record.handle)
+            await self.notify()
+
+    def _cache_job(self, job: JobRecord) -> None:
+        self._jobs[job.id] = job
+        if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
+            return
+        ended = [j for j in self.jobs.values() if j.result]
+        if len(ended) > _MAX_ENDED_JOBS:
+            ended.sort(key=lambda j: j.ended_at or j.submitted_at)
+            for old in ended[: len(ended) // 2]:
+                del self._jobs[old.id]
+
+    async def notify(self) -> None:
+        """Wake the loop, and notify waiting readers within 0.1 s (`Notifications`)."""
+        self.changed.set()
+        self.notifications.add()
+
+    # ---- lookups -------------------------------------------------------------
+
+    def get(self, lease_id: str) -> LeaseRecord:
+        """Return a lease that has not ended.
+
+        Raises:
+            NotFound: there is none with this id.
+        """
+        record = self.leases.get(lease_id)
+        if record is None:
+            raise NotFound("there is no such lease (it may have ended)")
+        return record
+
+    def by_handle(self, handle: str) -> LeaseRecord | None:
+        """Return the lease with this handle; None for the handle of an earlier attempt."""
+        record = self.leases.get(handle.rsplit("-", 1)[0])
+        return record if record is not None and record.handle == handle else None
+
+    def by_server(self, user: str, server: str) -> LeaseRecord | None:
+        """Return the lease of a user's server; ``server`` is its name at the Hub."""
+        return next((r for r in self.leases.values() if r.lease.user == user and r.server == server), None)
+
+    def job_of(self, record: LeaseRecord) -> JobRecord | None:
+        """Return the job of a lease; None for a session's."""
+        return self.jobs.get(record.id[1:]) if record.is_job else None
+
+    def subject_of(self, record: LeaseRecord) -> wire.Text:
+        """Return the name of a lease in sentences: ``bo's job train.py (2 GPUs)``."""
+        user, size, job = record.lease.user, messages.size_text(record.lease.size), self.job_of(record)
+        if job is not None:
+            return messages.text("decision.job", user, job.name, size)
+        return messages.text("decision.session", user, size)
+
+
+def _log(record: LeaseRecord, changed: LeaseRecord, transition: Transition) -> None:
+    log.info(
+        "lease=%s user=%s project=%s %s->%s event=%s reason=%s for=%s for_s=%.1f note=%s",
+        changed.handle,
+        changed.lease.user,
+        changed.lease.project,
+        record.state,
+        changed.state,
+        transition.event,
+        transition.why or "-",
+        transition.for_lease or "-",
+        changed.entered_at - record.entered_at,
+        changed.note or "-",
+    )

@@ -1,0 +1,129 @@
+"""Writes of records: one row per record, older rows beyond a bound deleted."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from jupyter_gpushare.broker.state.records import (
+    DecisionRecord,
+    JobRecord,
+    LeaseRecord,
+    MachineUse,
+    MetaValue,
+    ProjectOverride,
+    UsageRecord,
+)
+from jupyter_gpushare.broker.state.tables import (
+    decisions,
+    job_row,
+    jobs,
+    lease_row,
+    leases,
+    machine,
+    meta,
+    meta_row,
+    packed,
+    projects,
+    usage,
+)
+from jupyter_gpushare.core.model import State
+from jupyter_gpushare.wall_clock import before
+
+# Stored decisions; older ones are deleted.
+MAX_DECISIONS = 100_000
+# Ended jobs and leases kept, newest first.
+MAX_ENDED = 10_000
+# Stored days of use; a week is shown.
+MAX_USAGE_DAYS = 100
+# Stored days of the use of the machine's GPUs.
+MAX_MACHINE_DAYS = 90
+
+Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | MachineUse | MetaValue
+
+
+def read_meta(connection: Connection, key: str) -> str | None:
+    """Return a value of the database itself, such as its epoch; None: it has none.
+
+    Raises:
+        SQLAlchemyError: the database cannot be read.
+    """
+    return connection.execute(sa.select(meta.c.value).where(meta.c.key == key)).scalar()
+
+
+def write_meta(connection: Connection, key: str, value: str) -> None:
+    """Write a value of the database itself inside the connection's transaction.
+
+    Raises:
+        SQLAlchemyError: the database refused it.
+    """
+    connection.execute(meta.delete().where(meta.c.key == key))
+    connection.execute(meta.insert().values(key=key, value=value))
+
+
+def write(connection: Connection, change: Change) -> None:
+    """Write one change inside the connection's transaction, and delete what is beyond the bounds.
+
+    Raises:
+        SQLAlchemyError: the database refused it.
+    """
+    match change:
+        case MetaValue():
+            write_meta(connection, *meta_row(change))
+            return
+        case LeaseRecord():
+            table, row, key = leases, lease_row(change), "id"
+        case JobRecord():
+            table, row, key = jobs, job_row(change), "id"
+        case DecisionRecord():
+            connection.execute(
+                decisions.insert().values(packed({f.name: getattr(change, f.name) for f in fields(change)}))
+            )
+            if change.seq % 1000 == 0:
+                connection.execute(decisions.delete().where(decisions.c.seq <= change.seq - MAX_DECISIONS))
+                _prune(connection)
+            return
+        case UsageRecord():
+            row = {f.name: getattr(change, f.name) for f in fields(change)}
+            key_of = [usage.c[name] == row[name] for name in ("day", "user", "project")]
+            if not connection.execute(usage.update().where(*key_of).values(row)).rowcount:
+                connection.execute(usage.insert().values(row))
+                _forget_days(connection)
+            return
+        case MachineUse():
+            connection.execute(
+                machine.delete().where(machine.c.at <= before(change.at, days=MAX_MACHINE_DAYS))
+            )
+            table, row, key = machine, {f.name: getattr(change, f.name) for f in fields(change)}, "at"
+        case ProjectOverride(is_empty=True):
+            connection.execute(projects.delete().where(projects.c.name == change.name))
+            return
+        case ProjectOverride():
+            row = {f.name: getattr(change, f.name) for f in fields(change)}
+            table, key = projects, "name"
+    column = table.c[key]
+    if not connection.execute(table.update().where(column == row[key]).values(row)).rowcount:
+        connection.execute(table.insert().values(row))
+
+
+def _forget_days(connection: Connection) -> None:
+    """Drop the days beyond the newest `MAX_USAGE_DAYS`."""
+    days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc())
+    oldest = connection.execute(days.offset(MAX_USAGE_DAYS).limit(1)).scalar()
+    if oldest is not None:
+        connection.execute(usage.delete().where(usage.c.day <= oldest))
+
+
+def _prune(connection: Connection) -> None:
+    """Drop the oldest ended leases and jobs beyond `MAX_ENDED`."""
+    for table, ended, newest in (
+        (leases, leases.c.state.in_([State.RELEASED, State.FAILED]), leases.c.since_at),
+        (jobs, jobs.c.result != "", jobs.c.submitted_at),
+    ):
+        limit = connection.execute(
+            sa.select(newest).where(ended).order_by(newest.desc()).offset(MAX_ENDED).limit(1)
+        ).scalar()
+        if limit is not None:
+            connection.execute(table.delete().where(ended, newest <= limit))

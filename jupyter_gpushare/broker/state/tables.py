@@ -1,0 +1,272 @@
+"""Tables of the broker's database, and conversions between rows and `records`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any
+
+import sqlalchemy as sa
+
+from jupyter_gpushare.broker.state.records import (
+    DecisionRecord,
+    JobRecord,
+    Lags,
+    LeaseRecord,
+    LendingMode,
+    LendingOverride,
+    MetaValue,
+    MetaValues,
+    SuspensionCounts,
+)
+from jupyter_gpushare.core.measure import Doubt, Measure
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.protocol.wire import Text, decode_stored, encode
+
+metadata = sa.MetaData()
+
+meta = sa.Table(
+    "meta",
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("user", sa.String(255), nullable=False),
+    sa.Column("server", sa.String(255), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("fraction_milli", sa.Integer, nullable=False),
+    sa.Column("device_count", sa.Integer, nullable=False),
+    sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
+    sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
+    sa.Column("held_milli", sa.Integer, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("survival", sa.String(16), nullable=False),
+    sa.Column("borrow", sa.Boolean, nullable=False, server_default=sa.true()),
+    sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
+    sa.Column("queued_at", sa.Float, nullable=False),
+    sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),
+    sa.Column("granted_at", sa.Float, nullable=False),
+    sa.Column("keep_until_at", sa.Float, nullable=False),
+    sa.Column("borrowed", sa.Boolean, nullable=False),
+    sa.Column("lend_now", sa.Boolean, nullable=False),
+    sa.Column("suspendable", sa.Boolean, nullable=False),
+    sa.Column("saved_bytes", sa.BigInteger, nullable=False),
+    sa.Column("attained_gpu_s", sa.Float, nullable=False),
+    sa.Column("attained_at", sa.Float),  # null: not running
+    sa.Column("cancelled", sa.Boolean, nullable=False),
+    sa.Column("uid", sa.BigInteger, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("since_at", sa.String(40), nullable=False),
+    sa.Column("entered_at", sa.Float, nullable=False),
+    sa.Column("why", sa.String(64), nullable=False),
+    sa.Column("requeue", sa.Boolean, nullable=False),
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("given_to", sa.String(255), nullable=False, server_default=""),
+    sa.Column("suspend_reason", sa.Text, nullable=False),
+    sa.Column("limits", sa.Text, nullable=False),  # JSON: bytes per UUID
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("lost", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("never_sleep", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("settled", sa.Integer, nullable=False, server_default="0"),
+    sa.Index("leases_by_server", "user", "server"),
+)
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("user", sa.String(255), nullable=False, index=True),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("command", sa.Text, nullable=False),  # JSON list
+    sa.Column("cwd", sa.Text),
+    sa.Column("env", sa.Text, nullable=False),  # JSON object
+    sa.Column("retries", sa.Integer, nullable=False),
+    sa.Column("grace_s", sa.Float, nullable=False),
+    sa.Column("request", sa.Text, nullable=False),
+    sa.Column("submitted_at", sa.String(40), nullable=False),
+    sa.Column("started_at", sa.String(40)),
+    sa.Column("ended_at", sa.String(40)),
+    sa.Column("result", sa.String(16), nullable=False),
+    sa.Column("exit_code", sa.Integer),
+    sa.Column("stopped", sa.Boolean, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("reason_texts", sa.Text, nullable=False, server_default="[]"),  # JSON
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("failures", sa.Integer, nullable=False),
+    sa.Column("preemptions", sa.Integer, nullable=False),
+    sa.Column("ran_s", sa.Float, nullable=False),
+    sa.Column("done", sa.Float),
+    sa.Column("total", sa.Float),
+    sa.Column("measure", sa.Text),  # JSON object; null: it reported no progress
+    sa.Column("idempotency_key", sa.String(255)),
+    sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
+)
+decisions = sa.Table(
+    "decisions",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("at", sa.String(40), nullable=False),
+    sa.Column("lease", sa.String(64), nullable=False, index=True),
+    sa.Column("user", sa.String(255), nullable=False),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("why", sa.String(64), nullable=False),
+    sa.Column("for_lease", sa.String(64)),
+    sa.Column("sentence", sa.Text, nullable=False),
+    sa.Column("texts", sa.Text, nullable=False, server_default="[]"),  # JSON
+    sa.Index("decisions_by_user", "user", "at"),
+)
+projects = sa.Table(
+    "projects",
+    metadata,
+    sa.Column("name", sa.String(255), primary_key=True),
+    sa.Column("quota_milli", sa.Integer),
+    sa.Column("weight", sa.Integer),
+    sa.Column("limit_milli", sa.Integer),
+)
+
+usage = sa.Table(
+    "usage",
+    metadata,
+    sa.Column("day", sa.String(10), primary_key=True),
+    sa.Column("user", sa.String(255), primary_key=True),
+    sa.Column("project", sa.String(255), primary_key=True),
+    sa.Column("used_gpu_s", sa.Float, nullable=False),
+    sa.Column("lent_gpu_s", sa.Float, nullable=False),
+    sa.Column("saved_gib_s", sa.Float, nullable=False),
+    sa.Column("kept_s", sa.Float, nullable=False),
+)
+
+machine = sa.Table(
+    "machine",
+    metadata,
+    sa.Column("at", sa.String(40), primary_key=True),
+    sa.Column("gpus", sa.Float, nullable=False),
+    sa.Column("held", sa.Float, nullable=False),
+    sa.Column("busy", sa.Float, nullable=False),
+    sa.Column("lent", sa.Float, nullable=False),
+)
+
+_JSON_COLUMNS = {"devices", "limits", "command", "env"}
+_TEXTS_COLUMNS = {"reason_texts", "texts"}
+_LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
+_RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
+JOB_FIELDS = tuple(f.name for f in fields(JobRecord))
+
+
+def lease_row(record: LeaseRecord) -> dict[str, Any]:
+    """Return the columns of `leases` for a record, ready to be written."""
+    row = {name: getattr(record.lease, name) for name in _LEASE_FIELDS}
+    row.update(record.lease.size._asdict())
+    row.update({name: getattr(record, name) for name in _RECORD_FIELDS})
+    return packed(row)
+
+
+def packed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return ``row`` with lists and mappings as JSON text."""
+    return {name: _to_column(name, value) for name, value in row.items()}
+
+
+def _to_column(name: str, value: Any) -> Any:
+    if name in _TEXTS_COLUMNS:
+        return encode(value).decode()
+    return json.dumps(value) if name in _JSON_COLUMNS else value
+
+
+def _of_column(name: str, value: Any) -> Any:
+    if name in _TEXTS_COLUMNS:
+        return tuple(decode_stored(value, list[Text]))
+    return json.loads(value) if name in _JSON_COLUMNS else value
+
+
+def _unpacked(row: sa.RowMapping) -> dict[str, Any]:
+    return {str(name): _of_column(name, value) for name, value in row.items()}
+
+
+def job_row(job: JobRecord) -> dict[str, Any]:
+    """Return the columns of `jobs` for a job, ready to be written."""
+    measure = None if job.measure is None else json.dumps(asdict(job.measure))
+    return packed({name: getattr(job, name) for name in JOB_FIELDS} | {"measure": measure})
+
+
+def lease_of(row: sa.RowMapping) -> LeaseRecord:
+    """Return the lease of a row of `leases`.
+
+    Raises:
+        ValueError: the row has a kind, state or JSON text that this version does not know.
+    """
+    values = _unpacked(row)
+    mine = {name: values[name] for name in _LEASE_FIELDS}
+    mine.update(
+        size=Size(*(values[name] for name in Size._fields)),
+        kind=Kind(mine["kind"]),
+        state=State(mine["state"]),
+        survival=CheckpointMode(mine["survival"]),
+        devices=tuple(mine["devices"]),
+    )
+    return LeaseRecord(lease=Lease(**mine), **{name: values[name] for name in _RECORD_FIELDS})
+
+
+def job_of(row: sa.RowMapping) -> JobRecord:
+    """Return the job of a row of `jobs`.
+
+    Raises:
+        ValueError: a column that holds JSON text holds something else.
+    """
+    values = _unpacked(row)
+    values["command"] = tuple(values["command"])
+    if values["measure"] is not None:
+        measure = json.loads(values["measure"])
+        doubt = None if measure["doubt"] is None else Doubt(measure["doubt"])
+        values["measure"] = Measure(**measure | {"doubt": doubt})
+    return JobRecord(**values)
+
+
+def meta_row(value: MetaValue) -> tuple[str, str]:
+    """Return the key and the JSON text of ``value`` in `meta`.
+
+    Raises:
+        TypeError: values of this type have no key.
+    """
+    match value:
+        case Lags():
+            return "lags", json.dumps(value.gpu_s)
+        case LendingOverride():
+            return "lending", json.dumps(asdict(value))
+        case SuspensionCounts():
+            return "suspensions", json.dumps(asdict(value))
+        case _:
+            raise TypeError(f"{type(value).__name__} has no key")
+
+
+def meta_values(read: Callable[[str], str | None]) -> MetaValues:
+    """Return the values stored by `meta_row`, defaults where none is; ``read`` returns the text of a key.
+
+    Raises:
+        ValueError: the text is not what this version writes.
+    """
+    lags, lending, suspensions = (json.loads(read(key) or "{}") for key in ("lags", "lending", "suspensions"))
+    mode = lending.pop("mode", None)
+    return MetaValues(
+        Lags(gpu_s=lags),
+        LendingOverride(mode=None if mode is None else LendingMode(mode), **lending),
+        SuspensionCounts(**suspensions),
+    )
+
+
+def decision_of(row: sa.RowMapping) -> DecisionRecord:
+    """Return the entry of a row of `decisions`.
+
+    Raises:
+        ValueError: a column that holds JSON text holds something else.
+    """
+    return DecisionRecord(**_unpacked(row))

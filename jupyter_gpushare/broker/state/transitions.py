@@ -1,0 +1,269 @@
+"""Every change of a lease, one frozen type each; `Registry` is the only module that applies them.
+
+A `Transition` moves a lease along `core.model.TRANSITIONS`; an `Edit` changes it
+within its state.  `apply` returns the new record and has no other effect; the
+registry sets the state, its times and the reason.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.core.model import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit(abc.ABC):
+    """A change within a state."""
+
+    @abc.abstractmethod
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        """Return the changed record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Edit):
+    """The owner of a job has cancelled it."""
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, cancelled=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Edit):
+    """The owner keeps an idle session until a moment of the monotonic clock."""
+
+    until_at: float
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, keep_until_at=self.until_at, lend_now=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent(Edit):
+    """The owner lends a session at once."""
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, lend_now=True, keep_until_at=0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepAllowed(Edit):
+    """The owner marks a session as never to be suspended, or takes the mark away."""
+
+    allowed: bool
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, never_sleep=not self.allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedBy(Edit):
+    """The spawner has told the uid that the server runs as."""
+
+    uid: int
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, uid=self.uid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossReplaced(Edit):
+    """The processes that used the lost device memory have ended."""
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, lost=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """A change of state; with a ``why`` it is a decision, which the log of decisions shows."""
+
+    event: ClassVar[Event]
+    why: str = ""
+    for_lease: str = ""  # the lease that profits
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        """Return the record with all that changes beside its state."""
+        return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(Transition):
+    """A lease got devices; a job's next attempt begins."""
+
+    event = Event.GRANT
+    devices: tuple[str, ...]
+    held_milli: int
+    limits: Mapping[str, int] = field(default_factory=dict)  # bytes per device UUID
+    borrowed: bool = False
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        lease = replace(
+            record.lease,
+            devices=self.devices,
+            held_milli=self.held_milli,
+            granted_at=now,
+            borrowed=self.borrowed,
+        )
+        attempt = record.attempt + 1 if record.is_job else record.attempt
+        return replace(record, lease=lease, limits=dict(self.limits), attempt=attempt, note="", given_to="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedAsleep(Granted):
+    """A session got devices that borrowers use: it starts suspended."""
+
+    event = Event.GRANT_ASLEEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Transition):
+    """The first process of a lease runs."""
+
+    event = Event.STARTED
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, tries=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFailed(Transition):
+    """The Hub did not start a job's server; ``tries`` counts such failures of this attempt."""
+
+    event = Event.START_FAILED
+    reason: str
+    tries: int
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        lease = replace(record.lease, devices=())
+        return replace(record, lease=lease, limits={}, note=self.reason, tries=self.tries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendBegun(Transition):
+    """A lease is to give its device memory up, to a lease of the project ``given_to``."""
+
+    event = Event.SUSPEND
+    given_to: str = ""
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, lend_now=False), note="", given_to=self.given_to)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendDone(Transition):
+    """The device memory of a lease is in host memory."""
+
+    event = Event.SUSPEND_DONE
+    saved_bytes: int
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, saved_bytes=self.saved_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendRefused(Transition):
+    """The device helper did not suspend a lease."""
+
+    event = Event.SUSPEND_REFUSED
+    reason: str
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, suspend_reason=self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeBegun(Transition):
+    """A lease is to get its device memory back."""
+
+    event = Event.RESUME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeDone(Transition):
+    """The device memory of a lease is back."""
+
+    event = Event.RESUME_DONE
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, lease=replace(record.lease, saved_bytes=0, granted_at=now), note="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRefused(Transition):
+    """The device helper did not resume a lease."""
+
+    event = Event.RESUME_REFUSED
+    reason: str
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, note=self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLost(Transition):
+    """The driver could not restore the device memory of a lease."""
+
+    event = Event.STATE_LOST
+    reason: str
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        lease = replace(record.lease, saved_bytes=0)
+        return replace(record, lease=lease, lost=True, note="", suspend_reason=self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping(Transition):
+    """A lease is to end; with ``requeue`` its job goes back to the queue."""
+
+    event = Event.STOP
+    reason: str = ""  # empty: the earlier one stays
+    requeue: bool = False
+    given_to: str = ""  # of a requeued job: the project that its GPU is taken for
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        if self.requeue:
+            return replace(record, requeue=True, note="", given_to=self.given_to)
+        return replace(record, requeue=False, note=self.reason or record.note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeued(Transition):
+    """An attempt is over and its job waits again."""
+
+    event = Event.REQUEUED
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(
+            record,
+            lease=replace(record.lease, devices=(), held_milli=0, saved_bytes=0),
+            limits={},
+            lost=False,
+            note="",
+            given_to=record.given_to if record.requeue else "",
+            requeue=False,
+            settled=record.attempt,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(Transition):
+    """A lease has ended."""
+
+    event = Event.RELEASE
+    reason: str = ""
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return replace(record, note=self.reason or record.note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Released):
+    """A job has ended without success."""
+
+    event = Event.FAIL

@@ -1,0 +1,1 @@
+"""Read models: what pages, the API and sentences show about the cluster."""

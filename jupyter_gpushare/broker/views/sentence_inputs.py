@@ -1,0 +1,178 @@
+"""Inputs of the sentences about a lease (`messages.LeaseFacts`), from records and measurements."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.state.lending import lent_milli
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.views.cluster_view import ClusterView, ClusterViewCache
+from jupyter_gpushare.core import idle
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, Kind, Lease, State
+from jupyter_gpushare.protocol import wire
+
+# Times less than this ahead are shown with seconds.
+_CLOSE_S = 120.0
+# Times of another day show no day within the first span, and a weekday within the second.
+_NEAR, _THIS_WEEK = timedelta(hours=12), timedelta(days=6)
+# An eligible session that is not lent this long after is not useful to any waiting job.
+_OVERDUE_S = 5.0
+
+
+class SentenceInputs:
+    """Collects the inputs from the present registry; keeps no state."""
+
+    def __init__(self, registry: Registry, cluster_views: ClusterViewCache, forecast: Forecast) -> None:
+        self._registry = registry
+        self._cluster_views = cluster_views
+        self._forecast = forecast
+
+    def of(self, record: LeaseRecord, *, is_new: bool = False) -> messages.LeaseFacts:
+        """Return the inputs of all sentences about one lease; ``is_new``: it was submitted just now."""
+        views, registry, lease = self._cluster_views, self._registry, record.lease
+        view = views.recent() if is_new else views.now()
+        observation = registry.observations[record.id]
+        measured = snapshot.measured(registry, record, view.at)
+        idle_s = None if measured.idle_since_at is None else view.at - measured.idle_since_at
+        asleep = lease.state is State.SUSPENDED
+        stays_s, lend_in_s, warned = self._lending(view, measured)
+        obstacle = snapshot.suspend_obstacle(registry, record)
+        wakes = registry.wake_times.usual()
+        job = registry.job_of(record)
+        return messages.LeaseFacts(
+            kind=lease.kind,
+            state=lease.state,
+            size=messages.size_text(lease.size),
+            device_name=registry.devices.model_name(lease.devices),
+            memory_limit_bytes=sum(record.limits.values()),
+            memory_used_bytes=measured.used_bytes,
+            memory_saved_bytes=measured.saved_bytes,
+            idle_s=idle_s,
+            lend_in_s=lend_in_s,
+            warned=warned,
+            waiting=view.waiting,
+            why=record.why,
+            note=record.note,
+            given_to=record.given_to,
+            waits=self._why_waiting(view, record) if lease.state is State.PENDING else (),
+            lost=record.lost,
+            damaged=observation.sample is not None and observation.sample.damaged,
+            borrowed=view.outlook.borrowed.get(record.id, False),
+            unclaimed=asleep and record.id not in view.outlook.lent,
+            wanted=observation.wanted,
+            since=clock_time(record.since_at, registry.iso_now()),
+            lent_to=self._lent_to(record) if asleep else None,
+            suspendable=not obstacle,
+            suspend_reason=record.suspend_reason if record.lost else obstacle,
+            kept_until=self._time_in(lease.keep_until_at - registry.clock()),
+            stays_until=self._time_in(stays_s),
+            lend_now=lease.lend_now,
+            usually_wakes=messages.usually(*wakes) if wakes else None,
+            held_up_s=self._held_up_s(view, record) if asleep and observation.wanted else None,
+            copy_s=self._copy_s(measured),
+            taken_back_by=self._taken_back_by(view, record),
+            position=view.outlook.position.get(record.id),
+            reference=record.handle,
+            left_s=messages.left_s(lease, job.measure, view.at) if job else None,
+            doubt=messages.doubt(lease, job.measure, view.at) if job else None,
+        )
+
+    def _lending(self, view: ClusterView, measured: Lease) -> tuple[float, float | None, bool]:
+        """Return in how many seconds a session may be lent, is lent, and whether to warn its owner.
+
+        The second is None while no job waits, or when lending helps none of them.
+        """
+        is_idle = measured.kind is Kind.BUILD and measured.state is State.RUNNING
+        eligible_at = idle.eligible_at(measured, view.cluster.settings) if is_idle else None
+        if eligible_at is None or measured.idle_since_at is None:
+            return 0.0, None, False
+        stays_s = eligible_at - view.at
+        if not view.waiting or stays_s < -_OVERDUE_S:
+            return stays_s, None, False
+        warn_at = idle.warn_at(measured, view.cluster.settings)
+        return stays_s, max(0.0, stays_s), warn_at is not None and view.at >= warn_at
+
+    def _lent_to(self, record: LeaseRecord) -> wire.Text | None:
+        """Return the user of a suspended session's capacity: kind and project, never a user name."""
+        for device in record.lease.devices:
+            there = [other for other in self._registry.leases.values() if device in other.lease.devices]
+            if record.id in lent_milli([other.lease for other in there]):
+                holders = (other for other in there if other.state in HOLDS_CAPACITY)
+                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
+                key = "part.job_of_project" if user.is_job else "part.session_of_project"
+                return messages.text(key, user.lease.project)
+        return None
+
+    def _held_up_s(self, view: ClusterView, record: LeaseRecord) -> float | None:
+        """Return the rest of the grace period of a stopping job on the same devices; None: no such job."""
+        registry = self._registry
+        left = [
+            other.entered_at + min(job.grace_s, registry.policy.max_grace_s) - view.at
+            for other in registry.leases.values()
+            if other.state is State.STOPPING and set(other.lease.devices) & set(record.lease.devices)
+            if (job := registry.job_of(other)) is not None
+        ]
+        return max(0.0, *left) if left else None
+
+    def _copy_s(self, lease: Lease) -> float | None:
+        """Return the copy time of a resume at the rate that the self-test measured; None: not measured."""
+        bytes_per_s = self._registry.devices.resume_bytes_per_s(lease.devices)
+        return lease.saved_bytes / bytes_per_s if bytes_per_s > 0 else None
+
+    def _taken_back_by(self, view: ClusterView, record: LeaseRecord) -> str:
+        if not (record.is_job and record.state is State.RUNNING and view.outlook.borrowed.get(record.id)):
+            return ""
+        owners = view.owners(record.id)
+        if len(owners) != 1:
+            return ""
+        (owner,) = owners
+        return owner
+
+    def _why_waiting(self, view: ClusterView, record: LeaseRecord) -> messages.Texts:
+        lease, job = record.lease, self._registry.job_of(record)
+        if view.at < record.entered_at:  # it is not in the view
+            return (messages.text("job.waits", lease.size.text),)
+        waits = messages.waiting(
+            view.outlook.why.get(record.id, ""),  # none: the next plan grants it
+            needs=messages.needs_of(lease),
+            free_milli=view.outlook.free_milli,
+            position=view.outlook.position.get(record.id),
+            largest=len(view.cluster.devices),
+        )
+        if (found := self._forecast.estimate(record.id)) is not None:
+            waits += (messages.starts_in(found.low_s, found.likely_s, found.high_s),)
+        if (smaller := view.smaller(record.id)) is not None:
+            waits += (messages.text("job.smaller", messages.size_text(smaller)),)
+        if job is None or not messages.is_preemption(record.why):
+            return waits
+        checkpoint = wire.decode(job.request.encode(), wire.JobRequest).checkpoint
+        because = record.note or messages.because_of(record.why, record.given_to)
+        since = clock_time(record.since_at, self._registry.iso_now())
+        return messages.requeued(since, because, checkpoint, waits)
+
+    def _time_in(self, seconds: float) -> str:
+        """Return the local time in so many seconds; empty for a past one."""
+        if seconds <= 0:
+            return ""
+        now = self._registry.iso_now()
+        moment = datetime.fromisoformat(now) + timedelta(seconds=seconds)
+        return clock_time(moment.isoformat(), now, seconds=seconds < _CLOSE_S)
+
+
+def clock_time(iso: str, now: str, *, seconds: bool = False) -> str:
+    """Return a local time, ``14:20``, or with seconds, ``14:20:05``; empty for an empty one.
+
+    Another day is named, ``Fri 14:20`` or ``6 Nov 14:20``, unless it is within `_NEAR`.
+    """
+    if not iso:
+        return ""
+    moment, seen = (datetime.fromisoformat(each).astimezone() for each in (iso, now))
+    apart = abs(seen - moment)
+    time = f"{moment:%H:%M:%S}" if seconds else f"{moment:%H:%M}"
+    if moment.date() == seen.date() or apart < _NEAR:
+        return time
+    return f"{moment:%a} {time}" if apart < _THIS_WEEK else f"{moment.day} {moment:%b} {time}"

@@ -1,0 +1,436 @@
+"""Answers of the API: records and measurements as messages of `protocol.wire`.  Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from jupyter_gpushare import __version__, messages
+from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.engine import Engine, Offer
+from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
+from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    WHOLE_GPU,
+    Kind,
+    Lease,
+    State,
+)
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import seconds_between
+
+_JOB_STATES: Mapping[State, wire.JobState] = {
+    State.PENDING: "queued",
+    State.GRANTED: "starting",
+    State.RUNNING: "running",
+    State.SUSPENDING: "suspended",
+    State.SUSPENDED: "suspended",
+    State.RESUMING: "suspended",
+    State.STOPPING: "stopping",
+}
+MAX_EVENTS = 20
+
+
+class Views:
+    """Builds answers from the registry and the present cluster view."""
+
+    def __init__(self, registry: Registry, engine: Engine, forecast: Forecast) -> None:
+        self.registry = registry
+        self.engine = engine
+        self.forecast = forecast
+        self.cluster_views = ClusterViewCache(registry, engine)
+        self._sentence_inputs = SentenceInputs(registry, self.cluster_views, forecast)
+
+    # ---- leases --------------------------------------------------------------
+
+    def leases(self, user: str | None) -> list[wire.LeaseStatus]:
+        """Return the leases of a user that have not ended; of all users for None."""
+        return [self.lease(r) for r in self.registry.leases.values() if user is None or r.lease.user == user]
+
+    def lease(self, record: LeaseRecord) -> wire.LeaseStatus:
+        """Return one lease with its measurements and sentences."""
+        facts, lease, registry = self._sentence_inputs.of(record), record.lease, self.registry
+        sample = registry.observations[record.id].sample if record.id in registry.observations else None
+        kernels = registry.observations[record.id].kernels if record.id in registry.observations else {}
+        badge, sentence = messages.badge(facts), messages.sentence(facts)
+        return wire.LeaseStatus(
+            id=record.id,
+            user=lease.user,
+            server=record.server,
+            project=lease.project,
+            kind=lease.kind,
+            state=lease.state,
+            size=lease.size.text,
+            size_texts=[messages.size_text(lease.size)],
+            fraction_milli=lease.held_milli or lease.size.fraction_milli,
+            device_count=lease.size.device_count,
+            devices=list(lease.devices),
+            device_name=facts.device_name,
+            memory_limit_bytes=facts.memory_limit_bytes,
+            memory_used_bytes=facts.memory_used_bytes,
+            memory_saved_bytes=facts.memory_saved_bytes,
+            utilization_percent=self._utilization(lease),
+            level=str(sample.level)
+            if sample
+            else registry.devices.level(lease.devices[0])
+            if lease.devices
+            else "",
+            suspendable=facts.suspendable,
+            borrowed=facts.borrowed,
+            wanted=facts.wanted,
+            badge=messages.english(badge),
+            badge_texts=[badge],
+            lost=record.lost and record.state is State.RUNNING,
+            sentence=messages.english(sentence),
+            sentence_texts=list(sentence),
+            idle_s=facts.idle_s,
+            lend_in_s=facts.lend_in_s,
+            warned=facts.warned,
+            since_at=record.since_at,
+            job=record.id[1:] if record.is_job else None,
+            processes=[
+                wire.ProcessUse(
+                    pid=p.pid,
+                    name=p.name,
+                    kernel=kernels.get(p.kernel, p.kernel),
+                    used_bytes=p.used_bytes,
+                    kernel_id=p.kernel,
+                )
+                for p in (sample.processes if sample else ())
+            ],
+        )
+
+    def _utilization(self, lease: Lease) -> int | None:
+        if lease.state is not State.RUNNING or lease.held_milli != WHOLE_GPU:
+            return None  # the driver does not split utilization between processes
+        return self.registry.devices.utilization_percent(lease.devices)
+
+    def _estimate(self, record: LeaseRecord) -> wire.StartEstimate | None:
+        found = self.forecast.estimate(record.id)
+        if found is None or record.state not in (State.PENDING, State.SUSPENDED):
+            return None
+        return wire.StartEstimate(
+            low_s=round(found.low_s), likely_s=round(found.likely_s), high_s=round(found.high_s)
+        )
+
+    # ---- jobs ----------------------------------------------------------------
+
+    def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
+        """Return jobs: started, requeued, queued, ended; each group newest first.
+
+        A fifth of ``limit`` is reserved for ended jobs, so that their owners see the results.
+        """
+        mine = [j for j in self.registry.jobs.values() if user is None or j.user == user]
+        living = sorted((j for j in mine if not j.result), key=self._how_far, reverse=True)
+        ended = sorted((j for j in mine if j.result), key=lambda j: j.ended_at or "", reverse=True)
+        shown = living[: limit - min(len(ended), limit // 5)]
+        return [self.job(j) for j in (*shown, *ended[: limit - len(shown)])]
+
+    def _how_far(self, job: JobRecord) -> tuple[bool, bool, str]:
+        record = self.registry.leases.get(job.lease_id)
+        if record is None:
+            return False, False, job.submitted_at
+        return record.state is not State.PENDING, record.attempt > 0, job.submitted_at
+
+    def job(self, job: JobRecord, *, is_new: bool = False) -> wire.Job:
+        """Return one job with its sentence, position and times.
+
+        ``is_new``: it was submitted just now; in a long queue its position is not known yet.
+        """
+        job = self.registry.jobs.get(job.id, job)
+        record = self.registry.leases.get(job.lease_id)
+        state: wire.JobState
+        position = None
+        ran_s = job.ran_s
+        if job.result or record is None:
+            state, reason = _ended(job), job.reason_texts or messages.verbatim(job.reason)
+        else:
+            facts = self._sentence_inputs.of(record, is_new=is_new)
+            state, reason = _JOB_STATES[record.state], messages.sentence(facts)
+            if record.state is State.PENDING:
+                position = facts.position
+            if record.state is State.RUNNING:
+                ran_s += max(0.0, self.registry.clock() - record.entered_at)
+        request = wire.decode(job.request.encode(), wire.JobRequest)
+        size = request.size()
+        return wire.Job(
+            id=job.id,
+            name=job.name,
+            state=state,
+            exit_code=job.exit_code if job.result else None,
+            attempt=record.attempt if record else job.attempts,
+            reason=messages.english(reason),
+            reason_texts=list(reason),
+            user=job.user,
+            project=job.project,
+            size=size.text,
+            size_texts=[messages.size_text(size)],
+            command=list(job.command),
+            checkpoint=request.checkpoint,
+            position=position,
+            submitted_at=job.submitted_at,
+            started_at=job.started_at,
+            ended_at=job.ended_at,
+            waited_s=round(
+                max(0.0, seconds_between(job.submitted_at, job.ended_at or self.registry.iso_now()) - ran_s),
+                3,
+            ),
+            ran_s=round(ran_s, 3),
+            preemptions=job.preemptions,
+            log=f"~/.local/share/gpushare/jobs/{job.id}",
+            server=record.handle if record and record.state is not State.PENDING else None,
+            done=job.done,
+            total=job.total,
+            left_s=None
+            if record is None
+            else messages.left_s(record.lease, job.measure, self.registry.clock()),
+            cwd=job.cwd,
+            variables=sorted(job.env),
+            gpus=request.gpus,
+            memory=request.memory,
+            profile=request.profile,
+            retries=request.retries,
+            borrow=request.borrow,
+            source=request.source,
+            estimate=None if record is None else self._estimate(record),
+            notify=request.notify,
+            priority=request.priority,
+            grace_s=request.grace_s,
+        )
+
+    # ---- projects, devices, the rest ------------------------------------------
+
+    def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
+        """Return the projects of a user, or all."""
+        names = self.registry.policy.projects_of(groups)
+        view = self.cluster_views.now()
+        cluster, uses = view.cluster, view.outlook.usage
+        return [
+            wire.ProjectUse(
+                name=project.name,
+                quota_milli=project.quota_milli,
+                weight=project.weight,
+                limit_milli=project.limit_milli,
+                in_use_milli=uses[project.name].in_use_milli,
+                borrowed_milli=uses[project.name].borrowed_milli,
+                lent_milli=round(view.lent_milli.get(project.name, 0.0)),
+                fair_share_milli=uses[project.name].fair_share_milli,
+                waiting=sum(
+                    1
+                    for x in cluster.leases
+                    if x.project == project.name
+                    and (x.state is State.PENDING or (x.state is State.SUSPENDED and x.kind is Kind.TRAIN))
+                ),
+                overridden=project.name in self.registry.overrides,
+                saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),
+            )
+            for project in cluster.projects
+            if everyone or project.name in names
+        ]
+
+    def offers(self, groups: Sequence[str], project: str) -> wire.Offers:
+        """Return what a session of ``project`` could get now."""
+        view, registry = self.cluster_views.now(), self.registry
+        names = registry.policy.projects_of(groups)
+        known = bool(view.cluster.devices) and registry.devices.are_known(registry.clock())
+        offers = view.outlook.offers(project, self._sizes()) if known else ()
+        use = next(p for p in self.projects((), everyone=True) if p.name == project)
+        held = _held(x for x in view.cluster.leases if x.state in HOLDS_CAPACITY)
+        return wire.Offers(
+            project=project,
+            projects=list(names),
+            offers=[self._offer(offer, project) for offer in offers],
+            use=use,
+            free_milli=max(0, registry.devices.total_milli - held),
+            total_milli=registry.devices.total_milli,
+            idle_timeout_s=registry.policy.idle_timeout_s,
+        )
+
+    def _sizes(self) -> list[Size]:
+        """Return the offered sizes: the site's for undivided GPUs, and each MIG profile."""
+        profiles = dict.fromkeys(sorted(d.profile for d in self.registry.devices.for_planner()))
+        sizes = list(self.registry.policy.sizes) if "" in profiles else []
+        return sizes + [Size(WHOLE_GPU, profile=name) for name in profiles if name]
+
+    def _offer(self, offer: Offer, project: str) -> wire.Offer:
+        size = offer.size
+        devices = [d for d in self.registry.devices.for_planner() if d.profile == size.profile]
+        device = max(devices, key=lambda d: d.grantable_bytes)
+        options: dict[str, str | int] = {"fraction": f"{size.fraction_milli / WHOLE_GPU:g}"}
+        if size.profile:
+            options = {"profile": size.profile}
+        elif size.fraction_milli == WHOLE_GPU:
+            options = {"gpus": size.device_count}
+        starts: Literal["now", "soon", "no"] = "now" if offer.starts == "now" else "no"
+        reason = ""
+        if offer.starts == "asleep":
+            starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
+        elif starts == "no":
+            reason = messages.english(
+                messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli, position=None)
+            )
+        elif offer.borrowed:
+            reason = f"beyond the quota of project {project}: it may be taken back, and sleeps then"
+        return wire.Offer(
+            label=size.text,
+            options=options,
+            memory_bytes=device.grantable_bytes * size.fraction_milli // WHOLE_GPU * size.device_count,
+            starts=starts,
+            guaranteed=not offer.borrowed,
+            reason=reason,
+            device=device.name,
+        )
+
+    def devices(self) -> wire.Devices:
+        """Return the devices, measured, with what is held and claimed of each."""
+        registry, cluster = self.registry, self.cluster_views.now().cluster
+        inventory = registry.devices.inventory
+        if inventory is None:
+            return wire.Devices(
+                devices=[], driver="", simulated=False, host_budget_bytes=0, host_saved_bytes=0
+            )
+        measured = {d.uuid: d for d in registry.devices.measured}
+        claims = self.cluster_views.now().outlook.claims_milli
+        rows = []
+        for device in inventory.devices:
+            now = measured.get(device.uuid)
+            rows.append(
+                wire.DeviceStatus(
+                    uuid=device.uuid,
+                    name=device.name,
+                    memory_bytes=device.memory_bytes,
+                    used_bytes=now.used_bytes if now else 0,
+                    utilization_percent=now.utilization_percent if now else 0,
+                    healthy=now.healthy if now else device.healthy,
+                    reason=now.reason if now else device.reason,
+                    level=str(device.level),
+                    suspendable=device.suspendable,
+                    suspend_reason=device.suspend_reason,
+                    held_milli=sum(
+                        x.held_milli
+                        for x in cluster.leases
+                        if device.uuid in x.devices and x.state in HOLDS_CAPACITY
+                    ),
+                    claimed_milli=claims.get(device.uuid, 0),
+                    ladder=[
+                        wire.Rung(level=str(rung.level), offered=rung.offered, reason=rung.reason)
+                        for rung in device.ladder
+                    ],
+                )
+            )
+        return wire.Devices(
+            devices=rows,
+            driver=inventory.driver,
+            simulated=inventory.simulated,
+            host_budget_bytes=inventory.host_budget_bytes,
+            host_saved_bytes=registry.devices.host_saved_bytes,
+            watchdog=inventory.watchdog.value,
+        )
+
+    def lending(self) -> wire.Lending:
+        """Return the lending mode, and how suspensions on this machine went."""
+        switch, counts = self.registry.lending_switch, self.registry.suspensions
+        is_set = switch.override.mode is not None
+        return wire.Lending(
+            mode=switch.mode.value,
+            configured=switch.configured.value,
+            set_by=switch.override.by if is_set else "",
+            set_at=switch.override.at if is_set else "",
+            tried=counts.tried,
+            failed=counts.failed,
+            lost=counts.lost,
+            last_reason=counts.last_reason,
+            last_at=counts.last_at,
+        )
+
+    def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:
+        """Return the newest decisions about a user's leases, newest first."""
+        found: list[wire.Decision] = []
+        for decision in reversed(self.registry.decisions.latest):
+            if user is None or decision.user == user:
+                found.append(_decision(decision, show_all=user is None))
+                if len(found) == limit:
+                    break
+        return found
+
+    def status(self, user: str, groups: Sequence[str], *, admin: bool) -> wire.Status:
+        """Return leases, jobs, projects and events of a user."""
+        return wire.Status(
+            seq=self.registry.notifications.seq,
+            at=self.registry.iso_now(),
+            user=user,
+            admin=admin,
+            leases=[
+                self.lease(r)
+                for r in self.registry.leases.values()
+                if r.lease.user == user and r.state is not State.PENDING  # those are in ``jobs``
+            ],
+            jobs=self.jobs(user, limit=100),
+            projects=self.projects(groups),
+            events=self.decisions(user, MAX_EVENTS),
+            devices_known=self.registry.devices.are_known(self.registry.clock()),
+        )
+
+    def health(self) -> wire.Health:
+        """Return what does not work, one sentence each."""
+        reasons, devices = list(self.engine.trouble()), self.registry.devices
+        now = self.registry.clock()
+        if devices.sample is None:
+            reasons.append("The device helper does not answer: nothing is granted until it does.")
+        elif not devices.are_known(now):
+            age = f"{now - devices.sampled_at:.0f} s"
+            reasons.append(
+                f"The last measurement of the GPUs is {age} old: nothing is granted until a new one."
+            )
+        elif not devices.listed:
+            reasons.append("The device helper found no GPU.")
+        if self.registry.journal.is_disk_full:
+            reasons.append(
+                "The disk of the broker's database is full: what changes something is refused (507)."
+            )
+        reasons += [f"GPU {d.uuid}: {d.reason}" for d in self.devices().devices if not d.healthy]
+        reasons += [
+            f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
+            "older copy restored?): nothing new is granted there until that server has stopped."
+            for uuid, lease in devices.orphaned.items()
+        ]
+        return wire.Health(
+            status="degraded" if reasons else "ok",
+            version=__version__,
+            epoch=self.registry.store.epoch,
+            reasons=reasons,
+            sample_age_s=None if devices.sample is None else round(max(0.0, now - devices.sampled_at), 1),
+        )
+
+
+def _held(leases: Iterable[Lease]) -> int:
+    return sum(x.held_milli * len(x.devices) for x in leases if x.state in HOLDS_CAPACITY)
+
+
+def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
+    return wire.Decision(
+        seq=record.seq,
+        at=record.at,
+        lease=record.lease,
+        user=record.user,
+        project=record.project,
+        action=record.action,
+        why=record.why,
+        for_lease=record.for_lease if show_all else None,
+        sentence=record.sentence,
+        sentence_texts=list(record.texts),
+    )
+
+
+def _ended(job: JobRecord) -> wire.JobState:
+    match job.result:
+        case "succeeded":
+            return "succeeded"
+        case "cancelled":
+            return "cancelled"
+        case _:
+            return "failed"

@@ -1,0 +1,324 @@
+"""What every engine, every set of devices and every Hub must do: one suite per contract.
+
+An implementation passes by a subclass with a fixture for itself; a new engine without one fails
+`test_contracts.test_every_implementation_passes_its_contract`.  The suites use nothing but the
+contract, beside the `Bench` that makes processes or servers come and go.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpushare.backends.base import Devices, Holder, Hub, Prepared, ServerKey
+from jupyter_gpushare.broker.engine import Engine, Explanation
+from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Project, State, Why
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import HelperError, InvalidRequest
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase, Refusal
+from tests.waiting import PATIENCE_S
+
+GIB = 1 << 30
+NOW = 1_000.0
+
+
+def job(id: str, project: str, gpus: int = 1, **more: object) -> Lease:
+    lease = Lease(
+        id=id,
+        project=project,
+        kind=Kind.TRAIN,
+        size=Size(1000, gpus),
+        submitted_at=NOW,
+        queued_at=NOW,
+        waits_since_at=NOW,
+    )
+    return replace(lease, **more)  # type: ignore[arg-type]
+
+
+def session(id: str, project: str, fraction_milli: int = 1000, **more: object) -> Lease:
+    return job(id, project, kind=Kind.BUILD, size=Size(fraction_milli), **more)
+
+
+def cluster(*leases: Lease, gpus: int = 2) -> Cluster:
+    """Two projects that are guaranteed half of the GPUs each."""
+    devices = tuple(
+        Device(uuid=f"GPU-{n}", memory_bytes=80 * GIB, reserve_bytes=GIB, node="here") for n in range(gpus)
+    )
+    quotas = (Project(name=name, quota_milli=500 * gpus) for name in ("vision", "nlp"))
+    return Cluster(devices=devices, projects=tuple(quotas), leases=leases)
+
+
+class EngineContract:
+    """The contract of `Engine`; ``engine`` is a fixture of the subclass."""
+
+    async def test_a_waiting_job_is_granted_free_devices_and_no_more(self, engine: Engine) -> None:
+        granted: dict[str, str] = {}
+        plan = engine.decide(cluster(*(job(f"j{n}", "vision") for n in range(3))), NOW)
+        for action in plan.actions:
+            assert isinstance(action, Grant)
+            granted.update(dict.fromkeys(action.devices, action.lease))
+        assert sorted(granted) == ["GPU-0", "GPU-1"]
+        assert len(set(granted.values())) == 2
+
+    async def test_what_was_decided_and_not_carried_out_is_decided_again(self, engine: Engine) -> None:
+        snapshot = cluster(job("j1", "vision"))
+        first, again = engine.decide(snapshot, NOW), engine.decide(snapshot, NOW + 1)
+        assert [action.lease for action in first.actions] == ["j1"]
+        assert [action.lease for action in again.actions] == ["j1"]
+
+    async def test_an_admitted_session_holds_devices_of_the_snapshot(self, engine: Engine) -> None:
+        grant = await engine.admit(cluster(), session("b1", "vision"), NOW)
+        assert isinstance(grant, Grant)
+        assert grant.lease == "b1"
+        assert set(grant.devices) <= {"GPU-0", "GPU-1"}
+        assert grant.held_milli == 1000
+
+    async def test_a_refused_session_is_told_why_and_leaves_no_trace(self, engine: Engine) -> None:
+        running = [
+            session(f"b{n}", project, state=State.RUNNING, devices=(f"GPU-{n}",), held_milli=1000)
+            for n, project in enumerate(("vision", "nlp"))
+        ]
+        full = cluster(*running)
+        refused = await engine.admit(full, session("b9", "nlp"), NOW)
+        assert isinstance(refused, Explanation)
+        assert refused.why in set(Why) - {Why.NOT_WAITING}
+        assert refused.position is None
+        assert refused.free_milli == 0
+        assert engine.decide(full, NOW).actions == ()
+
+    async def test_the_outlook_agrees_with_the_decision(self, engine: Engine) -> None:
+        snapshot = cluster(*(job(f"j{n}", "vision") for n in range(4)))
+        outlook, plan = engine.outlook(snapshot, NOW), engine.decide(snapshot, NOW)
+        granted = {action.lease for action in plan.actions if isinstance(action, Grant)}
+        assert set(outlook.grants) == granted
+        assert set(outlook.why) == {lease.id for lease in snapshot.leases} - granted
+        assert sorted(outlook.position.values()) == [1, 2]
+        for lease_id, number in outlook.position.items():
+            assert outlook.explain(lease_id).position == number
+        assert outlook.explain("no such lease").why is Why.NOT_WAITING
+
+    async def test_usage_covers_every_project_and_counts_what_is_held(self, engine: Engine) -> None:
+        held = session("b1", "vision", 500, state=State.RUNNING, devices=("GPU-0",), held_milli=500)
+        outlook = engine.outlook(cluster(held), NOW)
+        assert set(outlook.usage) == {"vision", "nlp"}
+        assert outlook.usage["vision"].in_use_milli == 500
+        assert outlook.usage["nlp"].in_use_milli == 0
+        assert set(outlook.borrowed) == {"b1"}
+        assert set(outlook.claims_milli) == {"GPU-0", "GPU-1"}
+        assert outlook.free_milli == 1500
+
+    async def test_there_is_one_offer_for_each_size_in_order(self, engine: Engine) -> None:
+        sizes = [Size(250), Size(1000, 1), Size(1000, 2)]
+        offers = engine.outlook(cluster(), NOW).offers("vision", sizes)
+        assert [o.size for o in offers] == [Size(250), Size(1000), Size(1000, 2)]
+        assert offers[0].starts == "now"
+        assert not offers[0].borrowed
+
+    async def test_a_size_that_can_never_run_is_refused_with_the_largest_that_can(
+        self, engine: Engine
+    ) -> None:
+        engine.check_request(cluster(), job("j1", "vision", gpus=2))
+        with pytest.raises(InvalidRequest, match="2"):
+            engine.check_request(cluster(), job("j1", "vision", gpus=3))
+
+    async def test_estimates_are_ranges_of_waiting_jobs_only(self, engine: Engine) -> None:
+        running = job("j0", "vision", gpus=2, state=State.RUNNING, devices=("GPU-0", "GPU-1"))
+        running = replace(running, held_milli=1000, granted_at=NOW, attained_at=NOW)
+        found = engine.estimates(cluster(running, job("j1", "nlp")), NOW, [60.0] * 20)
+        assert set(found) <= {"j1"}
+        for estimate in found.values():
+            assert 0 <= estimate.low_s <= estimate.likely_s <= estimate.high_s
+
+    async def test_projects_in_force_have_the_configured_names(self, engine: Engine) -> None:
+        configured = cluster().projects
+        assert [p.name for p in engine.projects(configured)] == [p.name for p in configured]
+
+    async def test_settling_twice_changes_no_decision(self, engine: Engine) -> None:
+        snapshot = cluster(job("j1", "vision"))
+        before = engine.decide(snapshot, NOW).actions
+        for _ in range(2):
+            await engine.settle(snapshot, NOW)
+        assert engine.decide(snapshot, NOW).actions == before
+        assert all(sentence.endswith(".") for sentence in engine.trouble())
+
+
+class DeviceBench(abc.ABC):
+    """Devices under test, and the processes on them."""
+
+    devices: Devices
+
+    @abc.abstractmethod
+    def newer_broker(self) -> None:
+        """Let a broker with a higher epoch act once."""
+
+    @abc.abstractmethod
+    async def start(self, handle: str, prepared: Prepared, used_bytes: int) -> None:
+        """Start a process of a prepared lease that uses device memory."""
+
+    @abc.abstractmethod
+    async def call(self, handle: str) -> None:
+        """Enter a CUDA call in the process of a lease that is not suspended."""
+
+    async def sampled(self, handle: str, fits: Callable[[LeaseSample], bool]) -> LeaseSample:
+        """Return the first sample of a lease that fits."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            sample = await self.devices.sample()
+            found = next((s for s in sample.leases if s.lease == handle), None)
+            if found is not None and fits(found):
+                return found
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"no such sample of {handle}")
+
+
+class DevicesContract:
+    """The contract of `Devices`; ``bench`` is a fixture of the subclass."""
+
+    async def _holder(self, bench: DeviceBench, handle: str = "b1-1", *, asleep: bool = False) -> Holder:
+        limits = {(await bench.devices.inventory()).devices[0].uuid: 8 * GIB}
+        return Holder(handle=handle, uid=os.geteuid(), limits=limits, guaranteed=limits, asleep=asleep)
+
+    async def _running(self, bench: DeviceBench, handle: str = "b1-1") -> LeaseSample:
+        prepared = await bench.devices.prepare(await self._holder(bench, handle))
+        assert prepared.env["GPUSHARE_LEASE"] == handle
+        await bench.start(handle, prepared, GIB)
+        return await bench.sampled(handle, lambda s: s.alive and sum(s.used_bytes.values()) >= GIB)
+
+    async def test_devices_of_the_sample_are_those_of_the_inventory(self, bench: DeviceBench) -> None:
+        inventory, sample = await bench.devices.inventory(), await bench.devices.sample()
+        assert {d.uuid for d in sample.devices} == {d.uuid for d in inventory.devices}
+        assert all(0 <= d.reserve_bytes < d.memory_bytes for d in inventory.devices)
+
+    async def test_preparing_twice_is_preparing_once(self, bench: DeviceBench) -> None:
+        holder = await self._holder(bench)
+        assert await bench.devices.prepare(holder) == await bench.devices.prepare(holder)
+        found = await bench.sampled("b1-1", lambda s: True)
+        assert found.devices == tuple(holder.limits)
+        assert found.phase is Phase.RUNNING
+        assert not found.alive
+
+    async def test_a_holder_that_starts_asleep_is_suspended(self, bench: DeviceBench) -> None:
+        await bench.devices.prepare(await self._holder(bench, asleep=True))
+        assert (await bench.sampled("b1-1", lambda s: True)).phase is Phase.SUSPENDED
+
+    async def test_suspended_memory_leaves_the_device_and_comes_back(self, bench: DeviceBench) -> None:
+        await self._running(bench)
+        moved = await bench.devices.suspend("b1-1", "")
+        assert moved.done
+        assert moved.bytes >= GIB
+        asleep = await bench.sampled("b1-1", lambda s: s.phase is Phase.SUSPENDED)
+        assert sum(asleep.saved_bytes.values()) >= GIB
+        assert not sum(asleep.used_bytes.values())
+        assert (await bench.devices.suspend("b1-1", "")).done, "a suspended lease answers done"
+        assert (await bench.devices.resume("b1-1")).done
+        awake = await bench.sampled("b1-1", lambda s: s.phase is Phase.RUNNING)
+        assert sum(awake.used_bytes.values()) >= GIB
+        assert (await bench.devices.resume("b1-1")).done, "a running lease answers done"
+
+    async def test_a_cuda_call_since_the_sample_refuses_the_suspension(self, bench: DeviceBench) -> None:
+        idle = await self._running(bench)
+        await bench.call("b1-1")
+        moved = await bench.devices.suspend("b1-1", idle.calls)
+        assert (moved.done, moved.refused) == (False, Refusal.WANTED)
+        assert (await bench.sampled("b1-1", lambda s: True)).phase is Phase.RUNNING
+
+    async def test_an_unknown_lease_is_refused_and_may_be_signalled_or_dropped(
+        self, bench: DeviceBench
+    ) -> None:
+        for moved in (await bench.devices.suspend("b9-1", ""), await bench.devices.resume("b9-1")):
+            assert (moved.done, moved.refused) == (False, Refusal.NO_LEASE)
+        await bench.devices.signal("b9-1", signal.SIGTERM, "leader")
+        await bench.devices.drop("b9-1")
+
+    async def test_killing_all_processes_frees_the_device_and_the_lease_can_be_dropped(
+        self, bench: DeviceBench
+    ) -> None:
+        await self._running(bench)
+        await bench.devices.signal("b1-1", signal.SIGKILL, "all")
+        await bench.sampled("b1-1", lambda s: not s.alive and not any(s.used_bytes.values()))
+        for _ in range(2):
+            await bench.devices.drop("b1-1")
+        assert all(s.lease != "b1-1" for s in (await bench.devices.sample()).leases)
+
+    async def test_a_broker_with_a_successor_is_refused_whatever_it_asks(self, bench: DeviceBench) -> None:
+        await self._running(bench)
+        before, holder = await bench.devices.epoch(), await self._holder(bench, "b2-1")
+        bench.newer_broker()
+        assert await bench.devices.epoch() > before
+        for asked in (
+            bench.devices.inventory(),
+            bench.devices.sample(),
+            bench.devices.prepare(holder),
+            bench.devices.suspend("b1-1", ""),
+            bench.devices.resume("b1-1"),
+            bench.devices.signal("b1-1", signal.SIGKILL, "all"),
+            bench.devices.drop("b1-1"),
+        ):
+            with pytest.raises(HelperError) as refused:
+                await asked
+            assert refused.value.kind == "stale_epoch"
+
+
+class HubBench(abc.ABC):
+    """A Hub under test with the user ``bo`` in the group ``nlp``."""
+
+    hub: Hub
+
+    @abc.abstractmethod
+    async def ready(self, key: ServerKey) -> None:
+        """Return when a server that was asked for has started."""
+
+    @abc.abstractmethod
+    async def gone(self, key: ServerKey) -> None:
+        """Return when a server that was told to stop has stopped."""
+
+
+class HubContract:
+    """The contract of `Hub`; ``bench`` is a fixture of the subclass."""
+
+    KEY = ServerKey("bo", "jabcdefghij-1")
+
+    async def test_a_server_is_listed_from_its_start_to_its_stop(self, bench: HubBench) -> None:
+        assert not await bench.hub.has_server(self.KEY)
+        await bench.hub.start_server(self.KEY)
+        assert await bench.hub.has_server(self.KEY)
+        await bench.ready(self.KEY)
+        assert self.KEY in await bench.hub.servers()
+        assert (await bench.hub.server_url(self.KEY)).endswith("/bo/jabcdefghij-1/")
+        await bench.hub.stop_server(self.KEY)
+        await bench.gone(self.KEY)
+        assert not await bench.hub.has_server(self.KEY)
+        assert self.KEY not in await bench.hub.servers()
+        assert await bench.hub.server_url(self.KEY) == ""
+
+    async def test_starting_twice_is_starting_once(self, bench: HubBench) -> None:
+        await bench.hub.start_server(self.KEY)
+        await bench.hub.start_server(self.KEY)
+        await bench.ready(self.KEY)
+        await bench.hub.start_server(self.KEY)
+        assert [key for key in await bench.hub.servers() if key == self.KEY] == [self.KEY]
+
+    async def test_stopping_an_unknown_server_changes_nothing(self, bench: HubBench) -> None:
+        await bench.hub.stop_server(self.KEY)
+        assert await bench.hub.servers() == frozenset()
+
+    async def test_groups_are_those_of_the_user_and_none_of_an_unknown_one(self, bench: HubBench) -> None:
+        assert await bench.hub.groups("bo") == ("nlp",)
+        assert await bench.hub.groups("nobody-knows") == ()
+        assert not await bench.hub.has_server(ServerKey("nobody-knows", ""))
+
+
+def implementations(contract: type) -> set[type]:
+    """Return all concrete subclasses of a contract that are loaded."""
+    found: set[type] = set()
+    for kind in contract.__subclasses__():
+        found |= implementations(kind) | (set() if inspect.isabstract(kind) else {kind})
+    return found

@@ -1,0 +1,153 @@
+"""One broker on a site in memory: every commit and every call to the outside is a *step*.
+
+A broker told to die at a step does nothing more from there on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from jupyter_gpushare.broker.control.admission import ServerAdmission
+from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control.loop import Loop
+from jupyter_gpushare.broker.control.request_policy import RequestPolicy
+from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.broker.views.views import Views
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
+from jupyter_gpushare.protocol import wire
+from tests.broker.fake_devices import SiteDevices
+from tests.broker.fake_hub import SiteHub
+
+if TYPE_CHECKING:
+    from tests.broker.site import Site
+
+
+async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In virtual time there are no threads."""
+    return function(*arguments)
+
+
+class Broker:
+    """Store, book, loop and requests of one process, which dies at a given step."""
+
+    def __init__(self, site: Site, die_at: int | None) -> None:
+        self.site = site
+        self.die_at = die_at
+        self.steps = 0
+        self.dead = asyncio.Event()
+        self.store = SteppingStore(site.url, site.boot_id, self)
+        self.registry = Registry(
+            self.store, site.policy, clock=asyncio.get_running_loop().time, wall=site.wall
+        )
+        self.registry.load(site.boot_id)
+        self.engine = LocalEngine()
+        self.devices = SiteDevices(site, self)
+        self.hub = SiteHub(site, self)
+        self.loop = Loop(self.registry, self.engine, self.devices, self.hub)
+        forecast = Forecast(self.registry, self.engine, _at_once)
+        self.request_policy = RequestPolicy(self.registry, self.engine)
+        self.requests = RequestService(
+            self.registry, self.engine, self.loop.effects, forecast, self.request_policy
+        )
+        self.admission = ServerAdmission(
+            self.registry, self.engine, self.devices, self.loop.effects, self.request_policy
+        )
+        self.views = Views(self.registry, self.engine, forecast)
+        self._running: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._running = asyncio.create_task(self.loop.run())
+
+    async def step(self) -> None:
+        """Go on, unless the process dies here."""
+        self.steps += 1
+        if self.steps == self.die_at:
+            self.dead.set()
+        if self.dead.is_set():
+            await asyncio.Event().wait()
+
+    async def end(self) -> None:
+        """kill -9: nothing more is done; the kernel closes the files."""
+        self.dead.set()
+        tasks = [*self.loop.effects.tasks.values(), *([self._running] if self._running else [])]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError, BaseExceptionGroup):
+                await task
+        if self.registry.journal.failed.done():
+            self.registry.journal.failed.exception()
+        self.store.close()
+
+    # ---- short ways to look
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self.registry.leases and not self.registry.jobs and not self.site.held
+
+    def lease(self, handle_or_job: str | JobRecord) -> LeaseRecord:
+        if isinstance(handle_or_job, JobRecord):
+            return self.registry.leases[handle_or_job.lease_id]
+        return self.registry.leases[handle_or_job.rsplit("-", 1)[0]]
+
+    def state(self, handle_or_job: str | JobRecord) -> str:
+        return str(self.lease(handle_or_job).state)
+
+    def job(self, job: JobRecord) -> JobRecord:
+        return self.registry.jobs[job.id]
+
+    def seen(self, job: JobRecord) -> wire.Job:
+        return self.views.job(self.registry.jobs[job.id])
+
+
+class SteppingStore(Store):
+    """The real store, without its thread; a commit may be the last thing a process does."""
+
+    def __init__(self, url: str, boot_id: str, broker: Broker) -> None:
+        super().__init__(url, boot_id)
+        self._broker = broker
+        # No power is cut here, and thousands of commits are waited for.
+        sa.event.listen(self._engine, "connect", lambda c, _: c.execute("PRAGMA synchronous=OFF").close())
+        self._engine.dispose()
+
+    def _migrate(self) -> None:
+        """The file is a copy of one that was migrated."""
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        if not changes:
+            return
+        self._check()
+        await self._broker.step()
+        self._write(tuple(changes))
+        await self._broker.step()
+
+    async def retry(self) -> None:
+        await self._broker.step()
+        self._retry()
+
+    async def _read(self, query: Any) -> list[Any]:
+        await self._broker.step()
+        return self._rows(query)
+
+    def _check(self) -> None:
+        registry = self._broker.registry
+        held: Counter[str] = Counter()
+        for record in registry.leases.values():
+            # What was cancelled in its sleep holds host memory, and no device until it is gone.
+            parked = record.state is State.STOPPING and record.lease.saved_bytes
+            if record.state in HOLDS_CAPACITY and not parked:
+                held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
+        for uuid, milli in held.items():
+            if milli > WHOLE_GPU:
+                self._broker.site.wrong.append(f"{milli}/1000 of {uuid} are held")

@@ -1,0 +1,216 @@
+"""The contract of `Devices` on a `Site`, for one broker.
+
+Imitates `gpu.service.helper`: the epoch fence (`ErrorKind.STALE_EPOCH`), refusals of moves
+(`gpu.moves.suspend`) and the sample of a lease (`gpu.service.sampler`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from jupyter_gpushare.backends.base import Devices, Holder, Prepared
+from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from tests.broker.machine import DEVICE_BYTES, GB, RESERVE_BYTES, Held
+
+if TYPE_CHECKING:
+    from tests.broker.brokers import Broker
+    from tests.broker.site import Site
+
+
+class SiteDevices(Devices):
+    """Devices of a site; each effect is two steps of its broker."""
+
+    def __init__(self, site: Site, broker: Broker) -> None:
+        self.site = site
+        self.broker = broker
+
+    async def effect(self, name: str, handle: str = "") -> None:
+        await self.broker.step()
+        self._reach()
+        if self.broker.store.epoch < self.site.epoch:
+            self.site.wrong.append(f"a stale broker did {name}")
+            raise HelperError("stale_epoch", "a newer broker is at work")
+        self.site.epoch = self.broker.store.epoch
+        self.site.effects.append(f"{name} {handle}".strip())
+        waiting = self.site.faults.get(name)
+        if waiting and isinstance(waiting[0], Exception):
+            raise waiting.popleft()  # type: ignore[misc]
+
+    def _reach(self) -> None:
+        if self.site.helper_silent:
+            raise HelperError("silent", "the device helper did not answer")
+
+    def _read(self) -> None:
+        """Fence as the helper does: requests that only read carry the epoch too."""
+        self._reach()
+        if self.broker.store.epoch < self.site.epoch:
+            raise HelperError("stale_epoch", "a newer broker is at work")
+        self.site.epoch = self.broker.store.epoch
+
+    async def epoch(self) -> int:
+        self._reach()
+        return self.site.epoch
+
+    async def inventory(self) -> helper.Inventory:
+        self._read()
+        return helper.Inventory(
+            host="here",
+            driver="999",
+            simulated=True,
+            devices=tuple(
+                helper.Device(
+                    uuid=uuid,
+                    index=n,
+                    name="H100-80GB",
+                    memory_bytes=DEVICE_BYTES,
+                    reserve_bytes=RESERVE_BYTES,
+                    suspendable=not self.site.profile,
+                    resume_bytes_per_s=4 * GB,
+                    profile=self.site.profile,
+                )
+                for n, uuid in enumerate(self.site.uuids)
+            ),
+            host_total_bytes=1000 * GB,
+            host_budget_bytes=500 * GB,
+            at=self.site.now,
+        )
+
+    async def sample(self) -> helper.Sample:
+        self._read()
+        if self.broker.dead.is_set():
+            await asyncio.Event().wait()
+        site = self.site
+        return helper.Sample(
+            at=site.now,
+            devices=tuple(
+                helper.DeviceSample(
+                    uuid=uuid,
+                    used_bytes=sum(h.used.get(uuid, 0) for h in site.held.values()),
+                    utilization_percent=0,
+                    healthy=uuid not in site.unhealthy,
+                )
+                for uuid in site.uuids
+                if uuid not in site.unmeasured
+            ),
+            leases=tuple(
+                helper.LeaseSample(
+                    lease=h.handle,
+                    phase=h.phase,
+                    devices=tuple(h.limits),
+                    used_bytes=dict(h.used),
+                    saved_bytes=dict(h.saved),
+                    calls=str(h.calls),
+                    active_at=h.active_at,
+                    suspendable=h.suspendable,
+                    suspend_reason="" if h.suspendable else "it uses CUDA IPC",
+                    alive=h.alive,
+                    wanted=h.wanted,
+                    runner_ended=h.runner_ended,
+                    damaged=h.damaged,
+                    stalled=h.stalled,
+                )
+                for h in site.held.values()
+            ),
+            host_available_bytes=1000 * GB,
+            host_saved_bytes=sum(sum(h.saved.values()) for h in site.held.values()),
+        )
+
+    async def watch(self) -> AsyncIterator[helper.Event]:
+        self._read()
+        inbox: asyncio.Queue[helper.Event] = asyncio.Queue()
+        self.site.inboxes.append(inbox)
+        try:
+            while True:
+                yield await inbox.get()
+        finally:
+            self.site.inboxes.remove(inbox)
+
+    async def prepare(self, holder: Holder) -> Prepared:
+        handle, limits, guaranteed = holder.handle, dict(holder.limits), dict(holder.guaranteed)
+        await self.effect("prepare", handle)
+        held = self.site.held.setdefault(handle, Held(handle, holder.uid, limits))
+        if not held.alive:
+            held.limits, held.guaranteed = limits, guaranteed
+            held.phase = Phase.SUSPENDED if holder.asleep else Phase.RUNNING
+        await self.broker.step()
+        return Prepared(env={"GPUSHARE_LEASE": handle})
+
+    async def suspend(self, handle: str, calls: str) -> MoveResult:
+        await self.effect("suspend", handle)
+        moved = await self._move("suspend", handle, lambda held: self._park(held, calls))
+        await self.broker.step()
+        return moved
+
+    async def resume(self, handle: str) -> MoveResult:
+        await self.effect("resume", handle)
+        moved = await self._move("resume", handle, self._restore)
+        await self.broker.step()
+        return moved
+
+    async def _move(self, name: str, handle: str, move: Callable[[Held], MoveResult]) -> MoveResult:
+        held = self.site.held.get(handle)
+        if held is None:
+            return MoveResult(done=False, refused=Refusal.NO_LEASE, reason="no such lease")
+        waiting = self.site.faults.get(name)
+        if waiting:
+            moved = waiting.popleft()
+            assert isinstance(moved, MoveResult)
+            if moved.refused is Refusal.LOST:
+                held.phase, held.saved = Phase.LOST, {}
+            return moved
+        await asyncio.sleep(self.site.move_s)
+        return move(held)
+
+    def _park(self, held: Held, calls: str) -> MoveResult:
+        if held.phase is Phase.SUSPENDED:
+            return MoveResult(done=True, bytes=sum(held.saved.values()))
+        if calls and calls != str(held.calls):
+            return MoveResult(done=False, refused=Refusal.WANTED, reason="a process entered a CUDA call")
+        held.phase, held.saved, held.wanted = Phase.SUSPENDED, dict(held.used), False
+        self.site.use(held, {})
+        return MoveResult(done=True, bytes=sum(held.saved.values()))
+
+    def _restore(self, held: Held) -> MoveResult:
+        if held.phase is Phase.RUNNING:
+            return MoveResult(done=True)
+        for uuid, count in held.saved.items():
+            used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
+            if used + count > DEVICE_BYTES - RESERVE_BYTES:
+                return MoveResult(
+                    done=False, refused=Refusal.NO_MEMORY, reason="the driver shows too little free memory"
+                )
+        back, held.saved = held.saved, {}
+        held.phase, held.wanted = Phase.RUNNING, False
+        self.site.use(held, back)
+        return MoveResult(done=True)
+
+    async def signal(self, handle: str, number: int, to: str) -> None:
+        await self.effect(f"signal {signal.Signals(number).name} {to}", handle)
+        for run in [r for r in self.site.runs if f"j{r.job.id}-{r.job.attempt}" == handle]:
+            if number == signal.SIGKILL:
+                self.site.kill_job(run.job.id)
+            else:
+                run.told_to_stop = True
+        held = self.site.held.get(handle)
+        if (
+            number == signal.SIGKILL
+            and held is not None
+            and (held.runner_ended or not handle.startswith("j"))
+        ):
+            held.alive, held.used = False, {}
+        await self.broker.step()
+
+    async def drop(self, handle: str) -> None:
+        await self.effect("drop", handle)
+        held = self.site.held.pop(handle, None)
+        if held is not None and (held.alive or any(held.used.values())):
+            self.site.wrong.append(f"{handle} was dropped while it lives")
+        await self.broker.step()
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,59 @@
+"""The contract of `Hub` on a `Site`, for one broker.
+
+Imitates JupyterHub's REST API: a server that is asked for twice starts once, and one that
+starts cannot be stopped (jupyterhub/apihandlers/users.py: "is pending spawn").
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
+
+if TYPE_CHECKING:
+    from tests.broker.brokers import Broker
+    from tests.broker.site import Site
+
+
+class SiteHub(Hub):
+    """Servers of a site; each change is two steps of its broker."""
+
+    def __init__(self, site: Site, broker: Broker) -> None:
+        self.site = site
+        self.broker = broker
+
+    async def start_server(self, key: ServerKey) -> None:
+        await self.broker.devices.effect("start_server", key.server)
+        if key not in self.site.servers:
+            self.site.servers[key] = "spawn"
+            self.site.later(self.site.spawn_job(key))
+        await self.broker.step()
+
+    async def stop_server(self, key: ServerKey) -> None:
+        await self.broker.devices.effect("stop_server", key.server)
+        state = self.site.servers.get(key)
+        if state == "spawn":
+            raise HubError(f"{key.server} is pending spawn")
+        for run in self.site.runs:
+            if run.user == key.user and f"j{run.job.id}-{run.job.attempt}" == key.server:
+                run.told_to_stop = True
+        await self.broker.step()
+
+    async def servers(self) -> frozenset[ServerKey]:
+        if self.broker.dead.is_set():
+            await asyncio.Event().wait()
+        return frozenset(self.site.servers)
+
+    async def has_server(self, key: ServerKey) -> bool:
+        return key in await self.servers()
+
+    async def groups(self, user: str) -> tuple[str, ...]:
+        return self.site.groups.get(user, ())
+
+    async def server_url(self, key: ServerKey) -> str:
+        here = f"https://{key.user}.hub.test/user/{key.user}/{key.server}/"
+        return here if key in self.site.servers else ""
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,151 @@
+"""Answers follow their commits, a broker with a successor does nothing more, bounds say when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker import respawn
+from jupyter_gpushare.errors import HelperError, StoreError, Superseded, TooMany
+from jupyter_gpushare.protocol import wire
+from tests.broker.brokers import Broker
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+from tests.waiting import until as in_real_time
+
+
+class SlowDisk:
+    """Holds all commits of a broker back until `release`."""
+
+    def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._released = asyncio.Event()
+        commit = broker.store.commit
+
+        async def held_back(changes: object) -> None:
+            await self._released.wait()
+            await commit(changes)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(broker.store, "commit", held_back)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@in_virtual_time
+async def test_the_second_request_with_a_key_is_answered_after_the_first_ones_commit(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        disk = SlowDisk(broker, monkeypatch)
+        request = wire.JobRequest(command=["a"], gpus="1")
+        first, second = (site.later(broker.requests.submit("bo", ("nlp",), request, "key")) for _ in range(2))
+        await asyncio.sleep(5)
+        assert not first.done()
+        assert not second.done(), "a kill would lose a job that was accepted"
+        disk.release()
+        assert (await first).id == (await second).id
+
+
+@in_virtual_time
+async def test_a_repeated_end_of_a_server_is_answered_after_the_first_ones_commit(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await until(lambda: broker.state(ada.handle) == "running", 60)
+        disk = SlowDisk(broker, monkeypatch)
+        stop = wire.SpawnStop(user="ada", server="")
+        ends = [site.later(broker.admission.stop(stop)) for _ in range(2)]
+        await asyncio.sleep(5)
+        assert not [end for end in ends if end.done()]
+        disk.release()
+        await asyncio.gather(*ends)
+
+
+@in_virtual_time
+async def test_a_broker_that_the_helper_refuses_ends_with_the_reason_and_stores_nothing_more(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        site.epoch = 9  # a newer broker has acted on this machine
+        await until(lambda: broker.registry.journal.failed.done(), 5)
+        with pytest.raises(StoreError, match="newer broker"):
+            await site.broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None)
+        site.wrong.clear()  # what it tried was refused
+
+
+@in_virtual_time
+async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker(running=False)
+        key = ServerKey("bo", "jabcdefghij-1")
+        site.servers[key] = "ready"
+        site.epoch = 9
+        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key)):
+            with pytest.raises(HelperError, match="newer broker"):
+                await change
+        assert site.servers == {key: "ready"}
+        assert not [effect for effect in site.effects if "server" in effect]
+        assert not site.wrong, "the Hub was not asked"
+
+
+@in_virtual_time
+async def test_every_bound_says_when_to_come_back(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, max_jobs=3, max_jobs_per_user=2, keep_minutes_per_day=60.0)
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        for _ in range(2):
+            await site.submit("bo", "2", program=Program(work_s=1000))
+        refusals = []
+        for ask in (
+            lambda: site.submit("bo", "1"),
+            lambda: broker.requests.keep(broker.lease(ada.handle), 120),
+        ):
+            with pytest.raises(TooMany) as refused:
+                await ask()
+            refusals.append(refused.value.retry_after_s)
+        assert 0 < refusals[0] <= 600
+        assert 0 < refusals[1] <= 86_400, "the budget is new at midnight UTC"
+
+
+def test_the_refusal_of_a_second_broker_names_the_first(database):
+    first = database()
+    try:
+        with pytest.raises(StoreError, match="another broker uses") as refused:
+            database()
+        said = str(refused.value)
+        assert f"process {os.getpid()}" in said
+        assert socket.gethostname() in said
+        assert "since 20" in said
+    finally:
+        first.close()
+
+
+async def test_a_broker_that_ends_answers_503_with_the_reason(http):
+    http.broker.registry.journal.fail(Superseded("this broker ends: a newer broker is at work (epoch 9)"))
+    refused = await http.refused("POST", "jobs", json={"command": ["true"]})
+    assert (refused.status, refused.reason) == (503, "unavailable")
+    assert "newer broker" in refused.message
+    assert http.broker.registry.journal.failed.exception()
+
+
+def test_a_superseded_broker_is_not_started_again(tmp_path):
+    marks = tmp_path / "starts"
+    script = f"import pathlib, sys; p = pathlib.Path({str(marks)!r}); p.open('a').write('x'); sys.exit(3)"
+    child = respawn._Child([sys.executable, "-c", script, "broker"], own_session=False)
+
+    def superseded() -> bool:
+        child.look()
+        return child.is_superseded
+
+    in_real_time(superseded, "it ends")
+    time.sleep(respawn._PAUSE_S + 0.1)
+    child.look()
+    assert marks.read_text() == "x"

@@ -1,0 +1,169 @@
+"""The broker's port is never free, and its unix socket proves its listener's identity."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jupyter_gpushare.channel import unix_url
+from jupyter_gpushare.client import BlockingClient, BrokerClient
+from jupyter_gpushare.errors import BrokerUnavailable
+from jupyter_gpushare.protocol import wire
+from tests.broker.test_app import PATIENCE_S, Brokers, until
+from tests.ports import free_ports
+
+PREFIX = "services/gpushare/api/v1"
+
+
+@pytest.fixture
+def brokers(tmp_path):
+    made = Brokers(tmp_path, free_ports())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_folder():
+    """A folder of ours where every user can make files, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-") as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def health(brokers):
+    return httpx.get(f"http://127.0.0.1:{brokers.port}/{PREFIX}/health", trust_env=False, timeout=20).json()
+
+
+def child_of(parent):
+    return int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()[0])
+
+
+def test_the_port_is_never_free_while_a_respawned_broker_restarts(brokers):
+    parent = brokers.start("--respawn")
+    until(lambda: brokers.answers(parent), "it answers")
+    assert health(brokers)["sockets_inherited"] is True
+    for _ in range(3):
+        killed = child_of(parent)
+        os.kill(killed, signal.SIGKILL)
+        for _ in range(50):
+            with socket.socket() as thief:
+                thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with pytest.raises(OSError, match="in use"):
+                    thief.bind(("127.0.0.1", brokers.port))
+            time.sleep(0.01)
+        # Not refused meanwhile: the request waits for the next broker.
+        assert health(brokers)["sockets_inherited"] is True
+
+
+def test_a_broker_takes_the_sockets_of_systemd(brokers, tmp_path):
+    path = tmp_path / "api" / "api.sock"
+    path.parent.mkdir(mode=0o711)
+    with socket.create_server(("127.0.0.1", brokers.port)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path))
+        unix.listen()
+        # As systemd does it: descriptors from 3 on, and the pid of the process itself.
+        activate = (
+            "import fcntl, os, sys;"
+            "tcp, unix = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 50) for fd in sys.argv[1:3]);"
+            "os.dup2(tcp, 3); os.dup2(unix, 4);"
+            "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2');"
+            "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])"
+        )
+        command = [sys.executable, "-c", activate, str(tcp.fileno()), str(unix.fileno())]
+        broker = subprocess.Popen(
+            [*command, "-m", "jupyter_gpushare.cli", "broker", "--state-dir", str(tmp_path / "state")],
+            env=os.environ | brokers.service_environment(),
+            pass_fds=(tcp.fileno(), unix.fileno()),
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        brokers.started.append(broker)
+        until(lambda: brokers.answers(broker), "it answers")
+        assert health(brokers)["sockets_inherited"] is True
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get(f"http://x/{PREFIX}/health").json()["sockets_inherited"] is True
+
+
+def test_a_broker_that_bound_its_port_itself_says_so(brokers):
+    broker = brokers.start()
+    until(lambda: brokers.answers(broker), "it answers")
+    assert health(brokers)["sockets_inherited"] is False
+
+
+async def test_our_clients_reach_it_over_its_unix_socket(brokers):
+    broker = brokers.start()
+    until(lambda: brokers.answers(broker), "it answers")
+    url = unix_url(brokers.folder / "state" / "api.sock", PREFIX)
+    client = BrokerClient(url, "token", retry_s=0)
+    assert (await client.get("health", wire.Health)).epoch == 1
+    await client.close()
+    client = BlockingClient(url, "token", retry_s=0)
+    assert client.get("health", wire.Health).epoch == 1
+    client.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another uid to listen")
+@pytest.mark.parametrize("mode", [0o711, 0o777, 0o1777])
+async def test_no_token_is_sent_to_a_socket_of_another_user(open_folder, mode):
+    """In a folder of root (which the attacker was let into once), and in one that is open to all."""
+    path = open_folder / "api.sock"
+    thief = subprocess.Popen([sys.executable, "-c", _THIEF, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert thief.stdout.readline() == "listening\n"
+        open_folder.chmod(mode)
+        client = BrokerClient(unix_url(path, PREFIX), "secret", retry_s=0)
+        with pytest.raises(BrokerUnavailable, match=r"not the broker's user|proves nothing"):
+            await client.get("status", wire.Status)
+        await client.close()
+        client = BlockingClient(unix_url(path, PREFIX), "secret", retry_s=0)
+        with pytest.raises(BrokerUnavailable, match=r"not the broker's user|proves nothing"):
+            client.get("status", wire.Status)
+        client.close()
+    finally:
+        thief.terminate()
+        got, _ = thief.communicate(timeout=PATIENCE_S)
+    assert "secret" not in got
+
+
+_THIEF = """
+import os, socket, sys, signal
+os.setuid(12345)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("listening", flush=True)
+while True:
+    connection, _ = server.accept()
+    print(connection.recv(4096), flush=True)
+"""
+
+
+async def test_over_tls_a_token_goes_to_the_pinned_certificate_only(brokers):
+    port = free_ports()
+    broker = brokers.start(f"--GPUShareBroker.tls_address=127.0.0.1:{port}")
+    until(lambda: brokers.answers(broker), "it answers")
+    pinned = (brokers.folder / "state" / "api-certificate.pem").read_text()
+    url = f"https://127.0.0.1:{port}/{PREFIX}"
+    client = BrokerClient(url, "token", certificate=pinned, retry_s=0)
+    assert (await client.get("health", wire.Health)).epoch == 1
+    await client.close()
+    other = brokers.start(
+        f"--GPUShareBroker.tls_address=127.0.0.1:{free_ports()}", port=free_ports(), state="other"
+    )
+    elsewhere = brokers.folder / "other" / "api-certificate.pem"
+    until(elsewhere.exists, f"another broker makes its certificate ({other.pid})")
+    client = BrokerClient(url, "token", certificate=elsewhere.read_text(), retry_s=0)
+    with pytest.raises(BrokerUnavailable, match="ConnectError"):
+        await client.get("health", wire.Health)
+    await client.close()
