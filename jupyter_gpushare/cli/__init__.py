@@ -1,4 +1,4 @@
-"""The command line: ``gpushare status``, ``submit``, ``jobs``, ``logs``, ...
+"""The command line: ``gpushare status``, ``submit``, ``jobs``, ``logs``, ``wake``, ...
 
 Exit codes: 0 done, 1 refused (or the job did not succeed) with a reason,
 2 usage, 3 the broker does not answer.  What was asked for goes to standard
@@ -31,7 +31,7 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
         "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
-        "helper": ("jupyter_gpushare.gpu.helper", "run the device helper of a GPU machine"),
+        "helper": ("jupyter_gpushare.gpu.service.helper", "run the device helper of a GPU machine"),
     }
 )
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
-from jupyter_gpushare import wire
-from jupyter_gpushare.words import duration
+from jupyter_gpushare.messages import duration, printable
+from jupyter_gpushare.protocol import wire
+
+_LEAST_COLUMNS = 40
 
 
 def print_json(answer: object) -> None:
     """Print an answer of the broker as JSON."""
-    import msgspec
-
-    print(msgspec.json.format(wire.encode(answer), indent=2).decode())
+    print(wire.indented(answer))
 
 
 def line(job: wire.Job) -> str:
     """Return a job in one line."""
-    return clean(f"{job.id}  {job.state}  {job.reason}".rstrip())
+    return printable(f"{job.id}  {job.state}  {job.reason}".rstrip())
 
 
 def print_job(args: argparse.Namespace, job: wire.Job) -> None:
@@ -42,16 +44,34 @@ def print_jobs(jobs: Sequence[wire.Job]) -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print rows below a head, in columns as wide as they need."""
-    table = [head, *([clean(cell) for cell in row] for row in rows)]
+    """Print rows below a head, in columns as wide as they need; the last is wrapped in a terminal."""
+    table = [head, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    before = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    left = max(_LEAST_COLUMNS, _width() - before) if sys.stdout.isatty() else sys.maxsize
     for row in table:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        first, *more = textwrap.wrap(row[-1], left, break_long_words=False) or [""]
+        cells = zip([*row[:-1], first], widths, strict=True)
+        print("  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip())
+        for rest in more:
+            print(f"{'':<{before}}{rest}")
 
 
-def clean(text: str) -> str:
-    """Return text that moves no cursor: names come from other people."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def say(text: str, indent: str = "") -> None:
+    """Print a sentence, in a terminal wrapped at words."""
+    plain = printable(text.rstrip())
+    if sys.stdout.isatty():
+        plain = textwrap.fill(
+            plain, _width(), initial_indent=indent, subsequent_indent=indent, break_long_words=False
+        )
+    else:
+        plain = f"{indent}{plain}"
+    print(plain)
+
+
+def _width() -> int:
+    """Columns of the terminal, at least as many as a sentence can be read in."""
+    return max(_LEAST_COLUMNS, shutil.get_terminal_size().columns)
 
 
 def gpus(milli: int) -> str:
@@ -61,7 +81,7 @@ def gpus(milli: int) -> str:
 
 def note(text: str) -> None:
     """Say something beside what was asked for, on standard error."""
-    print(clean(text.rstrip()), file=sys.stderr, flush=True)
+    print(printable(text.rstrip()), file=sys.stderr, flush=True)
 
 
 def complain(args: argparse.Namespace, status: int, reason: str, message: str) -> None:
@@ -71,3 +91,31 @@ def complain(args: argparse.Namespace, status: int, reason: str, message: str) -
         print(wire.encode(answer).decode(), file=sys.stderr)
     else:
         note(f"gpushare: {message}")
+
+
+def project_text(project: wire.ProjectUse) -> str:
+    """Return the numbers of a project as a line."""
+    limit = "" if project.limit_milli is None else f", limit {project.limit_milli / 1000:g}"
+    changed = " (changed; --reset takes it back)" if project.overridden else ""
+    return f"{project.name}: quota {project.quota_milli / 1000:g}, weight {project.weight}{limit}{changed}"
+
+
+_LENDING = {
+    "on": "GPUs of idle sessions are lent while others wait.",
+    "watch": "Nothing is lent; the log of decisions says what would have been.",
+    "off": "Nothing is lent.",
+}
+
+
+def lending_text(lending: wire.Lending) -> str:
+    """Return the lending mode and the outcome of suspensions as sentences."""
+    parts = [_LENDING[lending.mode]]
+    if lending.set_by:
+        parts.append(f"Set by {lending.set_by} at {lending.set_at[:16]}Z; configured: {lending.configured}.")
+    parts.append(
+        f"Put to sleep on this machine: {lending.tried} tried, {lending.failed} failed, "
+        f"{lending.lost} could not be woken."
+    )
+    if lending.last_reason:
+        parts.append(f"Last at {lending.last_at[:16]}Z: {lending.last_reason.rstrip('.')}.")
+    return " ".join(parts)

@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
 
 from jupyter_gpushare import __version__
+from jupyter_gpushare.cli import administer, sessions
 from jupyter_gpushare.cli import verbs as run
-from jupyter_gpushare.core.model import Survival
+from jupyter_gpushare.cli.administer import MODES
+from jupyter_gpushare.core.model import CheckpointMode
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+# Options of `submit` that have no value.
+_FLAGS = frozenset({"--wait", "--json", "--no-borrow", "--no-notify"})
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says which word was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, the usage and the message; a misspelt verb gets a suggestion."""
+        if unknown := _INVALID_CHOICE.search(message):
+            near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1)
+            message += f": did you mean {near[0]}?" if near else ""
+        super().error(message)
 
 
 def split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words for argparse, and what follows ``--`` in ``submit`` (None: no ``--``)."""
-    if words[:1] == ["submit"] and "--" in words:
+    """Return the words for argparse, and what follows ``--`` in ``submit`` (None: no ``--``).
+
+    Without ``--`` a notebook comes last, so that its options may stand on both sides of it.
+    """
+    if words[:1] != ["submit"]:
+        return words, None
+    if "--" in words:
         at = words.index("--")
         return words[:at], words[at + 1 :]
+    for at, word in enumerate(words):
+        is_value = words[at - 1].startswith("-") and words[at - 1] not in _FLAGS
+        if word.endswith(".ipynb") and not is_value:
+            return [*words[:at], *words[at + 1 :], word], None
     return words, None
 
 
 def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    """Return the parser of all verbs; ``services``: the help text (second) of each service by name."""
+    parser = Parser(
         prog="gpushare",
         description="Shared GPUs: what is mine, what waits, what runs.",
         epilog="Exit codes: 0 done, 1 refused with a reason, 2 usage, 3 the broker does not answer.",
@@ -33,7 +64,7 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_reading_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     _verb(verbs, "status", run.status, "my GPUs, my projects, my jobs", "gpushare status --json")
     jobs = _verb(verbs, "jobs", run.jobs, "my training jobs, newest first", "gpushare jobs --limit 50")
     jobs.add_argument(
@@ -60,26 +91,113 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
         verbs, "cancel", run.cancel, "take a job out of the queue, or stop it", "gpushare cancel k3v9m2x7qa"
     )
     cancel.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
-    _verb(
+    retry = _verb(verbs, "retry", run.retry, "submit a job again that has ended", "gpushare retry k3v9m2x7qa")
+    retry.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
+    show = _verb(
+        verbs, "show", run.show, "one job, with every pause and its reason", "gpushare show k3v9m2x7qa"
+    )
+    show.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
+    _add_session_verbs(verbs)
+    _add_lease_verbs(verbs)
+    doctor = _verb(
         verbs,
         "doctor",
         run.doctor,
         "check that GPUs, limits and the broker work here",
         "gpushare doctor",
         "gpushare doctor --json",
+        "gpushare doctor --site             before users come, as root",
+    )
+    doctor.add_argument("--site", action="store_true", help="check the configuration of Hub and broker")
+    doctor.add_argument(
+        "--hub-config", type=Path, default=Path("/etc/jupyterhub/jupyterhub_config.py"), metavar="FILE"
+    )
+    doctor.add_argument(
+        "--broker-config", type=Path, default=Path("/etc/gpushare/broker_config.py"), metavar="FILE"
     )
 
 
-def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
+    wake = _verb(verbs, "wake", sessions.wake, "get the GPU of my sleeping session back", "gpushare wake")
+    keep = _verb(
+        verbs,
+        "keep",
+        sessions.keep,
+        "keep the GPU of my idle session for a while, out of today's budget",
+        "gpushare keep",
+        "gpushare keep --minutes 60",
+    )
+    keep.add_argument("--minutes", type=_count(1, 1_440), default=30, metavar="N", help="default 30")
+    lend = _verb(verbs, "lend", sessions.lend, "lend the GPU of my session now", "gpushare lend")
+    for verb in (wake, keep, lend):
+        verb.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
+    _verb(verbs, "usage", sessions.usage, "my GPU-hours of the last seven days", "gpushare usage --json")
+
+
+def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
+    sleep = _verb(
+        verbs,
+        "sleep",
+        administer.sleep,
+        "whether my sessions may be put to sleep",
+        "gpushare sleep never            this server keeps its GPU, if its project has that right",
+        "gpushare sleep allow",
+    )
+    sleep.add_argument("may", choices=["never", "allow"])
+    sleep.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
+    text = "what administrators change while users work"
+    admin = verbs.add_parser("admin", help=text, description=f"{text.capitalize()}.")
+    settings = admin.add_subparsers(metavar="SETTING", required=True)
+    lending = _verb(
+        settings,
+        "lending",
+        administer.lending,
+        "whether GPUs of idle sessions are lent",
+        "gpushare admin lending          the mode in force, and how suspensions went",
+        "gpushare admin lending watch    log what would be lent, touch no process",
+        "gpushare admin lending off      wake all sessions, lend nothing",
+        "gpushare admin lending default  as configured",
+    )
+    lending.add_argument("mode", nargs="?", choices=[*MODES, "default"])
+    quota = _verb(
+        settings,
+        "quota",
+        administer.quota,
+        "the numbers of projects",
+        "gpushare admin quota                       all projects",
+        "gpushare admin quota nlp --quota 1.5       guaranteed GPUs; --weight and --limit likewise",
+        "gpushare admin quota nlp --reset           as configured",
+    )
+    quota.add_argument("project", nargs="?", metavar="PROJECT")
+    quota.add_argument("--quota", type=float, metavar="G", help="guaranteed GPUs")
+    quota.add_argument("--weight", type=_count(0, 1_000), metavar="N", help="share of what is over")
+    quota.add_argument("--limit", type=float, metavar="G", help="the most GPUs that it may hold")
+    quota.add_argument("--force", action="store_true", help="also more than the machine has")
+    quota.add_argument("--reset", action="store_true", help="take all changes back")
+
+
+def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
     submit = _verb(
         verbs,
         "submit",
         run.submit,
-        "queue a command as a training job",
+        "queue a command or a notebook as a training job",
         "gpushare submit -- python train.py --epochs 10",
+        "gpushare submit notebook.ipynb -p steps=5",
         "gpushare submit --gpus 0.5 --name night --wait -- python train.py",
         "gpushare submit --gpus 2 --project nlp --checkpoint sigterm --retries 3 -- ./train.sh",
-        usage="gpushare submit [options] -- COMMAND [ARGUMENT ...]",
+        usage="gpushare submit [options] -- COMMAND [ARGUMENT ...]\n"
+        "       gpushare submit [options] NOTEBOOK.ipynb [-p NAME=VALUE ...]",
+    )
+    submit.add_argument(
+        "-p",
+        "--parameter",
+        dest="parameters",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        type=_pair,
+        help="of the notebook; may be repeated",
     )
     size = submit.add_mutually_exclusive_group()
     size.add_argument(
@@ -87,13 +205,13 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
     size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
-    submit.add_argument("--project", metavar="P", help="whose quota it uses (default: the first of yours)")
+    submit.add_argument("--project", metavar="P", help="project to charge (default: the first of yours)")
     submit.add_argument("--name", metavar="N", help="for people (default: from the command)")
     submit.add_argument(
         "--checkpoint",
-        type=Survival,
-        choices=list(Survival),
-        default=Survival.SUSPEND,
+        type=CheckpointMode,
+        choices=list(CheckpointMode),
+        default=CheckpointMode.SUSPEND,
         metavar="{suspend,sigterm,none}",
         help="when its GPU is needed: suspend (default) parks the GPU memory and goes on later; sigterm"
         " stops it with grace, it starts again from its own checkpoint; none: from the beginning",
@@ -128,7 +246,7 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    verbs: argparse._SubParsersAction[Parser],
     name: str,
     does: Callable[[argparse.Namespace], int],
     text: str,

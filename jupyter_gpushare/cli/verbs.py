@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import time
 import uuid
 from contextlib import closing
@@ -11,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from jupyter_gpushare import wire
+from jupyter_gpushare.cli.job_logs import ENDED
 from jupyter_gpushare.cli.output import (
-    clean,
     gpus,
     line,
     note,
@@ -21,13 +21,15 @@ from jupyter_gpushare.cli.output import (
     print_jobs,
     print_json,
     print_table,
+    say,
 )
 from jupyter_gpushare.errors import BrokerUnavailable
-from jupyter_gpushare.joblog import ENDED
-from jupyter_gpushare.words import gigabytes
+from jupyter_gpushare.messages import duration, gigabytes, printable
+from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
-    from jupyter_gpushare.client import SyncBrokerClient
+    from jupyter_gpushare.channel import Address
+    from jupyter_gpushare.client import BlockingClient
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
@@ -50,11 +52,13 @@ def _token(args: argparse.Namespace) -> str:
     return args.token or os.environ.get("GPUSHARE_API_TOKEN") or os.environ.get("JUPYTERHUB_API_TOKEN", "")
 
 
-def _connect(args: argparse.Namespace) -> SyncBrokerClient:
-    from jupyter_gpushare.client import SyncBrokerClient
+def connect(args: argparse.Namespace) -> BlockingClient:
+    """Return a client of the broker that the options name; a usage error ends the command."""
+    from jupyter_gpushare import channel
+    from jupyter_gpushare.client import BlockingClient
 
     url = args.url or os.environ.get("GPUSHARE_API_URL", "")
-    if urlsplit(url).scheme not in ("http", "https"):
+    if urlsplit(url).scheme not in ("http", "https", channel.UNIX_SCHEME):
         args.parser.error(
             f"{url!r} is not the address of a broker: give --url http://... or set GPUSHARE_API_URL"
             if url
@@ -65,12 +69,13 @@ def _connect(args: argparse.Namespace) -> SyncBrokerClient:
         args.parser.error(
             "no token: give --token, or set GPUSHARE_API_TOKEN (make one on the Hub's token page)"
         )
-    return SyncBrokerClient(broker_url(url), token)
+    pinned = "" if args.url else os.environ.get(channel.CERTIFICATE_VARIABLE, "")
+    return BlockingClient(broker_url(url), token, certificate=pinned)
 
 
 def status(args: argparse.Namespace) -> int:
     """Print my GPUs, projects and jobs."""
-    with closing(_connect(args)) as client:
+    with closing(connect(args)) as client:
         status = client.get("status", wire.Status)
     if args.json:
         print_json(status)
@@ -81,11 +86,11 @@ def status(args: argparse.Namespace) -> int:
         where = "" if lease.server == "" else f" ({lease.server})"
         used = f"{gigabytes(lease.memory_used_bytes)} of {gigabytes(lease.memory_limit_bytes)}"
         print(
-            clean(
+            printable(
                 f"{lease.size}{where}  {used}  {lease.badge}  project {lease.project}, held by {lease.level}"
             )
         )
-        print(clean(f"  {lease.sentence}"))
+        say(lease.sentence, indent="  ")
     if not status.devices_known:
         print("The device helper does not answer: memory figures may be old.")
     if status.projects:
@@ -111,7 +116,7 @@ def status(args: argparse.Namespace) -> int:
 
 def jobs(args: argparse.Namespace) -> int:
     """Print my training jobs."""
-    with closing(_connect(args)) as client:
+    with closing(connect(args)) as client:
         answer = client.get("jobs", wire.JobList, params={"limit": args.limit})
     if args.json:
         print_json(answer)
@@ -126,6 +131,9 @@ def submit(args: argparse.Namespace) -> int:
     """Queue a job; wait for its end if that was asked for."""
     if not args.command or not args.command[0]:
         args.parser.error("what is to run?  Put it behind --, like: gpushare submit -- python train.py")
+    is_notebook = args.command[0].endswith(".ipynb") and len(args.command) == 1
+    if args.parameters and not is_notebook:
+        args.parser.error("-p is for notebooks, like: gpushare submit notebook.ipynb -p steps=5")
     request = wire.JobRequest(
         command=args.command,
         gpus=args.gpus if args.gpus is not None else "1",
@@ -142,7 +150,9 @@ def submit(args: argparse.Namespace) -> int:
         retries=args.retries,
         grace_s=args.grace,
     )
-    with closing(_connect(args)) as client:
+    if is_notebook:
+        request = _of_notebook(args, request)
+    with closing(connect(args)) as client:
         # The key makes a repeated request the same job.
         job = client.post("jobs", request, wire.Job, key=uuid.uuid4().hex)
         if args.wait:
@@ -150,6 +160,38 @@ def submit(args: argparse.Namespace) -> int:
             job = _wait(client, job)
     print_job(args, job)  # the one line of standard output
     return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
+
+
+def _of_notebook(args: argparse.Namespace, request: wire.JobRequest) -> wire.JobRequest:
+    """Return the request with the command that runs the notebook, as JupyterLab's dialog makes it.
+
+    Outside a server of the Hub, or without that notebook, a usage error ends the command.
+
+    Raises:
+        InvalidRequest: parameters for a notebook that is not in Python.
+    """
+    from datetime import datetime
+
+    from jupyter_gpushare.server import launch
+
+    if "JUPYTERHUB_USER" not in os.environ:
+        args.parser.error("a notebook can be submitted from a terminal or notebook of the Hub's servers only")
+    file = Path(args.command[0]).expanduser().absolute()
+    if not file.is_file():
+        args.parser.error(f"there is no notebook {str(file)!r}")
+    # Where JupyterLab shows the user's files; the job's page opens its output from there.
+    top = Path(os.environ.get("JUPYTERHUB_ROOT_DIR") or Path.home())
+    root = top if file.is_relative_to(top) else Path(file.anchor)
+    asked = wire.LaunchRequest(path=str(file.relative_to(root)), parameters=dict(args.parameters))
+    made = launch.job_of(asked, root, (), os.environ, datetime.now())
+    return wire.replace(
+        request,
+        command=made.command,
+        name=request.name or made.name,
+        cwd=request.cwd if args.cwd else made.cwd,
+        env={**made.env, **request.env},
+        source=made.source if root == top else None,
+    )
 
 
 def _working_directory(args: argparse.Namespace) -> str:
@@ -165,7 +207,7 @@ def _working_directory(args: argparse.Namespace) -> str:
     return os.path.normpath(path)
 
 
-def _wait(client: SyncBrokerClient, job: wire.Job) -> wire.Job:
+def _wait(client: BlockingClient, job: wire.Job) -> wire.Job:
     """Return the job once it has ended; says on standard error what happens to it."""
     try:
         while job.state not in ENDED:
@@ -179,7 +221,7 @@ def _wait(client: SyncBrokerClient, job: wire.Job) -> wire.Job:
     return job
 
 
-def _patiently(client: SyncBrokerClient, job_id: str) -> wire.Job:
+def _patiently(client: BlockingClient, job_id: str) -> wire.Job:
     """Return the job as it is now, waiting for a broker that is away for `PATIENCE_S` at most."""
     until = time.monotonic() + PATIENCE_S
     told = False
@@ -197,20 +239,20 @@ def _patiently(client: SyncBrokerClient, job_id: str) -> wire.Job:
 
 def logs(args: argparse.Namespace) -> int:
     """Print what a job printed."""
-    from jupyter_gpushare import joblog
+    from jupyter_gpushare.cli import job_logs
 
     job_id = _job_id(args)
-    with closing(_connect(args)) as client:
+    with closing(connect(args)) as client:
         try:
             job = client.get(f"jobs/{job_id}", wire.Job)
         except BrokerUnavailable as error:
-            if not joblog.directory(job_id).is_dir():
+            if not job_logs.directory(job_id).is_dir():
                 raise
             note(f"{error}; showing what is there")
             job = None
-        hub_url = _hub_url(client.url)
-        source = joblog.source(job_id, job, hub_url=hub_url, token=_token(args), only=args.attempt)
-        printer = joblog.Printer(args.json)
+        hub_url = _hub_url(client.address)
+        source = job_logs.source(job_id, job, hub_url=hub_url, token=_token(args), only=args.attempt)
+        printer = job_logs.Printer(args.json)
         while True:
             # The state is older than what is read: what an ended job printed is all there.
             follows = args.follow and source.job is not None and source.job.state not in ENDED
@@ -226,17 +268,49 @@ def logs(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _hub_url(api_url: str) -> str:
+def _hub_url(address: Address) -> str:
     """Return the address of the Hub's proxy, if the broker is reached through it; else ""."""
-    return api_url.removesuffix(API_PATH) if api_url.endswith(API_PATH) else ""
+    is_proxy = address.socket is None and address.url.endswith(API_PATH)
+    return address.url.removesuffix(API_PATH) if is_proxy else ""
 
 
 def cancel(args: argparse.Namespace) -> int:
     """Take a job out of the queue, or stop it."""
     job_id = _job_id(args)
-    with closing(_connect(args)) as client:
+    with closing(connect(args)) as client:
         job = client.delete(f"jobs/{job_id}", wire.Job, repeatable=True)
     print_job(args, job)
+    return EXIT_OK
+
+
+def retry(args: argparse.Namespace) -> int:
+    """Submit a job again that has ended."""
+    job_id = _job_id(args)
+    with closing(connect(args)) as client:
+        job = client.post(f"jobs/{job_id}/retry", None, wire.Job)
+    print_job(args, job)
+    return EXIT_OK
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print one job with every pause and its reason."""
+    job_id = _job_id(args)
+    with closing(connect(args)) as client:
+        job = client.get(f"jobs/{job_id}", wire.Job)
+        timeline = client.get(f"jobs/{job_id}/timeline", wire.JobTimeline)
+    if args.json:
+        print_json({"job": job, "timeline": timeline.moments})
+        return EXIT_OK
+    say(f"{job.name} ({job.id}): {job.state}")
+    say(job.reason, indent="  ")
+    say(f"{job.size}, project {job.project}, attempt {job.attempt}", indent="  ")
+    say(f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}", indent="  ")
+    say(shlex.join(job.command), indent="  ")
+    if job.log:
+        say(f"log: {job.log}", indent="  ")
+    if timeline.moments:
+        print()
+        print_table(["AT (UTC)", ""], [[m.at[:19].replace("T", " "), m.sentence] for m in timeline.moments])
     return EXIT_OK
 
 
@@ -250,18 +324,23 @@ def _job_id(args: argparse.Namespace) -> str:
 
 def doctor(args: argparse.Namespace) -> int:
     """Check that GPUs, limits and the broker work here."""
-    from jupyter_gpushare import doctor
+    from jupyter_gpushare.cli import doctor
 
     url = args.url or os.environ.get("GPUSHARE_API_URL", "")
-    checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
+    if args.site:
+        from jupyter_gpushare.cli import site
+
+        checks = site.examine(args.hub_config, args.broker_config, site.this_machine())
+    else:
+        checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
     if args.json:
         print_json({"ok": not any(c.result is doctor.Result.FAIL for c in checks), "checks": checks})
     else:
         width = max(len(c.name) for c in checks)
         for check in checks:
-            print(clean(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
+            print(printable(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
             if check.advice:
-                print(clean(f"      {'':<{width}}  -> {check.advice}"))
+                print(printable(f"      {'':<{width}}  -> {check.advice}"))
     if any(c.name == "broker" and c.result is doctor.Result.FAIL and url for c in checks):
         return EXIT_UNREACHABLE
     return EXIT_REFUSED if any(c.result is doctor.Result.FAIL for c in checks) else EXIT_OK

@@ -4,6 +4,7 @@
 ``class X(GPUShareMixin, SystemdSpawner)``.
 """
 
-from jupyter_gpushare.hub.spawner import GPUShareLocalSpawner, GPUShareMixin, GPUShareSimpleSpawner
+from jupyter_gpushare.hub.local import GPUShareLocalSpawner, GPUShareSimpleSpawner
+from jupyter_gpushare.hub.spawner import GPUShareMixin
 
 __all__ = ["GPUShareLocalSpawner", "GPUShareMixin", "GPUShareSimpleSpawner"]

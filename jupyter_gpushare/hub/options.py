@@ -1,10 +1,10 @@
 """``user_options["gpushare"]``: what a user asked for, from the form or the REST API.
 
 Nothing about it can be trusted, and it comes back from the Hub's database at
-later starts, so `read` checks type and range every time.  Rights and room are
+later starts, so `read` checks type and range every time.  Rights and capacity are
 the broker's to judge.
 
-The form's own fields (`FIELD`...) are turned into the same options by
+The form's own fields (`SIZE_FIELD`, ...) are turned into the same options by
 `from_form`; what is wrong in them is said by `read`, once, for both ways.
 """
 
@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jupyter_gpushare.core.model import parse_fraction
+from jupyter_gpushare.core.size import memory_of_field
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.wire import GpuRequest, decode
+from jupyter_gpushare.protocol.wire import GpuRequest, decode
 
 KEY = "gpushare"
 PROJECT_FIELD = "gpushare_project"
@@ -24,8 +24,6 @@ SIZE_FIELD = "gpushare_size"  # followed by : and the project, where there are s
 MEMORY_FIELD = "gpushare_memory"
 EXACT_MEMORY = "memory"  # value of a size: the amount is in the memory field
 
-# Far beyond any machine: larger numbers are typing errors, which the broker need not see.
-MAX_GPUS = 1024
 _MAX_TEXT = 64
 
 
@@ -46,20 +44,13 @@ def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
         for key, value in given.items()
     }
     request = decode(_json(plain), GpuRequest)
-    names = ("fraction", "memory", "gpus", "profile")
-    sizes = [name for name in names if getattr(request, name) is not None]
-    if len(sizes) != 1:
-        raise InvalidRequest(
-            f'ask for one of "fraction", "memory", "gpus" and "profile", not for {len(sizes)} of them'
-        )
-    if request.fraction is not None:
-        parse_fraction(request.fraction)
-    if request.gpus is not None and not 0 <= request.gpus <= MAX_GPUS:
-        raise InvalidRequest(f"{request.gpus} is not a number of GPUs: ask for 0 (no GPU) or more")
-    for text in (request.memory, request.profile, request.project):
-        if text is not None and not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
-            raise InvalidRequest(f"{text[:40]!r} is no amount of memory, profile or project")
-    return None if request.gpus == 0 else request
+    size = request.size()
+    if size is None and request.gpus is None:
+        raise InvalidRequest('ask for one of "fraction", "memory", "gpus" and "profile", not for 0 of them')
+    project = request.project
+    if project is not None and not (0 < len(project) <= _MAX_TEXT and project.isprintable()):
+        raise InvalidRequest(f"{project[:40]!r} is not the name of a project")
+    return None if size is None else request
 
 
 def _json(plain: Mapping[str, Any]) -> bytes:
@@ -95,10 +86,8 @@ def from_form(fields: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     project = _text(fields, PROJECT_FIELD)
     chosen = _text(fields, size_field(project))
     if chosen == EXACT_MEMORY:
-        amount = _text(fields, memory_field(project)).strip()
-        if amount.replace(".", "", 1).isdigit() and amount.isascii():
-            amount += "GiB"  # what stands as GB beside the field, as everywhere (`words.gigabytes`)
-        options: dict[str, Any] = {"memory": amount}
+        amount = _text(fields, memory_field(project))
+        options: dict[str, Any] = {"memory": memory_of_field(amount)}
     else:
         options = _card_value(chosen or '{"gpus": 0}')
     if project and options.get("gpus") != 0:

@@ -17,13 +17,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from jupyter_gpushare import words
-from jupyter_gpushare.core.model import WHOLE_GPU, parse_fraction
+from jupyter_gpushare import messages
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.core.size import field_of_memory, parse_fraction
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.hub import options
-from jupyter_gpushare.wire import Offer, Offers
+from jupyter_gpushare.protocol.wire import Offer, Offers
 
-SILENT = (
+NO_OFFERS = (
     "The GPU service does not answer just now, so sizes cannot be offered. "
     "You can start without GPU, or reload this page in a minute."
 )
@@ -40,6 +41,8 @@ _templates = Environment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
+    """One choice of the spawn page: a size, and when it would start."""
+
     value: str
     label: str
     detail: str
@@ -78,7 +81,8 @@ def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = 
     """Return the HTML of the picker.
 
     ``last`` is the user's last choice (as in `options`), preselected where it can
-    start; ``trouble`` says why there are no offers.
+    start; without one, a fraction of the project's own quota is preselected.
+    ``trouble`` says why there are no offers.
     """
     groups = [_group(each, last) for each in offers] or [_bare_group()]
     chosen = last.get("project")
@@ -88,14 +92,14 @@ def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = 
         groups=groups,
         selected=selected,
         trouble=_sentence(trouble),
-        idle=words.duration(idle_s) if idle_s else "",
+        idle=messages.duration(idle_s) if idle_s else "",
         project_field=options.PROJECT_FIELD,
         exact_memory=options.EXACT_MEMORY,
     )
 
 
 def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
-    wanted = _comparable(last)
+    wanted = _comparable(last) if last else _comparable(_first_choice(offers.offers))
     memory = str(last.get("memory") or "")
     cards = [_card(offer, wanted) for offer in offers.offers]
     exact = any(not card.disabled for card in cards)
@@ -108,7 +112,7 @@ def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
         cards=(*cards, none),
         exact=exact,
         exact_checked=exact_checked,
-        exact_value=memory.removesuffix("GiB"),
+        exact_value=field_of_memory(memory),
         segments=_segments(offers),
         summary=_summary(offers),
     )
@@ -155,6 +159,20 @@ def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _first_choice(offers: Sequence[Offer]) -> Mapping[str, Any]:
+    """Return the options of a first visit: the largest guaranteed part of a GPU that starts now.
+
+    Without parts, the smallest guaranteed size; without those, no GPU.
+    """
+    guaranteed = sorted(
+        (offer for offer in offers if offer.guaranteed and offer.starts == "now"),
+        key=lambda offer: offer.memory_bytes,
+    )
+    parts = [offer for offer in guaranteed if "fraction" in offer.options]
+    chosen = parts[-1:] or guaranteed[:1]
+    return chosen[0].options if chosen else _NO_GPU
+
+
 def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
     disabled = offer.starts == "no"
     of = f" of {offer.device}" if offer.device else ""
@@ -162,7 +180,7 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
     return Card(
         value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
         label=offer.label,
-        detail=f"{words.gigabytes(offer.memory_bytes)}{of}",
+        detail=f"{messages.gigabytes(offer.memory_bytes)}{of}",
         starts={"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts],
         promise="" if disabled else promise,
         reason=_sentence(offer.reason),

@@ -1,43 +1,34 @@
-"""Which process a pid means: numbers are used again, (start time, boot) are not.
+"""Identify a process by pid, start time and boot id, because pids are reused.
 
-`KnownProcess` makes a `LocalProcessSpawner` safe to restart the Hub with: the
-stock one takes any process with the remembered number for the user's server,
-and signals it.
+`PidCheckedSpawner` keeps a `LocalProcessSpawner` correct across restarts of the
+Hub: the stock class takes any process with the remembered pid for the user's
+server, and signals it.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, Self
 
 from traitlets.config import LoggingConfigurable
 
+from jupyter_gpushare import procfs
+
 if TYPE_CHECKING:
-    from jupyterhub.spawner import LocalProcessSpawner as _Before
+    from jupyterhub.spawner import LocalProcessSpawner as _SpawnerBase
 else:
-    _Before = LoggingConfigurable  # the spawner itself may not be the base of a mixin
+    _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 _STATE_KEY = "gpushare_process"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time (ticks since boot) of a process: fields 3 and 22 of proc(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
+_ENVIRON_BYTES = 2 << 20  # a quarter of the default stack limit: the most that execve(2) takes
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process for all time."""
+    """One process, told apart from every other that had or will have its pid."""
 
     pid: int
     start_ticks: int
@@ -45,93 +36,80 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return who has this number now; None: nobody."""
-        found = _stat(pid)
-        return cls(pid, found[1], _BOOT_ID.read_text().strip()) if found and pid > 0 else None
+        """The identity of the process that has this pid now; None when there is none."""
+        started_ticks = procfs.start_ticks(pid) if pid > 0 else -1
+        return cls(pid, started_ticks, procfs.boot_id()) if started_ticks >= 0 else None
 
     def alive(self) -> bool:
-        """Whether this very process runs (a zombie does not)."""
-        found = _stat(self.pid)
-        return (
-            found is not None
-            and found[0] not in "ZX"
-            and found[1] == self.start_ticks
-            and self.boot_id == _BOOT_ID.read_text().strip()
-        )
+        """Whether this process runs (a zombie does not)."""
+        return procfs.is_running(self.pid, self.start_ticks) and self.boot_id == procfs.boot_id()
 
     def signal(self, number: int) -> bool:
-        """Send a signal to this very process; False when it has ended.
+        """Send a signal to this process; False when it has ended.
 
         Raises:
             PermissionError: it belongs to another user.
         """
-        try:
-            pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            return False
-        try:
-            # The descriptor holds whoever has the number; then it is certain who that is.
-            if not self.alive():
-                return False
-            signal.pidfd_send_signal(pidfd, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(pidfd)
-        return True
+        return self.alive() and procfs.send_signal(self.pid, self.start_ticks, number)
 
 
 def started_for(pid: int, user: str, server: str) -> bool:
-    """Whether a process was started as this user's server, as its environment tells."""
-    try:
-        env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    """Return whether the environment of a process names this user and server."""
+    env = procfs.read(pid, "environ", _ENVIRON_BYTES).split(b"\0")
     return f"JUPYTERHUB_USER={user}".encode() in env and f"JUPYTERHUB_SERVER_NAME={server}".encode() in env
 
 
-class KnownProcess(_Before):
-    """Goes before `LocalProcessSpawner`; never adopts or signals a stranger."""
+class PidCheckedSpawner(_SpawnerBase):
+    """Mixin in front of `LocalProcessSpawner` that never adopts or signals another process."""
 
     # From the spawner class that this one is combined with.
     pid: int
     proc: Popen[bytes] | None
 
-    _identity: ProcessIdentity | None = None
-    # Between the first signal and the next stronger one, when longer than the class has it.
+    _process_identity: ProcessIdentity | None = None
+    # Seconds from the first signal to the next stronger one; 0: the delays of the base class.
     stop_grace_s: float = 0.0
 
     async def start(self) -> Any:
+        """Start the server and remember which process it is; returns its address."""
         address = await super().start()
-        self._identity = ProcessIdentity.of(self.pid)
+        self._process_identity = ProcessIdentity.of(self.pid)
         return address
 
     def get_state(self) -> dict[str, Any]:
+        """Return what the Hub stores, with the identity of the process."""
         state: dict[str, Any] = super().get_state()
-        if self._identity is not None:
-            state[_STATE_KEY] = [self._identity.pid, self._identity.start_ticks, self._identity.boot_id]
+        if self._process_identity is not None:
+            state[_STATE_KEY] = [
+                self._process_identity.pid,
+                self._process_identity.start_ticks,
+                self._process_identity.boot_id,
+            ]
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what the Hub stored; a process of another identity is not taken for the server."""
         super().load_state(state)
         match state.get(_STATE_KEY):
             case [int(pid), int(start_ticks), str(boot_id)] if pid == self.pid:
-                self._identity = ProcessIdentity(pid, start_ticks, boot_id)
+                self._process_identity = ProcessIdentity(pid, start_ticks, boot_id)
             case _ if self.pid and started_for(self.pid, self.user.name, self.name):
                 # A server from before this class was configured.
-                self._identity = ProcessIdentity.of(self.pid)
+                self._process_identity = ProcessIdentity.of(self.pid)
             case _:
-                self._identity = None
+                self._process_identity = None
 
     def clear_state(self) -> None:
+        """Forget the process."""
         super().clear_state()
-        self._identity = None
+        self._process_identity = None
 
     async def poll(self) -> int | None:
+        """Return the exit status; None while the server's own process runs."""
         if self.proc is not None:
-            status: int | None = await super().poll()  # our own child: its number is not given away
+            status: int | None = await super().poll()  # a child keeps its pid until it is reaped
             return status
-        if self._identity is not None and self._identity.alive():
+        if self._process_identity is not None and self._process_identity.alive():
             return None
         self.clear_state()
         return 0
@@ -140,20 +118,22 @@ class KnownProcess(_Before):
         if self.proc is not None and self.pid > 0:
             there: bool = await super()._signal(sig)
             return there
-        return self._identity is not None and self._identity.signal(sig)
+        return self._process_identity is not None and self._process_identity.signal(sig)
 
     async def stop(self, now: bool = False) -> None:
+        """Stop the server; a job gets its grace period before stronger signals."""
         if self.stop_grace_s and not now and await self.poll() is None:
             await self._signal(signal.SIGTERM)
             await self.wait_for_death(self.stop_grace_s)
         await super().stop(now)
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
+        """Return what the new process runs first: the site's own, then signals as by default."""
         inner = super().make_preexec_fn(name)
 
         def preexec() -> None:
-            # A Hub that was started with SIGINT ignored (in a script's background) would pass that on,
-            # and every stop would take as long as `interrupt_timeout`.
+            # Children inherit an ignored SIGINT (a Hub started in the background of a script);
+            # then every stop would take `interrupt_timeout`.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             inner()
 

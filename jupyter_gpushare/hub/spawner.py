@@ -1,17 +1,18 @@
-"""The mixin that gives a server its GPU: asks the broker, puts the answer into the environment.
+"""Spawner mixin: requests a lease from the broker, puts the grant into the server's environment.
 
-Rules, each learnt from what JupyterHub does (docs/design of the Hub's spawner):
+Rules that follow from JupyterHub's behaviour:
 
-* A spawner object outlives a failed start: every start assigns everything anew.
-* Options are checked at every start; they also come from REST and from last time.
-* `start` never waits for a GPU: the broker grants at once or refuses.
-* Every refusal is a `SpawnException`, the broker's silence too: only those do not
-  count towards the Hub's `consecutive_failure_limit`, whatever their status.
-* The lease is given back in `run_post_stop_hook`, which the Hub awaits however a
-  server ends; never in `clear_state`, which also runs before a start.
-* `poll` never raises (a live server would be forgotten) and needs no broker.
-* A job is started only from what the broker returns for this very server, never
-  from options, which any user can forge.
+* A spawner object survives a failed start, so every start assigns all state again.
+* Options are validated at every start: they also come from the REST API and from
+  the Hub's database.
+* `start` never waits for a GPU: the broker grants or refuses at once.
+* Every refusal, and an unreachable broker, raises `SpawnException`: other
+  exceptions count towards the Hub's `consecutive_failure_limit`.
+* `run_post_stop_hook` releases the lease: the Hub awaits it for every kind of end.
+  `clear_state` also runs before a start, so it releases nothing.
+* `poll` never raises (the Hub would forget a live server) and needs no broker.
+* A job starts only from the broker's grant for this server, never from options,
+  which any user can forge.
 """
 
 from __future__ import annotations
@@ -21,66 +22,65 @@ import html
 import inspect
 import math
 import os
-import pwd
-import re
-import stat
 import sys
-import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from jupyterhub.scopes import scope_definitions
-from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner, SpawnException
 from jupyterhub.traitlets import Command
 from traitlets import Float, TraitError, Unicode, default, validate
-from traitlets.config import LoggingConfigurable
 
+from jupyter_gpushare import channel
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
-from jupyter_gpushare.hub import options, picker
-from jupyter_gpushare.hub.process import KnownProcess
-from jupyter_gpushare.wire import GpuRequest, Offers, SpawnGrant, SpawnRequest, SpawnStop, encode
+from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.hub import broker_access, distinct, grant_environment, options
+from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
+from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, SHARED_RESOURCE, refusal
+from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
+from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnRequest, SpawnStop, encode
 
-if TYPE_CHECKING:
-    from jupyterhub.spawner import Spawner as _Before
-else:
-    _Before = LoggingConfigurable  # the spawner itself may not be the base of a mixin
-
-# The right to submit jobs, defined by the site (see jupyterhub_config.py).
+# Scope that permits submitting jobs, defined by the site (see jupyterhub_config.py).
 JOBS_SCOPE = "custom:gpushare:jobs"
-# Servers with such names are jobs; the broker alone says what they run.
-JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
-# The runner's own work after its command has ended: killing leftovers, reporting.
+# The runner's time after its command has ended: killing descendants, reporting.
 _RUNNER_MARGIN_S = 20.0
-# A server without GPU waits for the broker only that long.
+# Seconds a server without GPU waits for the broker.
 _NO_GPU_TIMEOUT_S = 2.0
 _RELEASE_TIMEOUT_S = 3.0
-_MAX_PROJECTS_SHOWN = 8
-_TOKEN_MAX_BYTES = 4096
-
-DOWN = (
-    "The GPU service does not answer, so no GPU can be given now. "
-    'Try again in a minute, or choose "No GPU": such a server starts at once.'
-)
-
-# One connection pool per event loop, broker and token; building one costs 20 ms.
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], BrokerClient]]
-_clients = weakref.WeakKeyDictionary()
 
 
-class GPUShareMixin(_Before):
-    """Goes before a spawner class: ``class X(GPUShareMixin, LocalProcessSpawner)``."""
+class GPUShareMixin(SpawnPage):
+    """Mixin in front of any spawner class: ``class X(GPUShareMixin, LocalProcessSpawner)``."""
 
     broker_url = Unicode(
-        "http://127.0.0.1:8003/services/gpushare",
+        "http+unix://%2Frun%2Fgpushare-api%2Fapi.sock/services/gpushare",
         help="""
-        Address of the broker, seen from the Hub and from the servers, up to and
-        including `/services/gpushare`.
+        Address of the broker, seen from the Hub, up to and including
+        `/services/gpushare`: its unix socket (`http+unix://`, slashes of the path
+        written as %2F), or `https://` where the Hub runs on another machine.
 
-        Name the broker itself, not the Hub's proxy: one hop less for every start,
-        and servers keep their connection when the proxy restarts.
+        Plain `http://` is refused: a port belongs to the process that binds it
+        first, and that process would get the Hub's token.
+        """,
+    ).tag(config=True)
+
+    server_broker_url = Unicode(
+        "",
+        help="""
+        Address of the broker, seen from the servers; empty: `broker_url`.
+
+        Servers in containers or on other machines need `https://`, unless the folder
+        of the unix socket is mounted there under the same path.
+        """,
+    ).tag(config=True)
+
+    broker_certificate_file = Unicode(
+        "",
+        help="""
+        File with the certificate that the broker must show over `https://`
+        (`api-certificate.pem` in `GPUShareBroker.state_dir`); no other is accepted.
+
+        Empty: the certificate authorities of the system decide.
         """,
     ).tag(config=True)
 
@@ -91,7 +91,7 @@ class GPUShareMixin(_Before):
         (`GPUShareBroker.spawner_token_file` names the same).
 
         Only its owner may read it (mode 0600), and it must belong to the Hub's user or
-        to root: whoever knows the token can take and end leases of all users.
+        to root: the token can take and end leases of all users.
         """,
     ).tag(config=True)
 
@@ -133,17 +133,23 @@ class GPUShareMixin(_Before):
     cmd: list[str]
 
     _grant: SpawnGrant | None = None
-    # Whether the broker may hold something for this server: after a restart of the Hub, it may.
+    _environment: dict[str, str] = {}
+    # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
     _lease_possible = True
     _events: tuple[dict[str, Any], ...] = ()
     _starting = False
 
-    @validate("broker_url")
+    @validate("broker_url", "server_broker_url")
     def _check_broker_url(self, proposal: Any) -> str:
-        url = str(proposal.value).rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise TraitError(f"broker_url: {url!r} is not of the form http://host:port/services/gpushare")
+        name, url = proposal.trait.name, str(proposal.value).rstrip("/")
+        if name == "server_broker_url" and not url:
+            return url
+        try:
+            address = channel.parse(url)
+        except RequestError as error:
+            raise TraitError(f"{name}: {error}") from None
+        if not address.is_verified:
+            raise TraitError(f"{name}: {url!r} could be any process: use http+unix:// or https://")
         return url
 
     @validate("broker_timeout_s", "offers_timeout_s")
@@ -155,8 +161,8 @@ class GPUShareMixin(_Before):
 
     @default("server_token_scopes")
     def _default_server_token_scopes(self) -> list[str]:
-        # The first two are the Hub's own; the others let the server ask the broker. A site that sets
-        # c.Spawner.server_token_scopes itself has to name them all.
+        # The first two are the Hub's defaults; the others permit calls to the broker. A site that sets
+        # c.Spawner.server_token_scopes itself must name all of them.
         scopes = ["users:activity!user", "access:servers!server", "access:services!service=gpushare"]
         if JOBS_SCOPE in scope_definitions:
             return [*scopes, JOBS_SCOPE]
@@ -166,37 +172,66 @@ class GPUShareMixin(_Before):
 
     # ---- the broker --------------------------------------------------------------
 
-    def _client(self) -> BrokerClient:
+    def _broker_client(self) -> BrokerClient:
         """Return the Hub's connection to the broker.
 
         Raises:
             BrokerUnavailable: the token cannot be used; the log says why.
         """
         try:
-            token = read_token(Path(self.broker_token_file))
+            return broker_access.connection(
+                self.broker_url,
+                token=broker_access.read_token(Path(self.broker_token_file)),
+                certificate=self._certificate(),
+                timeout_s=self.broker_timeout_s,
+            )
         except GpuShareError as error:
-            self.log.error("broker_token_file: %s", error)
+            self.log.error("the broker cannot be asked: %s", error)
             raise BrokerUnavailable("the Hub's GPU service is not set up (see the Hub's log)") from None
-        pools = _clients.setdefault(asyncio.get_running_loop(), {})
-        key = (self.broker_url, token)
-        if key not in pools:
-            pools[key] = BrokerClient(f"{self.broker_url}/api/v1", token, timeout_s=self.broker_timeout_s)
-        return pools[key]
 
-    def _who(self) -> tuple[str, str, list[str]]:
+    def _certificate(self) -> str:
+        path = self.broker_certificate_file
+        return broker_access.read_certificate(Path(path)) if path else ""
+
+    def _identity(self) -> tuple[str, str, list[str]]:
         return self.user.name, self.name, sorted(group.name for group in self.user.groups)
 
     def server_uid(self) -> int:
         """Return the uid that the server's processes will have; spawners that change it override this."""
         return os.getuid()
 
+    def server_resource(self) -> str | None:
+        """Return the name of the unit, container or pod of this server; None: there is none, only processes.
+
+        A class that keeps its servers in anything else with a name overrides this: no two
+        servers of a user may share it.
+        """
+        return distinct.resource_name(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        distinct.check_at_start(cls)
+
+    def _refuse_shared_resource(self) -> None:
+        """Raise where this start would replace another running server of the user.
+
+        Raises:
+            SpawnException: for the user; the log says what the administrator has to set.
+        """
+        others = [each for each in self.user.spawners.values() if each is not self and each.active]
+        said = next((text for other in others if (text := distinct.complaint(self, other))), "")
+        if said:
+            self.log.error("user=%s server=%s refused: %s", self.user.name, self.name, said)
+            self._lease_possible = False
+            raise refusal(SHARED_RESOURCE, "shared_resource", 409)
+
     async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
-        """Return the broker's grant; None: no GPU, and the broker is silent.
+        """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
 
         Raises:
             SpawnException: refused, for a reason the user can read.
         """
-        user, server, groups = self._who()
+        user, server, groups = self._identity()
         needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
         try:
             body = SpawnRequest(
@@ -210,16 +245,16 @@ class GPUShareMixin(_Before):
             self._lease_possible = True
             patience_s = min(self.broker_timeout_s, self.start_timeout / 2)
             async with asyncio.timeout(patience_s if needed else _NO_GPU_TIMEOUT_S):
-                return await self._client().post("spawner/start", body, SpawnGrant, repeatable=True)
+                return await self._broker_client().post("spawner/start", body, SpawnGrant, repeatable=True)
         except RequestError as error:
             self._lease_possible = False
             raise refusal(str(error), error.reason, error.status) from None
         except (BrokerUnavailable, TimeoutError) as error:
             self.log.warning(
-                "user=%s server=%s broker silent: %s", user, server, str(error) or "no answer in time"
+                "user=%s server=%s broker unreachable: %s", user, server, str(error) or "no answer in time"
             )
             if needed:
-                raise refusal(DOWN, "broker_unavailable", 503) from None
+                raise refusal(BROKER_DOWN, "broker_unavailable", 503) from None
             return None
 
     # ---- a start -----------------------------------------------------------------
@@ -234,19 +269,48 @@ class GPUShareMixin(_Before):
         self._events = ()
         self._starting = True
         try:
+            self._refuse_shared_resource()
             request = self._requested()
             if request is not None:
                 self._tell(10, "Asking for your GPU.")
             grant = await self._ask(request)
-            self._grant = grant
-            self._set_stop_grace(grant.job.grace_s if grant is not None and grant.job is not None else None)
+            self.take_grant(grant)
             if grant is not None and grant.message:
                 self._tell(40, grant.message)
             if grant is not None and grant.job is not None:
                 return await self._start_job(grant)
-            return await super().start()
+            return await self._start_server()
+        except SpawnException:
+            keep_failure_count(self)
+            raise
         finally:
             self._starting = False
+
+    def take_grant(self, grant: SpawnGrant | None) -> None:
+        """Make the broker's answer that of this start: its variables, and a job's grace period.
+
+        Raises:
+            SpawnException: it sets a variable that a grant may not set.
+        """
+        self._grant = grant
+        self._environment = self._checked_environment(grant)
+        self._set_stop_grace(grant.job.grace_s if grant is not None and grant.job is not None else None)
+
+    def _checked_environment(self, grant: SpawnGrant | None) -> dict[str, str]:
+        """Return the variables that the grant sets.
+
+        Raises:
+            SpawnException: one that a grant may not set; the log names it.
+        """
+        api = self.server_broker_url or self.broker_url
+        try:
+            given = grant_environment.checked(grant.env) if grant is not None and grant.lease else {}
+            if api.startswith("https://") and (certificate := self._certificate()):
+                given[channel.CERTIFICATE_VARIABLE] = certificate
+        except GpuShareError as error:
+            self.log.error("user=%s server=%s refused: %s", self.user.name, self.name, error)
+            raise refusal(BAD_GRANT, "bad_grant", 503) from None
+        return {**given, "GPUSHARE_API_URL": f"{api}/api/v1"}
 
     def _requested(self) -> GpuRequest | None:
         try:
@@ -255,33 +319,40 @@ class GPUShareMixin(_Before):
             self._lease_possible = False
             raise refusal(str(error), error.reason, error.status) from None
 
+    async def _start_server(self) -> Any:
+        """Start the server with the grant that is there by now, as the class beneath does."""
+        return await super().start()
+
     async def _start_job(self, grant: SpawnGrant) -> Any:
         site_cmd = self.cmd
         self.cmd = self.job_cmd
         try:
-            return await super().start()
+            return await self._start_server()
         finally:
             self.cmd = site_cmd
 
     def get_args(self) -> list[str]:
-        # Arguments of the site's notebook server mean nothing to the runner.
-        job = self._grant is not None and self._grant.job is not None
-        return [] if job else super().get_args()
+        """Return the arguments of the server, or of the runner where the grant has a job."""
+        grant = self._grant
+        if grant is None or grant.job is None:
+            args: list[str] = super().get_args()
+            return args
+        # Nothing of a notebook server's.  The runner hides its environment, so this tells a device
+        # helper without root which lease it belongs to (gpu/leases/processes.py).
+        return [f"GPUSHARE_LEASE={grant.lease}"]
 
     def get_env(self) -> dict[str, str]:
+        """Return the environment of the server with that of its grant."""
         env: dict[str, str] = super().get_env()
         for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
             env.pop(name, None)
-        env["GPUSHARE_API_URL"] = f"{self.broker_url}/api/v1"
-        grant = self._grant
+        given, grant = dict(self._environment), self._grant
         if grant is None or grant.lease is None:
-            env["CUDA_VISIBLE_DEVICES"] = ""
-            return env
-        given = dict(grant.env)
+            return {**env, **given, "CUDA_VISIBLE_DEVICES": ""}
         ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
         env.update(given)
         if ours:
-            # First, so that a library of the site that looks for the driver finds it through ours.
+            # First in order, so that the site's libraries resolve the driver through it.
             env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
         if grant.job is not None:
             env["GPUSHARE_JOB"] = encode(grant.job).decode()
@@ -296,7 +367,7 @@ class GPUShareMixin(_Before):
         )
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield what happened so far and what happens until `start` has returned, then end."""
+        """Yield progress events, past and new, until `start` has returned."""
         sent = 0
         while True:
             while sent < len(self._events):
@@ -311,20 +382,27 @@ class GPUShareMixin(_Before):
     # ---- afterwards --------------------------------------------------------------
 
     async def run_post_stop_hook(self) -> None:
+        """Release the lease, then run the site's hook."""
         await self._release()
         result = super().run_post_stop_hook()
         if inspect.isawaitable(result):
             await result
 
     async def _release(self) -> None:
-        """Tell the broker that the server has ended; should it not hear, it compares with the Hub's list."""
+        """Release the lease; a broker that misses this reconciles with the Hub's list of servers."""
         if not self._lease_possible:
             return
-        user, server, _ = self._who()
+        user, server, _ = self._identity()
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 stop = SpawnStop(user=user, server=server)
-                await self._client().post("spawner/stop", stop, type(None), repeatable=True)
+                await self._broker_client().post(
+                    "spawner/stop", stop, type(None), repeatable=True, await_start=False
+                )
+        except BrokerStopped:
+            # The Hub ends its services before its servers; a broker that starts compares its leases
+            # with the Hub's list.
+            self.log.info("user=%s server=%s: no broker runs to release the lease", user, server)
         except (GpuShareError, TimeoutError) as error:
             self.log.warning(
                 "user=%s server=%s release not delivered: %s", user, server, str(error) or "no answer in time"
@@ -333,118 +411,26 @@ class GPUShareMixin(_Before):
             self._lease_possible = False
 
     async def poll(self) -> int | None:
+        """Return the exit status; None while the server runs or cannot be asked."""
         try:
             status: int | None = await super().poll()
         except Exception:
-            # Not knowing must not look like an end: the Hub would forget a live server.
+            # A failed poll must not look like an end: the Hub would forget a live server.
             self.log.exception("poll of %s:%s failed; taken for alive", self.user.name, self.name)
             return None
         return status
 
     def get_state(self) -> dict[str, Any]:
+        """Return what the Hub stores, with the grace period of a job."""
         state: dict[str, Any] = super().get_state()
         if self._grant is not None and self._grant.job is not None:
             state["gpushare_grace_s"] = self._grant.job.grace_s
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what the Hub stored, with the grace period of a job."""
         super().load_state(state)
         self._set_stop_grace(state.get("gpushare_grace_s"))
 
     def _set_stop_grace(self, grace_s: float | None) -> None:
         self.stop_grace_s = 0.0 if grace_s is None else grace_s + _RUNNER_MARGIN_S
-
-    # ---- the spawn page ----------------------------------------------------------
-
-    async def get_options_form(self) -> str:
-        """Return the site's own form, if any, and below it the size picker."""
-        site = await super().get_options_form()
-        last = self.user_options.get(options.KEY)
-        offers, trouble = await self._offers()
-        return (site or "") + picker.render(
-            offers, last=last if isinstance(last, dict) else {}, trouble=trouble
-        )
-
-    async def _offers(self) -> tuple[list[Offers], str]:
-        """Return the broker's offers for each project of the user, or why there are none."""
-        user, server, groups = self._who()
-        known = {"user": user, "group": groups, "server": server}
-        try:
-            async with asyncio.timeout(self.offers_timeout_s):
-                client = self._client()
-                first = await client.get("spawner/offers", Offers, params=known)
-                others = [p for p in first.projects[:_MAX_PROJECTS_SHOWN] if p != first.project]
-                more = await asyncio.gather(
-                    *(client.get("spawner/offers", Offers, params={**known, "project": p}) for p in others)
-                )
-        except RequestError as error:
-            return [], str(error)
-        except (BrokerUnavailable, TimeoutError) as error:
-            self.log.warning("user=%s spawn page without offers: %s", user, str(error) or "no answer in time")
-            return [], picker.SILENT
-        by_name = {each.project: each for each in (first, *more)}
-        return [by_name[name] for name in first.projects if name in by_name] or [first], ""
-
-    async def run_options_from_form(self, form_data: dict[str, Any]) -> dict[str, Any]:
-        mine, others = options.split_form(form_data)
-        return await self._with_ours(super().run_options_from_form(others), mine)
-
-    async def options_from_query(self, query_data: dict[str, Any]) -> dict[str, Any]:
-        mine, others = options.split_form(query_data)
-        return await self._with_ours(super().options_from_query(others), mine)
-
-    async def _with_ours(self, site: Any, mine: dict[str, Any]) -> dict[str, Any]:
-        found = dict((await site if inspect.isawaitable(site) else site) or {})
-        if mine:
-            found[options.KEY] = options.from_form(mine)
-        return found
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file that nobody else can read.
-
-    Raises:
-        GpuShareError: there is none, or others could read or replace it.
-    """
-    if not path.name:
-        raise GpuShareError("c.GPUShareMixin.broker_token_file is not set")
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            token = file.read(_TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
-    except OSError as error:
-        raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
-        raise GpuShareError(
-            f"{path} can be read by others (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}"
-        )
-    if about.st_uid not in (os.geteuid(), 0):
-        raise GpuShareError(f"{path} belongs to uid {about.st_uid}, neither the Hub's user nor root")
-    if not token or not token.isprintable():
-        raise GpuShareError(f"{path} holds no token")
-    return token
-
-
-def refusal(message: str, reason: str, status: int) -> SpawnException:
-    """Return the exception for a start that is refused, readable wherever the Hub shows it."""
-    word = re.sub(r"[^a-z0-9_]", "_", reason.lower())[:60] or "refused"
-    error = SpawnException(message, reason=word, status_code=status, message_html=html.escape(message))
-    # The form page and the page after a failed start read these instead.
-    error.jupyterhub_message = message
-    error.jupyterhub_html_message = html.escape(message)
-    return error
-
-
-class GPUShareLocalSpawner(GPUShareMixin, KnownProcess, LocalProcessSpawner):
-    """Local processes with the uid of the system user of the same name."""
-
-    def server_uid(self) -> int:
-        try:
-            return pwd.getpwnam(self.user.name).pw_uid
-        except KeyError:
-            name = self.user.name
-            raise refusal(f"There is no system user {name} on this machine.", "no_system_user", 400) from None
-
-
-class GPUShareSimpleSpawner(GPUShareMixin, KnownProcess, SimpleLocalProcessSpawner):
-    """For trying out: all servers have the uid of the Hub, whatever the user's name."""

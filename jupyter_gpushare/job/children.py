@@ -1,14 +1,13 @@
-"""One command and everything that comes from it: started together, ended together.
+"""Start a command and end it together with all of its descendants.
 
-The runner makes itself the *subreaper* of its descendants (prctl(2)): a child
-that forks twice to get away becomes the runner's own child instead of init's.
-So the tree below the runner is complete, however it was made, and `end_all`
-can empty it.  Exit codes are collected here, once, for every child: nobody else
-in this process may wait for a child.
+The runner is the *subreaper* of its descendants (prctl(2)): a process that
+daemonizes with a double fork becomes a child of the runner instead of init.
+The process tree below the runner is therefore complete, and `end_all` can kill
+all of it.  This module alone reaps children: no other code of this process may
+call wait.
 
-Outside facts: PR_SET_PDEATHSIG = 1 and PR_SET_CHILD_SUBREAPER = 36
-(linux/prctl.h); the fields of /proc/PID/stat (proc(5)): the name in brackets
-may hold anything, so they are counted from the last bracket.
+Outside facts: PR_SET_DUMPABLE = 4, PR_SET_PDEATHSIG = 1 and PR_SET_CHILD_SUBREAPER = 36
+(linux/prctl.h).
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from pathlib import Path
+
+from jupyter_gpushare import procfs
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 # How long killed processes may take to vanish; longer means stuck in the kernel.
 KILL_PATIENCE_S = 10.0
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.getenv.restype = ctypes.c_void_p
 
 
 def _prctl(option: int, value: int) -> None:
@@ -36,8 +38,25 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
+def hide_environment(*names: str) -> None:
+    """Keep the values of ``names`` from this user's other processes; ``os.environ`` still has them.
+
+    /proc/PID/environ shows the memory in which the kernel put the environment at
+    exec, so the values are overwritten there.  A process that is not dumpable shows
+    neither that nor its memory to others of its user (ptrace(2), proc(5)); the
+    command gets a dumpable one of its own by its exec.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    for name in names:
+        if address := _LIBC.getenv(name.encode()):
+            ctypes.memset(address, ord("x"), len(ctypes.string_at(address)))
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
 def become_subreaper() -> None:
-    """From now on every orphan below this process becomes its child.
+    """Make every orphaned descendant a child of this process.
 
     Raises:
         OSError: a kernel older than 3.4.
@@ -58,7 +77,7 @@ class Command:
         runner = os.getpid()  # no other thread runs yet: the hook below is safe
 
         def in_child() -> None:
-            # A runner that is killed takes its command along: nothing would collect its result.
+            # The command dies with its runner: without it no process would collect the result.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != runner:
                 os._exit(1)
@@ -98,7 +117,7 @@ class Command:
     def signal_all(self, number: int) -> None:
         """Send a signal to every living descendant of this process."""
         for pid in descendants():
-            # Read a moment ago and all below this process, so no stranger can have the number yet.
+            # Only this process reaps them, so none of these pids can have been reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
@@ -116,17 +135,15 @@ class Command:
 
 def descendants(root: int | None = None) -> list[int]:
     """The living processes below ``root`` (default: this process), zombies left out."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
-                children.setdefault(int(fields[1]), []).append((int(entry), fields[0].decode()))
+    children: dict[int, list[tuple[int, bytes]]] = {}
+    for pid in procfs.pids():
+        if fields := procfs.stat_fields(pid):
+            children.setdefault(int(fields[procfs.PARENT]), []).append((pid, fields[procfs.STATE]))
     found: list[int] = []
     ahead = [os.getpid() if root is None else root]
     while ahead:
         for pid, state in children.get(ahead.pop(), ()):
             ahead.append(pid)
-            if state not in "ZX":
+            if state not in (b"Z", b"X"):
                 found.append(pid)
     return found

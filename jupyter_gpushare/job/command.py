@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
-from jupyter_gpushare.wire import JobSpec
+from jupyter_gpushare.protocol.wire import JobSpec
 
 CANNOT_USE = 126
 NOT_FOUND = 127

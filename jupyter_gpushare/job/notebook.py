@@ -32,7 +32,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from jupyter_gpushare.job.progress import progress
-from jupyter_gpushare.jobfiles import own_output
+from jupyter_gpushare.protocol.jobfiles import own_output
 
 STARTUP_S = 300
 # While a cell runs; after it at once.
@@ -87,7 +87,7 @@ def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
 
 
 def write(notebook: Any, path: Path) -> None:
-    """Replace the file in one step: whoever opens it sees whole cells."""
+    """Replace the file atomically, so that readers see a complete notebook."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("w", encoding="utf-8") as file:
         nbformat.write(notebook, file)
@@ -154,13 +154,13 @@ class _Run(NotebookClient):
         """Add what a cell put out to ``outs``: text joined, and at most `CELL_TEXT_CHARS` of it."""
         if msg["msg_type"] != "stream":
             return super().output(outs, msg, display_id, cell_index)
-        told = [] if self.clear_before_next_output else [o.text for o in outs if o.output_type == "stream"]
-        room = CELL_TEXT_CHARS - sum(map(len, told))
-        if room <= 0:
+        texts = [] if self.clear_before_next_output else [o.text for o in outs if o.output_type == "stream"]
+        left_chars = CELL_TEXT_CHARS - sum(map(len, texts))
+        if left_chars <= 0:
             return None
         text = msg["content"]["text"]
-        if len(text) >= room:
-            text = f"{text[:room]}\n... see the log: it has all of it\n"
+        if len(text) >= left_chars:
+            text = f"{text[:left_chars]}\n... see the log: it has all of it\n"
         said = super().output(
             outs, {**msg, "content": {**msg["content"], "text": text}}, display_id, cell_index
         )

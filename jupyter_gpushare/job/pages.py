@@ -5,9 +5,9 @@
   ``X-Gpushare-Next`` says where to read on, ``X-Gpushare-Offset`` where the
   answer begins (behind N when the middle of a long log was left out)
 * ``.../status``      `Record` as JSON, with progress
-* ``.../api``         open: the Hub asks here whether the server is up
+* ``.../api``         open: the Hub's readiness probe
 
-Only the owner of the job (and whoever the Hub lets at the owner's servers) gets in.
+All other pages require the Hub's scope for the owner's servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuth
 from tornado import web
 from tornado.escape import xhtml_escape
 
-from jupyter_gpushare.jobfiles import Record, log_end, read_log
+from jupyter_gpushare.protocol.jobfiles import Record, log_end, read_log
 
 CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
@@ -50,7 +50,7 @@ Now = Callable[[], tuple[Record, Mapping[str, float | None]]]
 
 
 class _Open(web.RequestHandler):
-    """The Hub's probe: tells nothing, and that this server is up."""
+    """Answers the Hub's readiness probe, without authentication."""
 
     def initialize(self, seen: Callable[[], None]) -> None:
         self._seen = seen
@@ -63,6 +63,13 @@ class _Open(web.RequestHandler):
 
     def on_finish(self) -> None:
         self._seen()
+
+
+class _Callback(HubOAuthCallbackHandler):
+    """Ends a login that a page began: with that page's `HubOAuth`, which knows state and verifier."""
+
+    def initialize(self, auth: HubOAuth) -> None:
+        self.hub_auth = auth
 
 
 class _Private(HubOAuthenticated, web.RequestHandler):
@@ -78,7 +85,7 @@ class _Private(HubOAuthenticated, web.RequestHandler):
         self.set_header("Cache-Control", "no-store")
 
     async def prepare(self) -> None:
-        # Asked here and kept by HubAuth: get_current_user would block the whole runner meanwhile.
+        # Fetched here and cached by HubAuth: get_current_user would block the event loop.
         await self.hub_auth.get_user(self, sync=False)
 
     def offset(self) -> int:
@@ -127,7 +134,7 @@ class _Status(_Private):
 
 
 def sentence(record: Record) -> str:
-    """What is true now, for people."""
+    """Return the state of the attempt as a sentence for users."""
     if record.state == "starting":
         return "Starting."
     if record.state == "running":
@@ -143,17 +150,17 @@ def application(prefix: str, *, now: Now, log: Path, seen: Callable[[], None]) -
     """Return the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
 
     Raises:
-        ValueError: the Hub did not say who may see them.
+        ValueError: the Hub set no access scopes, so any user would be let in.
     """
     auth = HubOAuth()
     if not auth.access_scopes:
-        raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: everybody would be let in")
+        raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: any user would be let in")
     private: dict[str, Any] = {"now": now, "log": log, "auth": auth}
     callback = urlsplit(auth.oauth_redirect_uri).path
     return web.Application(
         [
             (f"{prefix}api/?", _Open, {"seen": seen}),
-            (callback, HubOAuthCallbackHandler),
+            (callback, _Callback, {"auth": auth}),
             (f"{prefix}log", _RawLog, private),
             (f"{prefix}status", _Status, private),
             (f"{prefix}?", _LogPage, private),

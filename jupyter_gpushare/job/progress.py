@@ -1,4 +1,4 @@
-"""For training programs: say how far the job is.  Standard library only.
+"""Progress reports from training programs.  Standard library only.
 
     from jupyter_gpushare.job.progress import progress
 
@@ -6,8 +6,8 @@
         train(step)
         progress(step + 1, steps)
 
-Outside a job, and when the runner is busy or gone, nothing happens: telling
-progress never slows a program down and never breaks it.
+Outside a job, or when the runner is busy or gone, `progress` does nothing: it
+never blocks a program and never fails it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import re
 import socket
 
 SOCKET_VARIABLE = "GPUSHARE_PROGRESS_SOCKET"
-# `` 45%|####      | 45/100 [00:10<00:12``: a progress bar of tqdm, and of who draws it the same way.
+# `` 45%|####      | 45/100 [00:10<00:12``: the progress bar of tqdm, and of libraries that copy it.
 _BAR = re.compile(rb"\|\s*([0-9]+(?:\.[0-9]+)?)([kMGT]?)/([0-9]+(?:\.[0-9]+)?)([kMGT]?) \[")
 _SCALE = {b"": 1.0, b"k": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12}
 
 
 def progress(done: float, total: float | None = None) -> bool:
-    """Tell the runner that ``done`` of ``total`` is done, in any unit; True when it was taken.
+    """Report ``done`` of ``total`` to the runner, in any unit; return True when it was delivered.
 
     Raises:
         ValueError: a number that is negative or not finite.

@@ -1,7 +1,7 @@
-"""What the runner tells others: the broker how the job does, the Hub that its server is in use.
+"""Reports of the runner: job state to the broker, activity to the Hub.
 
-Both may be away for minutes.  `Reports` keeps one message of each kind at most:
-``started`` first, then only the newest progress, ``ended`` until it is taken.
+Both may be unreachable for minutes.  `Reports` holds at most one message of each
+kind: ``started`` first, then the newest progress, then ``ended`` until delivered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import ssl
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from jupyterhub.utils import make_ssl_context
 from tornado.escape import json_encode
@@ -20,15 +19,17 @@ from tornado.httpclient import AsyncHTTPClient, HTTPError
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, InvalidRequest, NotFound, RequestError
-from jupyter_gpushare.wire import JobReport, JobSpec
+from jupyter_gpushare.protocol.wire import JobReport, JobSpec
+from jupyter_gpushare.wall_clock import iso_now
 
 # A broker that is repaired is back within a day; the result stays on disk.
 ENDED_PATIENCE_S = 86400.0
-# Who told it to stop waits for it, and knows; at the end of a Hub nobody is left to take a report.
+# A stop comes from the broker or the Hub, which wait for the runner; a Hub that ends takes no report.
 STOPPED_PATIENCE_S = 3.0
 PROGRESS_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 60.0
+# With the retries of one request, a broker that is back has a report within 10 s.
+_LONGEST_PAUSE_S = 4.0
 # Well below the time-outs of idle cullers, which count minutes.
 ACTIVITY_EVERY_S = 120.0
 
@@ -36,25 +37,25 @@ log = logging.getLogger("gpushare.job")
 
 
 class Reports:
-    """Tells the broker about one attempt, with the token of its server."""
+    """Reports one attempt to the broker, with the token of its server."""
 
     def __init__(self, client: BrokerClient, spec: JobSpec, stop: asyncio.Event) -> None:
         self._client = client
-        self._stop = stop  # the runner is told to stop: nobody waits for long any more
+        self._stop = stop  # set: the runner was told to stop, so retries end after STOPPED_PATIENCE_S
         self._path = f"jobs/{spec.id}/attempts/{spec.attempt}/report"
         self._started: asyncio.Task[bool] | None = None
 
     def started(self) -> None:
-        """Tell, as soon as the broker listens, that the command runs."""
+        """Report the start in the background, retried until the broker answers."""
         self._started = asyncio.create_task(self._tell(JobReport(state="started"), ENDED_PATIENCE_S))
 
     async def progress(self, done: float, total: float | None) -> None:
-        """Tell how far it is, once; the next number is better than a repeated one."""
+        """Report progress once, without retry: the next value supersedes it."""
         if self._started is not None and self._started.done():
             await self._tell(JobReport(state="progress", done=done, total=total), 0.0)
 
     async def ended(self, report: JobReport) -> bool:
-        """Tell how it ended; False when the broker did not take it in time (less once told to stop)."""
+        """Report the end; return False when it was not delivered in time (shorter once told to stop)."""
         if self._started is not None:
             self._started.cancel()
             await asyncio.wait([self._started])
@@ -110,7 +111,7 @@ def hub_tls(env: Mapping[str, str], purpose: ssl.Purpose = ssl.Purpose.SERVER_AU
 
 
 async def keep_active(env: Mapping[str, str]) -> None:
-    """Tell the Hub again and again that this server is in use, so that no idle culler takes it for idle."""
+    """Report activity to the Hub periodically, so that idle cullers do not stop a running job."""
     url, server = env.get("JUPYTERHUB_ACTIVITY_URL"), env.get("JUPYTERHUB_SERVER_NAME", "")
     if not url:
         return
@@ -118,7 +119,7 @@ async def keep_active(env: Mapping[str, str]) -> None:
     headers = {"Authorization": f"token {env['JUPYTERHUB_API_TOKEN']}", "Content-Type": "application/json"}
     warned = False
     while True:
-        now = datetime.now(UTC).isoformat()
+        now = iso_now()
         body = json_encode({"servers": {server: {"last_activity": now}}, "last_activity": now})
         try:
             await client.fetch(url, method="POST", headers=headers, body=body, request_timeout=30.0)

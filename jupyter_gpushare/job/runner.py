@@ -1,17 +1,19 @@
-"""The life of one attempt, from the Hub's start of the server to its end.
+"""Run one attempt of a job, from the Hub's start of its server to its end.
 
+0. Read the records of earlier starts: an attempt that was started before is not
+   started again, also after the broker or this runner was killed; its outcome is reported.
 1. Answer HTTP.  The Hub counts a server that does not answer as a failed spawn,
-   so a command that ends at once must not take the server with it.
-2. Start the command, its output going to a bounded log; report ``started``.
-3. Wait until it ends, or until the runner is told to stop (SIGTERM from the
-   device helper, SIGINT from the Hub).  Stopping: SIGTERM to the command's
-   process group, up to ``grace_s`` for it to end, then SIGKILL to whatever is left.
-   A second signal changes nothing.  When the command ends by itself, what it
-   left behind gets SIGTERM and a short grace.
-4. Write down how it ended, report ``ended`` until the broker takes it, stay until
-   the Hub has seen the server ready, exit.
+   also when its command has already ended.
+2. Start the command with its output going to a bounded log; report ``started``.
+3. Wait until the command ends, or until the runner is told to stop (SIGTERM from
+   the device helper, SIGINT from the Hub).  Stopping sends SIGTERM to the command's
+   process group, waits up to ``grace_s``, then kills all remaining descendants.
+   A second signal has no effect.  After a command that ends by itself, its
+   descendants get SIGTERM and a short grace period.
+4. Write the record, report ``ended`` until the broker accepts it, stay until the
+   Hub has seen the server ready, exit.
 
-What the broker must know is on disk before it is told.
+The record is on disk before the broker is told.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,10 +41,11 @@ from urllib.parse import urlsplit
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 
+from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.job import pages
-from jupyter_gpushare.job.children import Command, become_subreaper, descendants
+from jupyter_gpushare.job.children import Command, become_subreaper, descendants, hide_environment
 from jupyter_gpushare.job.command import (
     NOT_FOUND,
     CannotStart,
@@ -51,30 +55,52 @@ from jupyter_gpushare.job.command import (
 )
 from jupyter_gpushare.job.progress import bar
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, hub_tls, keep_active
-from jupyter_gpushare.jobfiles import (
+from jupyter_gpushare.protocol.jobfiles import (
     BoundedLog,
     Record,
     forget_old_attempts,
     forget_old_jobs,
     jobs_dir,
+    log_end,
     log_path,
+    read_log,
+    unseen_outcome,
     write_record,
 )
-from jupyter_gpushare.wire import JobReport, JobSpec, decode
+from jupyter_gpushare.protocol.wire import MAX_PROGRESS, JobReport, JobSpec, decode
 
-# The Hub probes as soon as the process is there; later it has given up or is gone.
+# The Hub probes as soon as the process exists; later it has given up or is gone.
 SEEN_PATIENCE_S = 60.0
 # Between the Hub's probe and the end of its own start of the server.
 LINGER_S = 2.0
-# For what a command left running when it ended by itself.
+# Grace period for descendants of a command that ended by itself.
 LEFTOVER_GRACE_S = 5.0
 _BIND_PATIENCE_S = 5.0
 _READ_BYTES = 64 << 10
 _PROGRESS_BYTES = 4096
-# SIGCHLD wakes the runner; this is for signals that came together, and for grandchildren.
+# SIGCHLD wakes the runner; polling covers coalesced signals and grandchildren.
 _LOOK_EVERY_S = 0.2
 
+# Tokens of this server; the job could take the place of its owner's browser with them.
+_SECRETS = ("JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
+
+# Of what a failed command printed last, in the sentence about its end.
+_LAST_BYTES = 16 << 10
+_LAST_CHARS = 200
+# Colours and movements of a terminal (ECMA-48): CSI sequences.
+_CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
 log = logging.getLogger("gpushare.job")
+
+
+def last_line(path: Path) -> str:
+    """Return the last line with text in a log, plain and at most `_LAST_CHARS` long; "" without one."""
+    text = read_log(path, max(0, log_end(path) - _LAST_BYTES), _LAST_BYTES).data.decode(errors="replace")
+    for line in reversed(re.split(r"[\r\n]+", _CSI.sub("", text))):
+        plain = "".join(c if c.isprintable() else " " for c in line).strip()
+        if plain:
+            return plain if len(plain) <= _LAST_CHARS else f"{plain[: _LAST_CHARS - 3]}..."
+    return ""
 
 
 class Runner:
@@ -93,15 +119,16 @@ class Runner:
             state="starting",
             log=str(self._log_path),
         )
+        self._log: BoundedLog | None = None  # none: nothing was started
         self._progress: dict[str, float | None] = {}
-        self._told = False  # by the program itself: no progress bar is looked at any more
+        self._reports_itself = False  # the program reports progress itself: progress bars are ignored
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()
         self._seen = asyncio.Event()
         self._seen_at = math.inf
 
     async def run(self) -> Record:
-        """Run the attempt to its end and return how it ended; the broker was told, if it listened.
+        """Run the attempt to its end and return its record; ``reported``: the broker accepted it.
 
         Raises:
             GpuShareError: the Hub's address for this server cannot be used.
@@ -110,18 +137,19 @@ class Runner:
         server = await self._serve()
         become_subreaper()
         self._listen_to_signals()
-        broker = BrokerClient(self._env["GPUSHARE_API_URL"], self._env["JUPYTERHUB_API_TOKEN"])
+        broker = BrokerClient(
+            self._env["GPUSHARE_API_URL"],
+            self._env["JUPYTERHUB_API_TOKEN"],
+            certificate=self._env.get(CERTIFICATE_VARIABLE, ""),
+        )
         reports = Reports(broker, self._spec, self._stop)
         activity = asyncio.create_task(keep_active(self._env))
         try:
-            forget_old_jobs(jobs_dir(Path(self._home)))
-            self._log = BoundedLog(self._log_path)
-            forget_old_attempts(self._log_path.parent)
-            self._keep(self._record)
-            with _ProgressSocket(self._on_progress) as progress_socket:
-                await self._run_command(reports, progress_socket)
-            self._log.close()
-            self._keep(self._record)
+            before = unseen_outcome(self._log_path.parent, self._spec.settled, self._spec.attempt)
+            if before is None:
+                await self._run_once(reports)
+            else:
+                self._observe(before)
             if await reports.ended(self._final_report()):
                 self._keep(replace(self._record, reported=True))
             await self._stay_until_seen(began_at)
@@ -129,6 +157,28 @@ class Runner:
             activity.cancel()
             server.stop()
         return self._record
+
+    async def _run_once(self, reports: Reports) -> None:
+        forget_old_jobs(jobs_dir(Path(self._home)))
+        self._log = BoundedLog(self._log_path)
+        forget_old_attempts(self._log_path.parent)
+        self._keep(self._record)
+        with _ProgressSocket(self._on_progress) as progress_socket:
+            await self._run_command(reports, progress_socket)
+        self._log.close()
+        self._keep(self._record)
+
+    def _observe(self, before: Record) -> None:
+        """Take over the outcome of an earlier start of this job; its command does not run again."""
+        if before.state != "ended":
+            # The command dies with its runner (`children`).
+            reason = "Its runner was killed, and the command with it."
+            before = replace(before, state="ended", exit_code=-signal.SIGKILL, reason=reason)
+        if before.attempt != self._spec.attempt:
+            with contextlib.closing(BoundedLog(self._log_path)) as self._log:
+                self._say(f"attempt {before.attempt} had ended before: see its log; nothing was started")
+        self._record = replace(before, attempt=self._spec.attempt)
+        self._keep(self._record)
 
     # ---- HTTP ------------------------------------------------------------------
 
@@ -144,7 +194,7 @@ class Runner:
             try:
                 server.add_sockets(bind_sockets(url.port, url.hostname or "127.0.0.1"))
             except OSError as error:
-                # Somebody's outgoing connection may hold the number for a moment.
+                # An outgoing connection may hold the port for a moment.
                 if time.monotonic() >= until:
                     raise GpuShareError(f"cannot listen at {url.netloc}: {error.strerror}") from None
                 await asyncio.sleep(_LOOK_EVERY_S)
@@ -160,7 +210,7 @@ class Runner:
             self._seen.set()
 
     async def _stay_until_seen(self, began_at: float) -> None:
-        """Return when the Hub knows this server as started, or will not ask any more."""
+        """Return when the Hub has seen this server ready, or after `SEEN_PATIENCE_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, began_at + SEEN_PATIENCE_S - time.monotonic())):
                 await self._seen.wait()
@@ -180,7 +230,7 @@ class Runner:
         self._wake.set()
 
     async def _run_command(self, reports: Reports, progress_socket: str) -> None:
-        """Start the command, see it through, and put into the record how it ended."""
+        """Run the command to its end and put the result into the record."""
         if self._stop.is_set():
             self._ended(-signal.SIGTERM, "Stopped before it was started.", stopped=True)
             return
@@ -199,6 +249,8 @@ class Runner:
             telling.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
+        if self._record.exit_code and not self._record.stopped and (line := last_line(self._log_path)):
+            self._record = replace(self._record, reason=f"{self._record.reason} It last printed: {line}")
 
     def _start(self, progress_socket: str) -> tuple[Command, threading.Thread]:
         env = command_environment(self._env, self._spec, progress_socket)
@@ -278,7 +330,10 @@ class Runner:
         )
 
     def _keep(self, record: Record) -> None:
-        self._record = replace(record, log_bytes=self._log.end, log_left_out_bytes=self._log.left_out_bytes)
+        self._record = record
+        if self._log is not None:
+            end, left_out = self._log.end, self._log.left_out_bytes
+            self._record = replace(record, log_bytes=end, log_left_out_bytes=left_out)
         if not write_record(self._log_path.with_suffix(".json"), self._record):
             log.warning("job=%s attempt=%d: the disk does not take its record", record.id, record.attempt)
         log.info(
@@ -290,49 +345,58 @@ class Runner:
         )
 
     def _say(self, text: str) -> None:
-        """Put a line of ours into the log of the job."""
-        self._log.write(f"[gpushare] {text}\n".encode(errors="replace"))
+        """Write a line of the runner into the log of the job."""
+        self._print(f"[gpushare] {text}\n".encode(errors="replace"))
+
+    def _print(self, data: bytes) -> None:
+        if self._log is not None:
+            self._log.write(data)
 
     def _on_progress(self, done: float, total: float | None) -> None:
-        self._told = True
+        self._reports_itself = True
         self._progress = {"done": done, "total": total}
 
     def _on_print(self, data: bytes) -> None:
-        """Take what the command printed (in the pump's thread); a progress bar in it tells progress."""
-        self._log.write(data)
-        if not self._told and (found := bar(data)) is not None:
+        """Write the command's output to the log and read progress bars in it (in the pump's thread)."""
+        self._print(data)
+        if not self._reports_itself and (found := bar(data)) is not None and found[1] <= MAX_PROGRESS:
             self._progress = {"done": found[0], "total": found[1]}
 
     async def _tell_progress(self, reports: Reports) -> None:
-        told: dict[str, float | None] = {}
+        sent: dict[str, float | None] = {}
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            if self._progress != told:
-                told = self._progress
-                await reports.progress(told["done"] or 0.0, told["total"])
+            if self._progress != sent:
+                sent = self._progress
+                await reports.progress(sent["done"] or 0.0, sent["total"])
 
 
 def _pump(reading: int, write: Callable[[bytes], None]) -> None:
-    """Move what the command prints into the log, in a thread: a slow disk stops nothing else."""
+    """Copy the command's output to the log in a thread, so that a slow disk blocks nothing else."""
     with open(reading, "rb", buffering=0) as pipe:
         while data := pipe.read(_READ_BYTES):
             write(data)
 
 
 class _ProgressSocket:
-    """A datagram socket in a folder of its own; what is not understood is dropped."""
+    """Datagram socket for progress reports, in a private folder; malformed messages are dropped."""
 
     def __init__(self, on_progress: Callable[[float, float | None], None]) -> None:
         self._on_progress = on_progress
 
     def __enter__(self) -> str:
-        # Not in the home directory: the path of a socket has at most 107 bytes.
-        self._folder = tempfile.mkdtemp(prefix="gpushare-")
-        address = os.path.join(self._folder, "progress")
-        self._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        )
-        self._socket.bind(address)
+        """Return the address; empty where none can be made: then progress is not told."""
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        self._socket = socket.socket(socket.AF_UNIX, kind)
+        self._folder = ""
+        try:
+            # Not in the home directory: the path of a socket has at most 107 bytes.
+            self._folder = tempfile.mkdtemp(prefix="gpushare-")
+            address = os.path.join(self._folder, "progress")
+            self._socket.bind(address)
+        except OSError as error:
+            log.warning("the job cannot tell its progress: %s", error.strerror)
+            return ""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
         return address
 
@@ -341,11 +405,12 @@ class _ProgressSocket:
         with contextlib.suppress(OSError):
             self._read()
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            # As many as the kernel queues (net.unix.max_dgram_qlen), not as many as somebody sends.
+            # A bounded batch, whatever the sender's rate (the kernel queues net.unix.max_dgram_qlen).
             for _ in range(64):
                 self._take(self._socket.recv(_PROGRESS_BYTES))
 
@@ -356,7 +421,7 @@ class _ProgressSocket:
             total = None if total is None else float(total)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return
-        if math.isfinite(done) and (total is None or math.isfinite(total)):
+        if 0 <= done <= MAX_PROGRESS and (total is None or 0 <= total <= MAX_PROGRESS):
             self._on_progress(done, total)
 
 
@@ -366,6 +431,7 @@ def main(env: Mapping[str, str] | None = None) -> int:
     for chatty in ("httpx", "httpcore", "tornado.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     env = os.environ if env is None else env
+    hide_environment(*_SECRETS)
     try:
         spec = decode(env.get("GPUSHARE_JOB", "").encode(), JobSpec)
         record = asyncio.run(_run(spec, env))

@@ -1,13 +1,13 @@
-"""Inside a user's Jupyter server: tells the broker what kernels do, and the page what the broker says.
+"""Jupyter Server extension: reports activity to the broker, serves JupyterLab's requests.
 
-* `extension`  starts and ends the rest with the server
-* `activity`   what kernels and terminals do, for the broker (a hint: user code
-               could forge it, so rights and limits never rest on it)
-* `watch`      the one long poll for news, and the Jupyter Events made of it
-* `handlers`   ``/gpushare/*``, for JupyterLab
+* `extension`  lifecycle of the others
+* `activity`   reports of kernels and terminals (user code can forge them, so no
+               right and no limit depends on them)
+* `watch`      long poll to the broker, and the Jupyter Events made from it
+* `handlers`   ``/gpushare/*``, with `forward` for requests that the broker answers
 
-Nothing here counts as activity of the user, and without a broker address
-everything answers that there is none.
+Nothing here counts as activity of the user.  Without a broker address ``status`` answers
+``enabled: false`` and every request that needs the broker 404 "not_configured".
 """
 
 from __future__ import annotations

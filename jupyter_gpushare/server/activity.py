@@ -1,14 +1,14 @@
-"""Reports what kernels and terminals do, when there is something to report.
+"""Report kernel and terminal activity to the broker when it changes.
 
-When a report goes out (moments on one monotonic clock):
+| change                                                | report                     |
+|-------------------------------------------------------|----------------------------|
+| a kernel became busy or idle, started or ended        | at once (every `SAMPLE_S`) |
+| a cell ran between two samples, a terminal changed,   | at most every `REPORT_S`   |
+| or a kernel is busy                                   |                            |
+| none                                                  | every `HEARTBEAT_S`        |
 
-* a kernel turned busy or idle, came or went: at the next look, every `LOOK_S`;
-* anything else moved (a cell that ran between two looks, a terminal), or a
-  kernel is busy: at most every `REPORT_S`;
-* nothing moved: every `HEARTBEAT_S`, so that the broker knows that we are there.
-
-A report that did not arrive is not kept: the next one says how things are then.
-While the broker is silent the pace falls from `REPORT_S` to `HEARTBEAT_S`.
+A lost report is not repeated: the next one carries the current state.  While the
+broker is unreachable the interval grows from `REPORT_S` to `HEARTBEAT_S`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
-from jupyter_gpushare.wire import ActivityReport, KernelActivity
+from jupyter_gpushare.protocol.wire import ActivityReport, KernelActivity
 
-LOOK_S = 1.0
+SAMPLE_S = 1.0
 REPORT_S = 5.0
 HEARTBEAT_S = 60.0
 MAX_KERNELS = 200
@@ -34,20 +34,22 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one look saw, comparable with the next."""
+    """One sample of kernels and terminals, comparable with the next."""
 
     kernels: tuple[tuple[str, bool, datetime, str], ...]  # id, busy, last activity, kernel's name
     terminals: int
 
     def states(self) -> frozenset[tuple[str, bool]]:
+        """Each kernel's id and whether it computes."""
         return frozenset((id_, busy) for id_, busy, _, _ in self.kernels)
 
     def any_busy(self) -> bool:
+        """Whether any kernel computes."""
         return any(busy for _, busy, _, _ in self.kernels)
 
 
 def look(kernel_manager: Any, terminal_manager: Any) -> Seen:
-    """Return what the server's own watchers know: all clients, not only pages, are in it.
+    """Return the state that the kernel manager tracks, with the activity of all clients.
 
     Of more than `MAX_KERNELS` kernels the busy ones come first.
     """
@@ -88,7 +90,7 @@ def is_due(seen: Seen, reported: Seen | None, since_s: float) -> bool:
 
 
 class Reporter:
-    """Looks every second and reports when due, until it is cancelled."""
+    """Samples every `SAMPLE_S` and reports when due, until it is cancelled."""
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class Reporter:
         self._complained = False
 
     async def run(self) -> None:
+        """Report activity until cancelled: each change, and again at intervals."""
         reported: Seen | None = None
         reported_at = 0.0
         pause_s = 0.0
@@ -116,14 +119,14 @@ class Reporter:
                 else:
                     reported, pause_s = None, min(max(2 * pause_s, REPORT_S), HEARTBEAT_S)
                 reported_at = now
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SAMPLE_S)
 
     async def _send(self, report: ActivityReport) -> bool:
-        """Return whether the broker took it; a refusal is logged the first time."""
+        """Return whether the report was accepted; the first of repeated refusals is logged."""
         try:
             await self._client.post("servers/activity", report, type(None))
         except BrokerUnavailable:
-            return False  # `watch` tells that the broker is silent
+            return False  # `watch` logs the outage
         except RequestError as error:
             if not self._complained:
                 self._log.warning("gpushare: the broker refuses activity reports: %s", error)

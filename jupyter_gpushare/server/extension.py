@@ -1,8 +1,8 @@
-"""Starts and ends with the Jupyter server: two tasks, one connection to the broker.
+"""Lifecycle of the server extension: two tasks and one connection to the broker.
 
-Reads from the environment what the Hub's spawner put there: GPUSHARE_API_URL,
-JUPYTERHUB_API_TOKEN (the identity of this server), JUPYTERHUB_SERVER_NAME.
-Without the first two it says so once and does nothing.
+Configured by the environment that the Hub's spawner sets: GPUSHARE_API_URL,
+JUPYTERHUB_API_TOKEN (identity of this server), JUPYTERHUB_SERVER_NAME.  Without the
+first two it logs that once and stays inactive.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from jupyter_core.utils import ensure_async
 from jupyter_server.extension.application import ExtensionApp
 
+from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.server.activity import Reporter, Seen, look
-from jupyter_gpushare.server.handlers import Broker, routes
+from jupyter_gpushare.server.base import Broker
+from jupyter_gpushare.server.handlers import routes
 from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
 
 MAX_SESSIONS = 1_000
@@ -41,7 +43,8 @@ class GpuShareExtension(ExtensionApp):
         url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
         if url and token:
             # Its users have retries of their own.
-            self._client = BrokerClient(url, token, retry_s=0.0)
+            certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
+            self._client = BrokerClient(url, token, certificate=certificate, retry_s=0.0)
             server = os.environ.get("JUPYTERHUB_SERVER_NAME", "")
             self._broker = Broker(self._client, Watch(self._client, server, self._emit, self.log), server)
         else:

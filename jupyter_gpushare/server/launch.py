@@ -1,4 +1,4 @@
-"""From the page's dialog to a job: which command a notebook or a script becomes.
+"""Translate the launch dialog into a job: the command for a notebook, script or program.
 
     name.ipynb     python -P -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
     name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment, with its variables)
@@ -6,12 +6,11 @@
     other          ./name ARGUMENTS              (if it may be executed)
     no file        the words of the command
 
-The command runs in the folder of the file.  A job is started by the Hub, with the
-Hub's environment for servers: what else of this server's environment it needs is
-chosen by name.  Python and variables of an environment are those that its kernels
-have, found as jupyter_client finds them.  The user's folder shadows no module of the
-notebook runner (``-P``); the notebook's kernel and scripts import what is beside them,
-as ever.
+The command runs in the folder of the file, with the Hub's environment for servers;
+further variables of this server are chosen by name.  Python and variables of an
+environment are those of its kernelspec, resolved like jupyter_client does.  ``-P``
+keeps files in the user's folder from shadowing modules of the notebook runner; kernels
+and scripts still import from their own folder.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from msgspec import structs
-
-from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
-from jupyter_gpushare.jobfiles import own_output
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.jobfiles import own_output
 
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
@@ -78,9 +75,17 @@ def find(root: Path, path: str) -> Path:
     """
     relative = path.strip("/")
     inside = relative and ".." not in Path(relative).parts and "\0" not in relative
-    if not inside or not (root / relative).is_file():
-        raise NotFound(f"there is no file {path[:200]!r} on this server")
+    if not inside or not _is_file(root / relative):
+        raise NotFound("there is no file %1 on this server", repr(path[:200]))
     return root / relative
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that is too long, or a folder that is closed, has none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def form(root: Path, path: str, specs: Iterable[Spec]) -> wire.LaunchForm:
@@ -190,7 +195,7 @@ def job_of(
     """
     by_name = {spec.name: spec for spec in specs}
     if asked.kernel and asked.kernel not in by_name:
-        raise NotFound(f"there is no environment {asked.kernel[:60]!r} on this server")
+        raise NotFound("there is no environment %1 on this server", repr(asked.kernel[:60]))
     spec = by_name.get(asked.kernel)
     given: dict[str, str] = {}
     output, kernel = "", asked.kernel
@@ -247,9 +252,9 @@ def with_output(job: wire.Job, root: Path) -> wire.Job:
     if job.source is None or not job.source.output.endswith(".ipynb"):
         return job
     own = own_output(Path(job.source.output), job.id)
-    if not (root / own).is_file():
+    if not _is_file(root / own):
         return job
-    return structs.replace(job, source=structs.replace(job.source, output=str(own)))
+    return wire.replace(job, source=wire.replace(job.source, output=str(own)))
 
 
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:
@@ -260,7 +265,7 @@ def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> li
     already = defaults(notebook)
     changed = {name: value for name, value in asked.parameters.items() if already.get(name) != value}
     if changed and (language := language_of(notebook)) != _PYTHON:
-        raise InvalidRequest(f"parameters are for Python notebooks, and this is one in {language}")
+        raise InvalidRequest("parameters are for Python notebooks, and this is one in %1", language)
     for name, value in changed.items():
         command += ["-p", name, value]
     return command
@@ -276,13 +281,13 @@ def _python_of(spec: Spec, environ: Mapping[str, str]) -> str:
     program, *options = spec.argv or ("",)
     # `bash -c "..."` and `conda run python -m ...` start a Python, and are none.
     if "-m" not in options or not options[0].startswith("-"):
-        raise InvalidRequest(f"{name} does not say which Python it runs in: submit a command")
+        raise InvalidRequest("%1 does not say which Python it runs in: submit a command", name)
     if program in _OWN_PYTHON:
         return sys.executable
     if os.path.isabs(program):
         return program
     if (found := shutil.which(program, path=environ.get("PATH"))) is None:
-        raise InvalidRequest(f"{name} runs in {program[:200]!r}, which this server does not find")
+        raise InvalidRequest("%1 runs in %2, which this server does not find", name, repr(program[:200]))
     return os.path.abspath(found)
 
 
@@ -301,14 +306,14 @@ def _script(file: Path) -> list[str]:
         return ["bash", str(file)]
     if os.access(file, os.X_OK):
         return [str(file)]
-    raise InvalidRequest(f"{file.name} cannot be executed: only notebooks, .py, .sh and programs can be run")
+    raise InvalidRequest("%1 cannot be executed: only notebooks, .py, .sh and programs can be run", file.name)
 
 
 def _words(text: str, what: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InvalidRequest(f"{what} cannot be taken apart: {error}") from None
+        raise InvalidRequest("%1 cannot be taken apart: %2", what, error) from None
 
 
 def _variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -317,5 +322,7 @@ def _variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     if equals:
         return name, value
     if name not in environ:
-        raise InvalidRequest(f"this server has no variable {name[:60]!r}: give it as {name[:60]}=VALUE")
+        raise InvalidRequest(
+            "this server has no variable %1: give it as %2=VALUE", repr(name[:60]), name[:60]
+        )
     return name, environ[name]

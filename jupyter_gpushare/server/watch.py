@@ -1,15 +1,15 @@
-"""Holds the one long poll to the broker, and tells the page what changed.
+"""Long poll to the broker, and Jupyter Events for the changes in its answers.
 
-The first request, and the first after any failure, asks without ``after``: a
-broker that was restarted counts from elsewhere.  A broker that does not answer
-is asked again after 1, 2, 4, ... `MAX_PAUSE_S` seconds; since when it has been
-silent is known meanwhile, and what it said before is not shown as news.
-A user's servers have a number of long polls in common: a server that gets none asks
-every `NO_POLL_S` seconds instead, until one is free.
+The first request, and the first after a failure, omits ``after``.  A restarted
+broker counts on above its predecessor, so the newest of two answers is the one with
+the higher number, also where the client repeated a request across a restart
+without a failure.  An unreachable broker is asked again after
+1, 2, 4, ... `MAX_PAUSE_S` seconds; its outage start is kept, and answers from
+before it cause no events.  Long polls are limited per user: a server without
+one polls every `NO_POLL_S` seconds until a slot is free.
 
-An event is emitted for this server's own lease and for the user's jobs, when a
-person would call it a change (`lease_key`, `job_key`), never for numbers; and
-when the broker falls silent or is heard again.
+Events report state changes (`lease_key`, `job_key`) of this server's lease and
+of the user's jobs, never numbers, and the start and end of an outage.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError, TooMany
-from jupyter_gpushare.wire import Job, LeaseStatus, Status
+from jupyter_gpushare.protocol.wire import Job, LeaseStatus, Status
+from jupyter_gpushare.wall_clock import iso_now
 
-# The broker answers after WAIT_S at the latest; then a little for the way.
+# The broker answers within WAIT_S; ANSWER_S more for the network.
 WAIT_S = 25
 ANSWER_S = 10.0
-# Changes that come closer together are one answer.
+# Changes within this time share one answer.
 GATHER_S = 0.1
 MAX_PAUSE_S = 60.0
 NO_POLL_S = 30.0
@@ -42,29 +42,13 @@ BROKER_EVENT = "https://jupyter-gpushare.readthedocs.io/events/broker_state"
 Emit = Callable[[str, dict[str, Any]], None]
 
 
-# The warning comes this long before the GPU is lent, or a third of the idle time-out when that is shorter.
-WARNING_S = 300.0
-
-
-def iso(moment: datetime) -> str:
-    """Return a moment as in every message: ISO 8601 in UTC, whole seconds."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def is_warned(lease: LeaseStatus) -> bool:
-    """Return whether the GPU is about to be lent."""
-    if lease.lend_in_s is None or lease.idle_s is None:
-        return False
-    return lease.lend_in_s <= min(WARNING_S, (lease.idle_s + lease.lend_in_s) / 3)
-
-
 def lease_key(lease: LeaseStatus) -> tuple[object, ...]:
-    """What of a lease makes an event when it changes."""
-    return lease.id, lease.state, is_warned(lease), lease.wanted
+    """Return the fields of a lease that cause an event when they change."""
+    return lease.id, lease.state, lease.warned, lease.wanted
 
 
 def job_key(job: Job) -> tuple[object, ...]:
-    """What of a job makes an event when it changes."""
+    """Return the fields of a job that cause an event when they change."""
     return job.state, job.attempt
 
 
@@ -99,7 +83,7 @@ def _lease_data(seq: int, before: LeaseStatus | None, lease: LeaseStatus) -> dic
         "lease": lease.id,
         "state": str(lease.state),
         "previous": str(before.state) if before is not None and before.id == lease.id else "",
-        "warned": is_warned(lease),
+        "warned": lease.warned,
         "lend_in_s": lease.lend_in_s,
         "wanted": lease.wanted,
         "badge": lease.badge,
@@ -121,16 +105,16 @@ def _job_data(seq: int, before: Job | None, job: Job) -> dict[str, Any]:
 
 
 async def _pause(about_s: float) -> None:
-    """Many servers ask one broker: not all at once."""
+    """Sleep for about this long; the jitter spreads the requests of many servers."""
     await asyncio.sleep(about_s * random.uniform(0.8, 1.2))  # noqa: S311
 
 
 class Watch:
-    """What the broker last said, and since when it has been silent."""
+    """The broker's last answer, and the start of its outage."""
 
     def __init__(self, client: BrokerClient, server: str, emit: Emit, log: logging.Logger) -> None:
         self.status: Status | None = None
-        self.silent_since: datetime | None = None
+        self.unreachable_since: str | None = None
         self._client = client
         self._server = server
         self._emit = emit
@@ -138,7 +122,7 @@ class Watch:
         self._fetching: asyncio.Task[Status] | None = None
 
     async def run(self) -> None:
-        """Ask for news until cancelled."""
+        """Poll until cancelled."""
         after: int | None = None
         pause_s = 1.0
         while True:
@@ -149,20 +133,20 @@ class Watch:
                     after = None
                     await _pause(NO_POLL_S)
                     continue
-                self._is_silent(error)
+                self._on_failure(error)
                 after = None
                 await _pause(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
-            self._hears(status)
+            self._on_answer(status)
             after, pause_s = status.seq, 1.0
             await asyncio.sleep(GATHER_S)
 
     async def fresh(self) -> Status:
-        """Return the broker's answer of now; callers at the same time share one request.
+        """Return the broker's current status; concurrent callers share one request.
 
         Raises:
-            BrokerUnavailable: it does not answer; ``silent_since`` says since when.
+            BrokerUnavailable: it does not answer; ``unreachable_since`` is the outage start.
             RequestError: it refuses.
         """
         if self._fetching is None or self._fetching.done():
@@ -170,12 +154,12 @@ class Watch:
         try:
             status = await asyncio.shield(self._fetching)
         except (BrokerUnavailable, RequestError) as error:
-            self._is_silent(error)
+            self._on_failure(error)
             raise
-        return self._hears(status)
+        return self._on_answer(status)
 
     async def stop(self) -> None:
-        """End a request that is under way."""
+        """Cancel a request in flight."""
         if self._fetching is not None and not self._fetching.done():
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
@@ -186,12 +170,12 @@ class Watch:
         params = {"after": after, "wait": WAIT_S}
         return await self._client.get("status", Status, params=params, timeout_s=WAIT_S + ANSWER_S)
 
-    def _hears(self, status: Status) -> Status:
-        """Return what is known now: ``status``, unless a newer answer overtook it."""
-        if self.silent_since is not None:
+    def _on_answer(self, status: Status) -> Status:
+        """Return ``status``, or a newer answer that arrived first."""
+        if self.unreachable_since is not None:
             self._log.info("gpushare: the broker answers again")
-            self.silent_since = None
-            self._emit(BROKER_EVENT, {"silent_since": None})
+            self.unreachable_since = None
+            self._emit(BROKER_EVENT, {"unreachable_since": None})
         elif self.status is not None and status.seq < self.status.seq:
             return self.status
         for schema, data in changes(self.status, status, self._server):
@@ -199,8 +183,8 @@ class Watch:
         self.status = status
         return status
 
-    def _is_silent(self, error: Exception) -> None:
-        if self.silent_since is None:
-            self.silent_since = datetime.now(UTC)
-            self._log.warning("gpushare: no news from the broker: %s", error)
-            self._emit(BROKER_EVENT, {"silent_since": iso(self.silent_since)})
+    def _on_failure(self, error: Exception) -> None:
+        if self.unreachable_since is None:
+            self.unreachable_since = iso_now()
+            self._log.warning("gpushare: the broker is unreachable: %s", error)
+            self._emit(BROKER_EVENT, {"unreachable_since": self.unreachable_since})

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import os
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from jupyter_gpushare import doctor, wire
-from jupyter_gpushare.doctor import Result
+from jupyter_gpushare.cli import doctor
+from jupyter_gpushare.cli.doctor import Result
+from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
+from jupyter_gpushare.gpu.leases.files import VERSION
 from jupyter_gpushare.native import PRELOAD_NAME
+from jupyter_gpushare.protocol import wire
 
 UUID = "GPU-5f1c0000-0000-4000-8000-000000000001"
 HOLDER = {
@@ -33,6 +37,8 @@ DEVICE = wire.DeviceStatus(
     held_milli=0,
     claimed_milli=0,
 )
+AT = "2026-11-22T10:00:00.000Z"
+LENDING = wire.Lending(mode="on", configured="on", set_by="", set_at="", tried=12, failed=1, lost=0)
 DEVICES = wire.Devices(
     devices=[DEVICE], driver="580.65", simulated=False, host_budget_bytes=1 << 38, host_saved_bytes=0
 )
@@ -58,7 +64,7 @@ def status(golden):
 def page(tmp_path):
     """A limit page of 40 GiB on one device, as native/gpushare_lease.h says."""
     path = tmp_path / "limit"
-    head = struct.pack("<IIII", 0x4C535047, 1, 1, 0)
+    head = struct.pack("<IIII", 0x4C535047, VERSION, 1, 0)
     device = struct.pack("<16sQQ", bytes.fromhex(UUID[4:].replace("-", "")), 40 << 30, 0)
     path.write_bytes((head + device).ljust(16 + 16 * 32, b"\0"))
     return path
@@ -66,6 +72,13 @@ def page(tmp_path):
 
 def test_healthy_broker_and_devices_are_ok(status):
     assert doctor.check_health(HEALTH).result is Result.OK
+    assert doctor.check_origin({}).result is Result.OK
+    hub = {"JUPYTERHUB_API_URL": "http://127.0.0.1:8081/hub/api"}
+    assert doctor.check_origin(hub | {"JUPYTERHUB_HOST": "https://ada.hub.test"}).result is Result.OK
+    assert "subdomain_host" in doctor.check_origin(hub | {"JUPYTERHUB_HOST": ""}).advice
+    check = doctor.check_health(changed(HEALTH, sockets_inherited=False))
+    assert check.result is Result.WARN
+    assert "bound its port itself" in check.message
     assert doctor.check_devices(status, DEVICES).result is Result.OK
 
 
@@ -105,6 +118,52 @@ def test_driver_that_is_found_is_ok_and_a_missing_one_a_warning():
     check = doctor.check_driver("!nvmlInit failed with code 12", True)
     assert check.result is Result.WARN
     assert "simulated" in check.advice
+
+
+def test_a_simulated_driver_that_lets_every_user_suspend_says_so():
+    options = "2xH100-80GB,checkpoint=any-uid"
+    assert "a real one only root" in doctor.check_driver("580: H100", True, options).message
+    assert "root" not in doctor.check_driver("580: H100", True, "2xH100-80GB").message
+
+
+@pytest.mark.parametrize(
+    ("driver", "result", "says"),
+    [
+        ("570.158.01", Result.WARN, "issues/34"),
+        ("595.71.05", Result.WARN, "issues/53"),
+        ("610.57.04", Result.WARN, "issues/58"),
+        ("580.95.05", Result.OK, "issues/44"),
+    ],
+)
+def test_what_is_published_about_the_driver_is_printed_with_its_source(driver, result, says):
+    check = doctor.check_published(driver)
+    assert (check.result, says in check.message) == (result, True)
+
+
+def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
+    checks = {check.name: check.message for check in doctor.check_real_driver("590.10")}
+    assert checks.keys() == {"permission", "programs", "maintenance"}
+    for name in ("RTLD_DEEPBIND", "AddressSanitizer", "CUPTI", "fabric handles", "musl"):
+        assert name in checks["programs"]
+    assert "root" in checks["permission"]
+    assert checks["maintenance"].startswith("Stop the helper before a driver update, a reset of a GPU")
+    assert doctor.check_real_driver("580.95.05")[0].name == "suspension"
+
+
+def test_the_documentation_has_every_row_of_the_tables():
+    text = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    for note in NOTES:
+        issue = note.source.rpartition("/")[2]
+        assert [row for row in rows if note.note.split(" (")[0] in row and note.prefix in row], note
+        assert not issue.isdigit() or [row for row in rows if f"issue {issue} " in row], note
+    for program in PROGRAMS:
+        assert [row for row in rows if program.programs in row and program.note in row], program
+    assert "Stop the helper before a driver update, a reset of a GPU" in text
+
+
+def test_a_driver_about_which_nothing_is_published_has_no_row():
+    assert doctor.check_published("590.10") is None
 
 
 @pytest.mark.parametrize(
@@ -155,6 +214,12 @@ def test_preload_library_must_be_named_and_loaded():
     assert "does not name" in doctor.check_preload(HOLDER | {"LD_PRELOAD": ""}, maps).message
 
 
+def test_an_image_with_musl_is_named():
+    maps = f"7f00-7f01 r-xp 0 08:01 1 /lib/ld-musl-x86_64.so.1\n7f02-7f03 r-xp 0 08:01 1 /{PRELOAD_NAME}\n"
+    check = doctor.check_preload(HOLDER, maps)
+    assert (check.result, "is musl" in check.message, "glibc" in check.advice) == (Result.FAIL, True, True)
+
+
 def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     check = doctor.check_limit_page(page, status.leases[0])
@@ -186,9 +251,9 @@ def test_level_that_is_only_a_request_is_a_warning(status):
 @pytest.mark.parametrize(
     ("watchdog", "says", "result"),
     [
-        ("stop", "stops who evades it", Result.OK),
-        ("warn", "tells who evades it and stops nobody", Result.OK),
-        ("off", "nobody looks", Result.WARN),
+        ("stop", "stops processes that evade it", Result.OK),
+        ("warn", "reports processes that evade it and stops none", Result.OK),
+        ("off", "no watchdog looks", Result.WARN),
     ],
 )
 def test_what_the_watchdog_does_is_said_as_it_is_set(status, watchdog, says, result):
@@ -198,13 +263,24 @@ def test_what_the_watchdog_does_is_said_as_it_is_set(status, watchdog, says, res
     assert "evade" not in doctor.check_level(changed(status.leases[0], level="cgroup"), watchdog).message
 
 
+def test_lost_device_memory_is_a_warning_with_its_last_reason():
+    assert doctor.check_lending(LENDING).result is Result.OK
+    check = doctor.check_lending(changed(LENDING, lost=1, last_reason="out of memory", last_at=AT))
+    assert check.result is Result.WARN
+    assert (
+        "12 tried, 1 failed, 1 could not be woken. Last at 2026-11-22T10:00Z: out of memory." in check.message
+    )
+    assert "gpushare admin lending off" in check.advice
+
+
 def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, monkeypatch, golden):
     broker.answer("GET health", msgspec.to_builtins(HEALTH))
     broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
+    broker.answer("GET lending", msgspec.to_builtins(LENDING))
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     names = [check["name"] for check in ran.json["checks"]]
-    assert names == ["broker", "token", "devices", "driver", "scrubbing", "environment"]
+    assert names == ["broker", "token", "devices", "lending", "driver", "scrubbing", "environment", "origin"]
     for name, value in HOLDER.items():
         if name != "LD_PRELOAD":
             monkeypatch.setenv(name, value)
@@ -222,6 +298,7 @@ def test_broker_that_is_degraded_is_a_warning_while_it_answers(gpushare, broker)
     degraded = changed(HEALTH, status="degraded", reasons=["The Hub does not answer."])
     broker.answer("GET health", msgspec.to_builtins(degraded), 503)
     broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
+    broker.answer("GET lending", msgspec.to_builtins(LENDING))
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     assert ran.json["checks"][0]["result"] == "warn"
@@ -240,7 +317,8 @@ def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypat
     assert "GPUSHARE_API_URL" in ran.out
     assert "environment" in ran.out
     monkeypatch.setattr(
-        "jupyter_gpushare.client.SyncBrokerClient.__init__.__kwdefaults__", {"timeout_s": 1, "retry_s": 0}
+        "jupyter_gpushare.client.BrokerClient.__init__.__kwdefaults__",
+        {"certificate": "", "timeout_s": 1, "retry_s": 0},
     )
     assert gpushare("doctor", "--url", "http://127.0.0.1:9", "--token", "x").code == 3
 

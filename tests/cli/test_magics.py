@@ -8,7 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from jupyter_gpushare.magics import submit_words
+from jupyter_gpushare.cli.magics import submit_words
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def shell(broker, monkeypatch):
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "token-of-ada")
     monkeypatch.delenv("GPUSHARE_API_TOKEN", raising=False)
     monkeypatch.setenv("JUPYTERHUB_SERVER_NAME", "")
-    # No history: it would be a database in the home of whoever runs the tests.
+    # No history: it would be a database in the developer's home.
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_line_magic("load_ext", "jupyter_gpushare")
     yield shell
@@ -66,6 +66,17 @@ def test_wrong_usage_is_said_and_ends_nothing(shell, broker, capsys):
     shell.run_cell("print('still here')")
     assert capsys.readouterr().out == "still here\n"
     assert not broker.asked("POST jobs")
+
+
+def test_errors_name_the_magic_that_was_typed(shell, broker, capsys):
+    shell.run_line_magic("gpujob", "")
+    said = capsys.readouterr().err
+    assert "%gpujob: error: what is to run?" in said
+    assert "like: %gpujob -- python train.py" in said
+    assert "gpushare" not in said
+    broker.answer("POST jobs", {"status": 409, "reason": "no_capacity", "message": "Nothing is free."}, 409)
+    shell.run_cell_magic("gpujob", "", "print(1)")
+    assert capsys.readouterr().err == "%%gpujob: Nothing is free.\n"
 
 
 def test_a_line_that_cannot_be_taken_apart_is_said(shell, broker, capsys):

@@ -12,40 +12,36 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
+import jupyterhub
 import pytest
 
+from jupyter_gpushare.channel import unix_url
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S
+from tests.waiting import until as wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 API_PREFIX = "/services/gpushare/api/v1/"
 SPAWNER_TOKEN = "spawner-secret"
 ADMIN_TOKEN = "admin-token-of-the-tests"
-PATIENCE_S = 30.0
-
-
-def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """Return the first true value of ``condition``; fail after ``patience_s``."""
-    until = time.monotonic() + patience_s
-    while not (value := condition()):
-        if time.monotonic() > until:
-            pytest.fail(f"waited {patience_s:g} s for: {what}")
-        time.sleep(0.05)
-    return value
+HUB_6 = jupyterhub.version_info[0] >= 6
 
 
 def is_alive(pid: int) -> bool:
@@ -133,13 +129,17 @@ NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": 
 class FakeBroker:
     """Answers as it is told to; remembers what it was asked."""
 
-    port: int
+    path: Path  # of its unix socket
     asked: list[Asked] = field(default_factory=list)
     grant: dict[str, Any] | None = None  # None: by whether a GPU is asked for
     refuse: tuple[int, str, str] | None = None  # starts: status, reason, message
     hang_s: float = 0.0
     projects: list[str] = field(default_factory=lambda: ["vision"])
     _server: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        return unix_url(self.path, "services/gpushare")
 
     def of(self, path: str) -> list[Asked]:
         return [each for each in self.asked if each.path == path]
@@ -163,7 +163,7 @@ class FakeBroker:
             def _any(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(length)
-                if len(body) < length:  # who asked has gone in the middle of it
+                if len(body) < length:  # the client has gone in the middle of it
                     return
                 status, said = broker.answer(
                     self.command,
@@ -181,10 +181,16 @@ class FakeBroker:
             do_GET = do_POST = _any
 
         class Server(ThreadingHTTPServer):
-            allow_reuse_address = True
+            address_family = socket.AF_UNIX
             daemon_threads = True
 
-        self._server = Server(("127.0.0.1", self.port), Handler)
+            def server_bind(self) -> None:
+                TCPServer.server_bind(self)  # HTTPServer's own asks for the name of a host
+
+        self.path.parent.mkdir(mode=0o711, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        self._server = Server(str(self.path), Handler)  # type: ignore[arg-type]
+        self.path.chmod(0o666)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def down(self) -> None:
@@ -228,7 +234,8 @@ c.JupyterHub.allow_named_servers = True
 c.JupyterHub.cleanup_servers = True
 c.JupyterHub.load_groups = {{"vision": {{"users": ["ada", "cy"]}}, "nlp": {{"users": ["cy"]}}}}
 c.JupyterHub.custom_scopes = {{"custom:gpushare:jobs": {{"description": "Submit jobs"}}}}
-c.JupyterHub.extra_user_scopes = {{"custom:gpushare:jobs", "access:services!service=gpushare"}}
+user_scopes = ["custom:gpushare:jobs", "access:services!service=gpushare"]
+c.JupyterHub.extra_user_scopes = set(user_scopes)
 c.JupyterHub.services = [
     {{"name": "tests", "api_token": "{admin_token}"}},
     {{"name": "gpushare", "api_token": "token-of-the-broker"}},
@@ -240,6 +247,9 @@ c.JupyterHub.load_roles = [
         "scopes": ["admin:users", "admin:servers", "tokens", "access:servers"],
     }}
 ]
+import jupyterhub
+if jupyterhub.version_info[0] < 6:  # knows no extra_user_scopes
+    c.JupyterHub.load_roles.append({{"name": "user", "scopes": ["self", *user_scopes]}})
 c.JupyterHub.spawner_class = "{spawner}"
 c.SimpleLocalProcessSpawner.home_dir_template = "{folder}/home/{{username}}"
 c.Spawner.cmd = [{python!r}, {stub!r}]
@@ -249,7 +259,7 @@ c.Spawner.http_timeout = 20
 c.Spawner.consecutive_failure_limit = 2
 c.LocalProcessSpawner.interrupt_timeout = 2
 c.Spawner.environment = {{"PYTHONPATH": {repository!r}}}
-c.GPUShareMixin.broker_url = "http://127.0.0.1:{broker_port}/services/gpushare"
+c.GPUShareMixin.broker_url = {broker_url!r}
 c.GPUShareMixin.broker_token_file = "{folder}/spawner-token"
 c.GPUShareMixin.broker_timeout_s = 3
 c.GPUShareMixin.offers_timeout_s = 1
@@ -269,7 +279,9 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        # Another JupyterHub on PYTHONPATH (test_hub_5_5.py) is the one of the test and of its Hub.
+        path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         # A test runner in the background of a script has SIGINT ignored.
         command = ["env", "--default-signal=INT", sys.executable, "-m", "jupyterhub", "-f", str(self.config)]
         with (self.folder / "hub.log").open("ab") as log:
@@ -318,7 +330,9 @@ class Hub:
         self, user: str, gpushare: Any = None, name: str = "", token: str = ADMIN_TOKEN
     ) -> httpx.Response:
         options = {} if gpushare is None else {"gpushare": gpushare}
-        return self.api("POST", self._server(user, name), {"user_options": options}, token)
+        # JupyterHub 5.5 takes the body itself for the options.
+        body = {"user_options": options} if HUB_6 else options
+        return self.api("POST", self._server(user, name), body, token)
 
     def _server(self, user: str, name: str) -> str:
         return f"users/{user}/servers/{name}" if name else f"users/{user}/server"
@@ -402,7 +416,7 @@ class Hub:
 
 @contextlib.contextmanager
 def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra: str = "") -> Iterator[Hub]:
-    broker = FakeBroker(free_ports())
+    broker = FakeBroker(folder / "broker" / "api.sock")
     token = folder / "spawner-token"
     token.write_text(SPAWNER_TOKEN)
     token.chmod(0o600)
@@ -415,7 +429,7 @@ def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra:
         folder=folder,
         port=port,
         public_port=free_ports(),
-        broker_port=broker.port,
+        broker_url=broker.url,
         admin_token=ADMIN_TOKEN,
         spawner=spawner,
         python=python,

@@ -116,6 +116,40 @@ def test_the_log_page_needs_the_login_of_the_owner(hub: Hub) -> None:
     hub.stop_server("ada", NAME, remove=True)
 
 
+def test_the_link_of_a_running_job_leads_its_owner_to_the_log(hub: Hub) -> None:
+    expect_job(hub, "sh", "-c", "echo step 1; exec sleep 600")
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    wait_for(lambda: "step 1" in log(hub), "the job runs")
+    with hub.browser("ada") as browser:
+        page = follow(hub, browser, f"/user/ada/{NAME}/")
+    assert (page.status_code, page.url.path) == (200, f"/user/ada/{NAME}/")
+    assert "<h1>train</h1>" in page.text
+    assert "step 1" in page.text
+    hub.stop_server("ada", NAME, remove=True)
+
+
+def follow(hub: Hub, browser: httpx.Client, path: str) -> httpx.Response:
+    """Open a page as a browser does behind the Hub's proxy, of which this Hub has none."""
+    runner = f"http://127.0.0.1:{port_of(hub)}"
+    for _ in range(10):
+        base = hub.url if path.startswith("/hub/") else runner
+        page = browser.get(f"{base}{path}", follow_redirects=False)
+        if not page.has_redirect_location:
+            return page
+        path = httpx.URL(page.headers["Location"]).raw_path.decode()
+    raise AssertionError(f"redirected without end, last to {path}")
+
+
+def test_starting_the_name_of_a_job_by_hand_is_refused_before_any_form(hub: Hub) -> None:
+    with hub.browser("ada") as browser:
+        page = browser.get(f"/hub/spawn/ada/{NAME}")
+    assert page.status_code == 409
+    assert "This is the name of a training job" in page.text
+    assert 'type="radio"' not in page.text
+    assert not hub.broker.asked
+
+
 def port_of(hub: Hub) -> int:
     pid = hub.state("ada", NAME)["pid"]
     with open(f"/proc/{pid}/environ", "rb") as file:

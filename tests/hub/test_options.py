@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jupyter_gpushare.core.size import MOST_GPUS
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.hub.options import MAX_GPUS, from_form, read, split_form
-from jupyter_gpushare.wire import GpuRequest
+from jupyter_gpushare.hub.options import from_form, read, split_form
+from jupyter_gpushare.protocol.wire import GpuRequest
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,10 @@ def test_options_without_ours_ask_for_no_gpu() -> None:
         {"fraction": "1/2", "memory": "1GiB"},
         {"gpus": True},
         {"gpus": 1.5},
-        {"gpus": MAX_GPUS + 1},
+        {"gpus": MOST_GPUS + 1},
+        {"memory": "\uff12\uff10GiB"},  # digits, but not of ASCII
+        {"fraction": "\u0660.\u0665"},
+        {"profile": "the fast one"},
         {"gpus": 10**40},
         {"memory": ""},
         {"profile": ""},

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from jupyter_gpushare.hub.picker import SILENT, render
-from jupyter_gpushare.wire import Offers
+from jupyter_gpushare.hub.picker import NO_OFFERS, render
+from jupyter_gpushare.protocol.wire import Offers
 from tests.hub.conftest import offers
 
 
@@ -76,8 +76,50 @@ def test_a_last_choice_that_cannot_start_now_gives_no_gpu() -> None:
     assert checked(page(offered(), last={"gpus": 2})) == ['{"gpus": 0}']
 
 
-def test_a_first_visit_has_no_gpu_preselected() -> None:
-    assert checked(page(offered())) == ['{"gpus": 0}']
+def sizes(*shown: tuple[dict[str, Any], int, str, bool]) -> Offers:
+    """Offers of (options, memory in GiB, start, guaranteed)."""
+    return offered(
+        offers=[
+            {
+                "label": str(options),
+                "options": options,
+                "memory_bytes": memory_gib << 30,
+                "starts": starts,
+                "guaranteed": guaranteed,
+                "reason": "",
+                "device": "H100-80GB",
+            }
+            for options, memory_gib, starts, guaranteed in shown
+        ]
+    )
+
+
+def test_a_first_visit_preselects_the_largest_guaranteed_fraction_that_starts_now() -> None:
+    shown = sizes(
+        ({"fraction": "0.25"}, 20, "now", True),
+        ({"fraction": "0.5"}, 40, "now", True),
+        ({"gpus": 1}, 80, "now", True),
+        ({"gpus": 2}, 160, "now", False),
+    )
+    assert checked(page(shown)) == ['{"fraction": "0.5"}']
+
+
+def test_a_first_visit_preselects_nothing_that_is_borrowed_or_has_to_wait() -> None:
+    shown = sizes(
+        ({"fraction": "0.25"}, 20, "soon", True),
+        ({"fraction": "0.5"}, 40, "now", False),
+        ({"gpus": 1}, 80, "no", True),
+    )
+    assert checked(page(shown)) == ['{"gpus": 0}']
+
+
+def test_a_first_visit_preselects_the_smallest_size_where_gpus_are_not_shared() -> None:
+    shown = sizes(({"profile": "1g.10gb"}, 10, "now", True), ({"profile": "3g.40gb"}, 40, "now", True))
+    assert checked(page(shown)) == ['{"profile": "1g.10gb"}']
+
+
+def test_a_choice_of_no_gpu_is_remembered() -> None:
+    assert checked(page(offered(), last={"gpus": 0})) == ['{"gpus": 0}']
 
 
 def test_an_exact_amount_of_last_time_is_filled_in() -> None:
@@ -93,8 +135,8 @@ def test_garbage_from_last_time_does_no_harm() -> None:
 
 
 def test_without_offers_there_is_a_reason_and_the_card_without_gpu() -> None:
-    found = page(trouble=SILENT)
-    assert SILENT in found.text
+    found = page(trouble=NO_OFFERS)
+    assert NO_OFFERS in found.text
     assert [radio["value"] for radio in found.radios("gpushare_size:")] == ['{"gpus": 0}']
 
 
@@ -110,7 +152,7 @@ def test_it_works_without_javascript() -> None:
     assert "script" not in {tag for tag, _ in page(offered()).tags}
 
 
-def test_every_radio_has_a_name_and_a_description_for_who_cannot_see_it() -> None:
+def test_every_radio_has_a_name_and_a_description_for_screen_readers() -> None:
     found = page(offered())
     ids = {attrs["id"] for _, attrs in found.tags if "id" in attrs}
     labelled = {attrs["for"] for tag, attrs in found.tags if tag == "label"}

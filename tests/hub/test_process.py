@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub.broker_access import read_token
 from jupyter_gpushare.hub.process import ProcessIdentity, started_for
-from jupyter_gpushare.hub.spawner import read_token
 from tests.hub.conftest import wait_for
 
 
@@ -56,7 +56,7 @@ def test_a_signal_reaches_the_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert sleeper.wait() == -signal.SIGTERM
 
 
-def test_nobody_has_pid_0() -> None:
+def test_no_process_has_pid_0() -> None:
     assert ProcessIdentity.of(0) is None
 
 

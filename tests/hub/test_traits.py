@@ -25,6 +25,9 @@ def configured(**traits: Any) -> GPUShareSimpleSpawner:
         ("broker_url", "127.0.0.1:8003"),
         ("broker_url", "ftp://x/services/gpushare"),
         ("broker_url", "http:///services/gpushare"),
+        ("broker_url", "http://127.0.0.1:8003/services/gpushare"),
+        ("broker_url", "http+unix://api.sock/services/gpushare"),
+        ("server_broker_url", "http://127.0.0.1:8003/services/gpushare"),
         ("broker_timeout_s", 0),
         ("broker_timeout_s", -1),
         ("broker_timeout_s", float("nan")),
@@ -38,7 +41,9 @@ def test_nonsense_in_the_configuration_is_refused_at_start(name: str, value: Any
 
 
 def test_the_address_may_end_with_a_slash() -> None:
-    assert configured(broker_url="http://h:1/services/gpushare/").broker_url == "http://h:1/services/gpushare"
+    assert (
+        configured(broker_url="https://h:1/services/gpushare/").broker_url == "https://h:1/services/gpushare"
+    )
 
 
 def test_both_spawners_take_the_settings_of_the_mixin() -> None:
@@ -88,8 +93,8 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
     client = BrokerClient("http://broker/api/v1", "token")
     spawner = configured()
     monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
-    monkeypatch.setattr(spawner, "_client", lambda: client)
-    monkeypatch.setattr(spawner, "_who", lambda: ("ada", "", []))
+    monkeypatch.setattr(spawner, "_broker_client", lambda: client)
+    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 30.0)
     await spawner._release()
     assert asked == ["/api/v1/spawner/stop"] * 2
@@ -103,8 +108,29 @@ async def test_the_log_says_that_a_broker_did_not_answer_in_time(monkeypatch, ca
 
     spawner = configured()
     spawner.log = logging.getLogger("spawner")
-    monkeypatch.setattr(spawner, "_client", Silent)
-    monkeypatch.setattr(spawner, "_who", lambda: ("ada", "", []))
+    monkeypatch.setattr(spawner, "_broker_client", Silent)
+    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 0.01)
     await spawner._release()
     assert caplog.messages == ["user=ada server= release not delivered: no answer in time"]
+
+
+def test_options_of_a_form_are_a_value_as_in_any_spawner() -> None:
+    # JupyterHub's own tests compare the result without awaiting it.
+    assert configured().run_options_from_form({"x": ["1"]}) == {"x": ["1"]}
+    form = {"x": ["1"], "gpushare_project": ["vision"], "gpushare_size:vision": ['{"gpus": 1}']}
+    assert configured().run_options_from_form(form) == {
+        "x": ["1"],
+        "gpushare": {"gpus": 1, "project": "vision"},
+    }
+    assert configured().options_from_query({"x": ["1"]}) == {"x": ["1"]}
+
+
+async def test_options_of_a_form_are_awaitable_where_the_sites_function_is() -> None:
+    async def from_form(form: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"image": form["image"][0]}
+
+    spawner = GPUShareSimpleSpawner(options_from_form=from_form)
+    form = {"image": ["big"], "gpushare_project": [""], "gpushare_size:": ['{"gpus": 1}']}
+    assert await spawner.run_options_from_form(form) == {"image": "big", "gpushare": {"gpus": 1}}

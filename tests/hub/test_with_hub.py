@@ -29,7 +29,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
     }
     env = hub.environment("ada")
     assert {key: env[key] for key in GRANT["env"]} == GRANT["env"]
-    assert env["GPUSHARE_API_URL"] == f"http://127.0.0.1:{hub.broker.port}/services/gpushare/api/v1"
+    assert env["GPUSHARE_API_URL"] == f"{hub.broker.url}/api/v1"
 
 
 def test_a_server_without_gpu_sees_no_device_and_carries_no_library_of_ours(hub: Hub) -> None:
@@ -101,7 +101,7 @@ def test_nonsense_is_refused_with_a_reason_before_the_broker_is_asked(hub: Hub, 
 @pytest.mark.parametrize(
     ("status", "reason", "message"),
     [
-        (409, "no_room", "Nothing is free: 2 of 2 GPUs are in use."),
+        (409, "no_capacity", "Nothing is free: 2 of 2 GPUs are in use."),
         (400, "too_large", "Asks for 10 GPUs; this machine has 2."),
         (403, "not_allowed", "You are not in project <secret>."),
     ],
@@ -130,7 +130,7 @@ def test_a_refusal_stands_readable_on_the_spawn_page(hub: Hub) -> None:
 
 
 def test_no_refusal_counts_towards_the_end_of_the_hub(hub: Hub) -> None:
-    hub.broker.refuse = (409, "no_room", "Nothing is free.")
+    hub.broker.refuse = (409, "no_capacity", "Nothing is free.")
     for _ in range(3):  # the limit is 2
         assert hub.start_server("ada", {"gpus": 1}).status_code == 409
     for _ in range(3):
@@ -186,7 +186,9 @@ def test_the_lease_is_given_back_when_the_server_dies(hub: Hub) -> None:
 
 
 def test_the_lease_is_given_back_when_the_start_fails(hub: Hub) -> None:
-    hub.broker.grant = {**GRANT, "env": {**GRANT["env"], "BAD\0NAME": "x"}}
+    # More than execve(2) takes as one variable: the program cannot be started.
+    job = {"id": "0123456789", "attempt": 1, "name": "x" * 200_000, "command": ["true"]}
+    hub.broker.grant = {**GRANT, "job": {**job, "cwd": None, "env": {}, "grace_s": 1.0}}
     assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 500
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
     hub.broker.grant = None
@@ -209,7 +211,7 @@ def test_a_forged_job_is_refused_whatever_the_options_say(hub: Hub) -> None:
     assert hub.start_server("ada", {"fraction": "1/2"}, "j0123456789-1", token).status_code == 409
     hub.broker.refuse = None
     hub.broker.down()
-    # Nobody can say whether it is expected.
+    # It is unknown whether it is expected.
     assert hub.start_server("ada", None, "j0123456789-1", token).status_code == 503
 
 

@@ -17,7 +17,7 @@ from tests.hub.conftest import LOCAL, Hub, is_alive, running_hub, wait_for
 USER = "nobody"
 
 
-def python_for_everybody() -> str | None:
+def python_for_all_users() -> str | None:
     """A Python that another user may execute (that of a virtual environment below /root is none)."""
     for name in ("/usr/bin/python3", shutil.which("python3") or ""):
         try:
@@ -34,11 +34,11 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    python = python_for_everybody()
+    python = python_for_all_users()
     if python is None:
         pytest.skip(f"no Python that user {USER} can run")
     with tempfile.TemporaryDirectory(prefix="gpushare-users-") as folder:
-        # The stub server lies here, for everybody to read; secrets beside it have modes of their own.
+        # The stub server lies here, for all users to read; secrets beside it have modes of their own.
         Path(folder).chmod(0o755)
         with running_hub(LOCAL, Path(folder), python=python) as hub:
             yield hub

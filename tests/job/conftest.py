@@ -8,7 +8,6 @@ import signal
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,24 +19,15 @@ import pytest
 
 from jupyter_gpushare.hub import GPUShareSimpleSpawner
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S
+from tests.waiting import until as wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
 SERVER_TOKEN = "token-of-the-server"
 OWNER_TOKEN = "token-of-the-owner"
 STRANGER_TOKEN = "token-of-a-stranger"
 PREFIX = "/user/ada/j0123456789-1/"
 SCOPE = "access:servers!server=ada/j0123456789-1"
-
-
-def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """Return the first true value of ``condition``; fail after ``patience_s``."""
-    until = time.monotonic() + patience_s
-    while not (value := condition()):
-        if time.monotonic() > until:
-            pytest.fail(f"waited {patience_s:g} s for: {what}")
-        time.sleep(0.02)
-    return value
 
 
 def is_alive(pid: int) -> bool:
@@ -69,7 +59,7 @@ class HubAndBroker:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(length)
                 if len(body) < length:
-                    # Broken off: a runner whose command ends at once gives up telling that it began.
+                    # Broken off: when the command ends at once, the runner gives up reporting its begin.
                     self.close_connection = True
                     return
                 token = (self.headers["Authorization"] or "").partition(" ")[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.job.command import CannotStart, command_environment, working_directory
-from jupyter_gpushare.wire import JobSpec
+from jupyter_gpushare.protocol.wire import JobSpec
 
 
 def spec(env: dict[str, str] | None = None, cwd: str | None = None) -> JobSpec:

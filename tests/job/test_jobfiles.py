@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.jobfiles import (
+from jupyter_gpushare.protocol.jobfiles import (
     LIVE_S,
     BoundedLog,
     Record,

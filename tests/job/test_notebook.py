@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 from jupyter_gpushare.job import notebook as module
 from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, place, with_parameters
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
+from tests.waiting import until
 
 
 def notebook(*cells: str, language: str = "python") -> Any:
@@ -109,13 +109,6 @@ class Ran:
 
 def text_of(path: Path) -> str:
     return str(nbformat.read(path, as_version=4).cells[0].outputs[0].text)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_cells_run_with_parameters_and_the_output_grows(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_outside_a_job_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not progress(1, 2)
 
 
-def test_a_runner_that_does_not_read_slows_nobody_down(receiver: socket.socket) -> None:
+def test_a_runner_that_does_not_read_slows_no_program_down(receiver: socket.socket) -> None:
     assert not all(progress(n) for n in range(100_000))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -56,7 +57,22 @@ def test_a_command_that_ended_before_the_hub_looked_is_still_there_to_be_seen(st
 def test_a_failing_command_fails_with_its_exit_code(start: Start) -> None:
     report = start("sh", "-c", "echo oops >&2; exit 7").ended()
     assert report["exit_code"] == 7
-    assert report["reason"] == "Ended with exit code 7."
+    assert report["reason"] == "Ended with exit code 7. It last printed: oops"
+
+
+def test_a_failed_job_quotes_its_last_line_without_colours_and_bounded(start: Start) -> None:
+    code = (
+        "import sys; print('a' * 999); "
+        "print('\\x1b[31mValueError\\x1b[0m:\\x07 ' + 'x' * 999 + '\\n\\n'); sys.exit(1)"
+    )
+    reason = start(*python(code)).ended()["reason"]
+    quoted = reason.removeprefix("Ended with exit code 1. It last printed: ")
+    assert quoted == f"ValueError:  {'x' * 184}..."
+
+
+def test_a_job_that_was_stopped_or_succeeded_quotes_nothing(start: Start) -> None:
+    report = start("sh", "-c", "echo fine").ended()
+    assert "printed" not in report["reason"]
 
 
 def test_a_command_ended_by_a_signal_says_which(start: Start) -> None:
@@ -109,6 +125,8 @@ def test_it_runs_in_its_directory_and_in_the_home_by_default(start: Start, tmp_p
     job.ended()
     assert job.log == f"{job.home}\n"
     job.others.reports.clear()
+    job.exited()  # it writes its record once more after the report
+    shutil.rmtree(job.folder)
     job = start("pwd", cwd=str(tmp_path))
     job.ended()
     assert job.log == f"{tmp_path}\n"
@@ -184,6 +202,7 @@ def test_children_that_fork_twice_are_ended_with_the_command(start: Start, tmp_p
     home.mkdir()
     for stay in (True, False):
         (home / "escaped").unlink(missing_ok=True)
+        shutil.rmtree(home / ".local", ignore_errors=True)
         (home / "stay").touch() if stay else (home / "stay").unlink()
         job = start(*python(code), grace_s=0.5)
         job.printed("ready")
@@ -193,6 +212,7 @@ def test_children_that_fork_twice_are_ended_with_the_command(start: Start, tmp_p
             job.process.terminate()
         assert job.ended()["stopped"] is stay
         assert not is_alive(escaped)
+        job.exited()  # it writes its record once more after the report
         job.others.reports.clear()
 
 
@@ -282,7 +302,7 @@ def test_a_stranger_is_refused(start: Start) -> None:
         assert "secret" not in answer.text
 
 
-def test_a_runner_whose_hub_does_not_say_who_may_look_does_not_start(start: Start) -> None:
+def test_a_runner_without_the_hubs_access_scopes_does_not_start(start: Start) -> None:
     job = start("true", probe=False, runner_env={"JUPYTERHUB_OAUTH_ACCESS_SCOPES": "[]"})
     assert job.process.wait(30) != 0
 

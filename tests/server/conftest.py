@@ -20,6 +20,7 @@ from tornado.httpclient import HTTPRequest
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S, until
 
 _spec = importlib.util.spec_from_file_location(
     "gpushare_fake_broker", Path(__file__).with_name("fake_broker.py")
@@ -45,7 +46,7 @@ class JupyterServer:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"token {SECRET}"} | options.pop("headers", {})
         return httpx.request(
-            method, f"{self.url}/{path}", headers=headers, timeout=30, trust_env=False, **options
+            method, f"{self.url}/{path}", headers=headers, timeout=PATIENCE_S, trust_env=False, **options
         )
 
     def get(self, path: str) -> Any:
@@ -55,19 +56,19 @@ class JupyterServer:
     async def socket(self, path: str) -> AsyncIterator[WebSocketClientConnection]:
         """A websocket of the server, with the token."""
         url = f"{self.url}/{path}".replace("http", "ws", 1)
-        request = HTTPRequest(url, headers={"Authorization": f"token {SECRET}"}, connect_timeout=20)
+        request = HTTPRequest(url, headers={"Authorization": f"token {SECRET}"}, connect_timeout=PATIENCE_S)
         connection = await websocket_connect(request)
         try:
             yield connection
         finally:
             connection.close()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while await connection.read_message() is not None:
                     pass  # until the other side has closed too
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_S)
 
 
 def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
@@ -109,13 +110,12 @@ def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
     server = JupyterServer(process, f"http://127.0.0.1:{port}", log)
 
     def answers() -> bool:
-        assert process.poll() is None, log.read_text()
         try:
             return server.request("GET", "api/status").status_code == 200
         except httpx.TransportError:
             return False
 
-    fake_broker.eventually(answers, 60)
+    until(answers, "the server answers", process=process, log=log)
     return server
 
 
@@ -165,7 +165,7 @@ def server(running) -> JupyterServer:
 
 @pytest.fixture
 def lonely_server(tmp_path) -> Iterator[JupyterServer]:
-    """A server that nobody told of a broker."""
+    """A server without the address of a broker."""
     server = start_server(tmp_path, {})
     yield server
     if server.process.poll() is None:

@@ -21,6 +21,8 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
+from tests.waiting import PATIENCE_S, until
+
 GOLDEN = Path(__file__).parents[1] / "wire" / "golden"
 PREFIX = "/services/gpushare/api/v1/"
 TOKEN = "token-of-ada"
@@ -160,11 +162,6 @@ class _Handler(RequestHandler):
             self.finish(json.dumps(broker.status))
 
 
-def eventually(condition: Callable[[], Any], within_s: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
     """Return the first true value of ``condition``; fail the test when there is none in time."""
-    until = time.monotonic() + within_s
-    while True:
-        if value := condition():
-            return value
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.02)
+    return until(condition, patience_s=within_s)

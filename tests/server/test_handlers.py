@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from jupyter_gpushare.jobfiles import log_path
+from jupyter_gpushare.protocol.jobfiles import log_path
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def server(running):
 
 
 def test_status_is_the_brokers_answer_and_what_only_this_server_knows(server, golden):
-    mine = {"enabled": True, "server": "", "silent_since": None}
+    mine = {"enabled": True, "server": "", "unreachable_since": None}
     assert server.get("gpushare/status") == golden("status_active") | mine
 
 
-def test_nobody_gets_in_without_a_login(server):
+def test_no_request_is_answered_without_a_login(server):
     for method, path in [
         ("GET", "gpushare/status"),
         ("GET", "gpushare/offers"),
@@ -122,6 +122,7 @@ def test_refusals_and_bad_bodies_are_error_answers(server, broker, golden):
     assert len(broker.asked("POST jobs")) == 1
     assert server.request("POST", "gpushare/leases/..%2Fx/resume").status_code == 404
     assert server.request("POST", "gpushare/leases/b7q2mzk4x9/destroy").status_code == 404
+    assert server.request("DELETE", "gpushare/history").status_code == 405
     assert "Traceback" not in server.log.read_text()
 
 

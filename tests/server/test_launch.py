@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.errors import InvalidRequest, NotFound
-from jupyter_gpushare.jobfiles import own_output
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.jobfiles import own_output
 from jupyter_gpushare.server.launch import Spec, defaults, find, form, job_of, specs_of
 
 KERNEL = ("-m", "ipykernel_launcher", "-f", "{connection_file}")
@@ -64,7 +64,7 @@ def test_a_notebook_writes_another_one_beside_itself(root):
     )
 
 
-def test_the_longest_name_of_a_notebook_leaves_room_for_that_of_its_output(root):
+def test_the_longest_name_of_a_notebook_leaves_space_for_that_of_its_output(root):
     source = root / ("学" * 80 + ".ipynb")
     source.write_text((root / "vision" / "train.ipynb").read_text())
     written = Path(asked(root, path=source.name).command[5])
@@ -153,7 +153,7 @@ def test_a_command_runs_at_the_root_or_where_it_is_told(root):
     assert asked(root, command="ls", cwd="/tmp").cwd == "/tmp"
 
 
-def test_what_nobody_types_is_passed_on(root):
+def test_fields_of_programs_are_passed_on(root):
     job = asked(root, command="ls", profile="1g.10gb", priority=-5, grace_s=90.0)
     assert (job.profile, job.priority, job.grace_s) == ("1g.10gb", -5, 90.0)
 

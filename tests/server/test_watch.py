@@ -11,9 +11,9 @@ import pytest
 
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import TooMany
+from jupyter_gpushare.protocol.wire import Status
 from jupyter_gpushare.server import watch as module
-from jupyter_gpushare.server.watch import BROKER_EVENT, JOB_EVENT, LEASE_EVENT, Watch, changes, is_warned
-from jupyter_gpushare.wire import Status
+from jupyter_gpushare.server.watch import BROKER_EVENT, JOB_EVENT, LEASE_EVENT, Watch, changes
 
 
 @pytest.fixture
@@ -41,13 +41,10 @@ def test_warning_is_a_change(said):
     assert (data["state"], data["warned"], data["lend_in_s"]) == ("running", True, 300.0)
 
 
-@pytest.mark.parametrize(
-    ("idle_s", "lend_in_s", "warned"),
-    [(None, None, False), (600.0, 300.0, True), (599.0, 301.0, False), (6.0, 4.0, False), (7.0, 3.0, True)],
-)
-def test_warning_comes_300_s_before_or_a_third_of_a_shorter_timeout(said, idle_s, lend_in_s, warned):
-    lease = msgspec.structs.replace(said("status_active").leases[0], idle_s=idle_s, lend_in_s=lend_in_s)
-    assert is_warned(lease) is warned
+def test_warning_is_the_brokers_and_not_computed_from_its_numbers(said):
+    before = said("status_active")
+    lease = msgspec.structs.replace(before.leases[0], idle_s=600.0, lend_in_s=10.0, warned=False)
+    assert changes(before, msgspec.structs.replace(before, seq=43, leases=[lease]), "") == []
 
 
 def test_leases_of_other_servers_are_not_this_ones_news(said):
@@ -94,7 +91,7 @@ class Told:
     async def _get(self, *_: object, params: Any = None, **__: object) -> Status:
         self.asked.append(params is not None)
         if self.refuses or (params is not None and not self.polls):
-            raise TooMany("8 requests of yours already wait")
+            raise TooMany("8 requests of yours already wait", retry_after_s=1.0)
         if params is not None:
             self.enough.set()
             await asyncio.Event().wait()
@@ -121,14 +118,14 @@ async def test_a_server_without_a_long_poll_asks_now_and_then_and_says_nothing(t
     await told.run()
     assert told.pauses == [module.NO_POLL_S] * 6
     assert told.asked == [False, True] * 6
-    assert (told.watch.silent_since, told.events, caplog.records) == (None, [], [])
+    assert (told.watch.unreachable_since, told.events, caplog.records) == (None, [], [])
     told.polls, told.enough = 1, asyncio.Event()
     await told.run()
     assert told.asked[-2:] == [False, True]
     assert len(told.pauses) == 6
 
 
-async def test_a_broker_that_refuses_even_a_plain_question_is_silent(told):
+async def test_a_broker_that_refuses_even_a_plain_question_is_unreachable(told):
     told.refuses = True
     await told.run()
     assert told.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]

@@ -1,11 +1,11 @@
 """What ``gpushare doctor`` examines: one `Check` per thing that can be wrong.
 
-A check is a function of what it looked at; `examine` looks.  ``ok``: as it
-should be.  ``warn``: works, but promises less than it could.  ``fail``: somebody
-has to do something, and the advice says what.
+Each check is a pure function of collected facts; `examine` collects them.
+``ok``: correct.  ``warn``: works with weaker guarantees.  ``fail``: needs a
+repair, which the advice names.
 
-Run in a server of the Hub it sees what kernels and terminals of that server
-see; run elsewhere it examines that machine and the broker.
+Inside a server of the Hub the checks see the same environment as that server's
+kernels and terminals; elsewhere they cover this machine and the broker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
-
-from jupyter_gpushare import wire
+from jupyter_gpushare import procfs
+from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.errors import BrokerUnavailable, DeviceError, RequestError
-from jupyter_gpushare.gpu.isolation import (
+from jupyter_gpushare.gpu.driver.known import MAINTENANCE, PERMISSION, PROGRAMS, note_of
+from jupyter_gpushare.gpu.leases.files import (
     LIMIT_BYTES,
     LIMIT_DEVICE,
     LIMIT_HEAD,
@@ -29,13 +29,15 @@ from jupyter_gpushare.gpu.isolation import (
     VERSION,
     PagePhase,
 )
+from jupyter_gpushare.messages import gigabytes
 from jupyter_gpushare.native import PRELOAD_NAME
-from jupyter_gpushare.words import gigabytes
+from jupyter_gpushare.protocol import wire
 
-# Whoever runs doctor wants to know how it is now.
+# Diagnostics report the current state, so they hardly wait for a broker that restarts.
 RETRY_S = 1.0
+_DRIVER_SETTINGS = "/proc/driver/nvidia/params"
 
-# Which level is a promise and which a request (design: isolation ladder).
+# What each enforcement level guarantees (docs/isolation.md).
 LEVELS = {
     "whole_gpu": "whole devices: nothing to limit",
     "mig": "a MIG instance: kept apart by the hardware",
@@ -46,19 +48,21 @@ LEVELS = {
 
 # What becomes of a process that evades the library (`gpushare helper --watchdog`).
 WATCHDOG = {
-    "stop": "a watchdog stops who evades it",
-    "warn": "a watchdog tells who evades it and stops nobody",
-    "off": "nobody looks for who evades it",
+    "stop": "a watchdog stops processes that evade it",
+    "warn": "a watchdog reports processes that evade it and stops none",
+    "off": "no watchdog looks for processes that evade it",
 }
 
 
 class Result(enum.StrEnum):
+    """Outcome of a `Check`."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Check(wire.Answer, frozen=True):
     """One thing examined; ``advice`` says what to do and is empty for `Result.OK`."""
 
     name: str
@@ -85,13 +89,14 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
     lease = _own_lease(status, environment)
     simulated = devices is not None and devices.simulated
     checks += [
-        check_driver(_driver(), simulated),
-        check_scrubbing(_read("/proc/driver/nvidia/params"), simulated),
+        check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
+        check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
         check_environment(environment, lease),
+        check_origin(environment),
     ]
     if environment.get("GPUSHARE_LEASE"):
         if lease is None or lease.level == "preload":
-            checks.append(check_preload(environment, _read("/proc/self/maps")))
+            checks.append(check_preload(environment, _read(procfs.path(0, "maps"))))
         page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
         checks.append(check_limit_page(page, lease))
         if lease is not None:
@@ -103,12 +108,18 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
 
 
 def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, wire.Devices | None]:
-    from jupyter_gpushare.client import SyncBrokerClient
+    from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
+    from jupyter_gpushare.client import BlockingClient
 
     if not url:
         advice = "set GPUSHARE_API_URL (servers of the Hub have it), or give --url"
         return [_fail("broker", "No broker address is known here.", advice)], None, None
-    with closing(SyncBrokerClient(url, token, retry_s=RETRY_S)) as client:
+    certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
+    try:
+        client = BlockingClient(url, token, certificate=certificate, retry_s=RETRY_S)
+    except RequestError as error:
+        return [_fail("broker", _sentence(str(error)), "give another --url")], None, None
+    with closing(client):
         try:
             broker = check_health(client.get("health", wire.Health))
         except (BrokerUnavailable, RequestError) as error:
@@ -116,18 +127,24 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
         try:
             status = client.get("status", wire.Status)
             devices = client.get("devices", wire.Devices)
+            lending = client.get("lending", wire.Lending)
         except RequestError as error:
             advice = "use a token with the scope access:services!service=gpushare"
             return [broker, _fail("token", _sentence(str(error)), advice)], None, None
         except BrokerUnavailable:
             return [broker], None, None
     token_known = _ok("token", f"The broker knows you as {status.user}.")
-    found = [broker, token_known, check_devices(status, devices), *check_ladders(devices)]
+    published = [] if devices.simulated else check_real_driver(devices.driver)
+    found = [broker, token_known, check_devices(status, devices), *published, *check_ladders(devices)]
+    found.append(check_lending(lending))
     return found, status, devices
 
 
 def check_health(health: wire.Health) -> Check:
     """Whether the broker says of itself that all is well."""
+    if health.status == "ok" and not health.sockets_inherited:
+        said = f"Version {health.version} answers. It bound its port itself: others can while it restarts."
+        return _warn("broker", said, "run it by gpushare-broker.socket of systemd, or with --respawn")
     if health.status == "ok":
         return _ok("broker", f"Version {health.version} answers.")
     advice = "the administrator finds more in the broker's log"
@@ -152,6 +169,39 @@ def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
         why = stuck[0].suspend_reason or "the driver's checkpoint did not pass its test"
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
         return _warn(name, f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
+    return _ok(name, said)
+
+
+def check_lending(lending: wire.Lending) -> Check:
+    """Whether GPUs are lent, and how often a suspension failed on this machine."""
+    text = f"{lending.mode}: {lending_text(lending)}"
+    if lending.lost:
+        advice = "see docs/isolation.md, Drivers; `gpushare admin lending off` wakes all and lends nothing"
+        return _warn("lending", text, advice)
+    return _ok("lending", text)
+
+
+def check_real_driver(driver: str) -> list[Check]:
+    """What is known about a real driver, and about programs on it."""
+    branch = check_published(driver)
+    programs = "; ".join(f"{each.programs}: {each.note} ({each.source})" for each in PROGRAMS)
+    return [
+        *([branch] if branch else []),
+        _ok("permission", PERMISSION),
+        _ok("programs", f"{programs}."),
+        _ok("maintenance", MAINTENANCE),
+    ]
+
+
+def check_published(driver: str) -> Check | None:
+    """Published limits of this driver for suspending sessions; None where nothing is known."""
+    name = "suspension"
+    note = note_of(driver)
+    if note is None:
+        return None
+    said = f"Driver {driver}: {note.note} ({note.source})."
+    if note.is_warning:
+        return _warn(name, said, "see docs/isolation.md, Drivers, before sessions are put to sleep there")
     return _ok(name, said)
 
 
@@ -185,7 +235,7 @@ def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wi
 def _driver() -> str:
     """Return ``<version>: <names>`` as this process finds them, or "" and why not after a ``!``."""
     try:
-        from jupyter_gpushare.gpu.nvml import Nvml
+        from jupyter_gpushare.gpu.driver.nvml import Nvml
 
         nvml = Nvml()
     except DeviceError as error:
@@ -193,10 +243,15 @@ def _driver() -> str:
     return f"{nvml.driver}: {', '.join(gpu.name for gpu in nvml.gpus) or 'no device'}"
 
 
-def check_driver(found: str, simulated: bool) -> Check:
-    """Whether this process finds a driver; ``found`` starts with ``!`` when it does not."""
+def check_driver(found: str, simulated: bool, options: str = "") -> Check:
+    """Whether this process finds a driver; ``found`` starts with ``!`` when it does not.
+
+    ``options`` are those of the simulated driver.
+    """
     if not found.startswith("!"):
-        return _ok("driver", found)
+        relaxed = simulated and "checkpoint=any-uid" in options
+        rule = "; it lets every user suspend processes, a real one only root" if relaxed else ""
+        return _ok("driver", found + rule)
     advice = "start a server with a GPU, or install the NVIDIA driver on this machine"
     if simulated:
         advice = "the simulated driver is found by servers with a GPU only; start one"
@@ -211,7 +266,7 @@ def check_scrubbing(params: str | None, simulated: bool) -> Check:
             return _ok(name, "Simulated devices start every allocation erased.")
         return _warn(
             name,
-            "Unknown whether freed memory is erased: /proc/driver/nvidia/params cannot be read.",
+            f"Unknown whether freed memory is erased: {_DRIVER_SETTINGS} cannot be read.",
             "run doctor on the GPU machine itself",
         )
     set_to = re.search(r"RmDisableScrubOnFree\s*[=:]\s*(\w+)", params, re.IGNORECASE)
@@ -221,6 +276,20 @@ def check_scrubbing(params: str | None, simulated: bool) -> Check:
         name,
         "The driver is told not to erase freed memory: one user may read another's data.",
         "remove RMDisableScrubOnFree from the options of the nvidia kernel module and reload it",
+    )
+
+
+def check_origin(environment: Mapping[str, str]) -> Check:
+    """Whether pages of one user's server can reach those of another in a browser."""
+    name = "origin"
+    if "JUPYTERHUB_API_URL" not in environment:
+        return _ok(name, "This is no server of a Hub.")
+    if environment.get("JUPYTERHUB_HOST"):
+        return _ok(name, "Each user's server has a host name of its own.")
+    return _warn(
+        name,
+        "All users' servers are one origin: a page of one can act in a window that it opened for another.",
+        "where users are not trusted, set c.JupyterHub.subdomain_host (docs/security.md)",
     )
 
 
@@ -262,6 +331,9 @@ def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
     advice = "restart the server, and do not unset or replace LD_PRELOAD"
     if PRELOAD_NAME not in environment.get("LD_PRELOAD", ""):
         return _fail("preload", f"LD_PRELOAD does not name {PRELOAD_NAME}.", advice)
+    if maps is not None and "/ld-musl-" in maps:
+        advice = "use an image with glibc (Debian, Ubuntu, Red Hat): NVIDIA's driver needs it too"
+        return _fail("preload", "The C library of this program is musl: it gets no GPU memory.", advice)
     if maps is not None and PRELOAD_NAME not in maps:
         return _fail("preload", f"{PRELOAD_NAME} is named in LD_PRELOAD but was not loaded.", advice)
     return _ok("preload", f"{PRELOAD_NAME} is loaded in this process.")
@@ -294,7 +366,7 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
 
 
 def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
-    """How the limit of the lease is enforced, and what the watchdog does about who evades it."""
+    """Return how the memory limit is enforced, and what the watchdog does with processes that evade it."""
     said = LEVELS.get(lease.level, lease.level)
     if lease.level == "preload":
         said += f"; {WATCHDOG[watchdog]}"

@@ -1,10 +1,11 @@
-"""Finds and reads what a job printed: the user's own files, or the running job's page.
+"""Read the log of a job: from the user's own files, or from the running job's server.
 
-The runner keeps the log of each attempt in files (`jupyter_gpushare.jobfiles`).
-On the machine and account of the user they are read directly, also after the job
-has ended.  From elsewhere the server of a running job is asked through the Hub's
-proxy (``log?offset=N``); once it has ended, only the files are left, and the
-refusal says where.  What a long log left out is said where it is missing.
+The runner keeps one log file per attempt (`jupyter_gpushare.protocol.jobfiles`).
+On the user's machine and account these files are read directly, also after the
+job has ended.  Elsewhere the log comes from the running job's server, through
+the Hub's proxy (``log?offset=N``); after the job has ended only the files
+remain, and the error names their folder.  A gap in a long log is marked with
+the number of missing bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
-from jupyter_gpushare.jobfiles import attempts_of, jobs_dir, read_log
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, read_log
 
 # Read at once: bounds memory, whatever the size of the log.
 CHUNK_BYTES = 1 << 20
@@ -29,7 +30,7 @@ ENDED = frozenset({"succeeded", "failed", "cancelled"})
 class Source(Protocol):
     """Where pieces of a log come from."""
 
-    job: wire.Job | None  # as last seen; whoever follows keeps it up to date
+    job: wire.Job | None  # as last seen; a caller that follows the log updates it
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
         """Yield (attempt, bytes) for what was not yielded before, in order."""
@@ -77,6 +78,7 @@ class LocalLog:
         self._offset_bytes: dict[int, int] = {}
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
+        """Yield what was written since the last call, as (attempt, bytes)."""
         for attempt, path in self._files():
             while True:
                 at = self._offset_bytes.get(attempt, 0)

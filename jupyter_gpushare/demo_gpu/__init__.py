@@ -23,101 +23,27 @@ As a job: ``python -m jupyter_gpushare.demo_gpu train --steps 100 --step-s 0.1 -
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
-from .errors import DeviceError, GpuShareError
+from jupyter_gpushare.demo_gpu.kernels import INDEX_FACTOR as INDEX_FACTOR
+from jupyter_gpushare.demo_gpu.kernels import PTX as PTX
+from jupyter_gpushare.demo_gpu.kernels import SEED_FACTOR as SEED_FACTOR
+from jupyter_gpushare.demo_gpu.kernels import STEP_FACTOR as STEP_FACTOR
+from jupyter_gpushare.demo_gpu.kernels import STEP_TERM as STEP_TERM
+from jupyter_gpushare.errors import DeviceError, GpuShareError
 
 PATTERN_BYTES = 16 << 20
 WORD_BYTES = 8
 _WORD = 1 << 64
 
-# One word of the pattern is seed * SEED_FACTOR + index * INDEX_FACTOR; a step multiplies
-# it by STEP_FACTOR and adds STEP_TERM (a full-period generator: Knuth's MMIX constants).
-SEED_FACTOR = 0x9E3779B97F4A7C15
-INDEX_FACTOR = 0xBF58476D1CE4E5B9
-STEP_FACTOR = 0x5851F42D4C957F2D
-STEP_TERM = 0x14057B7EF767814F
-
 _OUT_OF_MEMORY = 2
 # At most 64 blocks: all of them run at once on any GPU of the last decade, so that the
 # time a step takes does not depend on how many waves they come in.
 _BLOCKS, _THREADS = 64, 256
-
-_HEAD = ".version 6.3\n.target sm_75\n.address_size 64\n"
-_ENTRY = """
-.visible .entry {name}(.param .u64 words, .param .u64 count, .param .u64 extra)
-{{
-    .reg .pred %p;
-    .reg .b32 %b, %t, %n, %g;
-    .reg .b64 %words, %count, %extra, %i, %stride, %at, %word, %sum, %start, %now, %w;
-    ld.param.u64 %words, [words];
-    ld.param.u64 %count, [count];
-    ld.param.u64 %extra, [extra];
-    cvta.to.global.u64 %words, %words;
-    mov.u64 %start, %globaltimer;
-    mov.u64 %sum, 0;
-    mov.u32 %b, %ctaid.x;
-    mov.u32 %t, %tid.x;
-    mov.u32 %n, %ntid.x;
-    mov.u32 %g, %nctaid.x;
-    mul.wide.u32 %i, %b, %n;
-    cvt.u64.u32 %at, %t;
-    add.u64 %i, %i, %at;
-    mul.wide.u32 %stride, %n, %g;
-next:
-    setp.ge.u64 %p, %i, %count;
-    @%p bra done;
-    shl.b64 %at, %i, 3;
-    add.u64 %at, %at, %words;
-{body}
-    add.u64 %i, %i, %stride;
-    bra next;
-done:
-{after}
-    ret;
-}}
-"""
-
-PTX = (
-    _HEAD
-    + _ENTRY.format(
-        name="gpushare_demo_fill",
-        body=f"""    mul.lo.u64 %word, %extra, {SEED_FACTOR};
-    mul.lo.u64 %w, %i, {INDEX_FACTOR};
-    add.u64 %word, %word, %w;
-    st.global.u64 [%at], %word;""",
-        after="",
-    )
-    + _ENTRY.format(
-        name="gpushare_demo_step",
-        body=f"""    ld.global.u64 %word, [%at];
-    mul.lo.u64 %word, %word, {STEP_FACTOR};
-    add.u64 %word, %word, {STEP_TERM};
-    st.global.u64 [%at], %word;""",
-        after="""    mov.u64 %now, %globaltimer;
-    sub.u64 %now, %now, %start;
-    setp.lt.u64 %p, %now, %extra;
-    @%p bra done;""",
-    )
-    + _ENTRY.format(
-        name="gpushare_demo_sum",
-        body="""    ld.global.u64 %word, [%at];
-    shl.b64 %w, %i, 1;
-    add.u64 %w, %w, 1;
-    mul.lo.u64 %word, %word, %w;
-    add.u64 %sum, %sum, %word;""",
-        after="""    cvta.to.global.u64 %at, %extra;
-    red.global.add.u64 [%at], %sum;""",
-    )
-)
 
 
 class GpuOutOfMemory(DeviceError):
@@ -337,7 +263,12 @@ class Buffer:
             self._address = 0
 
     def fill(self, seed: int = 0, n_bytes: int | None = None) -> None:
-        """Write a pattern into the first 16 MiB, or into as many bytes as you say."""
+        """Write a pattern into the first 16 MiB, or into as many bytes as you say.
+
+        Raises:
+            ValueError: fewer bytes than a word, or more than there are.
+            DeviceError: the driver failed.
+        """
         wanted = min(self.n_bytes, PATTERN_BYTES) if n_bytes is None else n_bytes
         if not WORD_BYTES <= wanted <= self.n_bytes:
             raise ValueError(f"a pattern takes {WORD_BYTES} to {self.n_bytes} bytes here, not {wanted}")
@@ -411,75 +342,3 @@ def train(
             buffer.finish_step()
         if on_step is not None:
             on_step(together[0].steps)
-
-
-# ---- the command line ----
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Prints a line now and then and appends each finished step to a file."""
-
-    steps: int
-    file: Path | None
-
-    def __call__(self, step: int) -> None:
-        if self.file is not None:
-            with self.file.open("a") as lines:
-                lines.write(f"{step}\n")
-        if step == self.steps or step % max(1, self.steps // 20) == 0:
-            print(f"step {step} of {self.steps}", flush=True)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jupyter_gpushare.demo_gpu", description="GPU work for a demonstration."
-    )
-    command = parser.add_subparsers(dest="command", required=True).add_parser(
-        "train", help="do training steps on GPU memory and check that each was applied exactly once"
-    )
-    command.add_argument("--steps", type=_positive, default=100, help="how many (default %(default)s)")
-    command.add_argument("--step-s", type=float, default=0.1, help="seconds per step (default %(default)s)")
-    command.add_argument(
-        "--bytes", default="1GiB", help="memory on each GPU, e.g. 6GiB (default %(default)s)"
-    )
-    command.add_argument(
-        "--devices", type=_positive, help="how many GPUs (default: all this process may use)"
-    )
-    command.add_argument(
-        "--steps-file", type=Path, help="append the number of each finished step to this file"
-    )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done and correct, 1 the GPU refused or the memory is wrong, 2 usage."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        n_bytes = parse_bytes(options.bytes)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        buffers = [open(device).allocate(n_bytes) for device in range(options.devices or device_count())]
-        for buffer in buffers:
-            buffer.fill(seed=buffer.gpu.device + 1)
-            print(f"{gib(n_bytes)} on {buffer.gpu.name}", flush=True)
-        train(buffers, options.steps, options.step_s, _Progress(options.steps, options.steps_file))
-        intact = all(buffer.is_intact() for buffer in buffers)
-    except GpuShareError as error:
-        print(f"demo_gpu: {error}", file=sys.stderr)
-        return 1
-    print("every step was applied exactly once" if intact else "the GPU memory is not what it should be")
-    return 0 if intact else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

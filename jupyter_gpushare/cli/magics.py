@@ -7,18 +7,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
-from contextlib import closing
+from contextlib import closing, redirect_stderr, suppress
+from typing import TextIO
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-from jupyter_gpushare import wire
+from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.cli import broker_url, main
-from jupyter_gpushare.client import SyncBrokerClient
+from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.words import gigabytes
+from jupyter_gpushare.messages import gigabytes
+from jupyter_gpushare.protocol import wire
 
 
 def own_lease(status: wire.Status, server: str) -> wire.LeaseStatus | None:
@@ -43,6 +46,22 @@ def submit_words(line: str, cell: str | None) -> list[str]:
     return ["submit", "--name", "cell", *words, "--", sys.executable, "-u", "-c", cell]
 
 
+class _Renamed(io.TextIOBase):
+    """Passes text on with the name of the magic in place of the command's."""
+
+    def __init__(self, magic: str, beneath: TextIO) -> None:
+        self._magic = magic
+        self._beneath = beneath
+
+    def write(self, text: str) -> int:
+        named = text.replace("gpushare submit", self._magic).replace("gpushare:", f"{self._magic}:")
+        self._beneath.write(named)
+        return len(text)
+
+    def flush(self) -> None:
+        self._beneath.flush()
+
+
 @magics_class
 class GpuMagics(Magics):
     """``%gpu``, ``%gpujob`` and ``%%gpujob``."""
@@ -54,8 +73,9 @@ class GpuMagics(Magics):
         if not url or not token:
             print("This server was started without a GPU broker.")
             return
+        pinned = os.environ.get(CERTIFICATE_VARIABLE, "")
         try:
-            with closing(SyncBrokerClient(broker_url(url), token)) as client:
+            with closing(BlockingClient(broker_url(url), token, certificate=pinned)) as client:
                 status = client.get("status", wire.Status)
         except GpuShareError as error:
             print(f"No news from the GPU broker: {error}")
@@ -70,8 +90,7 @@ class GpuMagics(Magics):
         except ValueError as error:
             print(f"The line cannot be taken apart: {error}", file=sys.stderr)
             return
-        try:
+        magic = "%gpujob" if cell is None else "%%gpujob"
+        # Wrong usage and --help end in SystemExit, after argparse has said it.
+        with redirect_stderr(_Renamed(magic, sys.stderr)), suppress(SystemExit):
             main(words)
-        except SystemExit:
-            # Wrong usage or --help: argparse has said it.
-            return

@@ -1,0 +1,79 @@
+"""The verbs of the command line for what users and administrators set while sessions run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import closing
+from typing import Literal
+from urllib.parse import quote
+
+from jupyter_gpushare.cli.output import lending_text, print_json, project_text
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
+from jupyter_gpushare.messages import printable
+from jupyter_gpushare.protocol import wire
+
+Mode = Literal["on", "watch", "off"]
+MODES: tuple[Mode, ...] = ("on", "watch", "off")
+
+
+def lending(args: argparse.Namespace) -> int:
+    """Print whether GPUs are lent; change it before, if a mode is given."""
+    with closing(connect(args)) as client:
+        if args.mode is None:
+            answer = client.get("lending", wire.Lending)
+        else:
+            change = wire.LendingChange(mode=next((m for m in MODES if m == args.mode), None))
+            answer = client.put("lending", change, wire.Lending, repeatable=True)
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    print(printable(f"{answer.mode}: {lending_text(answer)}"))
+    return EXIT_OK
+
+
+def quota(args: argparse.Namespace) -> int:
+    """Print the numbers of projects; change those of one before, if numbers are given."""
+    change = wire.ProjectChange(quota=args.quota, weight=args.weight, limit=args.limit, force=args.force)
+    is_changed = (args.quota, args.weight, args.limit) != (None, None, None)
+    if (is_changed or args.reset) and args.project is None:
+        args.parser.error("name the project")
+    if is_changed and args.reset:
+        args.parser.error("--reset takes all numbers back: give it alone")
+    with closing(connect(args)) as client:
+        path = "projects" if args.project is None else f"projects/{quote(args.project, safe='')}"
+        if args.reset:
+            answer = client.delete(path, wire.Projects, repeatable=True)
+        elif is_changed:
+            answer = client.put(path, change, wire.Projects, repeatable=True)
+        else:
+            answer = client.get("projects", wire.Projects)
+    if args.project is not None:
+        answer = wire.Projects(projects=[p for p in answer.projects if p.name == args.project])
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    for project in answer.projects:
+        print(printable(project_text(project)))
+    if args.project is not None and not answer.projects:
+        print(printable(f"There is no project {args.project!r} for you."))
+        return EXIT_REFUSED
+    return EXIT_OK
+
+
+def sleep(args: argparse.Namespace) -> int:
+    """Mark the session of a server as never to be put to sleep, or take the mark away."""
+    server = os.environ.get("JUPYTERHUB_SERVER_NAME", "") if args.server is None else args.server
+    with closing(connect(args)) as client:
+        leases = client.get("leases", wire.Leases).leases
+        mine = [lease for lease in leases if lease.job is None and lease.server == server]
+        if not mine:
+            print(printable(f"No GPU is held by the server {server!r}."))
+            return EXIT_REFUSED
+        action = "never-sleep" if args.may == "never" else "may-sleep"
+        lease = client.post(f"leases/{mine[0].id}/{action}", None, wire.LeaseStatus, repeatable=True)
+    if args.json:
+        print_json(lease)
+    else:
+        print(printable(lease.sentence))
+    return EXIT_OK

@@ -1,0 +1,90 @@
+"""The verbs of the command line about my own sessions: wake, keep, lend, and what they used."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from jupyter_gpushare.cli.output import print_json, print_table, say
+from jupyter_gpushare.cli.verbs import EXIT_OK, connect
+from jupyter_gpushare.errors import NotFound
+from jupyter_gpushare.protocol import wire
+
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import BlockingClient
+
+_HOUR_S = 3600.0
+
+
+def wake(args: argparse.Namespace) -> int:
+    """Get the GPU of a session back that sleeps."""
+    return _act(args, "resume")
+
+
+def keep(args: argparse.Namespace) -> int:
+    """Keep the GPU of an idle session for a while."""
+    return _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
+
+
+def lend(args: argparse.Namespace) -> int:
+    """Lend the GPU of a session now."""
+    return _act(args, "lend")
+
+
+def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None) -> int:
+    with closing(connect(args)) as client:
+        lease_id = session_of(client, args.server).id
+        lease = client.post(f"leases/{lease_id}/{action}", body, wire.LeaseStatus, repeatable=True)
+    if args.json:
+        print_json(lease)
+    else:
+        say(f"{lease.badge}: {lease.sentence}")
+    return EXIT_OK
+
+
+def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
+    """Return the lease of a server of mine; None: of the server that this runs in, or of my only one.
+
+    Raises:
+        NotFound: that server holds no GPU, or there are several to choose from.
+        RequestError: the broker refused.
+        BrokerUnavailable: it does not answer.
+    """
+    sessions = [lease for lease in client.get("leases", wire.Leases).leases if lease.job is None]
+    named = os.environ.get("JUPYTERHUB_SERVER_NAME") if server is None else server
+    found = [lease for lease in sessions if lease.server == named]
+    if not found and server is None and len(sessions) == 1:
+        found = sessions
+    if not found:
+        names = ", ".join(repr(lease.server) for lease in sessions) or "none"
+        which = "This server" if named is None else f"The server {named!r}"
+        raise NotFound(f"{which} holds no GPU; servers that do (--server NAME): {names}")
+    return found[0]
+
+
+def usage(args: argparse.Namespace) -> int:
+    """Print my GPU-hours of the last seven days."""
+    with closing(connect(args)) as client:
+        week = client.get("history", wire.History)
+    if args.json:
+        print_json(week)
+        return EXIT_OK
+    if week.days:
+        rows = [[d.day, d.project, _hours(d.used_gpu_s), _hours(d.lent_gpu_s)] for d in week.days]
+        total = ["total", "", _hours(week.used_gpu_s), _hours(week.lent_gpu_s)]
+        print_table(["DAY", "PROJECT", "USED", "LENT"], [*rows, total])
+        print("GPU-hours; days in UTC.")
+    else:
+        print("No GPU was used in the last seven days.")
+    if week.helped_jobs:
+        jobs = "1 job" if week.helped_jobs == 1 else f"{week.helped_jobs} jobs"
+        say(f"Your idle sessions lent their GPUs to {jobs}.")
+    return EXIT_OK
+
+
+def _hours(gpu_s: float) -> str:
+    """Hours with as many digits as they need not to be nothing."""
+    hours = gpu_s / _HOUR_S
+    return f"{hours:.1f}" if hours >= 0.05 or not gpu_s else f"{hours:.3f}"

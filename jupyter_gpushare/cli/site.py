@@ -1,0 +1,334 @@
+"""``gpushare doctor --site``: is everything in place before users come?
+
+Reads the configurations of Hub and broker, as they read them, and this machine.
+Nothing is started, and neither Hub nor broker has to run.  Run it as root or as
+the user of the services: only they can read the secrets.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare import channel, native
+from jupyter_gpushare.broker.app import GPUShareBroker
+from jupyter_gpushare.broker.state.policy import ProjectConfig, parse_project
+from jupyter_gpushare.cli.doctor import Check, Result
+from jupyter_gpushare.core.model import WHOLE_GPU
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+from jupyter_gpushare.hub import broker_access, compat, contract
+from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
+from jupyter_gpushare.messages import gigabytes
+
+SERVICE = "gpushare"
+_SERVER_SCOPES = {
+    "users:activity!user",
+    "access:servers!server",
+    f"access:services!service={SERVICE}",
+    JOBS_SCOPE,
+}
+# Checkpoints of GPU memory (docs/admin.md).
+_CHECKPOINT_DRIVER = 570
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the checks need of this machine; ``driver`` is empty where none is found."""
+
+    gpu_memory_bytes: tuple[int, ...]
+    ram_bytes: int
+    driver: str
+    cgroup_v2: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Both configurations, read, and the machine."""
+
+    hub: Any  # JupyterHub with its configuration
+    broker: GPUShareBroker
+    projects: tuple[ProjectConfig, ...]
+    machine: Machine
+
+    @property
+    def spawner(self) -> dict[str, Any]:
+        """Settings of the mixin."""
+        return {
+            name: self.hub.config.GPUShareMixin.get(name, "") for name in ("broker_url", "broker_token_file")
+        }
+
+    def service(self) -> dict[str, Any] | None:
+        """The broker as a service of the Hub."""
+        return next((each for each in self.hub.services if each.get("name") == SERVICE), None)
+
+
+def examine(hub_config: Path, broker_config: Path, machine: Machine) -> list[Check]:
+    """Return one check per thing that can be wrong with a site, with the remedy."""
+    try:
+        hub = contract.hub_of(contract.load(hub_config))
+    except (Exception, SystemExit) as error:
+        return [_fail("hub-config", f"{hub_config} cannot be read: {error}.", "mend this file first")]
+    try:
+        broker = GPUShareBroker(config=contract.load(broker_config))
+        projects = [parse_project(name, config) for name, config in broker.projects.items()]
+    except (Exception, SystemExit) as error:
+        return [_fail("broker-config", f"{broker_config} cannot be read: {error}.", "mend this file first")]
+    site = Site(hub, broker, tuple(projects), machine)
+    return [_result(name, check(site)) for name, check in CHECKS.items()]
+
+
+def _result(name: str, found: Iterator[Check | tuple[str, str]]) -> Check:
+    for each in found:
+        if isinstance(each, Check):
+            return each
+        return _fail(name, *each)
+    return Check(name=name, result=Result.OK, message="In order.")
+
+
+def _fail(name: str, message: str, advice: str) -> Check:
+    return Check(name=name, result=Result.FAIL, message=message, advice=advice)
+
+
+# Each check yields what is wrong and the remedy, or nothing.
+_Found = Iterator[Check | tuple[str, str]]
+
+
+def _spawner_class(site: Site) -> _Found:
+    for said in contract.breaches(site.hub.spawner_class, site.hub.config):
+        yield said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md"
+
+
+def _named_servers(site: Site) -> _Found:
+    if not site.hub.allow_named_servers:
+        yield (
+            "Named servers are off, so no training job can start.",
+            "c.JupyterHub.allow_named_servers = True",
+        )
+
+
+def _job_scope(site: Site) -> _Found:
+    if JOBS_SCOPE not in site.hub.custom_scopes:
+        yield (
+            f"The scope {JOBS_SCOPE} is not defined.",
+            "add it to c.JupyterHub.custom_scopes (docs/admin.md)",
+        )
+
+
+def _user_scopes(site: Site) -> _Found:
+    given = set(getattr(site.hub, "extra_user_scopes", ()))
+    for role in site.hub.load_roles:
+        if role.get("name") == "user":
+            given = set(role.get("scopes", ()))
+    service = {"access:services", f"access:services!service={SERVICE}"}
+    if not given & service:
+        yield (
+            "Users may not ask the broker: they lack access:services!service=gpushare.",
+            "add it to c.JupyterHub.extra_user_scopes (JupyterHub 5.5: to the role user)",
+        )
+    if JOBS_SCOPE not in given:
+        yield (
+            f"Users may not submit jobs: they lack {JOBS_SCOPE}.",
+            "add it to c.JupyterHub.extra_user_scopes (JupyterHub 5.5: to the role user)",
+        )
+
+
+def _server_scopes(site: Site) -> _Found:
+    given = site.hub.config.Spawner.get("server_token_scopes")
+    if isinstance(given, (list, tuple, set)) and (lost := _SERVER_SCOPES - set(given)):
+        yield (
+            f"c.Spawner.server_token_scopes lacks {', '.join(sorted(lost))}.",
+            "name all four scopes there, or take the setting out",
+        )
+
+
+def _service(site: Site) -> _Found:
+    service = site.service()
+    if service is None:
+        yield f"The Hub knows no service {SERVICE}.", "add it to c.JupyterHub.services (docs/admin.md, 3)"
+    elif not service.get("api_token") and not service.get("command"):
+        yield (
+            f"The service {SERVICE} has neither an API token nor a command.",
+            "set api_token to the one of broker.env",
+        )
+
+
+def _broker_role(site: Site) -> _Found:
+    given = {
+        scope
+        for role in site.hub.load_roles
+        if SERVICE in role.get("services", ())
+        for scope in role.get("scopes", ())
+    }
+    if lost := [scope for scope in compat.BROKER_SCOPES if scope not in given]:
+        yield (
+            f"The broker's role lacks {', '.join(lost)}.",
+            f'add them to the role of c.JupyterHub.load_roles with "services": ["{SERVICE}"]',
+        )
+
+
+def _spawner_token(site: Site) -> _Found:
+    path = site.spawner["broker_token_file"]
+    try:
+        hub_token = broker_access.read_token(Path(path))
+    except GpuShareError as error:
+        yield (
+            f"The Hub's spawner token: {error}.",
+            "docs/admin.md, 2: both sides need the same file, mode 0600",
+        )
+        return
+    other = Path(site.broker.spawner_token_file)
+    if other.is_file() and other.read_text(errors="replace").strip() != hub_token:
+        yield (
+            f"Hub ({path}) and broker ({other}) have different spawner tokens.",
+            "copy one over the other and restart both",
+        )
+
+
+def _broker_socket(site: Site) -> _Found:
+    url = site.spawner["broker_url"] or GPUShareMixin.broker_url.default_value
+    try:
+        address = channel.parse(url)
+    except InvalidRequest as error:
+        yield f"c.GPUShareMixin.broker_url: {error}.", "name the broker's socket (docs/admin.md, 3)"
+        return
+    if address.socket is None:
+        return
+    if address.socket != Path(site.broker.api_socket).absolute():
+        yield (
+            f"The Hub asks {address.socket}, the broker listens at {site.broker.api_socket}.",
+            "make c.GPUShareMixin.broker_url and c.GPUShareBroker.api_socket the same path",
+        )
+    elif not address.socket.is_socket():
+        yield f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket"
+
+
+def _helper_socket(site: Site) -> _Found:
+    path = Path(site.broker.helper_socket)
+    if not path.is_socket():
+        yield f"The device helper does not listen at {path}.", "systemctl enable --now gpushare-helper"
+
+
+def _state_dir(site: Site) -> _Found:
+    folder = Path(site.broker.state_dir)
+    if not folder.is_dir():
+        yield (
+            f"The broker's folder {folder} is missing.",
+            f"install -d -m 700 -o gpushare -g gpushare {folder}",
+        )
+    elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
+        yield f"Others can write into {folder}.", f"chmod 700 {folder}"
+
+
+def _database(site: Site) -> _Found:
+    if site.broker.db_url == site.hub.db_url:
+        yield "The broker uses the Hub's database.", "give c.GPUShareBroker.db_url one of its own"
+
+
+def _quotas(site: Site) -> _Found:
+    gpus = len(site.machine.gpu_memory_bytes)
+    projects = site.projects
+    if not projects:
+        yield "No project is configured, so no user gets a GPU.", "set c.GPUShareBroker.projects"
+    percent = sum(each.quota_percent or 0 for each in projects)
+    total_milli = sum(each.quota_milli or 0 for each in projects) + gpus * WHOLE_GPU * percent / 100
+    if gpus and total_milli > gpus * WHOLE_GPU:
+        yield (
+            f"Projects are guaranteed {total_milli / WHOLE_GPU:g} GPUs; this machine has {gpus}.",
+            "lower the quotas in c.GPUShareBroker.projects",
+        )
+
+
+def _library(site: Site) -> _Found:
+    library = native.lib_dir() / native.PRELOAD_NAME
+    if any(each in str(library) for each in " :"):
+        yield f"{library} cannot be preloaded: its path has a blank or a colon.", "install into another path"
+    elif not library.is_file():
+        yield (
+            f"{library} is missing.",
+            "install the wheel again, or run python -m jupyter_gpushare.native.build",
+        )
+    else:
+        for folder in library.parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                yield f"Users cannot load {library}: {folder} is closed to them.", f"chmod o+x {folder}"
+
+
+def _driver(site: Site) -> _Found:
+    machine = site.machine
+    if not machine.driver:
+        yield "No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs"
+    elif not machine.gpu_memory_bytes:
+        yield f"The driver {machine.driver} finds no GPU.", "check `nvidia-smi`"
+    elif machine.driver.split(".")[0].isdigit() and int(machine.driver.split(".")[0]) < _CHECKPOINT_DRIVER:
+        yield _warn(
+            "driver",
+            f"Driver {machine.driver} cannot put idle sessions to sleep.",
+            "install 570 or newer (575 for PyTorch)",
+        )
+
+
+def _host_memory(site: Site) -> _Found:
+    largest = max(site.machine.gpu_memory_bytes, default=0)
+    if site.machine.ram_bytes // 2 < largest:
+        yield _warn(
+            "host-memory",
+            f"Half of the RAM ({gigabytes(site.machine.ram_bytes // 2)}) is smaller than the largest GPU "
+            f"({gigabytes(largest)}): a session that fills it cannot be put to sleep.",
+            "add memory, or raise --host-budget-percent of the device helper",
+        )
+
+
+def _cgroups(site: Site) -> _Found:
+    if not site.machine.cgroup_v2:
+        yield _warn(
+            "cgroups",
+            "This machine has no cgroup v2: the driver's own limits (r615) cannot be used.",
+            "boot with systemd.unified_cgroup_hierarchy=1",
+        )
+
+
+def _warn(name: str, message: str, advice: str) -> Check:
+    return Check(name=name, result=Result.WARN, message=message, advice=advice)
+
+
+CHECKS: dict[str, Callable[[Site], _Found]] = {
+    "spawner": _spawner_class,
+    "named-servers": _named_servers,
+    "job-scope": _job_scope,
+    "user-scopes": _user_scopes,
+    "server-scopes": _server_scopes,
+    "service": _service,
+    "broker-role": _broker_role,
+    "spawner-token": _spawner_token,
+    "broker-socket": _broker_socket,
+    "helper-socket": _helper_socket,
+    "state-dir": _state_dir,
+    "database": _database,
+    "quotas": _quotas,
+    "library": _library,
+    "driver": _driver,
+    "host-memory": _host_memory,
+    "cgroups": _cgroups,
+}
+
+
+def this_machine() -> Machine:
+    """Return what the checks need of this machine, asked now."""
+    from jupyter_gpushare.errors import DeviceError
+    from jupyter_gpushare.gpu.driver.nvml import Nvml
+
+    try:
+        nvml = Nvml()
+        driver, memory = nvml.driver, tuple(gpu.memory_bytes for gpu in nvml.gpus)
+    except DeviceError:
+        driver, memory = "", ()
+    return Machine(
+        gpu_memory_bytes=memory,
+        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        driver=driver,
+        cgroup_v2=Path("/sys/fs/cgroup/cgroup.controllers").is_file(),
+    )

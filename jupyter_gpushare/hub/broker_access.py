@@ -1,0 +1,75 @@
+"""The Hub's connection to the broker: the token's file, the pinned certificate, one pool per event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import weakref
+from pathlib import Path
+
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.errors import GpuShareError
+
+_TOKEN_MAX_BYTES = 4096
+_CERTIFICATE_MAX_BYTES = 16_384
+
+# One connection pool per event loop, address, token and certificate; building one costs 20 ms.
+_Key = tuple[str, str, str]
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, BrokerClient]]
+_clients = weakref.WeakKeyDictionary()
+
+
+def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> BrokerClient:
+    """Return this event loop's connections to the broker.
+
+    Raises:
+        InvalidRequest: not an address, or not a certificate.
+    """
+    pools = _clients.setdefault(asyncio.get_running_loop(), {})
+    key = (url, token, certificate)
+    if key not in pools:
+        pools[key] = BrokerClient(f"{url}/api/v1", token, certificate=certificate, timeout_s=timeout_s)
+    return pools[key]
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file that only its owner can read.
+
+    Raises:
+        GpuShareError: there is none, or other users could read or replace it.
+    """
+    if not path.name:
+        raise GpuShareError("c.GPUShareMixin.broker_token_file is not set")
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            about = os.fstat(file.fileno())
+            token = file.read(_TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
+        raise GpuShareError(
+            f"{path} can be read by others (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}"
+        )
+    if about.st_uid not in (os.geteuid(), 0):
+        raise GpuShareError(f"{path} belongs to uid {about.st_uid}, neither the Hub's user nor root")
+    if not token or not token.isprintable():
+        raise GpuShareError(f"{path} holds no token")
+    return token
+
+
+def read_certificate(path: Path) -> str:
+    """Return the broker's certificate (PEM).
+
+    Raises:
+        GpuShareError: it cannot be read, or other users could replace it.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            about = os.fstat(file.fileno())
+            certificate = file.read(_CERTIFICATE_MAX_BYTES).decode("ascii", errors="replace")
+    except OSError as error:
+        raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o022:
+        raise GpuShareError(f"{path} can be changed by others: chmod go-w {path}")
+    return certificate

@@ -1,0 +1,69 @@
+"""JupyterHub 5.5 beside 6: what 5.5 lacks, in one place.
+
+6.0 brought `SpawnException`: a refusal by policy, which does not count towards the
+Hub's `consecutive_failure_limit`.  In 5.5 every failed start counts, and at the limit
+the Hub exits (`jupyterhub/handlers/base.py`, `_track_failure_count`).
+
+6.0 also brought `extra_user_scopes`; in 5.5 the role ``user`` is defined anew.  An empty body
+starts a server by REST in both, so the broker needs nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+from jupyterhub import version_info
+from tornado import web
+
+try:
+    from jupyterhub.spawner import SpawnException
+except ImportError:
+
+    class SpawnException(web.HTTPError):  # type: ignore[no-redef]
+        """Refusal of a start, with the arguments of JupyterHub 6."""
+
+        def __init__(
+            self,
+            message: str,
+            *,
+            reason: str,
+            log_message: str = "",
+            message_html: str = "",
+            status_code: int = 400,
+        ) -> None:
+            self.message = message
+            self.message_html = message_html
+            super().__init__(status_code, log_message or message, reason=reason)
+
+    REFUSALS_COUNT = True
+else:
+    REFUSALS_COUNT = False
+
+if TYPE_CHECKING:
+    from jupyterhub.spawner import Spawner
+
+__all__ = ["BROKER_SCOPES", "REFUSALS_COUNT", "SpawnException", "grant_to_users", "keep_failure_count"]
+
+# What the broker's service may do in the Hub.
+BROKER_SCOPES = ("list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers")
+
+
+def keep_failure_count(spawner: Spawner) -> None:
+    """Keep a refusal that is about to be raised out of the Hub's count of failed starts."""
+    if REFUSALS_COUNT and spawner.handler is not None:
+        # The Hub adds one to this number once `start` has raised.
+        settings: dict[str, Any] = spawner.handler.settings
+        settings["failure_count"] = settings.get("failure_count", 0) - 1
+
+
+def grant_to_users(c: Any, scopes: Set[str]) -> None:
+    """Give all users of a configuration ``c`` scopes beyond the Hub's own list."""
+    if version_info[0] >= 6:
+        c.JupyterHub.extra_user_scopes = set(c.JupyterHub.get("extra_user_scopes", ())) | scopes
+        return
+    roles = c.JupyterHub.setdefault("load_roles", [])
+    user = next((role for role in roles if role["name"] == "user"), None)
+    if user is None:
+        roles.append(user := {"name": "user", "scopes": ["self"]})
+    user["scopes"] = sorted({*user["scopes"], *scopes})

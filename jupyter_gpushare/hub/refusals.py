@@ -1,0 +1,38 @@
+"""Refused starts, as the Hub shows them to users."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from jupyter_gpushare.hub.compat import SpawnException
+
+BROKER_DOWN = (
+    "The GPU service does not answer, so no GPU can be given now. "
+    'Try again in a minute, or choose "No GPU": such a server starts at once.'
+)
+
+BAD_GRANT = (
+    "The GPU service answered with settings that this Hub does not accept, so the server was not started. "
+    "Tell the administrator; the Hub's log names them."
+)
+
+JOB_NAME = (
+    "This is the name of a training job, which only the GPU service starts. "
+    "To run the job again, choose Retry in JupyterLab's list of jobs, or gpushare retry."
+)
+
+SHARED_RESOURCE = (
+    "On this Hub a second server of yours would replace the one that runs, so it was not started. "
+    "Tell the administrator; the Hub's log says what to set."
+)
+
+
+def refusal(message: str, reason: str, status: int) -> SpawnException:
+    """Return the exception for a start that is refused, readable wherever the Hub shows it."""
+    word = re.sub(r"[^a-z0-9_]", "_", reason.lower())[:60] or "refused"
+    error = SpawnException(message, reason=word, status_code=status, message_html=html.escape(message))
+    # The form page and the page after a failed start read these instead.
+    error.jupyterhub_message = message
+    error.jupyterhub_html_message = html.escape(message)
+    return error

@@ -1,0 +1,64 @@
+"""`gpushare admin lending` and `gpushare sleep`."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from jupyter_gpushare.protocol import wire
+
+LENDING = wire.Lending(
+    mode="watch", configured="on", set_by="root", set_at="2026-11-22T10:00:00.000Z", tried=3, failed=1, lost=0
+)
+
+
+def test_lending_is_shown_and_changed(gpushare, broker):
+    broker.answer("GET lending", msgspec.to_builtins(LENDING))
+    shown = gpushare("admin", "lending")
+    assert shown.code == 0
+    assert "watch: Nothing is lent" in shown.out
+    assert "Set by root at 2026-11-22T10:00Z; configured: on." in shown.out
+    broker.answer("PUT lending", msgspec.to_builtins(LENDING))
+    assert gpushare("admin", "lending", "off").code == 0
+    assert broker.seen[-1].json == {"mode": "off"}
+    assert gpushare("admin", "lending", "default", "--json").json["mode"] == "watch"
+    assert broker.seen[-1].json == {"mode": None}
+    assert gpushare("admin", "lending", "always").code == 2
+
+
+@pytest.mark.parametrize(("word", "action"), [("never", "never-sleep"), ("allow", "may-sleep")])
+def test_the_session_of_this_server_is_marked(gpushare, broker, golden, word, action):
+    lease = golden("status_active")["leases"][0] | {"job": None, "server": ""}
+    broker.answer("GET leases", {"leases": [lease]})
+    broker.answer(f"POST leases/{lease['id']}/{action}", lease)
+    ran = gpushare("sleep", word)
+    assert (ran.code, ran.out.strip()) == (0, lease["sentence"])
+    assert gpushare("sleep", word, "--server", "other").code == 1
+
+
+def test_numbers_of_projects_are_shown_changed_and_taken_back(gpushare, broker, golden):
+    projects = {"projects": golden("status_active")["projects"]}
+    name = projects["projects"][0]["name"]
+    broker.answer("GET projects", projects)
+    broker.answer(f"PUT projects/{name}", projects)
+    broker.answer(f"DELETE projects/{name}", projects)
+    shown = gpushare("admin", "quota")
+    assert (shown.code, shown.out.splitlines()[0].split(":")[0]) == (0, name)
+    assert gpushare("admin", "quota", name, "--quota", "1.5", "--weight", "3").code == 0
+    assert broker.seen[-1].json == {"quota": 1.5, "weight": 3, "limit": None, "force": False}
+    assert gpushare("admin", "quota", name, "--reset", "--json").json["projects"][0]["name"] == name
+    assert broker.seen[-1].method == "DELETE"
+
+
+@pytest.mark.parametrize(
+    "words", [("--quota", "1"), ("nlp", "--reset", "--weight", "2"), ("--reset",), ("nlp", "--weight", "-1")]
+)
+def test_half_a_change_of_a_project_is_a_usage_error(gpushare, broker, words):
+    assert gpushare("admin", "quota", *words).code == 2
+    assert not broker.seen
+
+
+def test_a_project_that_does_not_exist_is_named(gpushare, broker, golden):
+    broker.answer("GET projects", {"projects": golden("status_active")["projects"]})
+    shown = gpushare("admin", "quota", "nosuch")
+    assert (shown.code, shown.out.strip()) == (1, "There is no project 'nosuch' for you.")

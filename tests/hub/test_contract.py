@@ -1,0 +1,167 @@
+"""Servers are told apart by their names, and a site's own class keeps what the mixin needs."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dockerspawner import DockerSpawner
+from jupyterhub.spawner import SimpleLocalProcessSpawner
+from sudospawner import SudoSpawner
+from systemdspawner import SystemdSpawner
+from traitlets.config import Config
+
+from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareMixin, GPUShareSimpleSpawner, distinct
+from jupyter_gpushare.hub.contract import breaches
+from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
+from jupyter_gpushare.hub.systemd import GPUShareSystemdSpawner
+from tests.hub import conftest
+from tests.hub.conftest import SIMPLE, running_hub
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class OwnSystemd(GPUShareMixin, SystemdSpawner):
+    """As a site might write it."""
+
+
+class OwnDocker(GPUShareMixin, DockerSpawner):
+    """As a site might write it."""
+
+
+class OwnSudo(GPUShareMixin, SudoSpawner):
+    """As docs/spawners.md has it, without the user."""
+
+
+class MixinLast(SimpleLocalProcessSpawner, GPUShareMixin):
+    """The wrong order: the mixin's start is never called."""
+
+
+class LosesVariables(GPUShareSimpleSpawner):
+    def get_env(self) -> dict[str, str]:
+        return {"PATH": super().get_env()["PATH"], "CUDA_VISIBLE_DEVICES": ""}
+
+
+class NoNumber(GPUShareSimpleSpawner):
+    def server_uid(self) -> Any:
+        return self.user.name
+
+
+def test_a_unit_named_by_the_user_alone_is_refused_with_what_to_set():
+    said = distinct.check_class(OwnSystemd, Config())
+    assert f'OwnSystemd runs all servers of a user in "jupyter-{ME}-singleuser"' in said
+    assert "put {SERVERNAME} into c.SystemdSpawner.unit_name_template" in said
+
+
+def test_a_container_named_by_the_user_alone_is_refused_with_what_to_set():
+    config = Config({"DockerSpawner": {"name_template": "jupyter-{username}"}})
+    for spawner_class in (OwnDocker, GPUShareDockerSpawner):
+        assert "put {servername} into c.DockerSpawner.name_template" in distinct.check_class(
+            spawner_class, config
+        )
+
+
+@pytest.mark.parametrize(
+    "spawner_class",
+    [
+        GPUShareLocalSpawner,
+        GPUShareSimpleSpawner,
+        GPUShareSystemdSpawner,
+        GPUShareDockerSpawner,
+        OwnDocker,
+    ],
+)
+def test_servers_with_names_of_their_own_are_accepted(spawner_class):
+    assert distinct.check_class(spawner_class, Config()) == ""
+
+
+def test_a_site_that_takes_the_servers_name_out_of_the_units_is_refused():
+    config = Config({"SystemdSpawner": {"unit_name_template": "jupyter-{USERNAME}"}})
+    assert "gpushare-systemd" in distinct.check_class(GPUShareSystemdSpawner, config)
+
+
+@pytest.mark.parametrize(
+    "spawner_class",
+    [
+        GPUShareLocalSpawner,
+        GPUShareSimpleSpawner,
+        GPUShareSystemdSpawner,
+        GPUShareDockerSpawner,
+        OwnDocker,
+        OwnSudo,
+    ],
+)
+def test_our_classes_and_simple_combinations_keep_the_contract(spawner_class):
+    assert list(breaches(spawner_class, Config())) == []
+
+
+@pytest.mark.parametrize(
+    ("spawner_class", "said"),
+    [
+        (
+            SimpleLocalProcessSpawner,
+            "gives no GPUs: write `class X(GPUShareMixin, SimpleLocalProcessSpawner)`",
+        ),
+        (MixinLast, "MixinLast.start does not reach GPUShareMixin"),
+        (OwnSystemd, "put {SERVERNAME} into c.SystemdSpawner.unit_name_template"),
+        (LosesVariables, "get_env loses variables of a lease: CUDA_VISIBLE_DEVICES, GPUSHARE_LEASE"),
+        (NoNumber, f"server_uid returns '{ME}', not the number of the user"),
+    ],
+)
+def test_each_breach_of_the_contract_is_named_with_its_remedy(spawner_class, said):
+    assert said in "\n".join(breaches(spawner_class, Config()))
+
+
+def run_contract(config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jupyter_gpushare.hub.contract", config],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))),
+        },
+        cwd=config.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+OWN_CLASS = """
+from jupyter_gpushare.hub import GPUShareMixin
+from systemdspawner import SystemdSpawner
+
+class Own(GPUShareMixin, SystemdSpawner):
+    pass
+
+c.JupyterHub.spawner_class = Own
+"""
+
+
+def test_a_site_runs_the_contract_on_its_own_configuration(tmp_path):
+    config = tmp_path / "jupyterhub_config.py"
+    config.write_text(f'c.JupyterHub.spawner_class = "{SIMPLE}"\n')
+    done = run_contract(config)
+    assert (done.returncode, done.stdout) == (0, "GPUShareSimpleSpawner keeps the contract.\n"), done.stderr
+    config.write_text(OWN_CLASS)
+    done = run_contract(config)
+    assert done.returncode == 1
+    assert "put {SERVERNAME} into c.SystemdSpawner.unit_name_template" in done.stdout
+
+
+def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(tmp_path, monkeypatch):
+    # It is the end of the Hub that is waited for, however long a busy machine takes.
+    monkeypatch.setattr(conftest, "wait_for", partial(conftest.wait_for, patience_s=120))
+    with pytest.raises(pytest.fail.Exception) as ended, running_hub(SIMPLE, tmp_path, extra=OWN_CLASS):
+        pass
+    assert "the Hub ended" in str(ended.value)
+    log = (tmp_path / "hub.log").read_text()
+    assert "put {SERVERNAME} into c.SystemdSpawner.unit_name_template" in log
+    assert "A training job would replace its owner's session" in log
