@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,15 +24,14 @@ import pytest
 from playwright.async_api import Page, async_playwright, expect
 
 from tests.ports import free_ports
-from tests.ui.pages import BUNDLE, TOKEN
+from tests.ui.pages import BUNDLE, TOKEN, is_complaint
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
-# What a page says on its console because of us.
-OURS = re.compile("gpushare|unsatisfied version", re.IGNORECASE)
-
-# A busy machine is slow; what holds is seen at once anyhow.
-expect.set_options(timeout=30_000)
+# A condition that holds ends its wait at once; a slow machine needs the rest.
+expect.set_options(timeout=90_000)
+PAGE_MS = 1000 * PATIENCE_S
 
 _spec = importlib.util.spec_from_file_location(
     "gpushare_fake_broker", ROOT / "tests" / "server" / "fake_broker.py"
@@ -102,13 +100,13 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
             )
             options = {"viewport": {"width": 1280, "height": 800}, "locale": "en-GB"} | options
             page = await browser.new_page(**options)
-            page.set_default_timeout(60_000)
+            page.set_default_timeout(PAGE_MS)
             complaints: list[str] = []
-            page.on("console", lambda said: complaints.append(said.text) if OURS.search(said.text) else None)
+            page.on("console", lambda said: complaints.append(said.text) if is_complaint(said.text) else None)
             page.on("pageerror", lambda error: complaints.append(str(error)))
             await page.goto(f"{lab.url}/{path}?token={TOKEN}{'&reset' if reset else ''}")
             if path.startswith("lab/"):
-                await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+                await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=PAGE_MS)
             yield page
             await browser.close()
         assert not complaints
@@ -120,7 +118,7 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
 async def page(lab, broker, open_page) -> AsyncIterator[Page]:
     """A page with a GPU in use."""
     async with open_page(lab) as page:
-        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
         yield page
 
 
@@ -178,18 +176,17 @@ def _jupyterlab(tmp_path: Path, broker: Any, app: str, packages: Path | None) ->
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
-        assert process.poll() is None, (tmp_path / "lab.log").read_text()
         try:
             return httpx.get(f"{url}/api", trust_env=False, timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
     try:
-        fake_broker.eventually(answers, 60)
+        until(answers, "JupyterLab answers", process=process, log=tmp_path / "lab.log")
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 @pytest.fixture

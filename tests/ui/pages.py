@@ -6,11 +6,14 @@ import asyncio
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, Route, expect
+
+from tests.waiting import PATIENCE_S
 
 UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
 BUNDLE = UI.parent / "labextension"
@@ -26,10 +29,22 @@ TOO_WIDE = """area => {
         .map(node => node.outerHTML.slice(0, 120));
 }"""
 
+# What a page says on its console because of us.
+_OURS = re.compile("gpushare|unsatisfied version", re.IGNORECASE)
+# JupyterLab's warnings about a plugin that starts slowly: they measure the machine, not the plugin.
+_SLOW_PLUGIN = re.compile(
+    r"Plugin \S+ (is taking too long|\(with \d+ dependants\) took [\d.]+ms) to activate\."
+)
+
 needs_browser = [
     pytest.mark.browser,
     pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
 ]
+
+
+def is_complaint(text: str) -> bool:
+    """Return whether a line of a page's console is about our extension and fails its test."""
+    return bool(_OURS.search(text)) and not _SLOW_PLUGIN.fullmatch(text)
 
 
 async def picture(page: Page, name: str) -> None:
@@ -71,6 +86,7 @@ async def loaded(page: Page) -> dict[str, int]:
 
 async def arrived(held: list[Route], count: int) -> None:
     """Wait for so many requests, and fail on more."""
-    while len(held) < count:
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(held) < count:
+            await asyncio.sleep(0.05)
     assert len(held) == count

@@ -45,8 +45,8 @@ async def page(lab, open_page) -> AsyncIterator[Page]:
 async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_notifications(
     page, broker, golden
 ):
-    status = page.locator(".gps-status button")
-    await expect(status).to_contain_text("1/2 GPU 6.8/40 GB Active", timeout=60_000)
+    status = page.locator(".gpushare-status button")
+    await expect(status).to_contain_text("1/2 GPU 6.8/40 GB Active")
     await status.focus()
     await page.keyboard.press("Enter")
     panel = page.get_by_role("region", name="Shared GPU")
@@ -59,7 +59,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
     broker.answer("POST leases/b7q2mzk4x9/keep", golden("status_active")["leases"][0])
     warned = golden("status_warned")
     broker.say_status(warned)
-    banner = page.locator(".gps-banner")
+    banner = page.locator(".gpushare-banner")
     await expect(banner).to_contain_text("Lent in 5 min")
     toasts = page.locator(".Toastify")
     await expect(toasts).to_contain_text("Your GPU is lent in 5 min")
@@ -92,25 +92,25 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
 
 
 async def test_silence_of_the_broker_is_shown_without_old_numbers(page, broker):
-    await expect(page.locator(".gps-status button")).to_contain_text("6.8/40 GB", timeout=60_000)
-    await page.locator(".gps-status button").click()
+    await expect(page.locator(".gpushare-status button")).to_contain_text("6.8/40 GB")
+    await page.locator(".gpushare-status button").click()
     broker.stop()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("No news from the GPU broker since")
     await expect(panel.get_by_role("meter")).to_have_count(0)
-    await expect(page.locator(".gps-status button")).to_have_text("GPU: no data")
+    await expect(page.locator(".gpushare-status button")).to_have_text("GPU: no data")
     await picture(page, "panel-silent")
     broker.start()
     await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
 
 
 async def test_a_warning_goes_with_the_brokers_silence_and_comes_again(page, broker, golden):
-    await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
+    await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
     broker.say_status(golden("status_warned"))
     toasts = page.locator(".Toastify")
     await expect(toasts).to_contain_text("Your GPU is lent in")
     broker.stop()
-    await expect(page.locator(".gps-status button")).to_have_text("GPU: no data")
+    await expect(page.locator(".gpushare-status button")).to_have_text("GPU: no data")
     await expect(toasts).not_to_contain_text("Your GPU is lent in")
     broker.start()
     await expect(toasts).to_contain_text("Your GPU is lent in")
@@ -124,9 +124,9 @@ async def test_a_page_that_is_connected_again_asks_for_what_it_missed(lab, broke
     async with open_page(lab) as page:
         await page.add_init_script(LOSES_EVENTS)
         await page.reload()
-        status = page.locator(".gps-status button")
-        await expect(status).to_contain_text("Active", timeout=60_000)
-        await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+        status = page.locator(".gpushare-status button")
+        await expect(status).to_contain_text("Active")
+        await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
         await page.evaluate("window.away = true; window.streams.forEach(stream => stream.close())")
         broker.say_status(golden("status_warned"))
         await page.wait_for_timeout(1_500)

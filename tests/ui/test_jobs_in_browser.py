@@ -8,7 +8,7 @@ from typing import Any
 
 from playwright.async_api import expect
 
-from jupyter_gpushare.jobfiles import log_path
+from jupyter_gpushare.protocol.jobfiles import log_path
 from tests.ui.pages import (
     BUNDLE,
     THEMES,
@@ -54,8 +54,8 @@ async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(pag
     broker.answer("GET jobs", many(golden, 1000))
     await run_command(page, "gpushare:jobs")
     grid = page.get_by_role("grid", name="My training jobs")
-    rows = grid.locator(".gps-job-row")
-    await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("1003 jobs")
+    rows = grid.locator(".gpushare-job-row")
+    await expect(page.locator(".gpushare-jobs .gpushare-tools").first).to_contain_text("1003 jobs")
     assert await grid.get_attribute("aria-rowcount") == "1004"
     assert await rows.count() < 60
     await grid.get_by_role("button", name="Ran").click()
@@ -69,15 +69,15 @@ async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(pag
     await page.keyboard.press("ArrowDown")
     await expect(grid.locator('[aria-selected="true"]')).to_contain_text("train 998")
     await page.get_by_label("Filter jobs").fill("train 99 failed")
-    await expect(page.locator(".gps-jobs .gps-tools").first).to_contain_text("of 1003 jobs")
+    await expect(page.locator(".gpushare-jobs .gpushare-tools").first).to_contain_text("of 1003 jobs")
     await page.get_by_label("Filter jobs").fill("no such job")
     await expect(grid).to_contain_text("No job is like that.")
     # Narrow, it keeps what matters.
     await page.get_by_label("Filter jobs").fill("")
     await page.set_viewport_size({"width": 700, "height": 700})
     await expect(rows.first.get_by_role("gridcell")).to_have_count(2)
-    await expect(rows.first.locator(".gps-state")).to_be_in_viewport()
-    assert await page.locator(".gps-jobs").evaluate(TOO_WIDE) == []
+    await expect(rows.first.locator(".gpushare-state")).to_be_in_viewport()
+    assert await page.locator(".gpushare-jobs").evaluate(TOO_WIDE) == []
     assert len(await loaded(page)) > len(at_start)
 
 
@@ -92,7 +92,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     log.write_text("epoch 1 loss 0.9\n 10%|#\r 20%|##\n\x1b[31mred\x1b[0m\n")
     await run_command(page, "gpushare:jobs", {"job": running["id"]})
     detail = page.get_by_role("region", name="Job night")
-    box = detail.locator(".gps-log")
+    box = detail.locator(".gpushare-log")
     await expect(box).to_contain_text("epoch 1 loss 0.9\n 20%|##\nred")
     with log.open("a") as file:
         file.write("".join(f"epoch {n}\n" for n in range(2, 200)))
@@ -106,7 +106,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
         await detail.get_by_role("link", name="Download").click()
     assert "epoch 199" in Path(await (await download.value).path()).read_text()
     await picture(page, "jobs-log")
-    # Who reads further up is left there; Follow says so.
+    # A log scrolled up stays there; Follow says so.
     follow = detail.get_by_label("Follow")
     await expect(follow).to_be_checked()
     await box.hover()
@@ -129,7 +129,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await expect(box).to_contain_text("last 99")
     assert await box.evaluate(bottom)
     await page.set_viewport_size({"width": 1280, "height": 700})
-    await page.wait_for_function(f"() => ({bottom})(document.querySelector('.gps-log'))")
+    await page.wait_for_function(f"() => ({bottom})(document.querySelector('.gpushare-log'))")
     await page.set_viewport_size({"width": 1280, "height": 800})
     await expect(follow).to_be_checked()
     # Nothing is read in a tab that is hidden; shown again, it goes on where it was.
@@ -142,13 +142,13 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await expect(follow).to_be_checked()
     assert await box.evaluate(bottom)
     await detail.get_by_role("tab", name="Timeline").click()
-    await expect(detail.locator(".gps-timeline li")).to_have_count(5)
+    await expect(detail.locator(".gpushare-timeline li")).to_have_count(5)
     await expect(detail).to_contain_text("another project took back its guaranteed GPU")
     await expect(detail.locator("time").first).to_contain_text("May 2031, ")
     await picture(page, "jobs-timeline")
     for theme in THEMES:
         await use_theme(page, theme)
-        await accessible(page, ".gps-jobs")
+        await accessible(page, ".gpushare-jobs")
         await picture(page, f"jobs-{theme.split()[-1].lower()}")
     await use_theme(page, THEMES[0])
     await detail.get_by_role("tab", name="Timeline").press("ArrowRight")
@@ -170,7 +170,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await expect(dialog.get_by_role("radio", name="MIG instance 1g.10gb")).to_be_checked()
     await expect(dialog).to_contain_text("Variables with the value that this server has: WANDB_MODE")
     await expect(dialog).to_contain_text("Priority in its project: 5")
-    await accessible(page, ".gps-launch-dialog")
+    await accessible(page, ".gpushare-launch-dialog")
     await picture(page, "dialog-duplicate")
     await page.keyboard.press("Escape")
 
@@ -187,30 +187,32 @@ async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):
     broker.answer(f"GET jobs/{kept['id']}/timeline", golden("timeline"))
     await run_command(page, "gpushare:jobs", {"job": kept["id"]})
     detail = page.get_by_role("region", name="Job night")
-    await expect(detail.locator(".gps-log")).to_contain_text("attempt 5")
+    await expect(detail.locator(".gpushare-log")).to_contain_text("attempt 5")
     await expect(detail.get_by_label("Attempt").locator("option")).to_have_text(
         ["Newest attempt", "Attempt 3", "Attempt 4", "Attempt 5"]
     )
     await detail.get_by_label("Attempt").select_option("3")
-    await expect(detail.locator(".gps-log")).to_contain_text("attempt 3")
+    await expect(detail.locator(".gpushare-log")).to_contain_text("attempt 3")
     # Its timeline is asked for again when it began once more, in the same state.
     await detail.get_by_role("tab", name="Timeline").click()
-    await expect(detail.locator(".gps-timeline li")).to_have_count(5)
+    await expect(detail.locator(".gpushare-timeline li")).to_have_count(5)
     moments = golden("timeline")["moments"]
     broker.answer(f"GET jobs/{kept['id']}/timeline", {"moments": [*moments, moments[-1]]})
     lab.say(golden("status_active") | {"jobs": [kept | {"attempt": 6}, gone]})
-    await expect(detail.locator(".gps-timeline li")).to_have_count(6)
+    await expect(detail.locator(".gpushare-timeline li")).to_have_count(6)
     await run_command(page, "gpushare:jobs", {"job": gone["id"]})
     detail = page.get_by_role("region", name="Job gone")
-    await expect(detail.locator(".gps-log")).to_have_text("Its log is not in your files any more.")
-    moments = [moment | {"sentence": "/home/ada/" + "long_" * 100} for moment in moments]
+    await expect(detail.locator(".gpushare-log")).to_have_text("Its log is not in your files any more.")
+    moments = [
+        moment | {"sentence": "/home/ada/" + "long_" * 100, "sentence_texts": []} for moment in moments
+    ]
     broker.answer(f"GET jobs/{gone['id']}/timeline", {"moments": moments})
     await detail.get_by_role("tab", name="Timeline").click()
-    await expect(detail.locator(".gps-timeline li").first).to_contain_text("long_")
+    await expect(detail.locator(".gpushare-timeline li").first).to_contain_text("long_")
     await picture(page, "timeline-long")
     assert await detail.get_by_role("tabpanel").evaluate("panel => panel.scrollWidth <= panel.clientWidth")
     await page.get_by_label("Filter jobs").fill("gone failed")
-    await expect(page.locator(".gps-tools").first).to_contain_text("1 of 2 jobs")
+    await expect(page.locator(".gpushare-tools").first).to_contain_text("1 of 2 jobs")
 
 
 async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, golden):
@@ -223,7 +225,7 @@ async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, g
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("1,200.123 done")
     await picture(page, "panel-done")
-    await accessible(page, ".gps-panel")
+    await accessible(page, ".gpushare-panel")
     await run_command(page, "gpushare:jobs", {"job": counting["id"]})
     await expect(page.get_by_role("grid")).to_contain_text("1,200.123 done")
     detail = page.get_by_role("region", name="Job night")
@@ -236,10 +238,10 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     broker.answer("GET jobs", {"jobs": []})
     lab.say(golden("status_empty"))
     await run_command(page, "gpushare:jobs")
-    jobs = page.locator(".gps-jobs")
+    jobs = page.locator(".gpushare-jobs")
     await expect(jobs).to_contain_text("No training jobs yet.")
     await picture(page, "jobs-empty")
-    await accessible(page, ".gps-jobs")
+    await accessible(page, ".gpushare-jobs")
     broker.answer("GET status", golden("error"), 409)
     await expect(jobs).to_contain_text("No news from the GPU broker since")
     broker.answers.pop("GET status")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import Locator, Page, expect
 
-from jupyter_gpushare.jobfiles import log_path
+from jupyter_gpushare.protocol.jobfiles import log_path
 from tests.ui.pages import needs_browser
 
 pytestmark = needs_browser
 
-# The element with the focus, if it is ours and nobody could see that it has it.
+# The element with the focus, if it is ours and the focus is not visible.
 UNSEEN = """() => {
     const node = document.activeElement;
     const style = getComputedStyle(node);
     const seen = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0;
-    return node.closest('[class*="gps-"]') === null || seen ? '' : node.outerHTML.slice(0, 200);
+    return node.closest('[class*="gpushare-"]') === null || seen ? '' : node.outerHTML.slice(0, 200);
 }"""
 
 
@@ -118,7 +118,7 @@ async def test_a_job_is_submitted_without_a_mouse(page, broker, golden):
     await page.keyboard.press("Enter")
     await walk(page, "Tab", page.locator(".jp-Notification-List").get_by_role("button", name="Show job"))
     await page.keyboard.press("Enter")
-    await focus_is_in(page, '.gps-job-row[data-job="k3v9m2x7qa"][aria-selected="true"]')
+    await focus_is_in(page, '.gpushare-job-row[data-job="k3v9m2x7qa"][aria-selected="true"]')
 
 
 async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page, lab, broker, golden):
@@ -132,7 +132,7 @@ async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page,
     log.parent.mkdir(parents=True)
     log.write_text("".join(f"epoch {n}\n" for n in range(400)))
     await choose(page, "My training jobs")
-    await focus_is_in(page, ".gps-job-row")
+    await focus_is_in(page, ".gpushare-job-row")
     grid = page.get_by_role("grid", name="My training jobs")
     chosen = grid.locator('[aria-selected="true"]')
     for key in ("End", "Home", "ArrowDown", "PageDown", "PageUp", "ArrowUp", "Home"):
@@ -144,8 +144,8 @@ async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page,
     await page.keyboard.press("Enter")
     await walk(page, "Shift+Tab", page.get_by_label("Filter jobs"))
     await page.keyboard.type("night")
-    await expect(grid.locator(".gps-job-row")).to_have_count(1)
-    await walk(page, "Tab", grid.locator(".gps-job-row"))
+    await expect(grid.locator(".gpushare-job-row")).to_have_count(1)
+    await walk(page, "Tab", grid.locator(".gpushare-job-row"))
     await page.keyboard.press("ArrowDown")
     await expect(chosen).to_contain_text("night")
 
@@ -155,18 +155,18 @@ async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page,
     await walk(page, "Tab", detail.get_by_label("Follow"))
     await page.keyboard.press("Space")
     await walk(page, "Tab", detail.get_by_label("Search the log"))
-    await expect(detail.locator(".gps-log")).to_contain_text("epoch 399")
+    await expect(detail.locator(".gpushare-log")).to_contain_text("epoch 399")
     await page.keyboard.type("epoch 30")
     await expect(detail.locator("mark")).to_have_count(11)
     for _ in range(2):
         await page.keyboard.press("Enter")
     await expect(detail.locator("mark").nth(2)).to_be_in_viewport()
     await walk(page, "Tab", detail.get_by_role("link", name="Download"))
-    await walk(page, "Tab", detail.locator(".gps-log"))
+    await walk(page, "Tab", detail.locator(".gpushare-log"))
     await walk(page, "Shift+Tab", detail.get_by_role("tab", name="Log"))
     await page.keyboard.press("ArrowRight")
     await expect(detail.get_by_role("tab", name="Timeline")).to_be_focused()
-    await expect(detail.locator(".gps-timeline li")).to_have_count(5)
+    await expect(detail.locator(".gpushare-timeline li")).to_have_count(5)
 
     # The button that was pressed keeps the focus, whatever it becomes.
     await walk(page, "Shift+Tab", stop)
@@ -187,7 +187,7 @@ async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, g
     for verb in ("keep", "lend", "resume"):
         broker.answer(f"POST leases/{lease['id']}/{verb}", lease)
     # The sidebar, from the status bar.
-    await walk(page, "Tab", page.locator(".gps-status button"))
+    await walk(page, "Tab", page.locator(".gpushare-status button"))
     await page.keyboard.press("Enter")
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_be_focused()
@@ -211,7 +211,7 @@ async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, g
     assert len(broker.asked(f"POST leases/{lease['id']}/keep")) == 1
 
     # The banner is before the notebook; when it goes, the notebook is next.
-    banner = page.locator(".gps-banner")
+    banner = page.locator(".gpushare-banner")
     await walk(page, "Tab", banner.get_by_role("button", name="Lend it now"))
     await page.keyboard.press("Enter")
     await expect(banner.get_by_role("button", name="Lend it now")).to_be_enabled()

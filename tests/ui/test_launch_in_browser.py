@@ -19,7 +19,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     ).first.click()
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("train.ipynb")
-    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3. Needs 2 GPUs")
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3. Needs 2 GPUs")
     await picture(page, "dialog")
     gpus = dialog.get_by_label("Number or part")
     await gpus.fill("1.5")
@@ -39,7 +39,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await expect(retries).to_be_visible()
     for theme in THEMES:
         await use_theme(page, theme)
-        await accessible(page, ".gps-launch-dialog")
+        await accessible(page, ".gpushare-launch-dialog")
     await use_theme(page, THEMES[0])
     refused = golden("error")
     broker.answer("POST jobs", refused, 409)
@@ -64,21 +64,36 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await expect(page.get_by_role("grid", name="My training jobs")).to_be_visible()
 
 
+async def run_from_the_file_browser(page, name: str) -> None:
+    """Choose the command in a file's context menu; it takes the file that JupyterLab has selected by then.
+
+    JupyterLab finds the selected file by the position of the pressed row, which a refresh of
+    the list in that moment may have given to another file: then the menu is opened again.
+    """
+    row = page.locator(".jp-DirListing-item", has_text=name)
+    for _ in range(5):
+        await row.click(button="right")
+        await expect(page.get_by_role("menuitem", name="Run as training job")).to_be_visible()
+        if "jp-mod-selected" in (await row.get_attribute("class") or ""):
+            break
+        await page.keyboard.press("Escape")
+        await expect(page.get_by_role("menuitem", name="Run as training job")).to_have_count(0)
+    await page.get_by_role("menuitem", name="Run as training job").click()
+
+
 async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, lab, broker):
     (lab.work / "run.sh").write_text("echo hello")
     (lab.work / "data.csv").write_text("1")
     (lab.work / "12:30.py").write_text("1")
     await run_command(page, "filebrowser:refresh")
     dialog = page.get_by_role("dialog")
-    await page.locator(".jp-DirListing-item", has_text="12:30.py").click(button="right")
-    await page.get_by_role("menuitem", name="Run as training job").click()
+    await run_from_the_file_browser(page, "12:30.py")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("12:30.py")
     await dialog.locator("summary").click()
     await expect(dialog.get_by_label("Environment")).to_be_visible()
     await dialog.get_by_label("Arguments").press("Escape")
     await expect(dialog).to_have_count(0)
-    await page.locator(".jp-DirListing-item", has_text="run.sh").click(button="right")
-    await page.get_by_role("menuitem", name="Run as training job").click()
+    await run_from_the_file_browser(page, "run.sh")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("run.sh")
     await dialog.locator("summary").click()
     await expect(dialog.get_by_label("Folder")).to_be_visible()
@@ -107,7 +122,7 @@ async def test_a_job_that_was_cancelled_too_late_is_told(page, lab, broker, gold
     held: list[Route] = []
     await run_command(page, "gpushare:launch", {"path": "train.ipynb"})
     dialog = page.get_by_role("dialog")
-    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3")
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3")
     await expect(dialog.get_by_label("Parameters")).to_be_visible()
     await page.route(re.compile("/gpushare/launch\\?[0-9]+$"), lambda route: held.append(route))
     await dialog.get_by_role("button", name="Submit").click()
@@ -119,7 +134,9 @@ async def test_a_job_that_was_cancelled_too_late_is_told(page, lab, broker, gold
     await expect(page.locator(".Toastify")).to_contain_text("Submitted night.")
 
 
-async def test_a_duplicate_whose_project_and_environment_are_gone_can_be_changed(page, lab, broker, golden):
+async def test_a_duplicate_can_be_changed_when_its_project_and_environment_are_gone(
+    page, lab, broker, golden
+):
     old = golden("job") | {"state": "failed", "project": "gone"}
     old["source"] |= {"path": "train.ipynb", "kernel": "removed"}
     broker.answer("GET jobs", {"jobs": [old]})
@@ -132,7 +149,7 @@ async def test_a_duplicate_whose_project_and_environment_are_gone_can_be_changed
     await expect(project).to_have_value("gone")
     broker.answer("GET offers", golden("offers"))
     await project.select_option(golden("status_active")["projects"][0]["name"])
-    await expect(dialog.locator(".gps-outlook")).to_contain_text("Number 3")
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3")
     await dialog.locator("summary").click()
     environment = dialog.get_by_label("Environment")
     await expect(environment).to_have_value("removed")

@@ -8,7 +8,7 @@ from typing import Any
 
 from playwright.async_api import Locator, Page, Route, expect
 
-from jupyter_gpushare.jobfiles import log_path
+from jupyter_gpushare.protocol.jobfiles import log_path
 from tests.server.fake_broker import eventually
 from tests.ui.pages import (
     THEMES,
@@ -33,11 +33,13 @@ async def narrow(page: Page, panel: Locator) -> None:
     await page.mouse.down()
     await page.mouse.move(wide["x"] + wide["width"] - 240, 400, steps=5)
     await page.mouse.up()
-    await page.wait_for_function("() => document.querySelector('.gps-panel').offsetWidth <= 250")
+    await page.wait_for_function("() => document.querySelector('.gpushare-panel').offsetWidth <= 250")
 
 
-# What of ours moves by itself.
-MOVING = """() => [...document.querySelectorAll('[class*="gps-"], [class*="gps-"] *')].filter(node => {
+# Elements of the extension with an animation or a transition.
+MOVING = """() => [
+    ...document.querySelectorAll('[class*="gpushare-"], [class*="gpushare-"] *')
+].filter(node => {
     const style = getComputedStyle(node);
     return style.animationName !== 'none' || style.transitionDuration.split(', ').some(s => s !== '0s');
 }).map(node => node.outerHTML.slice(0, 120))"""
@@ -54,8 +56,8 @@ def longest(status: dict[str, Any]) -> dict[str, Any]:
     ]
     status["projects"] = [project | {"name": name} for project in status["projects"][:1]]
     reason = f"The folder /home/ada/{name}/{name} does not exist."
-    status["jobs"] = [job | {"name": name, "reason": reason} for job in status["jobs"]]
-    status["events"] = [event | {"sentence": reason} for event in status["events"]]
+    status["jobs"] = [job | {"name": name, "reason": reason, "reason_texts": []} for job in status["jobs"]]
+    status["events"] = [event | {"sentence": reason, "sentence_texts": []} for event in status["events"]]
     return status
 
 
@@ -66,7 +68,7 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("You used 14 GPU-hours.")
-    # Who came by mouse needs no ring around it; with the first key there is one.
+    # With the mouse there is no focus ring; with the first key there is one.
     outline = "node => getComputedStyle(node).outlineStyle"
     await expect(panel).to_be_focused()
     assert await panel.evaluate(outline) == "none"
@@ -77,14 +79,14 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
         await use_theme(page, theme)
         lab.say(golden("status_active"))
         await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
-        await accessible(page, ".gps-panel")
-        await accessible(page, ".gps-status")
+        await accessible(page, ".gpushare-panel")
+        await accessible(page, ".gpushare-status")
         assert await panel.evaluate(TOO_WIDE) == []
         await picture(page, f"panel-narrow-{theme.split()[-1].lower()}")
         lab.say(golden("status_warned"))
         await expect(panel).to_contain_text("2 jobs are waiting")
-        await expect(page.locator(".gps-banner")).to_contain_text("Lent in 5 min")
-        for selector in (".gps-panel", ".gps-banner", ".gps-status"):
+        await expect(page.locator(".gpushare-banner")).to_contain_text("Lent in 5 min")
+        for selector in (".gpushare-panel", ".gpushare-banner", ".gpushare-status"):
             await accessible(page, selector)
         assert await panel.evaluate(TOO_WIDE) == []
         assert await page.evaluate(MOVING) == []
@@ -103,7 +105,7 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     await expect(page.locator(".Toastify")).to_contain_text("no such kernel")
 
 
-CHARTED = "() => document.querySelector('.gps-days canvas')?.toDataURL()"
+CHARTED = "() => document.querySelector('.gpushare-days canvas')?.toDataURL()"
 
 
 async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
@@ -135,7 +137,7 @@ async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(p
     assert (await loaded(page)).keys() == at_start.keys()
     await page.keyboard.press("Enter")
     await expect(panel.get_by_role("alert")).to_have_text("The chart could not be loaded.")
-    await accessible(page, ".gps-panel")
+    await accessible(page, ".gpushare-panel")
     await page.unroute_all()
     await page.keyboard.press("Tab")
     await expect(panel.get_by_role("button", name="Try again")).to_be_focused()
@@ -149,19 +151,19 @@ async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(p
 
     await narrow(page, panel)
     await page.wait_for_function("""() => {
-        const host = document.querySelector('.gps-days');
+        const host = document.querySelector('.gpushare-days');
         return host.querySelector('.uplot').offsetWidth === host.clientWidth;
     }""")
     for theme in [*THEMES[1:], THEMES[0]]:
         before = await page.evaluate(CHARTED)
         await use_theme(page, theme)
         await page.wait_for_function(f"before => ({CHARTED})() !== before", arg=before)
-        await accessible(page, ".gps-panel")
+        await accessible(page, ".gpushare-panel")
         assert await panel.evaluate(TOO_WIDE) == []
         await canvas.scroll_into_view_if_needed()
         await picture(page, f"days-{theme.split()[-1].lower()}")
 
-    # Nothing is drawn where nobody sees it.
+    # Nothing is drawn while it is hidden.
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     await expect(canvas).to_have_count(0)
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
@@ -182,16 +184,16 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     await page.locator(".jp-Notebook .cm-content").first.click()
     await page.keyboard.insert_text(UNTIL_TOLD)
     lab.say(golden("status_asleep"))
-    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    await expect(page.locator(".gpushare-banner")).to_contain_text("Asleep")
     await page.keyboard.press("Shift+Enter")
     lab.say(golden("status_waking"))
-    line = page.locator(".jp-Cell .gps-cell-line")
-    await expect(page.locator(".gps-banner")).to_contain_text("s so far")
+    line = page.locator(".jp-Cell .gpushare-cell-line")
+    await expect(page.locator(".gpushare-banner")).to_contain_text("s so far")
     await expect(line).to_contain_text("Waking up: step")
     for theme in THEMES:
         await use_theme(page, theme)
-        await accessible(page, ".gps-banner")
-        await accessible(page, ".gps-cell-line")
+        await accessible(page, ".gpushare-banner")
+        await accessible(page, ".gpushare-cell-line")
     await use_theme(page, THEMES[0])
     await picture(page, "cell-waits")
     await run_command(page, "docmanager:save")
@@ -202,7 +204,7 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     # What was cancelled by a restart of the kernel does not wait for anything.
     (lab.work / "told").unlink()
     lab.say(golden("status_asleep"))
-    await expect(page.locator(".gps-banner")).to_contain_text("Asleep")
+    await expect(page.locator(".gpushare-banner")).to_contain_text("Asleep")
     cell = page.locator(".jp-Notebook .jp-CodeCell").first
     await cell.click()
     await page.keyboard.press("Control+Enter")
@@ -211,14 +213,14 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     await run_command(page, "kernelmenu:restart")
     await page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
     await expect(line).to_have_count(0)
-    await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
     (lab.work / "told").touch()
     lab.say(golden("status_active"))
-    await expect(page.locator(".gps-banner")).to_be_hidden()
+    await expect(page.locator(".gpushare-banner")).to_be_hidden()
 
 
-async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, golden):
-    banner, toasts = page.locator(".gps-banner"), page.locator(".Toastify")
+async def test_a_gpu_with_lost_memory_is_never_said_to_be_back(page, lab, golden):
+    banner, toasts = page.locator(".gpushare-banner"), page.locator(".Toastify")
     lab.say(golden("status_waking"))
     await expect(banner).to_contain_text("Getting the GPU back")
     lab.say(golden("status_lost"))
@@ -227,8 +229,8 @@ async def test_a_gpu_whose_memory_is_lost_is_never_said_to_be_back(page, lab, go
     await expect(banner).to_contain_text("Files are safe. Reference ")
     told = f"{lost}: the kernels that used it have to restart. Your files are safe."
     await expect(toasts).to_contain_text(told)
-    await expect(page.locator(".gps-status button.gps-attention")).to_contain_text("GPU state lost")
-    await accessible(page, ".gps-banner")
+    await expect(page.locator(".gpushare-status button.gpushare-attention")).to_contain_text("GPU state lost")
+    await accessible(page, ".gpushare-banner")
     await picture(page, "banner-lost")
     lab.say(golden("status_active"))
     await expect(banner).to_be_hidden()
@@ -239,10 +241,10 @@ async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, bro
     living = golden("job") | {"state": "running"}
     lab.say(golden("status_active") | {"jobs": [living]})
     async with open_page(lab) as page:
-        await expect(page.locator(".gps-status button")).to_contain_text("Active")
+        await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
         # The state database of JupyterLab saves with a delay.
         saved = f'"newest": "{living["submitted_at"]}"'
-        await asyncio.to_thread(eventually, lambda: saved in workspaces(lab), 60)
+        await asyncio.to_thread(eventually, lambda: saved in workspaces(lab))
     ended = living | {"state": "succeeded", "reason": "Ended."}
     unseen = ended | {"id": "unseen", "name": "unseen", "submitted_at": "2031-06-01T10:00:00Z"}
     quiet = unseen | {"id": "quiet", "name": "quiet", "notify": False}
@@ -263,13 +265,13 @@ def workspaces(lab: Any) -> str:
 
 # What shows that a plugin is there, once the GPU is about to be lent.
 SIGNS = {
-    "status-bar": ".gps-status button",
-    "panel": ".gps-panel",
-    "banner": ".gps-banner b",
+    "status-bar": ".gpushare-status button",
+    "panel": ".gpushare-panel",
+    "banner": ".gpushare-banner b",
     "notifications": ".Toastify__toast",
     "jobs": '[data-jp-item-name="gpushare-launch"]',
 }
-IN_USE = ".gps-status button:has-text('Active'), .gps-panel:has-text('is in use')"
+IN_USE = ".gpushare-status button:has-text('Active'), .gpushare-panel:has-text('is in use')"
 
 
 async def test_each_plugin_can_be_disabled_alone(lab, broker, golden, open_page):
@@ -296,18 +298,18 @@ async def test_what_is_set_holds(lab, broker, golden, open_page):
     mine.parent.mkdir()
     mine.write_text(json.dumps({"keepMinutes": 45, "banner": False, "toasts": False, "refreshSeconds": 300}))
     async with open_page(lab) as page:
-        await page.locator(".gps-status button").click()
+        await page.locator(".gpushare-status button").click()
         panel = page.get_by_role("region", name="Shared GPU")
         await expect(panel.get_by_role("button", name="Keep it 45 min")).to_be_visible()
         broker.seen.clear()
         lab.say(golden("status_warned"))
         await expect(panel).to_contain_text("Lent in 5 min")
-        await expect(page.locator(".gps-banner")).to_be_hidden()
+        await expect(page.locator(".gpushare-banner")).to_be_hidden()
         await expect(page.locator(".Toastify__toast")).to_have_count(0)
         lease = golden("status_warned")["leases"][0]
         broker.answer(f"POST leases/{lease['id']}/keep", lease)
         await panel.get_by_role("button", name="Keep it 45 min").click()
-        await asyncio.to_thread(eventually, lambda: broker.asked(f"POST leases/{lease['id']}/keep"), 30)
+        await asyncio.to_thread(eventually, lambda: broker.asked(f"POST leases/{lease['id']}/keep"))
         assert broker.asked(f"POST leases/{lease['id']}/keep")[0].json == {"minutes": 45.0}
     mine.unlink()
 
@@ -320,7 +322,7 @@ async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, b
     log.parent.mkdir(parents=True)
     log.write_text("epoch 1\n")
     await run_command(page, "gpushare:jobs", {"job": running["id"]})
-    await expect(page.locator(".gps-log")).to_contain_text("epoch 1")
+    await expect(page.locator(".gpushare-log")).to_contain_text("epoch 1")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if "/gpushare/" in request.url else None)
     hide = """hidden => {

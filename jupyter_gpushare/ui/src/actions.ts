@@ -3,9 +3,10 @@
 import { Notification } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { GpuModel, phaseOf } from './model';
+import { GpuModel } from './model';
+import { phaseOf } from './state';
 import type { LeaseVerb } from './requests';
-import { ILease } from './wire';
+import { ILeaseStatus } from './wire';
 
 export interface Action {
   readonly verb: LeaseVerb;
@@ -25,7 +26,7 @@ export class Actions {
   ) {}
 
   /** Returns what makes sense for a lease as it is now. */
-  of(lease: ILease): Action[] {
+  of(lease: ILeaseStatus): Action[] {
     switch (phaseOf(lease)) {
       case 'warned':
         return [this.keep(), this.lend()];

@@ -7,13 +7,14 @@ import { Cell } from '@jupyterlab/cells';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { GpuModel, phaseOf } from './model';
+import { GpuModel } from './model';
+import { phaseOf } from './state';
 import { Running } from './running';
-import { wakingSteps } from './words';
+import { wakingSteps } from './messages';
 
-/** A short wake-up needs no words. */
+/** A shorter resume shows no line. */
 const AFTER_MS = 2000;
-/** Of a kernel: what ran in it does not end any more. */
+/** Kernel states after which running cells never report their end. */
 const OVER: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'terminating', 'dead']);
 
 export class CellLines {
@@ -33,7 +34,7 @@ export class CellLines {
     _model.changed.connect(() => this._follow());
   }
 
-  /** JupyterLab does not tell of cells that end with their kernel. */
+  /** Drops the cells of a kernel that ends: JupyterLab emits no signal for them. */
   watch({ content, sessionContext }: NotebookPanel): void {
     const forget = (): void => {
       this._running.forget(content);
@@ -73,7 +74,7 @@ export class CellLines {
     let line = this._lines.get(cell);
     if (line === undefined) {
       line = document.createElement('div');
-      line.className = 'gps-cell-line';
+      line.className = 'gpushare-cell-line';
       line.setAttribute('role', 'status');
       cell.node.appendChild(line);
       this._lines.set(cell, line);

@@ -1,16 +1,16 @@
 /**
- * Days as pairs of bars: used and given to others.  Holds uPlot, and so is
- * loaded only when somebody wants to see them.
+ * Chart of used and lent GPU-hours per day, as pairs of bars.  The only module that
+ * imports uPlot; loaded on demand.
  */
 
 import type { IDisposable } from '@lumino/disposable';
 import uPlot from 'uplot';
 
 import type { IDay } from './days';
-import { weekday } from './words';
+import { weekday } from './messages';
 
 const HEIGHT = 120;
-/** Of the room of a day, for each of its two bars. */
+/** Share of the width of a day, for each of its two bars. */
 const BAR = 0.38;
 
 /** Drawn as wide as `host`; while that is hidden there is no chart. */

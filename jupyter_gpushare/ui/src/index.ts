@@ -17,7 +17,8 @@ import { Actions } from './actions';
 import { CellLines } from './cells';
 import { listen } from './events';
 import { jobsPlugin } from './jobsplugin';
-import { GpuModel, ISeenJobs, seenJobs } from './model';
+import { GpuModel } from './model';
+import { ISeenJobs, seenJobs } from './state';
 import { Banner, Toasts } from './notices';
 import { GpuPanel, IPanelLinks } from './panel';
 import { Requests } from './requests';
@@ -41,14 +42,18 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
   description: 'Knows the share of a GPU that this server holds.',
   autoStart: true,
   provides: IGpuModel,
-  optional: [ISettingRegistry],
-  activate: (app: JupyterFrontEnd, registry: ISettingRegistry | null): IGpuModel => {
-    const requests = new Requests(app.serviceManager.serverSettings);
+  optional: [ISettingRegistry, ITranslator],
+  activate: (
+    app: JupyterFrontEnd,
+    registry: ISettingRegistry | null,
+    translator: ITranslator | null
+  ): IGpuModel => {
+    const requests = new Requests(app.serviceManager.serverSettings, bundle(translator));
     const model = new GpuModel({
       fetchStatus: signal => requests.status(signal),
       changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
     });
-    // Nothing is asked while the page is hidden; whoever comes back sees how it is now.
+    // A hidden page sends no requests; it refreshes when it becomes visible.
     const look = (): void => {
       if (document.visibilityState === 'visible') {
         void model.refresh();
@@ -57,12 +62,12 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
     listen(app.serviceManager.serverSettings, look);
     document.addEventListener('visibilitychange', () => {
       if (document.visibilityState === 'visible') {
-        void model.lookBack();
+        void model.refreshAfterAbsence();
       }
     });
     // JupyterLab's tabs keep a click from the browser, which then takes the last key for how we came here.
     for (const type of ['pointerdown', 'keydown']) {
-      document.addEventListener(type, () => (document.body.dataset.gpsLast = type), true);
+      document.addEventListener(type, () => (document.body.dataset.gpushareLast = type), true);
     }
     let options: IOptions = { keepMinutes: 30, toasts: true, banner: true };
     void registry
@@ -71,6 +76,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
         const follow = (): void => {
           options = settings.composite as unknown as IOptions;
           model.intervalMs = 1000 * (settings.get('refreshSeconds').composite as number);
+          model.redraw();
         };
         settings.changed.connect(follow);
         follow();

@@ -4,13 +4,13 @@ import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Button } from './button';
-import { keepReading, Log } from './log';
-import { ENDED } from './model';
+import { ILogPiece, keepReading, Log } from './log';
+import { ENDED } from './state';
 import { chosenVariables } from './variables';
-import { IJob, ILogPiece, IMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './words';
+import { IJob, IJobMoment } from './wire';
+import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './messages';
 
-/** Who is so near to the end of a log is at it: positions are not whole pixels everywhere. */
+/** Distance that counts as scrolled to the end: scroll positions may be fractional. */
 const END_PX = 4;
 const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
@@ -24,7 +24,7 @@ export interface IDetailProps {
   readonly openOutput: (path: string) => void;
   readonly readLog: (job: string, attempt: number, offset: number) => Promise<ILogPiece>;
   readonly logUrl: (job: string, attempt: number) => string;
-  readonly timeline: (job: string) => Promise<readonly IMoment[]>;
+  readonly timeline: (job: string) => Promise<readonly IJobMoment[]>;
 }
 
 export function JobDetail(props: IDetailProps): JSX.Element {
@@ -36,17 +36,17 @@ export function JobDetail(props: IDetailProps): JSX.Element {
     ['about', trans.__('About')]
   ] as const;
   return (
-    <section className="gps-detail" aria-label={trans.__('Job %1', job.name)}>
+    <section className="gpushare-detail" aria-label={trans.__('Job %1', job.name)}>
       <header>
         <h2>{job.name}</h2>
-        <span className="gps-state" data-state={job.state}>
+        <span className="gpushare-state" data-state={job.state}>
           {jobBadge(trans, job)}
         </span>
         <Buttons {...props} />
       </header>
       <p role="status">{job.reason}</p>
       <div
-        className="gps-tabs"
+        className="gpushare-tabs"
         role="tablist"
         onKeyDown={event => {
           const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -54,7 +54,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
             const at = tabs.findIndex(([key]) => key === tab);
             const [next] = tabs[(at + step + tabs.length) % tabs.length]!;
             setTab(next);
-            event.currentTarget.querySelector<HTMLElement>(`#gps-tab-${next}`)?.focus();
+            event.currentTarget.querySelector<HTMLElement>(`#gpushare-tab-${next}`)?.focus();
           }
         }}
       >
@@ -63,9 +63,9 @@ export function JobDetail(props: IDetailProps): JSX.Element {
             key={key}
             role="tab"
             type="button"
-            id={`gps-tab-${key}`}
+            id={`gpushare-tab-${key}`}
             aria-selected={tab === key}
-            aria-controls="gps-tabpanel"
+            aria-controls="gpushare-tabpanel"
             tabIndex={tab === key ? 0 : -1}
             onClick={() => setTab(key)}
           >
@@ -73,7 +73,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
           </button>
         ))}
       </div>
-      <div className="gps-tabpanel" id="gps-tabpanel" role="tabpanel" aria-labelledby={`gps-tab-${tab}`}>
+      <div className="gpushare-tabpanel" id="gpushare-tabpanel" role="tabpanel" aria-labelledby={`gpushare-tab-${tab}`}>
         {tab === 'log' && <LogView {...props} />}
         {tab === 'timeline' && <Timeline {...props} />}
         {tab === 'about' && <About {...props} />}
@@ -97,7 +97,7 @@ function Buttons(props: IDetailProps): JSX.Element {
   );
   const output = job.source?.output ?? '';
   return (
-    <span className="gps-actions">
+    <span className="gpushare-actions">
       {output !== '' &&
         job.started_at !== null &&
         button(trans.__('Open output'), () => props.openOutput(output))}
@@ -125,7 +125,7 @@ function LogView(props: IDetailProps): JSX.Element {
   React.useEffect(
     () =>
       keepReading(log, {
-        // Nobody looks at a page, or at a tab, that is hidden.
+        // Neither the page nor the tab is hidden.
         isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
         grows: PRINTS.has(job.state),
         onRead: (isMore, told) => {
@@ -162,7 +162,7 @@ function LogView(props: IDetailProps): JSX.Element {
   };
   return (
     <>
-      <div className="gps-tools">
+      <div className="gpushare-tools">
         <label>
           <input type="checkbox" checked={follow} onChange={event => setFollow(event.target.checked)} />
           {trans.__('Follow')}
@@ -180,7 +180,7 @@ function LogView(props: IDetailProps): JSX.Element {
           onKeyDown={event => event.key === 'Enter' && next(event.shiftKey ? -1 : 1)}
         />
         {wanted !== '' && (
-          <span className="gps-muted" role="status">
+          <span className="gpushare-muted" role="status">
             {trans._n('%1 line', '%1 lines', found.length)}
           </span>
         )}
@@ -199,7 +199,7 @@ function LogView(props: IDetailProps): JSX.Element {
           </select>
         )}
         {kept.length > 0 && (
-          <a className="gps-link" href={props.logUrl(job.id, attempt)} download>
+          <a className="gpushare-link" href={props.logUrl(job.id, attempt)} download>
             {trans.__('Download')}
           </a>
         )}
@@ -207,7 +207,7 @@ function LogView(props: IDetailProps): JSX.Element {
       {refusal !== '' && <p role="alert">{refusal}</p>}
       <pre
         ref={box}
-        className="gps-log"
+        className="gpushare-log"
         tabIndex={0}
         aria-label={trans.__('Log of %1', job.name)}
         onScroll={({ currentTarget: { scrollTop, clientHeight, scrollHeight } }) =>
@@ -250,7 +250,7 @@ function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> })
 
 function Timeline(props: IDetailProps): JSX.Element {
   const { job, trans } = props;
-  const [moments, setMoments] = React.useState<readonly IMoment[] | string | null>(null);
+  const [moments, setMoments] = React.useState<readonly IJobMoment[] | string | null>(null);
   React.useEffect(() => {
     let over = false;
     props
@@ -265,7 +265,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     return <p role="status">{moments ?? trans.__('Asking.')}</p>;
   }
   return (
-    <ol className="gps-timeline">
+    <ol className="gpushare-timeline">
       {moments.map((moment, n) => (
         <li key={n} data-what={moment.what}>
           <time dateTime={moment.at}>{timeText(new Date(moment.at), true)}</time>
@@ -296,7 +296,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Command'), job.command.join(' ')]
   ];
   return (
-    <dl className="gps-facts">
+    <dl className="gpushare-facts">
       {facts
         .filter(([, value]) => value !== '')
         .map(([label, value]) => (

@@ -10,7 +10,7 @@ import { Column, IView, JobsModel, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
 import { GpuModel } from './model';
 import { IJob } from './wire';
-import { duration, jobBadge, progressText, sentence } from './words';
+import { duration, jobBadge, progressAndTimeText, sentence } from './messages';
 
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
@@ -29,7 +29,7 @@ export class JobList extends ReactWidget {
     private readonly _trans: TranslationBundle
   ) {
     super();
-    this.addClass('gps-jobs');
+    this.addClass('gpushare-jobs');
     void _model.refresh();
   }
 
@@ -44,9 +44,9 @@ export class JobList extends ReactWidget {
     super.dispose();
   }
 
-  /** Who comes here by keyboard is at the rows at once. */
+  /** Moves the keyboard focus to the rows. */
   protected override onActivateRequest(): void {
-    this.node.querySelector<HTMLElement>('.gps-job-row[tabindex="0"]')?.focus();
+    this.node.querySelector<HTMLElement>('.gpushare-job-row[tabindex="0"]')?.focus();
   }
 
   protected override render(): JSX.Element {
@@ -62,7 +62,7 @@ export class JobList extends ReactWidget {
   private _body(): JSX.Element {
     const trans = this._trans;
     const gpu = this._gpu.state;
-    if (gpu.kind === 'silent') {
+    if (gpu.kind === 'unreachable') {
       return <Empty text={sentence(trans, gpu)} action={trans.__('Ask again')} run={() => void this._gpu.refresh()} />;
     }
     const state = this._model.state;
@@ -130,7 +130,7 @@ export class JobList extends ReactWidget {
 function Empty(props: { text: string; action?: string; run?: () => void }): JSX.Element {
   const { action, run } = props;
   return (
-    <div className="gps-empty">
+    <div className="gpushare-empty">
       <p role="status">{props.text}</p>
       {action !== undefined && run !== undefined && (
         <Button className="jp-Button jp-mod-styled jp-mod-accept" run={run}>
@@ -157,7 +157,7 @@ function Tools(props: {
     ['failed', trans.__('Failed')]
   ];
   return (
-    <div className="gps-tools">
+    <div className="gpushare-tools">
       <input
         type="search"
         className="jp-mod-styled"
@@ -177,7 +177,7 @@ function Tools(props: {
           </option>
         ))}
       </select>
-      <span className="gps-muted" role="status">
+      <span className="gpushare-muted" role="status">
         {props.count === props.all
           ? trans._n('%1 job', '%1 jobs', props.all)
           : trans.__('%1 of %2 jobs', props.count, props.all)}
@@ -227,7 +227,7 @@ function Rows(props: {
     const node = scroller.current!;
     const focused = document.activeElement;
     if (node.contains(focused) || focused === node.closest('[tabindex="-1"]')) {
-      node.querySelector<HTMLElement>('.gps-job-row[tabindex="0"]')?.focus({ preventScroll: true });
+      node.querySelector<HTMLElement>('.gpushare-job-row[tabindex="0"]')?.focus({ preventScroll: true });
     }
   }, [selected]);
   const page = Math.max(1, Math.floor(height / ROW_PX) - 1);
@@ -246,13 +246,13 @@ function Rows(props: {
     drawn.push({ job: jobs[reached]!, n: reached });
   }
   return (
-    <div className="gps-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
-      <div className="gps-row-grid gps-head" role="row" aria-rowindex={1}>
+    <div className="gpushare-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
+      <div className="gpushare-row-grid gpushare-head" role="row" aria-rowindex={1}>
         <Heads view={props.view} change={props.change} trans={trans} />
       </div>
       <div
         ref={scroller}
-        className="gps-scroller"
+        className="gpushare-scroller"
         role="rowgroup"
         onScroll={event => setTop(event.currentTarget.scrollTop)}
         onKeyDown={event => {
@@ -275,7 +275,7 @@ function Rows(props: {
               trans={trans}
             />
           ))}
-          {jobs.length === 0 && <p className="gps-muted gps-none">{trans.__('No job is like that.')}</p>}
+          {jobs.length === 0 && <p className="gpushare-muted gpushare-none">{trans.__('No job is like that.')}</p>}
         </div>
       </div>
     </div>
@@ -329,10 +329,10 @@ const Row = React.memo(function Row(props: {
   trans: TranslationBundle;
 }): JSX.Element {
   const { job, n, trans } = props;
-  const progress = progressText(trans, job);
+  const progress = progressAndTimeText(trans, job);
   return (
     <div
-      className="gps-row-grid gps-job-row"
+      className="gpushare-row-grid gpushare-job-row"
       role="row"
       aria-rowindex={n + 2}
       aria-selected={props.selected}
@@ -345,7 +345,7 @@ const Row = React.memo(function Row(props: {
         <b>{job.name}</b>
         <small title={job.reason}>{job.reason || job.project}</small>
       </span>
-      <span role="gridcell" className="gps-state" data-state={job.state}>
+      <span role="gridcell" className="gpushare-state" data-state={job.state}>
         {jobBadge(trans, job)}
       </span>
       <span role="gridcell" title={job.size}>

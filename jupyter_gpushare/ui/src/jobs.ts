@@ -1,13 +1,14 @@
 /**
- * The list of jobs: all of them fetched when it is opened, then kept current with
- * what the status says anyway (the living ones come first in it), and fetched again
- * now and then while it has living ones that the status has no room for.  Knows no widget.
+ * Model of the job list.  Fetches all jobs when the list opens, then merges the jobs of
+ * each status (unfinished jobs first, at most 100), and fetches again every `AGAIN_MS`
+ * while the list holds unfinished jobs that the status leaves out.  No widgets here.
  */
 
 import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 
-import { ENDED, GpuModel, GpuState } from './model';
+import { GpuModel } from './model';
+import { ENDED, GpuState } from './state';
 import { IJob } from './wire';
 
 export type Column = 'state' | 'name' | 'size' | 'waited' | 'ran' | 'progress' | 'submitted';
@@ -117,7 +118,7 @@ export class JobsModel implements IDisposable {
     return this._jobs.get(id) ?? null;
   }
 
-  /** Fetches everything; who asks meanwhile gets the answer that is under way. */
+  /** Fetches all jobs; concurrent callers share one request. */
   refresh(): Promise<void> {
     this._fetching ??= this._refresh().finally(() => {
       this._fetching = null;
@@ -142,7 +143,7 @@ export class JobsModel implements IDisposable {
   }
 
   private _follow(_: GpuModel, state: GpuState): void {
-    if (state.kind === 'silent') {
+    if (state.kind === 'unreachable') {
       this._wasSilent = true;
     } else if (state.kind === 'ready') {
       // A list that could not be fetched is fetched with the next news.

@@ -85,7 +85,7 @@ export const jobsPlugin: JupyterFrontEndPlugin<void> = {
 };
 
 /** Gives each widget of the vertical split panel around `widget` the same height. */
-function makeRoom(widget: Widget): void {
+function balancePanels(widget: Widget): void {
   for (let around = widget.parent; around !== null; around = around.parent) {
     if (around instanceof SplitPanel && around.orientation === 'vertical') {
       around.setRelativeSizes(around.widgets.map(() => 1));
@@ -161,7 +161,7 @@ class Jobs {
       if (!widget.isAttached) {
         // Notebook 7 keeps its main area for one document, and gives no height to what is below it.
         this._app.shell.add(widget, 'down');
-        makeRoom(widget);
+        balancePanels(widget);
       }
     }
     if (job !== null) {

@@ -1,10 +1,10 @@
 /** Which kernels have how much GPU memory. */
 
-import type { IProcess } from './wire';
+import type { IProcessUse } from './wire';
 
 /** Returns one process for each kernel, with the memory of all of them, and those of none; the largest first. */
-export function byKernel(processes: readonly IProcess[]): IProcess[] {
-  const found = new Map<string, IProcess>();
+export function byKernel(processes: readonly IProcessUse[]): IProcessUse[] {
+  const found = new Map<string, IProcessUse>();
   for (const process of processes) {
     const key = process.kernel_id || String(process.pid);
     const first = found.get(key);

@@ -1,12 +1,13 @@
-/** What the dialog "Run as training job" holds, checks and sends.  Knows no widget. */
+/** Model of the dialog "Run as training job": fields, validation, request.  No widgets here. */
 
 import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOffersQuery } from './requests';
+import { MEMORY, MOST_GPUS } from './sizes';
 import { chosenVariables } from './variables';
-import { Checkpoint, IJob, ILaunchForm, ILaunchRequest, IOffers, IOutlook } from './wire';
+import { CheckpointMode, IJob, ILaunchForm, ILaunchRequest, IOffers, IJobOutlook } from './wire';
 
 /** As typed. */
 export interface IFields {
@@ -22,19 +23,19 @@ export interface IFields {
   readonly size: 'gpus' | 'memory' | 'profile';
   readonly gpus: string;
   readonly memory: string;
-  /** Of one MIG instance; nobody types it, a duplicate has it. */
+  /** MIG profile; no form field, set only when a job is duplicated. */
   readonly profile: string;
   readonly project: string;
   readonly name: string;
   /** May start on GPUs that others own. */
   readonly borrow: boolean;
-  readonly checkpoint: Checkpoint;
+  readonly checkpoint: CheckpointMode;
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
   readonly retries: string;
-  /** Within the project; nobody types it, a duplicate has it. */
+  /** Within the project; no form field, set only when a job is duplicated. */
   readonly priority: number;
-  /** Seconds between SIGTERM and SIGKILL; null: the site's. Nobody types it either. */
+  /** Seconds between SIGTERM and SIGKILL; null: the site's default. No form field either. */
   readonly grace: number | null;
 }
 
@@ -67,19 +68,18 @@ export const BLANK: IFields = {
   grace: null
 };
 
-/** The live line above the button. */
+/** Content of the live estimate above the button. */
 export type Outlook =
   | { readonly kind: 'none' }
   | { readonly kind: 'asking' }
   | { readonly kind: 'refused'; readonly message: string }
-  | { readonly kind: 'known'; readonly outlook: IOutlook };
+  | { readonly kind: 'known'; readonly outlook: IJobOutlook };
 
 const ASK_AFTER_MS = 300;
-/** While a dialog is open and seen, what it says of the start is asked again so often. */
+/** Refresh interval of the estimate while the dialog is visible. */
 const ASK_AGAIN_MS = 10_000;
-const MOST_GPUS = 1024;
 
-/** Returns the fields that submit a job once more. */
+/** Returns the fields of a duplicate of `job`. */
 export function fieldsOf(job: IJob): Partial<IFields> {
   const source = job.source;
   return {
@@ -115,7 +115,7 @@ function lines(pairs: { readonly [name: string]: string }): string {
     .join('\n');
 }
 
-/** Returns `name = value` lines as pairs; null: a line is none. */
+/** Returns the pairs of `name = value` lines; null if a line is malformed. */
 export function pairsOf(text: string): { [name: string]: string } | null {
   const pairs: { [name: string]: string } = {};
   for (const line of nonEmpty(text)) {
@@ -136,7 +136,7 @@ function nonEmpty(text: string): string[] {
     .filter(line => line !== '');
 }
 
-/** Returns the variables that are named without a value: they get the one that this server has. */
+/** Returns the variables without a value; the server fills in its own. */
 export function takenFromServer(fields: IFields): string[] {
   return nonEmpty(fields.variables).filter(line => !line.includes('='));
 }
@@ -152,7 +152,7 @@ export function isGpus(text: string): boolean {
   return (ratio !== null || /^\d?\.\d+$/.test(text)) && value > 0 && value <= 1;
 }
 
-/** Returns what has to be changed before the job can be submitted, by field. */
+/** Returns an error message for each invalid field. */
 export function problemsOf(trans: TranslationBundle, fields: IFields): Problems {
   const problems: { -readonly [field in keyof IFields]?: string } = {};
   if (fields.path === '' && fields.command.trim() === '') {
@@ -170,7 +170,7 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   if (fields.size === 'gpus' && !isGpus(fields.gpus.trim())) {
     problems.gpus = trans.__('A part of one GPU like 0.5 or 1/4, or a number of GPUs');
   }
-  if (fields.size === 'memory' && !/^\d{1,9}\s*([kKMGT]i?)?B?$/.test(fields.memory.trim())) {
+  if (fields.size === 'memory' && !MEMORY.test(fields.memory.replace(/\s/g, ''))) {
     problems.memory = trans.__('A size of memory, like 20GiB');
   }
   if (fields.name.length > 100) {
@@ -182,7 +182,7 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   return problems;
 }
 
-/** Returns what is sent; the fields have no problems. */
+/** Returns the request for valid fields. */
 export function requestOf(fields: IFields): ILaunchRequest {
   const file = fields.path !== '';
   return {
@@ -207,7 +207,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
   };
 }
 
-/** Whether an environment can be chosen for a file. */
+/** Returns whether a file runs in a kernel's environment. */
 export function runsInKernel(path: string): boolean {
   return isNotebook(path) || path.endsWith('.py');
 }
@@ -233,7 +233,7 @@ export class LaunchModel implements IDisposable {
     return this._fields;
   }
 
-  /** What the file says; null until it was read. */
+  /** Defaults that the server read from the file; null until they arrive. */
   get form(): ILaunchForm | null {
     return this._form;
   }
@@ -246,7 +246,7 @@ export class LaunchModel implements IDisposable {
     return this._outlook;
   }
 
-  /** A sentence about a file that cannot be read or a job that was refused; empty: none. */
+  /** Error message about an unreadable file or a refused job; empty: none. */
   get refusal(): string {
     return this._refusal;
   }
@@ -274,7 +274,7 @@ export class LaunchModel implements IDisposable {
     this._changed.emit();
   }
 
-  /** Reads what the file says; what was typed stays. */
+  /** Reads the defaults of the file; fields that the user edited stay. */
   async readFile(): Promise<void> {
     const path = this._fields.path;
     try {
@@ -295,8 +295,8 @@ export class LaunchModel implements IDisposable {
   }
 
   /**
-   * Submits, with what the file says also where it was named a moment ago; null when it
-   * was refused (`refusal` says why), or when it is not clear any more what to submit.
+   * Submits the job, after reading the defaults of a file that was just named.  Returns
+   * null when the job was refused (see `refusal`) or the path changed meanwhile.
    */
   async submit(): Promise<IJob | null> {
     if (this._busy || !this._isRight()) {
@@ -329,7 +329,7 @@ export class LaunchModel implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** One key for one request: a repeated click is the same job, what was changed since is another. */
+  /** Idempotency key of a request: equal requests have equal keys. */
   private _keyOf(request: ILaunchRequest): string {
     const text = JSON.stringify(request);
     if (text !== this._sent) {
@@ -361,7 +361,7 @@ export class LaunchModel implements IDisposable {
     }, after_ms);
   }
 
-  /** `again`: what was said before stands until the answer comes. */
+  /** `again`: the previous estimate stays visible until the answer arrives. */
   private async _ask(again: boolean): Promise<void> {
     const { size, gpus, memory, profile, project, borrow } = this._fields;
     const problems = this.problems;
@@ -390,7 +390,7 @@ export class LaunchModel implements IDisposable {
     } catch (error) {
       outlook = { kind: 'refused', message: error instanceof Error ? error.message : String(error) };
     }
-    // Answers may overtake each other: only the newest question counts.
+    // Answers may arrive out of order: only the newest request counts.
     if (question === this._questions && !this._disposed) {
       this._outlook = outlook;
       this._emit();
@@ -428,9 +428,9 @@ export namespace LaunchModel {
     readonly launchForm: (path: string) => Promise<ILaunchForm>;
     readonly offers: (query: IOffersQuery) => Promise<IOffers>;
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
-    /** Those of the user, until an offer tells. */
+    /** Projects of the user, until the first offer arrives. */
     readonly projects: () => readonly string[];
-    /** Whether nobody sees it: then nothing is asked again. */
+    /** Whether the page is hidden: then the estimate is not refreshed. */
     readonly isHidden?: () => boolean;
   }
 }

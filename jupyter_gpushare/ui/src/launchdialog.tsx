@@ -7,8 +7,8 @@ import React from 'react';
 
 import { FieldOf, IFields, isNotebook, LaunchModel, runsInKernel, takenFromServer } from './launch';
 import { outlookText } from './outlook';
-import { Checkpoint, IJob } from './wire';
-import { checkpointLabel, checkpointText, duration } from './words';
+import { CheckpointMode, IJob } from './wire';
+import { checkpointLabel, checkpointText, duration } from './messages';
 
 /** Shows the dialog; returns the job, or null when it was closed. */
 export async function showLaunchDialog(
@@ -16,10 +16,10 @@ export async function showLaunchDialog(
   trans: TranslationBundle
 ): Promise<IJob | null> {
   const dialog = new LaunchDialog(model, trans);
-  dialog.addClass('gps-launch-dialog');
+  dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   model.dispose();
-  // Who cancels too late is told so.
+  // A cancel after submission waits for the answer, which tells that the job exists.
   await dialog.submitting;
   return dialog.job;
 }
@@ -49,7 +49,7 @@ class LaunchDialog extends Dialog<void> {
   /** JupyterLab looked for the first field before there was one, and takes every Enter for a yes. */
   override handleEvent(event: Event): void {
     if (event instanceof KeyboardEvent && event.type === 'keydown' && event.target instanceof Element) {
-      const fields = Array.from(this.node.querySelectorAll<HTMLElement>('.gps-launch input, .jp-Dialog-button'));
+      const fields = Array.from(this.node.querySelectorAll<HTMLElement>('.gpushare-launch input, .jp-Dialog-button'));
       const ends = [fields[0], fields[fields.length - 1]];
       const [from, to] = event.shiftKey ? ends : ends.reverse();
       if (event.key === 'Tab' && event.target === from) {
@@ -87,7 +87,7 @@ class LaunchBody extends ReactWidget {
     private readonly _trans: TranslationBundle
   ) {
     super();
-    this.addClass('gps-launch');
+    this.addClass('gpushare-launch');
   }
 
   protected override render(): JSX.Element {
@@ -102,7 +102,7 @@ class LaunchBody extends ReactWidget {
 function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
   const { fields } = model;
-  // Open when something in it is wrong, and then until somebody closes it.
+  // Opens when a field inside is invalid, and stays open until the user closes it.
   const [more, setMore] = React.useState(false);
   // A cell's code has lines, and stays what it was.
   const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
@@ -152,7 +152,7 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         field="checkpoint"
         label={trans.__('When its GPU is needed')}
         hint={checkpointText(trans, fields.checkpoint)}
-        options={(['suspend', 'sigterm', 'none'] as Checkpoint[]).map(choice => [
+        options={(['suspend', 'sigterm', 'none'] as CheckpointMode[]).map(choice => [
           choice,
           checkpointLabel(trans, choice)
         ])}
@@ -182,26 +182,26 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         {text('retries', trans.__('Tries after a failure'))}
       </details>
       {taken.length > 0 && (
-        <div className="gps-field gps-muted">
+        <div className="gpushare-field gpushare-muted">
           {trans.__('Variables with the value that this server has: %1', taken.join(', '))}
         </div>
       )}
       {fields.priority !== 0 && (
-        <div className="gps-field gps-muted">
+        <div className="gpushare-field gpushare-muted">
           {trans.__('Priority in its project: %1', fields.priority)}
         </div>
       )}
       {fields.grace !== null && (
-        <div className="gps-field gps-muted">
+        <div className="gpushare-field gpushare-muted">
           {trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))}
         </div>
       )}
-      <div className="gps-verdict">
-        <p className="gps-outlook" role="status">
+      <div className="gpushare-verdict">
+        <p className="gpushare-outlook" role="status">
           {outlookText(trans, model.outlook)}
         </p>
         {model.refusal !== '' && (
-          <p className="gps-refusal" role="alert">
+          <p className="gpushare-refusal" role="alert">
             {model.refusal}
           </p>
         )}
@@ -224,7 +224,7 @@ interface ITextProps {
 function Text(props: ITextProps): JSX.Element {
   const { model, field, label, hint } = props;
   const problem = model.problems[field];
-  const id = `gps-launch-${field}`;
+  const id = `gpushare-launch-${field}`;
   const shared = {
     id,
     value: model.fields[field],
@@ -237,7 +237,7 @@ function Text(props: ITextProps): JSX.Element {
     onChange: (event: { target: { value: string } }) => model.set({ [field]: event.target.value })
   };
   return (
-    <div className="gps-field">
+    <div className="gpushare-field">
       <label htmlFor={id}>{label}</label>
       {props.rows === undefined ? (
         <input type="text" className="jp-mod-styled" {...shared} />
@@ -245,7 +245,7 @@ function Text(props: ITextProps): JSX.Element {
         <textarea className="jp-mod-styled" rows={props.rows} {...shared} />
       )}
       {problem !== undefined && (
-        <span className="gps-problem" id={`${id}-problem`}>
+        <span className="gpushare-problem" id={`${id}-problem`}>
           {problem}
         </span>
       )}
@@ -256,7 +256,7 @@ function Text(props: ITextProps): JSX.Element {
 
 function Hint(props: { id: string; text?: string }): JSX.Element | null {
   return props.text === undefined ? null : (
-    <span className="gps-muted" id={`${props.id}-hint`}>
+    <span className="gpushare-muted" id={`${props.id}-hint`}>
       {props.text}
     </span>
   );
@@ -270,13 +270,13 @@ function Select(props: {
   options: readonly (readonly [string, string])[];
 }): JSX.Element {
   const { model, field, label, hint } = props;
-  const id = `gps-launch-${field}`;
+  const id = `gpushare-launch-${field}`;
   const chosen = model.fields[field];
   // A browser would show the first option for one that is not there any more.
   const isThere = props.options.some(([value]) => value === chosen);
   const options = isThere ? props.options : [...props.options, [chosen, chosen] as const];
   return (
-    <div className="gps-field">
+    <div className="gpushare-field">
       <label htmlFor={id}>{label}</label>
       <select
         id={id}
@@ -302,9 +302,9 @@ function Switch(props: {
   hint?: string;
 }): JSX.Element {
   const { model, field, label, hint } = props;
-  const id = `gps-launch-${field}`;
+  const id = `gpushare-launch-${field}`;
   return (
-    <div className="gps-field gps-switch">
+    <div className="gpushare-field gpushare-switch">
       <label>
         <input
           type="checkbox"
@@ -326,7 +326,7 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
     <label>
       <input
         type="radio"
-        name="gps-launch-size"
+        name="gpushare-launch-size"
         checked={size === value}
         onChange={() => model.set({ size: value })}
       />
@@ -334,9 +334,9 @@ function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
     </label>
   );
   return (
-    <fieldset className="gps-field">
+    <fieldset className="gpushare-field">
       <legend>{trans.__('How much')}</legend>
-      <div className="gps-choices">
+      <div className="gpushare-choices">
         {choice('gpus', trans.__('GPUs'))}
         {choice('memory', trans.__('GPU memory of one GPU'))}
         {profile !== '' && choice('profile', trans.__('MIG instance %1', profile))}

@@ -1,8 +1,19 @@
-/** What a job printed, read piece by piece; bounded.  Knows no widget. */
+/** Log of a job, read in pieces and bounded in size.  No widgets here. */
 
-import { ILogPiece } from './wire';
+/** A piece of a job's log. */
+export interface ILogPiece {
+  readonly text: string;
+  /** Where the piece begins, in bytes; beyond the requested offset when bytes were left out. */
+  readonly offset: number;
+  /** Offset of the next piece. */
+  readonly next: number;
+  /** Number of attempts, as far as the logs tell. */
+  readonly attempts: number;
+  /** Oldest attempt with a stored log; 0: none. */
+  readonly first: number;
+}
 
-/** What the server gives of a log at a time, `LOG_BYTES` there; whole characters, so up to 3 bytes less. */
+/** Largest piece of a log (`LOG_BYTES` of the server); up to 3 bytes less, for whole characters. */
 const PIECE_BYTES = 256 * 1024;
 /** Where reading begins: the end of a long log. */
 export const FIRST_BYTES = PIECE_BYTES;
@@ -18,13 +29,13 @@ const MOST_REST = 64 * 1024;
 // eslint-disable-next-line no-control-regex
 const COLOURS = /\x1b\[[0-9;?]*[ -/]*[@-~]/g;
 
-/** Returns a text as a terminal would leave it: without colours, a line overwritten by `\\r` once. */
+/** Returns text as a terminal shows it: without colours, lines overwritten after `\\r`. */
 export function plain(text: string): string {
   const colourless = text.replace(COLOURS, '').replace(/\r+(?=\n|$)/g, '');
   return colourless.includes('\r') ? colourless.replace(/[^\n]*\r/g, '') : colourless;
 }
 
-/** Returns what of a line that has not ended can still be seen, at most `MOST_REST` of it. */
+/** Returns the visible part of an unfinished line, at most `MOST_REST` characters. */
 export function seen(rest: string): string {
   const colourless = rest.replace(COLOURS, '');
   // What stands before a `\\r` is there until something, not half of a colour, is written over it.
@@ -33,12 +44,12 @@ export function seen(rest: string): string {
   return colourless.slice(Math.max(overwritten, colourless.length - MOST_REST));
 }
 
-/** Returns as many of the last lines as a page can show. */
+/** Returns the last lines within `MOST_LINES` and `MOST_CHARS`. */
 function lastOf(lines: readonly string[]): readonly string[] {
   const first = Math.max(0, lines.length - MOST_LINES);
   let from = lines.length;
-  let room = MOST_CHARS;
-  while (from > first && (room -= lines[from - 1]!.length) >= 0) {
+  let left = MOST_CHARS;
+  while (from > first && (left -= lines[from - 1]!.length) >= 0) {
     from--;
   }
   return lines.slice(from);
@@ -49,7 +60,7 @@ export class Log {
     private readonly _fetch: (attempt: number, offset: number) => Promise<ILogPiece>,
     /** 0: the newest. */
     readonly attempt: number,
-    /** Says that so many bytes are missing in the middle. */
+    /** Text for a gap of so many bytes. */
     private readonly _gap: (bytes: number) => string
   ) {}
 
@@ -57,22 +68,22 @@ export class Log {
     return this._lines;
   }
 
-  /** The attempts whose logs are kept; null: not known yet. */
+  /** Attempts that have a stored log; null: not known yet. */
   get kept(): readonly number[] | null {
     return this._kept;
   }
 
-  /** Whether the beginning is not here; the file has it, as far as it is kept. */
+  /** Whether the beginning is missing here; the log file may have it. */
   get isCut(): boolean {
     return this._isCut;
   }
 
-  /** Whether more is there already: the last piece was full. */
+  /** Whether more can be read at once: the last piece was full. */
   get isBehind(): boolean {
     return this._isBehind;
   }
 
-  /** Reads on; returns whether there was more.  Who asks meanwhile gets the answer of the read under way. */
+  /** Reads the next piece; resolves to whether there was one.  Concurrent callers share one request. */
   readOn(): Promise<boolean> {
     this._reading ??= this._readOn().finally(() => {
       this._reading = null;
@@ -137,7 +148,7 @@ export class Log {
 }
 
 export interface IReading {
-  /** Whether somebody looks at it. */
+  /** Whether the log is visible. */
   readonly isSeen: () => boolean;
   /** Whether the job may still print. */
   readonly grows: boolean;
@@ -146,8 +157,8 @@ export interface IReading {
 }
 
 /**
- * Reads a log until its end while somebody looks: once a second, at once while it is behind,
- * less and less often while reads fail.  Returns what ends it.
+ * Reads a log to its end while it is visible: every second, every `DRAW_MS` while it is
+ * behind, with back-off while reads fail.  Returns the function that stops reading.
  */
 export function keepReading(log: Log, reading: IReading): () => void {
   let over = false;

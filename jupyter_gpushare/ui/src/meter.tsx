@@ -16,7 +16,7 @@ export function Meter(props: {
   const total = props.parts.reduce((sum, part) => sum + part.value, 0);
   return (
     <div
-      className="gps-meter"
+      className="gpushare-meter"
       role="meter"
       aria-label={props.label}
       aria-valuemin={0}
@@ -32,7 +32,7 @@ export function Meter(props: {
         />
       ))}
       {props.mark !== undefined && props.mark > 0 && props.mark < max && (
-        <span className="gps-mark" style={{ left: `${(100 * props.mark) / max}%` }} />
+        <span className="gpushare-mark" style={{ left: `${(100 * props.mark) / max}%` }} />
       )}
     </div>
   );
@@ -54,7 +54,7 @@ export function Sparkline(props: {
   }
   return (
     <svg
-      className="gps-sparkline"
+      className="gpushare-sparkline"
       viewBox={`0 -1 ${WIDTH} ${HEIGHT + 2}`}
       preserveAspectRatio="none"
       role="img"

@@ -1,10 +1,9 @@
 /**
- * What is known about the user's GPU, kept up to date.  Knows no widget.
+ * State of the user's GPU and its updates.  No widgets here.
  *
- * The state is one of four kinds, so that numbers beside an error cannot be
- * shown.  Figures are polled while the page is visible, one request at a time,
- * ever more rarely while nobody answers; `refresh` is called for every event of
- * the server, so that changes do not wait for the next poll.
+ * The state is a union of four kinds, so that an error never carries stale numbers.
+ * The model polls while the page is visible, one request at a time, with back-off
+ * while the broker is unreachable; every server event calls `refresh`.
  */
 
 import { IDisposable } from '@lumino/disposable';
@@ -13,173 +12,25 @@ import { ISignal, Signal } from '@lumino/signaling';
 
 import type { LeaseVerb } from './requests';
 import { Samples } from './samples';
-import { IJob, ILease, IStatus, StatusAnswer } from './wire';
+import {
+  GpuState,
+  ISeenJobs,
+  jobNotices,
+  leaseNotice,
+  Notice,
+  Phase,
+  phaseOf,
+  seenJobs,
+  stateOf,
+  StatusAnswer
+} from './state';
+import { ILeaseStatus, IStatus } from './wire';
 
-export type GpuState =
-  | { readonly kind: 'loading' }
-  /** This server knows no broker: nothing is shown anywhere. */
-  | { readonly kind: 'off' }
-  /** Who does not answer: the broker, or this server itself. */
-  | { readonly kind: 'silent'; readonly since: Date; readonly who: 'broker' | 'server' }
-  | { readonly kind: 'ready'; readonly status: IStatus; readonly lease: ILease | null };
-
-/** What a lease is for a person. */
-export type Phase =
-  | 'starting'
-  | 'active'
-  | 'idle'
-  | 'warned'
-  | 'falling-asleep'
-  | 'asleep'
-  | 'waking'
-  /** The driver could not bring its memory back. */
-  | 'lost'
-  | 'ended';
-
-/** What people are told when it happens. */
-export type Notice =
-  | { readonly kind: 'warned'; readonly lease: ILease }
-  | { readonly kind: 'asleep'; readonly lease: ILease }
-  | { readonly kind: 'waking'; readonly lease: ILease }
-  /** `seconds` since it began to wake; null where that was not seen. */
-  | { readonly kind: 'back'; readonly lease: ILease; readonly seconds: number | null }
-  /** Its memory could not be brought back. */
-  | { readonly kind: 'lost'; readonly lease: ILease }
-  /** A warning, or a loss, that no longer holds. */
-  | { readonly kind: 'calm' }
-  | { readonly kind: 'job-ended'; readonly job: IJob }
-  /** Its room was needed: it sleeps, or is back in the queue; `again`: it began once more since. */
-  | { readonly kind: 'job-paused'; readonly job: IJob; readonly again: boolean }
-  /** More at once than anybody wants to be told one by one. */
-  | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
-
-/** Between two questions while nobody answers, at most. */
+/** Longest interval between two polls while the broker is unreachable. */
 const MOST_MS = 300_000;
 
-/** For an answer: this server waits 10 s for the broker's, and says then that it is silent. */
+/** Time-out of a poll; the server itself waits 10 s for the broker. */
 const PATIENCE_MS = 30_000;
-
-/** The warning comes this long before the GPU is lent, or a third of a shorter idle time-out. */
-const WARNING_S = 300;
-
-export const ENDED: ReadonlySet<string> = new Set(['succeeded', 'failed', 'cancelled']);
-
-export function phaseOf(lease: ILease): Phase {
-  switch (lease.state) {
-    case 'pending':
-    case 'granted':
-      return 'starting';
-    case 'running':
-      if (lease.lost) {
-        return 'lost';
-      }
-      if (lease.idle_s === null) {
-        return 'active';
-      }
-      return isWarned(lease) ? 'warned' : 'idle';
-    case 'suspending':
-      return 'falling-asleep';
-    case 'suspended':
-      return lease.wanted ? 'waking' : 'asleep';
-    case 'resuming':
-      return 'waking';
-    case 'stopping':
-    case 'released':
-    case 'failed':
-      return 'ended';
-  }
-}
-
-function isWarned(lease: ILease): boolean {
-  if (lease.lend_in_s === null || lease.idle_s === null) {
-    return false;
-  }
-  return lease.lend_in_s <= Math.min(WARNING_S, (lease.idle_s + lease.lend_in_s) / 3);
-}
-
-/** Returns what to tell about a lease that went from one phase to another. */
-export function leaseNotice(
-  before: Phase,
-  lease: ILease,
-  wakingSeconds: number | null
-): Notice | null {
-  const now = phaseOf(lease);
-  if (now === before) {
-    return null;
-  }
-  if (now === 'warned' || now === 'asleep' || now === 'waking' || now === 'lost') {
-    return { kind: now, lease };
-  }
-  if ((before === 'waking' || before === 'asleep') && (now === 'active' || now === 'idle')) {
-    return { kind: 'back', lease, seconds: wakingSeconds };
-  }
-  return before === 'warned' || before === 'lost' ? { kind: 'calm' } : null;
-}
-
-/** What an answer said of jobs, as far as a later one is compared with it. */
-export interface ISeenJobs {
-  /** How often each job that had not ended had been paused, and had begun. */
-  readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
-  /** When the newest was submitted; empty: there was none. */
-  readonly newest: string;
-  /** When the last one ended; empty: none had; missing in what earlier versions kept. */
-  readonly lastEnd?: string;
-}
-
-const UNSEEN = { preemptions: 0, attempt: 0 };
-
-/** So many are told one by one. */
-const MOST_NOTICES = 3;
-
-/** Returns what `jobNotices` compares a later answer with; the same as long as nothing happens. */
-export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
-  const latest = (moments: readonly string[]): string => moments.reduce((a, b) => (b > a ? b : a), '');
-  const living = jobs.filter(job => !ENDED.has(job.state));
-  return {
-    living: Object.fromEntries(living.map(({ id, preemptions, attempt }) => [id, { preemptions, attempt }])),
-    newest: latest(jobs.map(job => job.submitted_at)),
-    lastEnd: latest(jobs.map(job => job.ended_at ?? ''))
-  };
-}
-
-/**
- * Returns what to tell of jobs that ended or were paused since, also of those that began
- * since, or that the answer before had no room for.
- */
-export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
-  const isNews = (job: IJob): boolean =>
-    job.submitted_at > before.newest ||
-    (before.lastEnd !== undefined && job.ended_at !== null && job.ended_at > before.lastEnd);
-  const ended: IJob[] = [];
-  const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
-  for (const job of now) {
-    const seen = before.living[job.id] ?? (isNews(job) ? UNSEEN : null);
-    if (seen === null || !job.notify) {
-      continue;
-    }
-    if (ENDED.has(job.state)) {
-      ended.push(job);
-    } else if (job.preemptions > seen.preemptions) {
-      paused.push({ kind: 'job-paused', job, again: job.attempt > Math.max(1, seen.attempt) });
-    }
-  }
-  if (ended.length + paused.length > MOST_NOTICES) {
-    return [{ kind: 'jobs', ended, paused: paused.map(notice => notice.job) }];
-  }
-  return [...ended.map(job => ({ kind: 'job-ended', job }) as const), ...paused];
-}
-
-/** Returns what the page shows for an answer of the server. */
-export function stateOf(answer: StatusAnswer): GpuState {
-  if (!answer.enabled) {
-    return { kind: 'off' };
-  }
-  if (answer.silent_since !== null) {
-    return { kind: 'silent', since: new Date(answer.silent_since), who: 'broker' };
-  }
-  const lease = answer.leases.find(lease => lease.server === answer.server) ?? null;
-  return { kind: 'ready', status: answer, lease };
-}
 
 export class GpuModel implements IDisposable {
   constructor(options: GpuModel.IOptions) {
@@ -204,7 +55,7 @@ export class GpuModel implements IDisposable {
     return this._changed;
   }
 
-  /** Emitted for what people are told, once for each. */
+  /** Emitted once for each notice. */
   get noticed(): ISignal<this, Notice> {
     return this._noticed;
   }
@@ -213,7 +64,7 @@ export class GpuModel implements IDisposable {
     return this._poll.isDisposed;
   }
 
-  /** Tells what became of jobs since an earlier page saw them. */
+  /** Emits notices for jobs that changed since an earlier page load. */
   catchUp(seen: ISeenJobs): void {
     const state = this._state;
     if (state.kind !== 'ready') {
@@ -233,15 +84,20 @@ export class GpuModel implements IDisposable {
   /** Utilization and memory of this server's lease, ten minutes back. */
   readonly samples = new Samples();
 
+  /** Draws all widgets anew, with other settings. */
+  redraw(): void {
+    this._changed.emit(this._state);
+  }
+
   /** How often figures are fetched. */
   set intervalMs(value: number) {
     this._intervalMs = value;
-    if (this._state.kind !== 'silent') {
+    if (this._state.kind !== 'unreachable') {
       this._poll.frequency = this._pace(value);
     }
   }
 
-  /** Asks now (or once more, when a question is under way) and returns after the answer. */
+  /** Polls now, after a poll in flight; resolves after the answer. */
   async refresh(): Promise<void> {
     await this._asking;
     if (this.isDisposed || this._state.kind === 'off') {
@@ -252,8 +108,8 @@ export class GpuModel implements IDisposable {
     await this._poll.tick.catch(() => undefined);
   }
 
-  /** Asks now, after a time in which nobody looked. */
-  lookBack(): Promise<void> {
+  /** Polls now, after a time without polls. */
+  refreshAfterAbsence(): Promise<void> {
     this._away = true;
     return this.refresh();
   }
@@ -282,8 +138,8 @@ export class GpuModel implements IDisposable {
       state = stateOf(await this._options.fetchStatus(asking.signal));
     } catch {
       const before = this._state;
-      const since = before.kind === 'silent' && before.who === 'server' ? before.since : new Date(this._now());
-      state = { kind: 'silent', since, who: 'server' };
+      const since = before.kind === 'unreachable' && before.source === 'server' ? before.since : new Date(this._now());
+      state = { kind: 'unreachable', since, source: 'server' };
     } finally {
       clearTimeout(patience);
     }
@@ -291,14 +147,14 @@ export class GpuModel implements IDisposable {
       return;
     }
     const { interval } = this._poll.frequency;
-    this._poll.frequency = this._pace(state.kind === 'silent' ? 2 * interval : this._intervalMs);
+    this._poll.frequency = this._pace(state.kind === 'unreachable' ? 2 * interval : this._intervalMs);
     this._become(state);
     if (state.kind === 'off') {
       void this._poll.stop();
     }
   }
 
-  /** The poll's own back-off draws its pauses by chance, and so does not stay at the longest. */
+  /** Lumino's back-off is random and does not stay at its maximum. */
   private _pace(interval_ms: number): IPoll.Frequency {
     const max = Math.max(MOST_MS, this._intervalMs);
     return { interval: Math.min(interval_ms, max), backoff: false, max };
@@ -318,7 +174,7 @@ export class GpuModel implements IDisposable {
     }
   }
 
-  private _measure(status: IStatus, lease: ILease | null): void {
+  private _measure(status: IStatus, lease: ILeaseStatus | null): void {
     if (lease !== null && phaseOf(lease) === 'waking' && this._last?.lease === lease.id) {
       const began = this._last.phase !== 'waking' && !this._away;
       this._wakingSince = this._wakingSince ?? (began ? this._now() : null);
@@ -334,8 +190,8 @@ export class GpuModel implements IDisposable {
     });
   }
 
-  /** Compares with the last answer, also with one from before a silence. */
-  private _tell(status: IStatus, lease: ILease | null): void {
+  /** Compares with the last answer, also across an outage, and emits notices. */
+  private _tell(status: IStatus, lease: ILeaseStatus | null): void {
     const last = this._last;
     const phase = lease === null ? null : phaseOf(lease);
     if (last !== null && last.lease === lease?.id && last.phase !== null) {
@@ -344,7 +200,7 @@ export class GpuModel implements IDisposable {
         this._noticed.emit(notice);
       }
     } else if (last !== null && (last.phase === 'warned' || last.phase === 'lost')) {
-      this._noticed.emit({ kind: 'calm' });
+      this._noticed.emit({ kind: 'cleared' });
     }
     if (phase !== 'waking') {
       this._wakingSince = null;
@@ -357,8 +213,8 @@ export class GpuModel implements IDisposable {
     this._away = false;
   }
 
-  /** Seconds that it took to wake, also where it was awake long before this page looked again. */
-  private _wokeIn(status: IStatus, lease: ILease): number | null {
+  /** Seconds that the resume took, also when it ended while the page was hidden. */
+  private _wokeIn(status: IStatus, lease: ILeaseStatus): number | null {
     if (this._wakingSince === null) {
       return null;
     }
@@ -377,7 +233,7 @@ export class GpuModel implements IDisposable {
   private _seenBefore: ISeenJobs | null = null;
   private _last: { jobs: ISeenJobs; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
-  /** Whether nothing is known of the time since the last answer. */
+  /** Whether polls were missing since the last answer. */
   private _away = false;
 }
 

@@ -7,9 +7,10 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Action, Actions } from './actions';
-import { GpuModel, GpuState, Notice, phaseOf } from './model';
+import { GpuModel } from './model';
+import { GpuState, Notice, phaseOf } from './state';
 import { ActionRow } from './panel';
-import { noticeText, wakingStep } from './words';
+import { noticeText, wakingStep } from './messages';
 
 const LEAST_PX = 40;
 const PADDING_PX = 10;
@@ -55,7 +56,7 @@ export class Toasts {
       Notification.dismiss(this._shown);
       this._shown = null;
     }
-    if (notice.kind === 'calm') {
+    if (notice.kind === 'cleared') {
       return;
     }
     const text = noticeText(trans, notice);
@@ -86,10 +87,10 @@ export class Toasts {
     }
   }
 
-  /** A sentence with "in 5 min" is soon wrong: as long as its phase lasts, the newest one is shown. */
+  /** Updates the notification while its phase lasts: "in 5 min" is soon outdated. */
   private _follow(state: GpuState): void {
-    if (state.kind === 'silent' && this._shown !== null) {
-      // Nobody knows whether it is still so.
+    if (state.kind === 'unreachable' && this._shown !== null) {
+      // The state is unknown, so the notification may be wrong.
       this._withdrawn = Notification.manager.has(this._shown);
       Notification.dismiss(this._shown);
       this._shown = null;
@@ -112,10 +113,10 @@ export class Toasts {
   }
 
   private _shown: string | null = null;
-  /** Whether it was still there when the broker fell silent. */
+  /** Whether the notification was visible when the broker became unreachable. */
   private _withdrawn = false;
   private _text = '';
-  private _kind: Exclude<Notice['kind'], 'calm' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
+  private _kind: Exclude<Notice['kind'], 'cleared' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
 }
 
 function button(action: Action): Notification.IAction {
@@ -127,7 +128,7 @@ function button(action: Action): Notification.IAction {
   };
 }
 
-/** One line above a notebook while its GPU is not simply there. */
+/** One line above a notebook while its GPU is warned, suspended, resuming or lost. */
 export class Banner extends ReactWidget {
   constructor(
     private readonly _model: GpuModel,
@@ -137,7 +138,7 @@ export class Banner extends ReactWidget {
     private readonly _trans: TranslationBundle
   ) {
     super();
-    this.addClass('gps-banner');
+    this.addClass('gpushare-banner');
     this.node.tabIndex = -1;
     this.node.setAttribute('role', 'group');
     this.node.setAttribute('aria-label', _trans.__('GPU of this notebook'));
@@ -146,7 +147,7 @@ export class Banner extends ReactWidget {
     this._follow(_model, _model.state);
   }
 
-  /** Puts a banner above a notebook; it goes with the notebook. */
+  /** Adds a banner above a notebook, disposed with the notebook. */
   static addTo(
     notebook: NotebookPanel,
     model: GpuModel,
@@ -162,7 +163,7 @@ export class Banner extends ReactWidget {
     super.dispose();
   }
 
-  /** A content header gives no height of its own: as many lines as the text needs. */
+  /** Sets the height from the text, because a content header has none of its own. */
   private _fit(): void {
     const text = this.node.firstElementChild;
     const height = text === null ? '' : `${Math.max(LEAST_PX, text.clientHeight + PADDING_PX)}px`;

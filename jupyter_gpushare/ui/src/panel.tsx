@@ -8,10 +8,11 @@ import { Action, Actions } from './actions';
 import { Button } from './button';
 import { byKernel } from './kernels';
 import { Meter, Sparkline } from './meter';
-import { ENDED, GpuModel, GpuState, phaseOf } from './model';
+import { GpuModel } from './model';
+import { ENDED, GpuState, phaseOf } from './state';
 import { ISample } from './samples';
 import { ThemeChanged, Week } from './week';
-import { IDecision, IHistory, IJob, ILease, IProcess, IProject } from './wire';
+import { IDecision, IHistory, IJob, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
   duration,
   gigabytes,
@@ -23,7 +24,7 @@ import {
   projectText,
   sentence,
   timeText
-} from './words';
+} from './messages';
 
 const SHOWN_JOBS = 5;
 const SHOWN_EVENTS = 8;
@@ -34,7 +35,7 @@ const WEEK_EVERY_MS = 300_000;
 export interface IPanelLinks {
   readonly history: () => Promise<IHistory>;
   /** Frees the GPU memory of a kernel, after asking. */
-  readonly release: (lease: ILease, process: IProcess) => Promise<void>;
+  readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
   /** Where servers are stopped and started; null outside of a Hub. */
   readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
@@ -50,8 +51,8 @@ export class GpuPanel extends ReactWidget {
     private readonly _trans: TranslationBundle
   ) {
     super();
-    _model.changed.connect(this._lookBack, this);
-    this.addClass('gps-panel');
+    _model.changed.connect(this._refreshWeek, this);
+    this.addClass('gpushare-panel');
     this.node.tabIndex = -1;
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', _trans.__('Shared GPU'));
@@ -62,11 +63,11 @@ export class GpuPanel extends ReactWidget {
   }
 
   protected override onAfterShow(): void {
-    this._lookBack();
+    this._refreshWeek();
   }
 
-  /** Asks for the week while somebody looks, when something began or ended, and now and then. */
-  private _lookBack(): void {
+  /** Fetches the week's usage while the panel is visible: on state changes and every `WEEK_EVERY_MS`. */
+  private _refreshWeek(): void {
     const now = Date.now();
     const state = this._model.state;
     if (!this.isVisible || state.kind !== 'ready' || this._isAsking) {
@@ -102,7 +103,7 @@ export class GpuPanel extends ReactWidget {
       return (
         <>
           <p role="status">{sentence(trans, state)}</p>
-          {state.kind === 'silent' && (
+          {state.kind === 'unreachable' && (
             <Button
               className="jp-Button jp-mod-styled jp-mod-minimal"
               run={() => void this._model.refresh()}
@@ -118,13 +119,13 @@ export class GpuPanel extends ReactWidget {
       <>
         <section aria-label={trans.__('This server')}>
           {lease !== null && (
-            <span className="gps-badge" data-phase={phaseOf(lease)}>
+            <span className="gpushare-badge" data-phase={phaseOf(lease)}>
               {lease.badge}
             </span>
           )}
           <p role="status">{sentence(trans, state)}</p>
           {lease === null && this._links().hub !== null && (
-            <button type="button" className="gps-link" onClick={() => this._links().hub?.()}>
+            <button type="button" className="gpushare-link" onClick={() => this._links().hub?.()}>
               {trans.__('Hub control panel')}
             </button>
           )}
@@ -138,7 +139,7 @@ export class GpuPanel extends ReactWidget {
             />
           )}
           {!status.devices_known && (
-            <p className="gps-muted">
+            <p className="gpushare-muted">
               {trans.__('The GPU machine does not answer; memory figures may be old.')}
             </p>
           )}
@@ -173,7 +174,7 @@ export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | 
     return null;
   }
   return (
-    <div className="gps-actions">
+    <div className="gpushare-actions">
       {props.actions.map(action => (
         <Button
           key={action.verb}
@@ -190,7 +191,7 @@ export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | 
 }
 
 function Memory(props: {
-  lease: ILease;
+  lease: ILeaseStatus;
   samples: readonly ISample[];
   release: IPanelLinks['release'];
   trans: TranslationBundle;
@@ -200,7 +201,7 @@ function Memory(props: {
   const asleep = lease.memory_saved_bytes > 0;
   return (
     <>
-      <div className="gps-row">
+      <div className="gpushare-row">
         <span>{trans.__('GPU memory')}</span>
         <span>{text}</span>
       </div>
@@ -220,7 +221,7 @@ function Memory(props: {
         byKernel(lease.processes).map(process => (
           <Process key={process.kernel_id || process.pid} process={process} {...props} />
         ))}
-      <p className="gps-muted">
+      <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
         <br />
         {trans.__('Limit kept by: %1', levelText(trans, lease.level))}
@@ -231,7 +232,7 @@ function Memory(props: {
 
 /** Utilization where it is this server's alone, else memory. */
 function History(props: {
-  lease: ILease;
+  lease: ILeaseStatus;
   samples: readonly ISample[];
   trans: TranslationBundle;
 }): JSX.Element {
@@ -255,8 +256,8 @@ function History(props: {
 }
 
 function Process(props: {
-  process: IProcess;
-  lease: ILease;
+  process: IProcessUse;
+  lease: ILeaseStatus;
   release: IPanelLinks['release'];
   trans: TranslationBundle;
 }): JSX.Element {
@@ -269,15 +270,15 @@ function Process(props: {
     setBusy(false);
   };
   return (
-    <div className="gps-row gps-muted">
-      <span className="gps-name" title={name}>
+    <div className="gpushare-row gpushare-muted">
+      <span className="gpushare-name" title={name}>
         {name}
       </span>
       <span>
         {trans.__('%1 GB', gigabytes(process.used_bytes))}
         {process.kernel_id !== '' && (
           <Button
-            className="gps-link"
+            className="gpushare-link"
             title={trans.__('Free its GPU memory by restarting the kernel')}
             aria-label={trans.__('Release the GPU memory of %1', name)}
             off={busy}
@@ -291,7 +292,7 @@ function Process(props: {
   );
 }
 
-function Project(props: { project: IProject; trans: TranslationBundle }): JSX.Element {
+function Project(props: { project: IProjectUse; trans: TranslationBundle }): JSX.Element {
   const { project, trans } = props;
   const own = Math.max(0, project.in_use_milli - project.borrowed_milli);
   const text = projectText(trans, project);
@@ -309,10 +310,10 @@ function Project(props: { project: IProject; trans: TranslationBundle }): JSX.El
         ]}
         mark={project.quota_milli}
       />
-      <div className="gps-muted gps-parts" aria-hidden="true">
+      <div className="gpushare-muted gpushare-parts" aria-hidden="true">
         {projectParts(trans, project).map(part => (
           <span key={part.text}>
-            {part.kind !== null && <i className="gps-swatch" data-kind={part.kind} />}
+            {part.kind !== null && <i className="gpushare-swatch" data-kind={part.kind} />}
             {part.text}
           </span>
         ))}
@@ -331,19 +332,19 @@ function Jobs(props: {
   return (
     <section>
       <h3>{trans.__('My training jobs')}</h3>
-      {jobs.length === 0 && <p className="gps-muted">{trans.__('None.')}</p>}
+      {jobs.length === 0 && <p className="gpushare-muted">{trans.__('None.')}</p>}
       <ul>
         {first.slice(0, SHOWN_JOBS).map(job => (
           <Job key={job.id} job={job} links={links} trans={trans} />
         ))}
       </ul>
       {links !== null && (
-        <div className="gps-row">
-          <button type="button" className="gps-link" onClick={links.submit}>
+        <div className="gpushare-row">
+          <button type="button" className="gpushare-link" onClick={links.submit}>
             {trans.__('Run as training job')}
           </button>
           {jobs.length > 0 && (
-            <button type="button" className="gps-link" onClick={() => links.open()}>
+            <button type="button" className="gpushare-link" onClick={() => links.open()}>
               {trans.__('All jobs')}
             </button>
           )}
@@ -360,26 +361,26 @@ function Job(props: {
 }): JSX.Element {
   const { job, links, trans } = props;
   return (
-    <li className="gps-job">
-      <div className="gps-row">
+    <li className="gpushare-job">
+      <div className="gpushare-row">
         {links === null ? (
-          <b className="gps-name">{job.name}</b>
+          <b className="gpushare-name">{job.name}</b>
         ) : (
           <button
             type="button"
-            className="gps-link gps-name"
+            className="gpushare-link gpushare-name"
             title={job.id}
             onClick={() => links.open(job.id)}
           >
             {job.name}
           </button>
         )}
-        <span className="gps-state" data-state={job.state}>
+        <span className="gpushare-state" data-state={job.state}>
           {jobBadge(trans, job)}
         </span>
       </div>
-      <div className="gps-muted">{job.reason}</div>
-      <div className="gps-muted">
+      <div className="gpushare-muted">{job.reason}</div>
+      <div className="gpushare-muted">
         {job.started_at === null
           ? trans.__('%1, waited %2', job.size, duration(trans, job.waited_s))
           : trans.__(
@@ -397,7 +398,7 @@ function Job(props: {
           parts={[{ value: job.done, kind: 'used' }]}
         />
       ) : (
-        job.done !== null && <div className="gps-muted">{progressText(trans, job)}</div>
+        job.done !== null && <div className="gpushare-muted">{progressText(trans, job)}</div>
       )}
     </li>
   );

@@ -2,20 +2,22 @@
 
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
+import type { TranslationBundle } from '@jupyterlab/translation';
 
+import type { ILogPiece } from './log';
+import { asSentence } from './messages';
+import type { StatusAnswer } from './state';
+import { translated } from './translate';
 import {
   IErrorAnswer,
   IHistory,
   IJob,
   IJobList,
+  IJobTimeline,
   ILaunchForm,
   ILaunchRequest,
-  ILogPiece,
-  IOffers,
-  ITimeline,
-  StatusAnswer
+  IOffers
 } from './wire';
-import { asSentence } from './words';
 
 export type LeaseVerb = 'resume' | 'keep' | 'lend';
 
@@ -26,7 +28,10 @@ export type IOffersQuery = {
 
 /** A refusal is an Error with the sentence of the broker or the server. */
 export class Requests {
-  constructor(private readonly _settings: ServerConnection.ISettings) {}
+  constructor(
+    private readonly _settings: ServerConnection.ISettings,
+    private readonly _trans: TranslationBundle
+  ) {}
 
   /** Everything that is mine. */
   status(signal: AbortSignal): Promise<StatusAnswer> {
@@ -57,8 +62,8 @@ export class Requests {
     return (await this._get<IJobList>(`jobs?limit=${limit}`)).jobs;
   }
 
-  timeline(job: string): Promise<ITimeline> {
-    return this._get<ITimeline>(`jobs/${encodeURIComponent(job)}/timeline`);
+  timeline(job: string): Promise<IJobTimeline> {
+    return this._get<IJobTimeline>(`jobs/${encodeURIComponent(job)}/timeline`);
   }
 
   /** Takes a job out of the queue, or stops it. */
@@ -103,7 +108,7 @@ export class Requests {
 
   private async _get<T>(path: string, signal?: AbortSignal): Promise<T> {
     const response = await this._fetch(path, { method: 'GET', cache: 'no-store', signal });
-    return (await response.json()) as T;
+    return translated(this._trans, (await response.json()) as T);
   }
 
   private async _send<T>(
@@ -113,23 +118,24 @@ export class Requests {
     headers?: Record<string, string>
   ): Promise<T> {
     const init = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
-    return (await (await this._fetch(path, init)).json()) as T;
+    return translated(this._trans, (await (await this._fetch(path, init)).json()) as T);
   }
 
   private async _fetch(path: string, init: RequestInit): Promise<Response> {
     const url = URLExt.join(this._settings.baseUrl, 'gpushare') + `/${path}`;
     const response = await ServerConnection.makeRequest(url, init, this._settings);
     if (!response.ok) {
-      const said = messageOf(await response.text());
+      const said = messageOf(this._trans, await response.text());
       throw new Error(said ?? `${response.status} ${response.statusText}`);
     }
     return response;
   }
 }
 
-function messageOf(text: string): string | undefined {
+/** Returns the translated message of a refusal; undefined: another program has answered. */
+export function messageOf(trans: TranslationBundle, text: string): string | undefined {
   try {
-    const said = (JSON.parse(text) as Partial<IErrorAnswer>).message;
+    const said = translated(trans, JSON.parse(text) as Partial<IErrorAnswer>).message;
     return said === undefined ? undefined : asSentence(said);
   } catch {
     return undefined;

@@ -1,10 +1,10 @@
-/** What was measured in the last ten minutes; bounded, whatever the pace. */
+/** Samples of the last ten minutes; at most `MOST`, whatever the poll interval. */
 
 export interface ISample {
   /** Milliseconds. */
   readonly at: number;
   readonly memoryBytes: number;
-  /** Null where a device is shared: nobody can tell whose utilization it is. */
+  /** Null on a shared device: NVML reports utilization per device, not per process. */
   readonly utilizationPercent: number | null;
 }
 
@@ -16,7 +16,7 @@ export class Samples {
     return this._samples;
   }
 
-  /** Takes a sample; one that comes right behind the last takes its place. */
+  /** Adds a sample; replaces the last one when that is too recent. */
   add(sample: ISample): void {
     const before = this._samples[this._samples.length - 2];
     const kept = before !== undefined && sample.at - before.at < WINDOW_MS / MOST ? -1 : undefined;

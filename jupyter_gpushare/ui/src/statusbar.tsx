@@ -5,9 +5,10 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
-import { GpuModel, GpuState, phaseOf } from './model';
+import { GpuModel } from './model';
+import { GpuState, phaseOf } from './state';
 import { chipIcon } from './tokens';
-import { sentence, statusText, wantsAttention } from './words';
+import { sentence, statusText, wantsAttention } from './messages';
 
 export class StatusItem extends ReactWidget {
   constructor(
@@ -16,7 +17,7 @@ export class StatusItem extends ReactWidget {
     private readonly _open: () => void
   ) {
     super();
-    this.addClass('gps-status');
+    this.addClass('gpushare-status');
     _model.changed.connect(() => this._activeStateChanged.emit(), this);
   }
 
@@ -46,7 +47,7 @@ export class StatusItem extends ReactWidget {
     return (
       <button
         type="button"
-        className={wantsAttention(state, phase) ? 'gps-attention' : ''}
+        className={wantsAttention(state, phase) ? 'gpushare-attention' : ''}
         title={sentence(this._trans, state)}
         onClick={this._open}
       >

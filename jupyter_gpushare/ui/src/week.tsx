@@ -1,4 +1,4 @@
-/** The last seven days: a sentence, and on demand a chart of them, whose code comes only then. */
+/** Usage of the last seven days: a sentence, and a chart that is loaded on demand. */
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { ISignal } from '@lumino/signaling';
@@ -8,7 +8,7 @@ import { Button } from './button';
 import type { DayChart } from './daychart';
 import { daysOf, IDay } from './days';
 import type { IHistory } from './wire';
-import { daysText, weekText } from './words';
+import { daysText, weekText } from './messages';
 
 /** Emitted when the colours have become others. */
 export type ThemeChanged = ISignal<unknown, unknown>;
@@ -31,7 +31,7 @@ export function Week(props: IWeekProps): JSX.Element {
       <h3>{trans.__('Last seven days')}</h3>
       <p>{weekText(trans, week)}</p>
       {week.days.length > 0 && (
-        <Button className="gps-link" aria-expanded={open} run={() => setOpen(!open)}>
+        <Button className="gpushare-link" aria-expanded={open} run={() => setOpen(!open)}>
           {open ? trans.__('Hide days') : trans.__('Show days')}
         </Button>
       )}
@@ -73,19 +73,19 @@ function Days(props: {
   }
   return (
     <>
-      <div className="gps-muted gps-parts" aria-hidden="true">
+      <div className="gpushare-muted gpushare-parts" aria-hidden="true">
         <span>{trans.__('GPU-hours a day:')}</span>
         <span>
-          <i className="gps-swatch" data-kind="used" />
+          <i className="gpushare-swatch" data-kind="used" />
           {trans.__('used')}
         </span>
         <span>
-          <i className="gps-swatch" data-kind="lent" />
+          <i className="gpushare-swatch" data-kind="lent" />
           {trans.__('given to others')}
         </span>
       </div>
       {make === 'loading' ? (
-        <p className="gps-days gps-muted" role="status">
+        <p className="gpushare-days gpushare-muted" role="status">
           {trans.__('Loading the chart.')}
         </p>
       ) : (
@@ -114,5 +114,5 @@ function Chart(props: {
     };
   }, [make, themeChanged]);
   React.useEffect(() => chart.current!.show(days), [make, themeChanged, days]);
-  return <div className="gps-days" ref={host} role="img" aria-label={daysText(trans, days)} />;
+  return <div className="gpushare-days" ref={host} role="img" aria-label={daysText(trans, days)} />;
 }

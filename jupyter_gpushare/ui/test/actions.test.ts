@@ -4,7 +4,8 @@ import { describe, expect, it, vi } from 'vitest';
 vi.mock('@jupyterlab/apputils', () => ({ Notification: {} }));
 
 import { Actions } from '../src/actions';
-import { GpuModel, stateOf } from '../src/model';
+import { GpuModel } from '../src/model';
+import { stateOf } from '../src/state';
 import { ANSWERS } from './answers';
 import { trans } from './trans';
 

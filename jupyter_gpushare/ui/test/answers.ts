@@ -10,12 +10,14 @@ import empty from '../../../tests/wire/golden/status_empty.json';
 import lost from '../../../tests/wire/golden/status_lost.json';
 import waking from '../../../tests/wire/golden/status_waking.json';
 import warned from '../../../tests/wire/golden/status_warned.json';
-import { IHistory, IJob, IJobList, IOffers, StatusAnswer } from '../src/wire';
+import timeline from '../../../tests/wire/golden/timeline.json';
+import { IHistory, IJob, IJobList, IJobTimeline, IOffers } from '../src/wire';
+import { StatusAnswer } from '../src/state';
 
-export type Ready = Extract<StatusAnswer, { silent_since: null }>;
+export type Ready = Extract<StatusAnswer, { unreachable_since: null }>;
 
 function ready(plain: unknown): Ready {
-  return { ...(plain as Ready), enabled: true, server: '', silent_since: null };
+  return { ...(plain as Ready), enabled: true, server: '', unreachable_since: null };
 }
 
 export const ANSWERS = {
@@ -30,11 +32,12 @@ export const ANSWERS = {
 export const SILENT: StatusAnswer = {
   enabled: true,
   server: '',
-  silent_since: '2031-05-06T14:02:00Z',
+  unreachable_since: '2031-05-06T14:02:00Z',
   message: 'the GPU broker does not answer'
 };
 
 export const HISTORY: IHistory = history;
 export const JOB = job as unknown as IJob;
 export const JOBS = (jobList as unknown as IJobList).jobs;
+export const TIMELINE = timeline as unknown as IJobTimeline;
 export const OFFERS = offers as unknown as IOffers;

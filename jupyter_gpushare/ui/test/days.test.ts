@@ -23,7 +23,7 @@ describe('a week by day', () => {
   });
 
   it('takes all projects together', () => {
-    const more = { day: '2031-05-05', project: 'nlp', used_gpu_s: 3600, lent_gpu_s: 60 };
+    const more = { day: '2031-05-05', project: 'nlp', used_gpu_s: 3600, lent_gpu_s: 60, saved_gib_s: 0 };
     const days = daysOf({ ...HISTORY, days: [more, ...HISTORY.days] }, '2031-05-06T00:00:00Z');
     expect(days[5]).toEqual({ day: '2031-05-05', usedGpuS: 46800, lentGpuS: 14460 });
   });

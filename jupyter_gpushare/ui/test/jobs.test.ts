@@ -2,8 +2,9 @@ import { describe, expect, it, vi } from 'vitest';
 
 import { FIRST_VIEW, IView, JobsModel, progressOf, viewOf } from '../src/jobs';
 import { GpuModel } from '../src/model';
-import { IJob, StatusAnswer } from '../src/wire';
-import { jobBadge } from '../src/words';
+import { IJob } from '../src/wire';
+import { StatusAnswer } from '../src/state';
+import { jobBadge } from '../src/messages';
 import { ANSWERS, JOBS, SILENT } from './answers';
 import { trans } from './trans';
 

@@ -1,9 +1,9 @@
 import { describe, expect, it } from 'vitest';
 
 import { byKernel } from '../src/kernels';
-import { IProcess } from '../src/wire';
+import { IProcessUse } from '../src/wire';
 
-function process(pid: number, kernel_id: string, used_bytes: number): IProcess {
+function process(pid: number, kernel_id: string, used_bytes: number): IProcessUse {
   return { pid, name: 'python', kernel: kernel_id && `${kernel_id}.ipynb`, kernel_id, used_bytes };
 }
 

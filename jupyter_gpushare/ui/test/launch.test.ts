@@ -57,6 +57,7 @@ describe('what is typed', () => {
     [{ cwd: 'here' }, 'cwd'],
     [{ gpus: '1.5' }, 'gpus'],
     [{ size: 'memory', memory: '20 apples' }, 'memory'],
+    [{ size: 'memory', memory: '20kiB' }, 'memory'],
     [{ name: 'x'.repeat(101) }, 'name'],
     [{ retries: '11' }, 'retries']
   ] as [Partial<IFields>, string][])('says what is wrong with %j', (change, field) => {

@@ -1,21 +1,14 @@
 import { afterEach, describe, expect, it, vi } from 'vitest';
 
-import {
-  GpuModel,
-  GpuState,
-  jobNotices,
-  leaseNotice,
-  Notice,
-  phaseOf,
-  seenJobs,
-  stateOf
-} from '../src/model';
-import { IJob, ILease, StatusAnswer } from '../src/wire';
-import { noticeText } from '../src/words';
+import { GpuModel } from '../src/model';
+import { GpuState, jobNotices, leaseNotice, Notice, phaseOf, seenJobs, stateOf } from '../src/state';
+import { IJob, ILeaseStatus } from '../src/wire';
+import { StatusAnswer } from '../src/state';
+import { noticeText } from '../src/messages';
 import { ANSWERS, SILENT } from './answers';
 import { trans } from './trans';
 
-function lease(name: keyof typeof ANSWERS, change: Partial<ILease> = {}): ILease {
+function lease(name: keyof typeof ANSWERS, change: Partial<ILeaseStatus> = {}): ILeaseStatus {
   return { ...ANSWERS[name].leases[0]!, ...change };
 }
 
@@ -37,14 +30,9 @@ describe('phaseOf', () => {
     expect(phaseOf(lease('asleep', { wanted: true }))).toBe('waking');
   });
 
-  it.each([
-    [600, 300, 'warned'],
-    [599, 301, 'idle'],
-    [6, 4, 'idle'],
-    [7, 3, 'warned'],
-    [600, null, 'idle']
-  ] as const)('warns 300 s before lending, or a third of a shorter time-out', (idle_s, lend_in_s, phase) => {
-    expect(phaseOf(lease('active', { idle_s, lend_in_s }))).toBe(phase);
+  it('is warned when the broker says so, whatever the numbers', () => {
+    expect(phaseOf(lease('active', { idle_s: 600, lend_in_s: 10, warned: false }))).toBe('idle');
+    expect(phaseOf(lease('active', { idle_s: 6, lend_in_s: 4, warned: true }))).toBe('warned');
   });
 });
 
@@ -55,7 +43,7 @@ describe('leaseNotice', () => {
   });
 
   it('takes a warning back when the owner is active again', () => {
-    expect(leaseNotice('warned', lease('active'), null)).toEqual({ kind: 'calm' });
+    expect(leaseNotice('warned', lease('active'), null)).toEqual({ kind: 'cleared' });
   });
 
   it('is not told that the GPU is back when the driver refused to put it to sleep', () => {
@@ -110,7 +98,7 @@ describe('jobNotices', () => {
     expect(jobNotices({ ...seenJobs(jobs), living: {} }, with_({ state: 'failed' }))).toEqual([]);
   });
 
-  it('tells of an end also where the answer before had no room for the job', () => {
+  it('tells of an end also where the answer before left the job out', () => {
     const other = later(0, { state: 'succeeded', ended_at: '2031-06-01T10:00:00.000Z' });
     const before = { ...seenJobs([...jobs, other]), living: {} };
     const since = with_({ state: 'failed', ended_at: '2031-06-01T10:00:00.001Z' });
@@ -170,7 +158,7 @@ describe('stateOf', () => {
   });
 
   it('has no numbers beside a silence', () => {
-    expect(stateOf(SILENT)).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z'), who: 'broker' });
+    expect(stateOf(SILENT)).toEqual({ kind: 'unreachable', since: new Date('2031-05-06T14:02:00Z'), source: 'broker' });
     expect(stateOf({ enabled: false })).toEqual({ kind: 'off' });
   });
 });
@@ -187,7 +175,7 @@ describe('GpuModel', () => {
   let most = 0;
   let slow = false;
 
-  /** An answer whose lease began to run so many seconds before it. */
+  /** An answer with a lease that began to run so many seconds before. */
   function awakeFor(seconds: number): StatusAnswer {
     const since_at = new Date(Date.parse(ANSWERS.active.at) - 1000 * seconds).toISOString();
     return { ...ANSWERS.active, leases: [{ ...ANSWERS.active.leases[0]!, since_at }] };
@@ -253,6 +241,15 @@ describe('GpuModel', () => {
     expect(notices[3]).toMatchObject({ seconds: 7 });
   });
 
+  it('draws all widgets anew with settings that arrive late, without a notice', async () => {
+    const notices = await start(ANSWERS.warned);
+    const drawn: GpuState[] = [];
+    model.changed.connect((_, state) => drawn.push(state));
+    model.redraw();
+    expect(drawn).toEqual([model.state]);
+    expect(notices).toEqual([]);
+  });
+
   it('counts the seconds of waking, not those until somebody looks again', async () => {
     clock_ms = 10_000;
     const notices = await start(ANSWERS.asleep);
@@ -275,7 +272,7 @@ describe('GpuModel', () => {
   it('counts no seconds of a waking that began while nobody looked', async () => {
     const notices = await start(ANSWERS.asleep);
     answer = ANSWERS.waking;
-    await model.lookBack();
+    await model.refreshAfterAbsence();
     expect(model.wakingSince).toBeNull();
     await say(ANSWERS.waking);
     expect(model.wakingSince).toBeNull();
@@ -295,7 +292,7 @@ describe('GpuModel', () => {
     await start(ANSWERS.asleep);
     await say(ANSWERS.waking);
     clock_ms = 13_000;
-    await model.lookBack();
+    await model.refreshAfterAbsence();
     expect(model.wakingSince).toBe(10_000);
   });
 
@@ -316,7 +313,7 @@ describe('GpuModel', () => {
       await vi.advanceTimersByTimeAsync(5_000);
       hangs = true;
       await vi.advanceTimersByTimeAsync(40_000);
-      expect(model.state).toMatchObject({ kind: 'silent', who: 'server' });
+      expect(model.state).toMatchObject({ kind: 'unreachable', source: 'server' });
       hangs = false;
       await vi.advanceTimersByTimeAsync(300_000);
       expect(model.state.kind).toBe('ready');
@@ -343,14 +340,14 @@ describe('GpuModel', () => {
       'Your GPU memory could not be brought back: the kernels that used it have to restart. Your files are safe.'
     );
     await say(ANSWERS.active);
-    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost', 'calm']);
+    expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost', 'cleared']);
   });
 
   it('takes back that the memory is lost when the lease is gone', async () => {
     const notices = await start(ANSWERS.waking);
     await say(ANSWERS.lost);
     await say(ANSWERS.empty);
-    expect(notices.map(notice => notice.kind)).toEqual(['lost', 'calm']);
+    expect(notices.map(notice => notice.kind)).toEqual(['lost', 'cleared']);
   });
 
   it('tells nothing for what it finds at the start', async () => {
@@ -383,7 +380,7 @@ describe('GpuModel', () => {
   it('has no numbers while the broker is silent, and tells afterwards what was missed', async () => {
     const notices = await start(ANSWERS.active);
     await say(SILENT);
-    expect(model.state).toEqual({ kind: 'silent', since: new Date('2031-05-06T14:02:00Z'), who: 'broker' });
+    expect(model.state).toEqual({ kind: 'unreachable', since: new Date('2031-05-06T14:02:00Z'), source: 'broker' });
     await say(ANSWERS.asleep);
     expect(model.state.kind).toBe('ready');
     expect(notices.map(notice => notice.kind)).toEqual(['asleep']);
@@ -395,7 +392,7 @@ describe('GpuModel', () => {
     await say(new Error('connection refused'));
     clock_ms = 9_000;
     await say(new Error('connection refused'));
-    expect(model.state).toEqual({ kind: 'silent', since: new Date(5_000), who: 'server' });
+    expect(model.state).toEqual({ kind: 'unreachable', since: new Date(5_000), source: 'server' });
   });
 
   it('asks ever more rarely while nobody answers, every five minutes at last, and at once as before', async () => {

@@ -1,10 +1,10 @@
-/** What people read, where the broker does not say it; sizes and times are formatted here only. */
+/** Sentences of the page itself; the only module that formats sizes and times. */
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IDay } from './days';
-import type { GpuState, Notice, Phase } from './model';
-import type { Checkpoint, IHistory, IJob, ILease, IProject } from './wire';
+import type { GpuState, Notice, Phase } from './state';
+import type { CheckpointMode, IHistory, IJob, ILeaseStatus, IProjectUse } from './wire';
 
 /** As the device names have it: an H100-80GB has 80 of these. */
 const GB = 2 ** 30;
@@ -67,7 +67,7 @@ export function weekday(day: string, date = false): string {
   });
 }
 
-/** What a server refuses, which it says as the end of a line, as a sentence. */
+/** Returns a server's error message as a sentence: capital letter, full stop. */
 export function asSentence(text: string): string {
   const begun = /^[a-z]+[ ,]/.test(text) ? text[0]!.toUpperCase() + text.slice(1) : text;
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;
@@ -79,14 +79,14 @@ export function statusText(trans: TranslationBundle, state: GpuState): string {
     case 'loading':
     case 'off':
       return '';
-    case 'silent':
+    case 'unreachable':
       return trans.__('GPU: no data');
     case 'ready':
       return state.lease === null ? trans.__('No GPU') : leaseText(trans, state.lease);
   }
 }
 
-function leaseText(trans: TranslationBundle, lease: ILease): string {
+function leaseText(trans: TranslationBundle, lease: ILeaseStatus): string {
   // While it sleeps, the last measurement may be from before.
   const used = gigabytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
@@ -105,8 +105,8 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
       return trans.__('Asking the GPU broker.');
     case 'off':
       return trans.__('This server was started without a GPU broker.');
-    case 'silent':
-      return state.who === 'server'
+    case 'unreachable':
+      return state.source === 'server'
         ? trans.__('No answer from your server since %1.', timeText(state.since))
         : trans.__(
             'No news from the GPU broker since %1. Your kernel keeps running.',
@@ -119,13 +119,13 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
   }
 }
 
-/** Whether the status bar item wants to be looked at. */
+/** Returns whether the status bar item is highlighted. */
 export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
-  return state.kind === 'silent' || phase === 'warned' || phase === 'waking' || phase === 'lost';
+  return state.kind === 'unreachable' || phase === 'warned' || phase === 'waking' || phase === 'lost';
 }
 
 /** What a meter of GPU memory says aloud. */
-export function memoryText(trans: TranslationBundle, lease: ILease): string {
+export function memoryText(trans: TranslationBundle, lease: ILeaseStatus): string {
   if (lease.memory_saved_bytes > 0) {
     return trans.__('%1 GB in RAM', gigabytes(lease.memory_saved_bytes));
   }
@@ -139,7 +139,7 @@ export function memoryText(trans: TranslationBundle, lease: ILease): string {
 /** The numbers of a project, and the colour that each has in its bar. */
 export function projectParts(
   trans: TranslationBundle,
-  project: IProject
+  project: IProjectUse
 ): { readonly text: string; readonly kind: 'mark' | 'used' | 'borrowed' | 'lent' | null }[] {
   const { in_use_milli: used, borrowed_milli: borrowed, lent_milli: lent, waiting } = project;
   const parts: ReturnType<typeof projectParts> = [
@@ -159,7 +159,7 @@ export function projectParts(
 }
 
 /** What the bar of a project says aloud. */
-export function projectText(trans: TranslationBundle, project: IProject): string {
+export function projectText(trans: TranslationBundle, project: IProjectUse): string {
   return projectParts(trans, project)
     .map(part => part.text)
     .join(', ');
@@ -199,7 +199,15 @@ export function progressText(trans: TranslationBundle, job: IJob): string {
     : trans.__('%1 of %2', numberText(job.done), numberText(job.total));
 }
 
-/** Where a job's code runs, as far as it is known; empty: as its command says. */
+/** `120 of 1,000, about 2 h left`: progress and, where it is known, the time left. */
+export function progressAndTimeText(trans: TranslationBundle, job: IJob): string {
+  const progress = progressText(trans, job);
+  return job.left_s === null
+    ? progress
+    : trans.__('%1, about %2 left', progress, duration(trans, job.left_s));
+}
+
+/** Returns the environment of a job; empty: the command decides. */
 export function environmentText(trans: TranslationBundle, job: IJob): string {
   if (job.source === null) {
     // Of `%%gpujob` it is the Python of the kernel.
@@ -213,7 +221,7 @@ export function environmentText(trans: TranslationBundle, job: IJob): string {
 }
 
 /** The text of a notification. */
-export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'calm' }>): string {
+export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'cleared' }>): string {
   switch (notice.kind) {
     case 'warned':
       return warningText(trans, notice.lease);
@@ -240,8 +248,8 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
   }
 }
 
-/** In short, like that of a lost state: JupyterLab cuts a notification at 140 characters. */
-function warningText(trans: TranslationBundle, lease: ILease): string {
+/** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */
+function warningText(trans: TranslationBundle, lease: ILeaseStatus): string {
   return trans.__(
     'Your GPU is lent in %1: others wait. Its %2 GB of GPU memory move to RAM, and your variables stay.',
     duration(trans, lease.lend_in_s ?? 0),
@@ -276,7 +284,7 @@ function jobsText(trans: TranslationBundle, ended: readonly IJob[], paused: read
   return trans.__('Training jobs: %1.', parts.filter(Boolean).join(', '));
 }
 
-/** Who keeps the limit of a lease. */
+/** Returns how the memory limit of a lease is enforced. */
 export function levelText(trans: TranslationBundle, level: string): string {
   switch (level) {
     case 'whole_gpu':
@@ -286,9 +294,9 @@ export function levelText(trans: TranslationBundle, level: string): string {
     case 'cgroup':
       return trans.__('the driver');
     case 'preload':
-      return trans.__('a library in each process, and a watchdog');
+      return trans.__('software, in each process');
     case 'hints':
-      return trans.__('nobody: frameworks are only asked');
+      return trans.__('not enforced: frameworks are only asked');
     default:
       return level;
   }
@@ -336,8 +344,8 @@ export function daysText(trans: TranslationBundle, days: readonly IDay[]): strin
   return trans.__('GPU-hours a day. %1.', each.join('; '));
 }
 
-/** How a job survives the loss of its room, as a choice. */
-export function checkpointLabel(trans: TranslationBundle, checkpoint: Checkpoint): string {
+/** Returns the label of a checkpoint mode. */
+export function checkpointLabel(trans: TranslationBundle, checkpoint: CheckpointMode): string {
   switch (checkpoint) {
     case 'suspend':
       return trans.__('Suspend, and go on where it was');
@@ -348,8 +356,8 @@ export function checkpointLabel(trans: TranslationBundle, checkpoint: Checkpoint
   }
 }
 
-/** What a choice means. */
-export function checkpointText(trans: TranslationBundle, checkpoint: Checkpoint): string {
+/** Returns the explanation of a checkpoint mode. */
+export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointMode): string {
   switch (checkpoint) {
     case 'suspend':
       return trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.');
@@ -360,8 +368,8 @@ export function checkpointText(trans: TranslationBundle, checkpoint: Checkpoint)
   }
 }
 
-/** What is true about a wake-up that takes long: both steps, with seconds. */
-export function wakingSteps(trans: TranslationBundle, lease: ILease, seconds: number): string {
+/** Returns both steps of a slow resume, with the seconds so far. */
+export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
   const step =
     lease.state === 'resuming'
       ? trans.__('step 2 of 2, copying %1 GB back', gigabytes(lease.memory_saved_bytes))
@@ -369,17 +377,17 @@ export function wakingSteps(trans: TranslationBundle, lease: ILease, seconds: nu
   return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
 }
 
-/** The same in short, beside the sentence that says what is done. */
-export function wakingStep(trans: TranslationBundle, lease: ILease, seconds: number): string {
+/** Returns the current step of a resume in short, beside the broker's sentence. */
+export function wakingStep(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
   return trans.__('Step %1 of 2, %2 s so far.', lease.state === 'resuming' ? 2 : 1, Math.floor(seconds));
 }
 
-/** Stands in a log where a part of it is missing; the download and `gpushare logs` say the same. */
+/** Returns the marker of a gap in a log; the download and `gpushare logs` use the same text. */
 export function gapText(trans: TranslationBundle, bytes: number): string {
   return trans.__('[%1 bytes of this log were not kept]', bytes);
 }
 
-/** A word for a step in the life of a job. */
+/** Returns the word for one event in a job's timeline. */
 export function momentText(trans: TranslationBundle, what: string): string {
   switch (what) {
     case 'submitted':
@@ -388,6 +396,8 @@ export function momentText(trans: TranslationBundle, what: string): string {
       return trans.__('Granted');
     case 'started':
       return trans.__('Started');
+    case 'progress':
+      return trans.__('Progress');
     case 'suspend':
       return trans.__('Paused');
     case 'resume':

@@ -1,7 +1,7 @@
 import { describe, expect, it } from 'vitest';
 
 import { daysOf } from '../src/days';
-import { stateOf } from '../src/model';
+import { stateOf } from '../src/state';
 import {
   asSentence,
   daysText,
@@ -12,6 +12,7 @@ import {
   memoryText,
   noticeText,
   numberText,
+  progressAndTimeText,
   progressText,
   projectText,
   sentence,
@@ -20,7 +21,7 @@ import {
   wakingSteps,
   wantsAttention,
   weekText
-} from '../src/words';
+} from '../src/messages';
 import { ANSWERS, HISTORY, JOB, SILENT } from './answers';
 import { trans } from './trans';
 
@@ -88,6 +89,12 @@ describe('a job', () => {
     expect(text(0.30000000000000004, 10)).toBe(`${numberText(0.3)} of 10`);
   });
 
+  it('says how long it still takes where its progress shows it', () => {
+    const text = (left_s: number | null) => progressAndTimeText(trans, { ...JOB, done: 3, total: 10, left_s });
+    expect(text(7_200)).toBe('3 of 10, about 2 h left');
+    expect(text(null)).toBe('3 of 10');
+  });
+
   it('names the environment that it runs in, and none that nobody knows', () => {
     const source = { path: 'a.py', kernel: '', output: '', arguments: '', parameters: {} };
     const text = (change: Partial<typeof JOB>) => environmentText(trans, { ...JOB, ...change });
@@ -139,7 +146,7 @@ describe('sentences', () => {
   });
 
   it('say when it is the server that does not answer', () => {
-    const state = { kind: 'silent', since: new Date(0), who: 'server' } as const;
+    const state = { kind: 'unreachable', since: new Date(0), source: 'server' } as const;
     expect(sentence(trans, state)).toMatch(/^No answer from your server since .*\d\d/);
   });
 

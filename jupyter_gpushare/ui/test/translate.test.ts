@@ -1,0 +1,99 @@
+import type { TranslationBundle } from '@jupyterlab/translation';
+import { describe, expect, it } from 'vitest';
+
+import { CATALOGUE } from '../src/catalogue';
+import { messageOf } from '../src/requests';
+import { translated } from '../src/translate';
+import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
+import type { IText } from '../src/wire';
+import { trans } from './trans';
+
+/** A language that turns words into capitals and keeps places and order of arguments. */
+const LOUD = {
+  __: (text: string, ...args: string[]) => trans.__(text.toUpperCase(), ...args),
+  _n: (one: string, many: string, n: number) => trans._n(one.toUpperCase(), many.toUpperCase(), n)
+} as unknown as TranslationBundle;
+
+const inMemory = (gb: string): IText => ({ key: 'size.memory', args: [{ key: 'memory', args: [gb] }] });
+
+describe('translated', () => {
+  it('says in English what the broker says in English', () => {
+    for (const answer of [...Object.values(ANSWERS), JOBS, OFFERS]) {
+      expect(translated(trans, answer)).toEqual(answer);
+    }
+  });
+
+  it('translates sentences, badges and reasons, and what is inside them', () => {
+    const [lease] = translated(LOUD, ANSWERS.warned).leases;
+    expect(lease!.badge).toBe('LENT IN 5 MIN');
+    expect(lease!.sentence).toBe(
+      "IDLE FOR 10 MIN AND 2 JOBS ARE WAITING. IN 5 MIN YOUR GPU MEMORY (6.8 GB) MOVES TO THIS MACHINE'S RAM " +
+        'AND THE GPU IS LENT. YOUR VARIABLES STAY.'
+    );
+    expect(translated(LOUD, JOBS).map(job => job.reason)).toContain(
+      'NUMBER 3. NEEDS 2 GPUS TOGETHER; 1.25 ARE FREE.'
+    );
+    expect(translated(LOUD, OFFERS).job!.sentence).toContain('WITH 1 GPU IT WOULD START NOW.');
+  });
+
+  it('translates the timeline: decisions, the project that took a GPU back, sizes', () => {
+    expect(translated(LOUD, TIMELINE).moments.map(moment => moment.sentence)).toEqual([
+      'SUBMITTED.',
+      "ada'S JOB night (1 GPU) STARTS: THE GPUS THAT IT NEEDS ARE FREE.",
+      'ITS COMMAND STARTED.',
+      "ada'S JOB night (1 GPU) IS PAUSED FOR A TRAINING JOB OF PROJECT nlp: " +
+        'ANOTHER PROJECT TOOK BACK ITS GUARANTEED GPU.',
+      "ada'S JOB night (1 GPU) GOES ON: THERE IS FREE CAPACITY AGAIN."
+    ]);
+    const job = {
+      size: '2 GPUs',
+      size_texts: [{ key: 'size.gpus', args: ['2'] }],
+      reason: '',
+      reason_texts: [
+        { key: 'job.paused', args: ['14:31', { key: 'because.over_quota_of', args: ['nlp'] }] }
+      ]
+    };
+    expect(translated(LOUD, job).size).toBe('2 GPUS');
+    expect(translated(LOUD, job).reason).toBe(
+      'PAUSED AT 14:31 BECAUSE nlp TOOK BACK ITS GUARANTEED GPU. NOTHING WAS LOST.'
+    );
+  });
+
+  it('translates the log of decisions and the sizes of leases', () => {
+    const decision = { sentence: 'old', sentence_texts: TIMELINE.moments[1]!.sentence_texts };
+    const status = { ...ANSWERS.active, events: [decision] };
+    expect(translated(LOUD, status).events[0]!.sentence).toContain('STARTS: THE GPUS THAT IT NEEDS ARE FREE.');
+    const lease = { size: '20 GB of a GPU', size_texts: [inMemory('20')] };
+    expect(translated(LOUD, lease).size).toBe('20 GB OF A GPU');
+  });
+
+  it('translates refusals, which have their English template for a key', () => {
+    const refused = {
+      status: 404,
+      reason: 'not_found',
+      message: "there is no file 'a.py' on this server",
+      message_texts: [{ key: 'there is no file %1 on this server', args: ["'a.py'"] }]
+    };
+    expect(messageOf(trans, JSON.stringify(refused))).toBe("There is no file 'a.py' on this server.");
+    expect(messageOf(LOUD, JSON.stringify(refused))).toBe("THERE IS NO FILE 'a.py' ON THIS SERVER.");
+    const own = { ...refused, message: 'constructor', message_texts: [{ key: 'constructor', args: [] }] };
+    expect(messageOf(LOUD, JSON.stringify(own))).toBe('constructor.');
+    expect(messageOf(LOUD, '<html>')).toBeUndefined();
+  });
+
+  it('leaves the English text where a newer broker sends a key that this page lacks', () => {
+    const newer = { sentence: 'New.', sentence_texts: [{ key: 'session.unknown', args: [] }] };
+    expect(translated(LOUD, newer).sentence).toBe('New.');
+    const inside = { key: 'session.active', args: [{ key: 'part.unknown', args: [] }] };
+    expect(translated(LOUD, { sentence: 'Old.', sentence_texts: [inside] }).sentence).toBe('Old.');
+  });
+
+  it('leaves alone what only looks like a sentence', () => {
+    const form = { parameters: { a: '1', a_texts: 'x' }, empty: null };
+    expect(translated(LOUD, form)).toEqual(form);
+  });
+
+  it('has a catalogue', () => {
+    expect(Object.keys(CATALOGUE).length).toBeGreaterThan(80);
+  });
+});
