@@ -1,4 +1,4 @@
-"""Write the pages that are drawn from the code: ``python docs/generate.py``.
+"""Write the pages and the picture that are generated from the code: ``python docs/generate.py``.
 
 `PAGES` says which page comes from which function.  ``tests/docs`` compares the
 files with what the functions return, so a page cannot fall behind the code.
@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections import defaultdict
@@ -20,11 +21,11 @@ from pathlib import Path
 import msgspec
 from traitlets import DefaultHandler, HasTraits, TraitType
 
-from jupyter_gpushare import wire
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.handlers import ROUTES
-from jupyter_gpushare.core.model import HOLDS_ROOM, TRANSITIONS, Event, State
+from jupyter_gpushare.broker.http.routes import ROUTES
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, State
 from jupyter_gpushare.hub import GPUShareMixin
+from jupyter_gpushare.protocol import wire
 
 DOCS = Path(__file__).resolve().parent
 # An event that is possible in so many states is told in a sentence, or the drawing is all arrows.
@@ -33,13 +34,13 @@ EVERYWHERE = 5
 MARKER = "<!-- From here on written by docs/generate.py; do not edit. -->"
 
 MEANINGS: Mapping[State, str] = {
-    State.PENDING: "waits for room",
-    State.GRANTED: "room is reserved; its processes are being started",
-    State.RUNNING: "has its room, whether it computes or idles",
+    State.PENDING: "waits for capacity",
+    State.GRANTED: "devices are reserved; its processes are being started",
+    State.RUNNING: "holds its devices, whether it computes or idles",
     State.SUSPENDING: "its GPU memory is being copied to RAM",
-    State.SUSPENDED: "asleep: its processes live, its GPU memory lies in RAM, its room is lent or free",
-    State.RESUMING: "its room is free again; its GPU memory is being copied back",
-    State.STOPPING: "told to end, within its time of grace; its room is on its way out",
+    State.SUSPENDED: "its processes live, its GPU memory is in RAM, its devices are lent or free",
+    State.RESUMING: "its devices are free again; its GPU memory is being copied back",
+    State.STOPPING: "told to end, within its grace period; its devices are free once the driver says so",
     State.RELEASED: "over",
     State.FAILED: "could not be started, or was given up",
 }
@@ -63,7 +64,7 @@ def lease_page() -> str:
         sources = ", ".join(f"`{state}`" for state in State if state in {before for before, _ in pairs})
         sentences.append(f"* `{event}` leads to {targets}; it is possible in {sources}.")
     rows = [
-        f"| `{state}` | {MEANINGS[state]} | {'yes' if state in HOLDS_ROOM else 'no'} |" for state in State
+        f"| `{state}` | {MEANINGS[state]} | {'yes' if state in HOLDS_CAPACITY else 'no'} |" for state in State
     ]
     final = [
         f"    {state} --> [*]" for state in State if not any(before == state for before, _ in TRANSITIONS)
@@ -147,7 +148,7 @@ def _messages() -> list[type[msgspec.Struct]]:
         for kind in vars(wire).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
-        and kind.__module__ == wire.__name__
+        and kind.__module__.startswith(f"{wire.__name__}.")
         and kind not in (wire.Message, wire.Answer)
     ]
 
@@ -190,7 +191,9 @@ def configuration_page() -> str:
     for kind, where in ((GPUShareMixin, "in the Hub"), (GPUShareBroker, "in the broker")):
         doc = _markdown((kind.__doc__ or "").strip().split("\n\n")[0])
         lines += [f"## {kind.__name__}: {where}", "", doc, ""]
-        for name, trait in sorted(kind.class_own_traits(config=True).items()):
+        for name, trait in sorted(kind.class_traits(config=True).items()):
+            if not trait.this_class.__module__.startswith("jupyter_gpushare"):
+                continue  # of JupyterHub's spawner, of traitlets' application
             lines += [
                 f"### `c.{kind.__name__}.{name}`",
                 "",
@@ -203,7 +206,11 @@ def configuration_page() -> str:
 
 
 def _default(kind: type[HasTraits], name: str, trait: TraitType[typing.Any, typing.Any]) -> str:
-    if any(isinstance(each, DefaultHandler) and each.trait_name == name for each in vars(kind).values()):
+    if any(
+        isinstance(each, DefaultHandler) and each.trait_name == name
+        for base in kind.__mro__
+        for each in vars(base).values()
+    ):
         return "default depends on other settings"
     value = trait.default()
     if isinstance(value, list):
@@ -216,7 +223,103 @@ def _markdown_paragraphs(text: str) -> str:
     return "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines()).replace("``", "`")
 
 
+# ---- the picture of the layers ---------------------------------------------------
+
+PACKAGE = "jupyter_gpushare"
+_WIDTH, _GAP, _ROW, _HEAD = 880, 8, 22, 26
+_STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; }
+  .inner text { font-size: 11.5px; }
+  rect { fill: #eef3f8; stroke: #57606a; }
+  .inner rect { fill: #ffffff; stroke: #afb8c1; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; }
+    rect { fill: #1b2430; stroke: #8b949e; }
+    .inner rect { fill: #0d1117; stroke: #484f58; }
+  }
+"""
+
+
+def layers_of(pyproject: Path) -> dict[str, list[list[str]]]:
+    """The layer contracts of import-linter: by package, from top to bottom, the modules of each layer."""
+    contracts = tomllib.loads(pyproject.read_text())["tool"]["importlinter"]["contracts"]
+    return {
+        container: [[name.strip("() ") for name in layer.split("|")] for layer in each["layers"]]
+        for each in contracts
+        if each["type"] == "layers"
+        for container in each["containers"]
+    }
+
+
+def layers_picture() -> str:
+    """``docs/images/layers.svg``: which module may import which, from the contracts of pyproject.toml."""
+    layers = layers_of(DOCS.parent / "pyproject.toml")
+    drawn, top = [], _GAP
+    for row in layers[PACKAGE]:
+        height = max(_box_height(layers, name) for name in row)
+        width = (_WIDTH - _GAP * (len(row) + 1)) / len(row)
+        for index, name in enumerate(row):
+            left = _GAP + index * (width + _GAP)
+            drawn += _box(layers, name, (left, top, width, height))
+        top += height + _GAP
+    label = "Layers of the package: a module imports only from layers below its own"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" role="img"',
+            f' aria-label="{label}">',
+            "<!-- Written by docs/generate.py from pyproject.toml; do not edit. -->",
+            f"<style>{_STYLE}</style>",
+            *drawn,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _inner(layers: Mapping[str, list[list[str]]], name: str) -> list[tuple[str, list[str]]]:
+    """The layers inside a module, each with the prefix that tells a package further inside apart."""
+    outer = f"{PACKAGE}.{name}"
+    return [
+        (container.removeprefix(outer).removeprefix("."), row)
+        for container, rows in layers.items()
+        if container == outer or container.startswith(f"{outer}.")
+        for row in rows
+    ]
+
+
+def _box_height(layers: Mapping[str, list[list[str]]], name: str) -> int:
+    inner = _inner(layers, name)
+    return _HEAD + (len(inner) * (_ROW + 3) + 4 if inner else 0)
+
+
+def _box(
+    layers: Mapping[str, list[list[str]]], name: str, area: tuple[float, float, float, float]
+) -> list[str]:
+    left, top, width, _ = area
+    lines = [_rectangle(area), _text(left + width / 2, top + 18, name)]
+    inner = _inner(layers, name)
+    if inner:
+        lines.append('<g class="inner">')
+        for index, (prefix, row) in enumerate(inner):
+            below = top + _HEAD + index * (_ROW + 3)
+            names = "  |  ".join(f"{prefix}.{each}" if prefix else each for each in row)
+            lines.append(_rectangle((left + 6, below, width - 12, _ROW)))
+            lines.append(_text(left + width / 2, below + 15, names))
+        lines.append("</g>")
+    return lines
+
+
+def _rectangle(area: tuple[float, float, float, float]) -> str:
+    left, top, width, height = area
+    return f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4"/>'
+
+
+def _text(middle: float, base: float, text: str) -> str:
+    return f'<text x="{middle:.1f}" y="{base:.1f}">{text}</text>'
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "images/layers.svg": layers_picture,
     "lease.md": lease_page,
     "api.md": api_page,
     "configuration.md": configuration_page,

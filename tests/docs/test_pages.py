@@ -67,6 +67,45 @@ def test_every_picture_is_shown_on_a_page_in_the_light_and_in_the_dark():
     assert all(path.with_name(path.name.replace("-light", "-dark")) in shown for path in shown)
 
 
+def test_every_layer_of_every_contract_is_in_the_picture():
+    drawn = set(re.findall(r"<text [^>]*>([^<]+)</text>", generator().layers_picture()))
+    words = {word.rpartition(".")[2] for text in drawn for word in text.replace("|", " ").split()}
+    layers = generator().layers_of(ROOT / "pyproject.toml")
+    assert len(layers) >= 4
+    assert {name for rows in layers.values() for row in rows for name in row} <= words
+
+
+def modules_of_journeys() -> list[str]:
+    """The file names in the journeys of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    journeys = text.partition("## Five journeys")[2].partition("\n## ")[0]
+    return sorted(set(re.findall(r"`([\w/.]+\.(?:py|c|ts|tsx))`", journeys)))
+
+
+def test_the_architecture_page_tells_five_journeys():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    journeys = text.partition("## Five journeys")[2].partition("\n## ")[0]
+    assert journeys.count("\n### ") == 5
+    assert len(modules_of_journeys()) > 30
+
+
+@pytest.mark.parametrize("module", modules_of_journeys())
+def test_a_module_of_a_journey_exists(module):
+    assert (ROOT / "jupyter_gpushare" / module).is_file()
+
+
+def test_a_folder_of_the_architecture_page_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("| folder |")[2].partition("\n## ")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in row.split(", ")]
+    assert len(named) > 10
+    assert [
+        name
+        for name in named
+        if not (ROOT / "jupyter_gpushare" / name.strip("`")).is_dir()
+        and not (ROOT / "jupyter_gpushare" / f"{name.strip('`')}.py").is_file()
+    ] == []
+
+
 def quoted_texts() -> list[str]:
     """The pieces of error texts that docs/troubleshooting.md promises, without their gaps."""
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
@@ -77,12 +116,12 @@ def quoted_texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def all_texts() -> str:
-    """Every string of the package and the Makefile, on one line; what is filled in reads as a blank."""
+    """Every string of package, demo and Makefile, on one line; what is filled in reads as a blank."""
     words = [(ROOT / "Makefile").read_text(), (ROOT / "tests" / "conftest.py").read_text()]
-    for path in (ROOT / "jupyter_gpushare").rglob("*.py"):
+    for path in (*(ROOT / "jupyter_gpushare").rglob("*.py"), *(ROOT / "demo").glob("*.py")):
         # Adjacent literals and the line breaks between them read as one text.
         text = re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-        words.append(re.sub(r"\{[^{}\n]*\}", " ", text))
+        words.append(re.sub(r"\{[^{}\n]*\}|%\d", " ", text))
     return re.sub(r"\s+", " ", " ".join(words))
 
 

@@ -1,0 +1,37 @@
+"""Sphinx configuration of the documentation: `make docs`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+project = "jupyter-gpushare"
+author = "the jupyter-gpushare contributors"
+release = re.findall(r'__version__ = "(.*)"', (_ROOT / "jupyter_gpushare" / "__init__.py").read_text())[0]
+
+extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = project
+
+# Anchors of headings as GitHub makes them, so that links work in both places.
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]
+myst_enable_extensions = ["attrs_inline"]
+# A link to a page or a heading that does not exist fails the build (`make docs`).
+nitpicky = True
+
+
+def _copy_pictures(app: Any, error: Exception | None) -> None:
+    """Copy the pictures that pages name in HTML: Sphinx copies only those that Markdown names."""
+    if error is None:
+        shutil.copytree(Path(app.srcdir) / "images", Path(app.outdir) / "images", dirs_exist_ok=True)
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("build-finished", _copy_pictures)
