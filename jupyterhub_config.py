@@ -13,7 +13,9 @@ Environment:
                                 ports behind it are used inside: +1 Hub, +2 proxy's API, +3 broker
     GPUSHARE_DEMO_DIR           databases, secrets, users' homes (./demo-data); one per demo hub
     GPUSHARE_DEMO_IDLE_TIMEOUT  seconds after which an idle GPU may be lent (900)
-    GPUSHARE_SIMULATE           devices of the simulated driver ("2xH100-80GB,host=512GiB");
+    GPUSHARE_SIMULATE           devices of the simulated driver
+                                ("2xH100-80GB,host=512GiB,copy=5GiB/s,checkpoint=any-uid": GPU memory is
+                                copied at 5 GiB/s, and the last option lets it suspend without root);
                                 unset: simulated only where no NVIDIA driver is found
 
 Several demo hubs run side by side with ports and folders of their own.  A
@@ -27,6 +29,7 @@ import sys
 from pathlib import Path
 
 from jupyter_gpushare import native
+from jupyter_gpushare.channel import unix_url
 
 c = get_config()
 
@@ -36,9 +39,10 @@ c = get_config()
 here = Path(__file__).resolve().parent
 port = int(os.environ.get("GPUSHARE_DEMO_PORT", "8000"))
 state = Path(os.environ.get("GPUSHARE_DEMO_DIR", here / "demo-data")).resolve()
-# Secrets and databases: nobody else may look inside.
+# Secrets and databases: readable by this user only.
 for folder in (state, state / "broker", state / "home"):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
 # Programs of this environment (jupyter, gpushare, python) come first for every server and job.
 path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
@@ -57,7 +61,10 @@ def driver_found() -> bool:
     return True
 
 
-simulated = os.environ.get("GPUSHARE_SIMULATE") or ("" if driver_found() else "2xH100-80GB,host=512GiB")
+# A real driver suspends processes only for root; the simulated one is told to do it for every user.
+# Copies at the speed that is reported for H100 (NVIDIA/cuda-checkpoint issue 29).
+DEMO_MACHINE = "2xH100-80GB,host=512GiB,copy=5GiB/s,checkpoint=any-uid"
+simulated = os.environ.get("GPUSHARE_SIMULATE") or ("" if driver_found() else DEMO_MACHINE)
 driver = {}
 if simulated:
     # All processes that find the simulated driver's libraries first see the same simulated devices.
@@ -74,7 +81,9 @@ if simulated:
 c.JupyterHub.bind_url = f"http://127.0.0.1:{port}"
 c.JupyterHub.hub_bind_url = f"http://127.0.0.1:{port + 1}"
 c.ConfigurableHTTPProxy.api_url = f"http://127.0.0.1:{port + 2}"
+# The proxy sends browsers' requests here.
 broker_address = f"http://127.0.0.1:{port + 3}"
+api_socket = state / "broker" / "api.sock"
 
 c.JupyterHub.db_url = f"sqlite:///{state / 'jupyterhub.sqlite'}"
 c.JupyterHub.cookie_secret_file = str(state / "cookie-secret")
@@ -87,6 +96,11 @@ c.ConfigurableHTTPProxy.command = [str(local_proxy) if local_proxy.exists() else
 c.JupyterHub.authenticator_class = "dummy"
 c.Authenticator.allow_all = True
 c.Authenticator.admin_users = {"admin"}
+c.JupyterHub.template_vars = {
+    "announcement_login": "This is a demo. Log in as <b>ada</b> (project vision), <b>bo</b> (nlp), "
+    "<b>cy</b> (both) or <b>admin</b>, with any password. Try first: log in as ada and start with the "
+    "size that is preselected."
+}
 # The members of a Hub group belong to the project of the same name (see GPUShareBroker.projects).
 c.JupyterHub.load_groups = {
     "vision": {"users": ["ada", "cy"]},
@@ -102,7 +116,7 @@ c.JupyterHub.cleanup_servers = True
 
 # ---- servers ---------------------------------------------------------------------------
 
-# Everybody's server has the Hub's own uid: for a demo only. With system users: "gpushare-local".
+# All servers have the Hub's own uid: for a demo only. With system users: "gpushare-local".
 c.JupyterHub.spawner_class = "gpushare-simple"
 c.SimpleLocalProcessSpawner.home_dir_template = str(state / "home" / "{username}")
 c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
@@ -120,15 +134,16 @@ c.Spawner.poll_interval = 5
 c.Spawner.start_timeout = 120
 c.Spawner.http_timeout = 120
 
-# Where the spawners find the broker, and the secret that tells the broker that it is them.
+# Where spawners and servers find the broker: a socket that only this user can put there, unlike a
+# port; and the secret that tells the broker that the Hub's spawners ask.
 # The broker makes the file when it is missing; both sides refuse it if others can read it.
-c.GPUShareMixin.broker_url = f"{broker_address}/services/gpushare"
+c.GPUShareMixin.broker_url = unix_url(api_socket, "services/gpushare")
 c.GPUShareMixin.broker_token_file = str(state / "broker" / "spawner-token")
 
 
-# ---- who may do what -----------------------------------------------------------------------
+# ---- permissions ---------------------------------------------------------------------------
 
-# The right to submit jobs, as a scope of its own: take it from a role to forbid jobs.
+# Scope that permits submitting jobs: remove it from a role to forbid jobs.
 c.JupyterHub.custom_scopes = {
     "custom:gpushare:jobs": {"description": "Submit and manage training jobs"},
     "custom:gpushare:admin": {"description": "See all leases and jobs, change the quotas of projects"},
@@ -184,9 +199,9 @@ c.JupyterHub.services = [
             "PATH": path,
             **{key: value for key, value in os.environ.items() if key.startswith("GPUSHARE_DEMO_")},
         },
-        # What a login on the broker's page may do, of what the user may do.
+        # Scopes of a login on the broker's page, out of the user's own.
         "oauth_client_allowed_scopes": ["custom:gpushare:jobs", "custom:gpushare:admin"],
-        # The admin page of the broker asks no "may it know who you are?".
+        # The admin page of the broker skips the OAuth confirmation page.
         "oauth_no_confirm": True,
     }
 ]
@@ -196,6 +211,7 @@ c.JupyterHub.services = [
 
 c.GPUShareBroker.state_dir = str(state / "broker")
 c.GPUShareBroker.db_url = f"sqlite:///{state / 'broker' / 'broker.sqlite'}"
+c.GPUShareBroker.api_socket = str(api_socket)
 c.GPUShareBroker.helper_socket = str(state / "broker" / "helper.sock")
 c.GPUShareBroker.spawner_token_file = str(state / "broker" / "spawner-token")
 # Half of the machine's GPUs are guaranteed to each project; what one does not use, the other borrows.
@@ -203,5 +219,5 @@ c.GPUShareBroker.projects = {
     "vision": {"quota": "50%", "groups": ["vision"]},
     "nlp": {"quota": "50%", "groups": ["nlp"]},
 }
-# Seconds without a busy kernel and without GPU activity, after which a GPU may be lent to who waits.
+# Seconds without a busy kernel and without GPU activity, after which a GPU may be lent to waiting work.
 c.GPUShareBroker.idle_timeout = float(os.environ.get("GPUSHARE_DEMO_IDLE_TIMEOUT", "900"))

@@ -4,8 +4,8 @@
   ``browser`` is skipped by name where there is none, unless GPUSHARE_REQUIRE_BROWSER
   is set (`.ci/run`): then it fails.
 * No process that a test started may outlive the run: every child inherits
-  ``GPUSHARE_TEST_RUN``, and whoever still carries it at the end is named, ended
-  and makes the run fail.
+  ``GPUSHARE_TEST_RUN``; one that still carries it at the end is named, ended and
+  makes the run fail.  Each worker of pytest-xdist is a run of its own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def chromium() -> Chromium:
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Command lines, by pid, of the living processes whose environment holds ``mark``."""
+    """Command lines, by pid, of the living processes with ``mark`` in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

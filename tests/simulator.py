@@ -33,10 +33,10 @@ DEVICES = 16
 SLOTS = 256
 PAGE_BYTES = PAGE_HEADER.size + DEVICES * PAGE_DEVICE.size
 ACCOUNT_HEADER = struct.Struct("<IIQ64x")
-SLOT = struct.Struct("<iIQQQ16Q")
+SLOT = struct.Struct("<iIQQQQ16Q")
 ACCOUNT_BYTES = ACCOUNT_HEADER.size + SLOTS * SLOT.size
 PAGE_MAGIC = 0x4C535047
-VERSION = 1
+VERSION = 2
 
 
 class Fault(IntEnum):
@@ -55,6 +55,11 @@ class Fault(IntEnum):
     ECC = 11
     DRIVER_RESTART = 12
     MPS = 13
+    CHECKPOINT_FAILS_UNHARMED = 14
+    LOCK_KILLS = 15
+    CHECKPOINT_KILLS = 16
+    RESTORE_KILLS = 17
+    RECOVERY_ACTION = 18
 
 
 class Phase(IntEnum):
@@ -178,6 +183,11 @@ class Simulator:
         )
         return None if unlimited else (soft.value, hard.value)
 
+    def limit_host_memory(self, path: Path, max_bytes: int) -> None:
+        """Limit the simulated host memory of a cgroup, as its ``memory.max`` does."""
+        if self._attached().gpushare_sim_host_group(os.fsencode(path), ctypes.c_uint64(max_bytes)):
+            raise ValueError(f"no such cgroup: {path}")
+
     def process_state(self, pid: int) -> int:
         """A process's checkpoint state (CUprocessState), -1 when it does not use CUDA."""
         return int(self._attached().gpushare_sim_process_state(pid))
@@ -229,11 +239,11 @@ class Lease:
         data = (self.folder / "account").read_bytes()
         found = {}
         for index in range(SLOTS):
-            pid, taints, ticks, calls, queries, *used = SLOT.unpack_from(
+            pid, taints, ticks, work, calls, queries, *used = SLOT.unpack_from(
                 data, ACCOUNT_HEADER.size + index * SLOT.size
             )
             if pid:
-                found[pid] = Slot(pid, taints, ticks, calls, queries, tuple(used))
+                found[pid] = Slot(pid, taints, ticks, work, work + calls, queries, tuple(used))
         return found
 
     def denied(self) -> int:
@@ -248,6 +258,7 @@ class Slot:
     pid: int
     taints: int
     start_ticks: int
-    calls: int
-    queries: int
+    work: int  # launches, copies, allocations, synchronisation
+    calls: int  # every call that may wait, work included
+    queries: int  # what programs poll
     used_bytes: tuple[int, ...]

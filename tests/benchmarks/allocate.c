@@ -1,5 +1,5 @@
 /* Allocates and frees 1 MiB of GPU memory in a loop; prints nanoseconds per pair.
- * `allocate 0` prints the UUID of the first device instead.  See preload_overhead.py. */
+ * `allocate LOOPS 1` does so in the order of a stream (cuMemAllocAsync), `allocate 0` prints the UUID of the first device instead.  See preload_overhead.py. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +12,8 @@ typedef int (*retain_fn)(void **, int);
 typedef int (*current_fn)(void *);
 typedef int (*alloc_fn)(unsigned long long *, size_t);
 typedef int (*free_fn)(unsigned long long);
+typedef int (*alloc_async_fn)(unsigned long long *, size_t, void *);
+typedef int (*free_async_fn)(unsigned long long, void *);
 
 static double now_ns(void) {
     struct timespec t;
@@ -20,7 +22,7 @@ static double now_ns(void) {
 }
 
 int main(int argc, char **argv) {
-    int loops = argc > 1 ? atoi(argv[1]) : 10000, device = 0;
+    int loops = argc > 1 ? atoi(argv[1]) : 10000, in_stream = argc > 2, device = 0;
     unsigned char uuid[16];
     void *context = NULL, *lib = dlopen("libcuda.so.1", RTLD_NOW);
     if (lib == NULL) { fprintf(stderr, "%s\n", dlerror()); return 1; }
@@ -31,6 +33,8 @@ int main(int argc, char **argv) {
     current_fn set = (current_fn)dlsym(lib, "cuCtxSetCurrent");
     alloc_fn alloc = (alloc_fn)dlsym(lib, "cuMemAlloc_v2");
     free_fn release = (free_fn)dlsym(lib, "cuMemFree_v2");
+    alloc_async_fn alloc_async = (alloc_async_fn)dlsym(lib, "cuMemAllocAsync");
+    free_async_fn release_async = (free_async_fn)dlsym(lib, "cuMemFreeAsync");
     if (init(0) || get(&device, 0) || get_uuid(uuid, device)) { fprintf(stderr, "no device\n"); return 1; }
     if (loops == 0) {
         for (int i = 0; i < 16; i++) printf("%02x", uuid[i]);
@@ -45,7 +49,11 @@ int main(int argc, char **argv) {
     for (int repetition = 0; repetition < 7; repetition++) {
         double start = now_ns();
         for (int i = 0; i < loops; i++) {
-            if (alloc(&memory, 1u << 20) || release(memory)) { fprintf(stderr, "failed\n"); return 1; }
+            if (in_stream ? alloc_async(&memory, 1u << 20, NULL) || release_async(memory, NULL)
+                          : alloc(&memory, 1u << 20) || release(memory)) {
+                fprintf(stderr, "failed\n");
+                return 1;
+            }
         }
         double took = (now_ns() - start) / loops;
         if (took < best) best = took;

@@ -4,7 +4,7 @@
 
 A demo Hub with 16 simulated GPUs.  First 20 sessions with an eighth of a GPU
 each, every one a process that holds GPU memory and idles: the CPU time of broker
-and helper over some time.  Then 80 more, whose processes do not use their GPU:
+and helper over some time.  Then 80 more with processes that do not use their GPU:
 the resident memory with 100 leases.
 """
 

@@ -24,7 +24,7 @@ from tests.e2e.demo import DemoHub
 WATCH = """() => {
     window.seen = {};
     const look = () => {
-        for (const job of document.querySelectorAll('.gps-job .gps-name')) {
+        for (const job of document.querySelectorAll('.gpushare-job .gpushare-name')) {
             window.seen[job.textContent] ??= Date.now();
         }
     };
@@ -47,7 +47,7 @@ def measure(hub: DemoHub, count: int, path: str) -> list[tuple[float, float]]:
         page.get_by_label("Password").fill("any")
         page.get_by_role("button", name="Sign in").click()
         page.goto(f"{hub.url}/user/cy/lab?reset")
-        page.locator(".gps-status button").click(timeout=120_000)
+        page.locator(".gpushare-status button").click(timeout=120_000)
         page.get_by_role("region", name="Shared GPU").wait_for()
         page.evaluate(WATCH)
         for n in range(count):
@@ -72,7 +72,7 @@ def main() -> int:
         return 1
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     with tempfile.TemporaryDirectory() as folder:
-        # Nobody is put to sleep meanwhile.
+        # No session is suspended meanwhile.
         hub = DemoHub(Path(folder), idle_timeout_s=3600)
         try:
             hub.start()

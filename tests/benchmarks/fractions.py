@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from jupyter_gpushare.sim.fractions import best_fit, fill, fragmentation_gradient
+from jupyter_gpushare.sim.fractions import best_fit, fill, product
 from jupyter_gpushare.sim.traces import read_nodes, read_pods
 from tests.benchmarks.report import print_table
 from tests.benchmarks.traces import trace
@@ -18,7 +18,7 @@ def main() -> None:
         read_nodes(trace("fractions_openb_gpu_nodes")),
         read_pods(trace("fractions_openb_pods_default")),
     )
-    placements = {"fgd": fragmentation_gradient(pods), "best-fit": best_fit, "random": None}
+    placements = {"fgd": product(pods), "best-fit": best_fit, "random": None}
     rows = []
     for name, placement in placements.items():
         got = [fill(nodes, pods, placement, seed).allocated_at(100) for seed in SEEDS]

@@ -23,7 +23,8 @@ import psutil
 from jupyter_gpushare import native
 from tests.benchmarks.report import percentile, print_table
 from tests.gpu.machine import GIB, MIB, Machine, machine_in
-from tests.native.test_limit import RACE, in_lease
+from tests.native.calls import in_lease
+from tests.native.test_account import RACE
 from tests.simulator import Lease, Simulator
 
 ROUNDS = 5

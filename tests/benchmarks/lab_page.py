@@ -44,8 +44,8 @@ def sizes() -> tuple[int, int]:
 def lazy_chunks() -> set[str]:
     """Return the files that only a command or a button loads: with the dialog, the list or the chart."""
     marks = (
-        "gps-launch-dialog",
-        "gps-job-row",
+        "gpushare-launch-dialog",
+        "gpushare-job-row",
         "LaunchRequest",
         "viewOf",
         "problemsOf",
@@ -109,7 +109,7 @@ async def heap_growth_mib(page: Page, lab: Any) -> float:
         for n in range(times):
             lab.say(states[n % 2])
             wanted = ("Lent in", "Active")[n % 2]
-            await expect(page.locator(".gps-status button")).to_contain_text(wanted, timeout=20_000)
+            await expect(page.locator(".gpushare-status button")).to_contain_text(wanted, timeout=20_000)
 
     await change(50)  # toasts, banners and fonts are there now
     before = await heap_mib(page)
@@ -124,10 +124,10 @@ async def list_ms(page: Page, lab: Any) -> float:
     lab.broker.answer("GET jobs", {"jobs": jobs})
     began = time.perf_counter()
     await page.evaluate("() => void window.jupyterapp.commands.execute('gpushare:jobs')")
-    await page.locator(".gps-job-row").first.wait_for()
-    await page.locator(".gps-job-row").first.focus()
+    await page.locator(".gpushare-job-row").first.wait_for()
+    await page.locator(".gpushare-job-row").first.focus()
     await page.keyboard.press("ArrowDown")
-    await page.locator('.gps-job-row[aria-selected="true"]').wait_for()
+    await page.locator('.gpushare-job-row[aria-selected="true"]').wait_for()
     return (time.perf_counter() - began) * 1000
 
 
@@ -135,7 +135,7 @@ async def frames_ms(page: Page) -> list[float]:
     """Return the time between frames while the list is scrolled from end to end."""
     times: list[float] = await page.evaluate(
         """async () => {
-            const box = document.querySelector('.gps-scroller');
+            const box = document.querySelector('.gpushare-scroller');
             const times = [];
             let last = performance.now();
             for (let y = 0; y < box.scrollHeight; y += 200) {
@@ -161,8 +161,8 @@ async def measure(lab: Any, path: str) -> None:
         browser = await playwright.chromium.launch(executable_path=path, args=list(Chromium(path).args))
         page = await browser.new_page(viewport={"width": 1280, "height": 800}, locale="en-GB")
         await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}&reset")
-        await expect(page.locator(".gps-status button")).to_contain_text("Active", timeout=60_000)
-        await page.locator(".gps-status button").click()
+        await expect(page.locator(".gpushare-status button")).to_contain_text("Active", timeout=60_000)
+        await page.locator(".gpushare-status button").click()
         visible = await requests_per_minute(page, hidden=False)
         busy = await busy_percent(page)
         hidden = await requests_per_minute(page, hidden=True)

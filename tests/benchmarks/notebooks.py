@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 
-from jupyter_gpushare.core.model import Settings
-from jupyter_gpushare.sim import report, run
+from jupyter_gpushare.core.model import DEFAULT_POLICY, Settings
+from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_notebooks
 from jupyter_gpushare.sim.traces import read_cells, read_jobs
 from tests.benchmarks.report import print_table
@@ -33,9 +33,9 @@ def main(timeouts: list[str]) -> None:
         adaptive = timeout == "adaptive"
         settings = Settings(
             idle_timeout_s=0.0 if adaptive else float(timeout),
-            min_run_s=run.MIN_RUN_S,
-            guard_s=run.GUARD_S,
-            skip_wait_s=run.SKIP_WAIT_S,
+            min_run_s=DEFAULT_POLICY.min_run_s,
+            starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
+            max_bypass_s=DEFAULT_POLICY.max_bypass_s,
         )
         fleet = Fleet(gpus=8 * NODES, nodes=NODES)
         result = replay_notebooks(sessions, jobs, fleet, settings, adaptive=adaptive, saturate=True)

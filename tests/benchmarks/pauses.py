@@ -1,6 +1,6 @@
 """How good an idle timeout can be: from the pauses of notebook sessions alone.
 
-337 sessions (Adobe, June 2021) and somebody always waits: a cell is delayed
+337 sessions (Adobe, June 2021) and a job always waits: a cell is delayed
 when the pause before it outlasted the timeout, and what of the pause is beyond
 the timeout is available.  Each row is at the price at which 7.5 % of the cells
 are delayed.  This is what `tests.benchmarks.notebooks` replays, without the
@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jupyter_gpushare.core.idle import Past, adaptive_timeout_s
+from jupyter_gpushare.core.idle import PauseHistory, adaptive_timeout_s
 from jupyter_gpushare.sim.traces import read_cells
 from tests.benchmarks.report import print_table
 from tests.benchmarks.traces import trace
@@ -39,7 +39,7 @@ class Pause:
     gpus: int
     began_at: float
     length_s: float
-    past: Past
+    past: PauseHistory
 
 
 Choice = Callable[[float], Sequence[float]]  # at a price: the timeout of each pause
@@ -49,7 +49,7 @@ def read() -> list[Pause]:
     """The pauses of the trace; the first cell of a session has none before it."""
     pauses = []
     for number, session in enumerate(read_cells(trace("notebooks_adobe_june2021_60s"))):
-        past, end_at = Past(), session.cells[0].submit_at
+        past, end_at = PauseHistory(), session.cells[0].submit_at
         for cell in session.cells:
             length_s = max(0.0, cell.submit_at - end_at)
             if cell is not session.cells[0]:

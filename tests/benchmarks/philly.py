@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 
-from jupyter_gpushare.core.model import Order, Project, Settings
-from jupyter_gpushare.sim import report, run
+from jupyter_gpushare.core.model import DEFAULT_POLICY, Order, Project, Settings
+from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_jobs
 from jupyter_gpushare.sim.traces import read_jobs
 from tests.benchmarks.report import print_table
@@ -28,10 +28,10 @@ def real(order: Order) -> Settings:
     return Settings(
         order=order,
         preempt_cost_s=COST_S,
-        min_run_s=run.MIN_RUN_S,
-        guard_s=run.GUARD_S,
-        skip_wait_s=run.SKIP_WAIT_S,
-        catch_up_s=run.CATCH_UP_S,
+        min_run_s=DEFAULT_POLICY.min_run_s,
+        starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
+        max_bypass_s=DEFAULT_POLICY.max_bypass_s,
+        fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
     )
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from jupyter_gpushare.broker.loop import uninterrupted
+from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import (
+    CheckpointMode,
     Cluster,
     Device,
     Grant,
@@ -28,17 +29,17 @@ from jupyter_gpushare.core.model import (
     Resume,
     Settings,
     State,
-    Survival,
     Suspend,
 )
-from jupyter_gpushare.core.plan import Planner, plan
+from jupyter_gpushare.core.planner import Planner, plan
+from jupyter_gpushare.core.size import Size
 
 NOW = 100_000.0
 GIB = 1 << 30
 
 
 def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
-    """A cluster with ``leases`` that have room, as far as it goes, and ``pending`` that wait."""
+    """A cluster with ``leases`` that hold devices, as long as some are free, and ``pending`` that wait."""
     random = Random(gpus)
     devices = tuple(
         Device(uuid=f"gpu{n:04}", memory_bytes=80 * GIB, node=f"n{n // 8:03}", island=f"i{n // 4}")
@@ -50,7 +51,9 @@ def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
     # Parts of GPUs, so that about as many fit as are asked for; waiting jobs are of all sizes.
     mean_milli = gpus * 1000 // leases
     found = [_lease(n, random, fractions=(mean_milli // 2, mean_milli, mean_milli)) for n in range(leases)]
-    settings = Settings(order=order, min_run_s=300, preempt_cost_s=30, guard_s=864_000, skip_wait_s=86_400)
+    settings = Settings(
+        order=order, min_run_s=300, preempt_cost_s=30, starvation_guard_s=864_000, max_bypass_s=86_400
+    )
     first = Cluster(devices=devices, projects=projects, leases=tuple(found), settings=settings)
     placed = tuple(x for x in carried_out(first) if x.devices)
     waiting = tuple(_lease(leases + n, random) for n in range(pending))
@@ -65,9 +68,8 @@ def _lease(number: int, random: Random, *, fractions: tuple[int, ...] = ()) -> L
         id=f"x{number:05}",
         project=random.choice("abc"),
         kind=Kind.BUILD if build else Kind.TRAIN,
-        fraction_milli=1000 if count > 1 else random.choice(fractions or (250, 500, 1000)),
-        device_count=count,
-        survival=random.choice(list(Survival)),
+        size=Size(1000 if count > 1 else random.choice(fractions or (250, 500, 1000)), count),
+        survival=random.choice(list(CheckpointMode)),
         queued_at=NOW - random.randrange(80_000),
         waits_since_at=NOW - random.randrange(80_000),
         idle_since_at=NOW - random.randrange(2_000) if build and random.random() < 0.5 else None,
@@ -102,7 +104,7 @@ def timed(what: Callable[[], object], rounds: int) -> tuple[float, float]:
     gc.freeze()  # as the broker does, like the next but one
     for _ in range(rounds):
         start = time.process_time()
-        with uninterrupted():
+        with gc_paused():
             what()
         taken.append(1000 * (time.process_time() - start))
     taken.sort()

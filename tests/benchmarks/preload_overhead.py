@@ -1,4 +1,4 @@
-"""What the preload library adds to allocating GPU memory.
+"""What the preload library adds to allocating GPU memory and to launching kernels.
 
 ``.venv/bin/python -m tests.benchmarks.preload_overhead [rounds]``
 
@@ -9,6 +9,11 @@ the fastest of several repetitions; of the runs the fastest counts, so that othe
 work on the machine does not.
 The simulated driver's allocation is far cheaper than a real one, so the
 percentage is an upper bound; the nanoseconds are what carries over.
+
+The same against a driver whose functions return at once (`EMPTY_DRIVER`) shows the
+nanoseconds alone, also of allocations in the order of a stream, from a memory pool.
+Launches are timed by launches.c against that driver, by one thread and by two that share
+the counter of their process.
 """
 
 from __future__ import annotations
@@ -19,16 +24,53 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jupyter_gpushare.gpu.isolation import LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
 from jupyter_gpushare.native import preload_path, sim_dir
 from tests.benchmarks.report import print_table, spread
 
 PROGRAM = Path(__file__).with_name("allocate.c")
+LAUNCHES = Path(__file__).with_name("launches.c")
+LOOPS = 3_000_000
+EMPTY_DRIVER = """
+#include <stddef.h>
+#include <string.h>
+typedef unsigned long long u64;
+int cuInit(unsigned flags) { return (int)flags; }
+int cuDeviceGet(int *out, int n) { return *out = n; }
+int cuDeviceGetCount(int *out) { *out = 1; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *out, int n) { memset(out, 0x11, 16); return n; }
+int cuDevicePrimaryCtxRetain(void **out, int n) { *out = &cuInit; return n; }
+int cuDevicePrimaryCtxGetState(int n, unsigned *flags, int *active) { *flags = 0; *active = 1; return n; }
+int cuCtxSetCurrent(void *context) { return !context; }
+int cuCtxGetCurrent(void **out) { *out = &cuInit; return 0; }
+int cuCtxGetDevice(int *out) { return *out = 0; }
+int cuMemAlloc_v2(u64 *out, size_t bytes) { *out = 1 << 21; return !bytes; }
+int cuMemFree_v2(u64 at) { return !at; }
+int cuMemAllocAsync(u64 *out, size_t bytes, void *stream) { *out = 1 << 22; return !bytes || stream; }
+int cuMemFreeAsync(u64 at, void *stream) { return !at || stream; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return stream != 0; }
+int cuStreamSynchronize(void *stream) { return stream != 0; }
+int cuDeviceGetMemPool(void **out, int n) { *out = &cuMemAllocAsync; return n; }
+int cuDeviceGetDefaultMemPool(void **out, int n) { return cuDeviceGetMemPool(out, n); }
+int cuDeviceGetGraphMemAttribute(int n, int attribute, u64 *out) { *out = 0; return n || attribute > 9; }
+int cuMemPoolGetAttribute(void *pool, int attribute, u64 *out) { *out = 1 << 21; return !pool || !attribute; }
+int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g,
+                   unsigned s, void *stream, void **arguments, void **extra)
+{
+    (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)s;
+    return stream || arguments || extra;
+}
+"""
 
 
-def run(program: Path, loops: int, environment: dict[str, str]) -> str:
+def run(program: Path, *numbers: int, environment: dict[str, str]) -> str:
     result = subprocess.run(
-        [program, str(loops)], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [program, *map(str, numbers)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if result.returncode != 0:
         raise SystemExit(f"{result.stderr.strip()} (exit code {result.returncode})")
@@ -47,7 +89,7 @@ def main(rounds: int) -> None:
             "LD_LIBRARY_PATH": str(sim_dir()),
         }
         lease = LeaseDirectory(home, "bench")
-        lease.create(os.getuid(), {f"GPU-{run(program, 0, plain)}": 40 << 30}, PagePhase.RUNNING)
+        lease.create(os.getuid(), {f"GPU-{run(program, 0, environment=plain)}": 40 << 30}, PagePhase.RUNNING)
         held = {
             **plain,
             "LD_PRELOAD": str(preload_path()),
@@ -56,8 +98,11 @@ def main(rounds: int) -> None:
         }
         without, with_library = [], []
         for _ in range(rounds):
-            without.append(float(run(program, 20_000, plain)))
-            with_library.append(float(run(program, 20_000, held)))
+            without.append(float(run(program, 20_000, environment=plain)))
+            with_library.append(float(run(program, 20_000, environment=held)))
+        empty = empty_driver(home, held)
+        allocations = time_allocations(home, empty, rounds)
+        launches = time_launches(home, empty, rounds)
     added_ns = min(with_library) - min(without)
     print_table(
         "tests.benchmarks.preload_overhead",
@@ -68,6 +113,61 @@ def main(rounds: int) -> None:
             ["added", f"{added_ns:.0f} ns ({100 * added_ns / min(without):.1f} %)", ""],
         ],
     )
+    print_table(
+        "tests.benchmarks.preload_overhead",
+        ["one allocation and its free, empty driver", "driver alone", "with the preload library", "added"],
+        [[name, *in_ns(alone, held_ns)] for name, alone, held_ns in allocations],
+    )
+    print_table(
+        "tests.benchmarks.preload_overhead",
+        ["one kernel launch, empty driver", "driver alone", "with the preload library", "added"],
+        [[f"{threads} thread{'s' * (threads > 1)}", *in_ns(*times)] for threads, *times in launches],
+    )
+
+
+def in_ns(alone: float, held_ns: float) -> list[str]:
+    """The cells of a row."""
+    return [f"{alone:.1f} ns", f"{held_ns:.1f} ns", f"{held_ns - alone:.1f} ns"]
+
+
+def empty_driver(home: Path, held: dict[str, str]) -> dict[str, str]:
+    """Environment of a lease on a driver whose functions return at once."""
+    driver = home / "empty" / "libcuda.so.1"
+    driver.parent.mkdir()
+    (home / "empty.c").write_text(EMPTY_DRIVER)
+    soname = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", "-O2", *soname, "-o", driver, home / "empty.c"], check=True, timeout=60)
+    lease = LeaseDirectory(home, "empty-lease")
+    lease.create(os.getuid(), {f"GPU-{'11' * 16}": 40 << 30}, PagePhase.RUNNING)
+    return held | {"LD_LIBRARY_PATH": str(driver.parent), "GPUSHARE_LEASE_DIR": str(lease.path)}
+
+
+def fastest(
+    program: Path, numbers: list[int], environment: dict[str, str], rounds: int
+) -> tuple[float, float]:
+    """(ns alone, ns with the library), the fastest of several runs each, in turn."""
+    without = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
+    alone, held = [], []
+    for _ in range(rounds):
+        alone.append(float(run(program, *numbers, environment=without)))
+        held.append(float(run(program, *numbers, environment=environment)))
+    return min(alone), min(held)
+
+
+def time_allocations(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[str, float, float]]:
+    """(function, ns alone, ns with the library) of one allocation and its free."""
+    program = home / "allocate"
+    return [
+        ("`cuMemAlloc`", *fastest(program, [200_000], environment, rounds)),
+        ("`cuMemAllocAsync`, from a pool", *fastest(program, [200_000, 1], environment, rounds)),
+    ]
+
+
+def time_launches(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[int, float, float]]:
+    """(threads, ns alone, ns with the library) of one launch."""
+    program = home / "launches"
+    subprocess.run(["cc", "-O2", "-o", program, LAUNCHES, "-ldl", "-pthread"], check=True, timeout=60)
+    return [(threads, *fastest(program, [threads, LOOPS], environment, rounds)) for threads in (1, 2)]
 
 
 if __name__ == "__main__":

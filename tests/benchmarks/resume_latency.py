@@ -1,8 +1,8 @@
-"""From a CUDA call of a sleeping session to its return, when the room is free.
+"""From a CUDA call of a sleeping session to its return, when the device is free.
 
 ``.venv/bin/python -m tests.benchmarks.resume_latency [times]``
 
-A demo Hub with one simulated GPU whose copies take no time.  Ada's server holds
+A demo Hub with one simulated GPU; its copies take no time.  Ada's server holds
 half of it and is offered at once (``leases/{id}/lend``); a short job of bo that
 needs the whole GPU puts it to sleep and ends.  Then her process makes one CUDA
 call.  What is measured is everything between: the library's counter, the
@@ -28,7 +28,7 @@ def lease_of(broker: httpx.Client) -> dict[str, object]:
 
 
 def put_to_sleep(ada: httpx.Client, bo: httpx.Client) -> None:
-    """Lend ada's room to a job of bo that does nothing, until the job has ended."""
+    """Lend ada's GPU to a job of bo that does nothing, until the job has ended."""
     job = bo.post("jobs", json={"command": ["true"], "gpus": "1"}).raise_for_status().json()["id"]
     until(lambda: asleep_or_offered(ada), "ada is asleep", pause_s=1)
     until(lambda: bo.get(f"jobs/{job}").json()["state"] == "succeeded", "the job has ended")

@@ -20,6 +20,6 @@ def hub(tmp_path: Path) -> Iterator[DemoHub]:
     finally:
         demo.stop()
         with contextlib.suppress(AssertionError):
-            until("everything has ended", lambda: not demo.processes(), 10)
+            until("everything has ended", lambda: not demo.processes(), 60)
         left = demo.kill_leftovers()
     assert not left, f"left behind after Ctrl-C: {left}\n{demo.tail()}"

@@ -1,4 +1,4 @@
-"""A demo hub of its own for a test: started as `make hub` starts it, used as people use it.
+"""A demo hub of its own for a test: configured as `make hub` configures it, used as people use it.
 
 Everything goes through the Hub's proxy with real kernels and real logins; the
 only shortcut is that the ledger of the simulated driver is read as a file.
@@ -25,13 +25,14 @@ import psutil
 import websocket
 
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
 T = TypeVar("T")
 
 
-def until(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T:
+def until(what: str, look: Callable[[], T | None], timeout_s: float = PATIENCE_S) -> T:
     """Return the first true answer of ``look``; fail with ``what`` after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -69,7 +70,7 @@ class DemoHub:
             "GPUSHARE_DEMO_PORT": str(self.port),
             "GPUSHARE_DEMO_DIR": str(self.folder / "state"),
             "GPUSHARE_DEMO_IDLE_TIMEOUT": str(self.idle_timeout_s),
-            "GPUSHARE_SIMULATE": "2xH100-80GB,host=512GiB",
+            "GPUSHARE_SIMULATE": "2xH100-80GB,host=512GiB,checkpoint=any-uid",
         }
 
     def start(self) -> None:
@@ -113,7 +114,7 @@ class DemoHub:
 
     # ---- ending and killing ----------------------------------------------------
 
-    def stop(self, within_s: float = 60.0) -> None:
+    def stop(self, within_s: float = PATIENCE_S) -> None:
         """Ctrl-C, as `make hub` is ended."""
         for person in self._people:
             person.close()
@@ -182,14 +183,14 @@ class Refused(Exception):
 
 
 class Person:
-    """Somebody who logs in with a password and works through the proxy."""
+    """A user: logs in with a password and works through the proxy."""
 
     def __init__(self, hub: DemoHub, name: str) -> None:
         self.hub = hub
         self.name = name
         self._kernels: list[Kernel] = []
         self._terminals: list[Terminal] = []
-        with httpx.Client(base_url=hub.url, follow_redirects=True, timeout=60) as http:
+        with httpx.Client(base_url=hub.url, follow_redirects=True, timeout=PATIENCE_S) as http:
             page = http.get("/hub/login").text
             xsrf = re.search(r'name="_xsrf" value="([^"]+)"', page)
             assert xsrf, page
@@ -207,7 +208,7 @@ class Person:
             assert token.status_code in (200, 201), token.text
         self.token = token.json()["token"]
         self.http = httpx.Client(
-            base_url=hub.url, headers={"Authorization": f"token {self.token}"}, timeout=60
+            base_url=hub.url, headers={"Authorization": f"token {self.token}"}, timeout=PATIENCE_S
         )
 
     # ---- servers ---------------------------------------------------------------
@@ -284,7 +285,7 @@ class Person:
             cwd=cwd or ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=check,
         )
 
@@ -301,7 +302,7 @@ class Kernel:
         if self._socket is None:
             url = f"ws://127.0.0.1:{self.person.hub.port}/user/{self.person.name}/api/kernels/{self.id}/channels"
             self._socket = websocket.create_connection(
-                url, header=[f"Authorization: token {self.person.token}"], timeout=60
+                url, header=[f"Authorization: token {self.person.token}"], timeout=PATIENCE_S
             )
         return self._socket
 
@@ -310,7 +311,7 @@ class Kernel:
             self._socket.close()
             self._socket = None
 
-    def run(self, code: str, timeout_s: float = 60.0) -> str:
+    def run(self, code: str, timeout_s: float = PATIENCE_S) -> str:
         """Return what a cell printed and its value; a traceback's last line where it failed."""
         return self.finish(self.send(code), timeout_s)
 
@@ -343,7 +344,7 @@ class Kernel:
         )
         return message_id
 
-    def finish(self, message_id: str, timeout_s: float = 60.0) -> str:
+    def finish(self, message_id: str, timeout_s: float = PATIENCE_S) -> str:
         said: list[str] = []
         for message in self._messages(timeout_s):
             if message.get("parent_header", {}).get("msg_id") != message_id:
@@ -377,10 +378,10 @@ class Terminal:
         self._socket = websocket.create_connection(
             f"ws://127.0.0.1:{person.hub.port}/user/{person.name}/terminals/websocket/{name}",
             header=[f"Authorization: token {person.token}"],
-            timeout=60,
+            timeout=PATIENCE_S,
         )
 
-    def run(self, command: str, timeout_s: float = 60.0) -> str:
+    def run(self, command: str, timeout_s: float = PATIENCE_S) -> str:
         """Return what a command printed, without colours; it must end with status 0."""
         mark = uuid.uuid4().hex
         # The shell echoes what is typed: the mark appears whole only in the answer.

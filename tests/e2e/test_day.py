@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, until
+from tests.ui.pages import is_complaint
 
 PICTURES = os.environ.get("GPUSHARE_PICTURES")
 
@@ -61,7 +62,7 @@ def hub(tmp_path: Path) -> Iterator[DemoHub]:
         yield demo
     finally:
         demo.stop()
-        until("everything has ended", lambda: not demo.processes(), 20)
+        until("everything has ended", lambda: not demo.processes(), 60)
 
 
 @pytest.fixture
@@ -75,18 +76,18 @@ def browser(chromium: Chromium) -> Iterator[Browser]:
 
 
 class Visitor:
-    """Somebody in front of a browser of their own."""
+    """A user with a browser."""
 
     def __init__(self, browser: Browser, hub: DemoHub, name: str) -> None:
         self.hub = hub
         self.name = name
         self.page: Page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-        self.page.set_default_timeout(60_000)
+        self.page.set_default_timeout(120_000)
         self.new = True
         self.complaints: list[str] = []
         self.page.on(
             "console",
-            lambda said: self.complaints.append(said.text) if "gpushare" in said.text.lower() else None,
+            lambda said: self.complaints.append(said.text) if is_complaint(said.text) else None,
         )
 
     @property
@@ -124,14 +125,14 @@ class Visitor:
     def settle(self) -> None:
         """Wait until the page is there, after a start or a reload; open the sidebar if it is closed."""
         page = self.page
-        page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=60_000)
-        expect(page.locator(".gps-status button")).to_contain_text("GPU")
+        page.locator("#jupyterlab-splash").wait_for(state="detached")
+        expect(page.locator(".gpushare-status button")).to_contain_text("GPU")
         if self.new:
-            # JupyterLab asks everybody once.
+            # JupyterLab asks each user once.
             self.toasts.get_by_role("button", name="No", exact=True).click()
             self.new = False
         if not self.panel.is_visible():
-            page.locator(".gps-status button").click()
+            page.locator(".gpushare-status button").click()
         expect(self.panel).to_be_visible()
 
     def run_cell(self, code: str) -> None:
@@ -153,7 +154,7 @@ class Visitor:
         """Keep a picture in both themes, where pictures are wanted."""
         if not PICTURES:
             return
-        # A notification goes when its bar, which nobody sees, has run down.
+        # A notification goes when its bar, which is not shown, has run down.
         still = ".Toastify__progress-bar { animation-play-state: paused !important; }"
         style = self.page.add_style_tag(content=still)
         for theme in ("Dark", "Light"):
@@ -183,11 +184,13 @@ def ask_for_a_job(page: Page) -> Locator:
     ).click()
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_label("Parameters")).to_have_value("steps = 3")
-    expect(dialog.locator(".gps-outlook")).to_contain_text("Would start now")
+    expect(dialog.locator(".gpushare-outlook")).to_contain_text("Would start now")
     dialog.get_by_label("Parameters").fill("steps = 5")
     expect(dialog.get_by_label("May use borrowed GPUs")).to_be_checked()
     dialog.get_by_label("Number or part").fill("2")
-    expect(dialog.locator(".gps-outlook")).to_contain_text("Number 1. Needs 2 GPUs together; 1.5 are free.")
+    expect(dialog.locator(".gpushare-outlook")).to_contain_text(
+        "Number 1. Needs 2 GPUs together; 1.5 are free."
+    )
     return dialog
 
 
@@ -239,14 +242,14 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     # Ada is at lunch: a warning, then sleep.  She keeps her page open; that keeps nothing awake.
     expect(ada.toasts).to_contain_text("Your GPU is lent in", timeout=90_000)
     expect(ada.toasts.get_by_role("button", name="Keep it 30 min")).to_be_visible()
-    expect(ada.page.locator(".gps-banner:visible")).to_contain_text("Your variables stay.")
+    expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Your variables stay.")
     ada.picture("warned")
-    expect(ada.page.locator(".gps-banner:visible")).to_contain_text("Asleep", timeout=90_000)
+    expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Asleep", timeout=90_000)
     ada.picture("asleep")
 
     # Bo sees it run, cell by cell; his page may be loaded again at any time.
     expect(detail).to_contain_text("Running")
-    expect(detail.locator(".gps-log")).to_contain_text("step 5")
+    expect(detail.locator(".gpushare-log")).to_contain_text("step 5")
     expect(page.get_by_role("grid")).to_contain_text("3 of 5")
     bo.picture("running")
     if PICTURES:
@@ -254,7 +257,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     page.reload()
     bo.settle()
     page.get_by_role("grid").get_by_text("train.ipynb").click()
-    expect(detail.locator(".gps-log")).to_contain_text("step 5")
+    expect(detail.locator(".gpushare-log")).to_contain_text("step 5")
 
     # Ada is back: a GPU cell runs within seconds, on what she had.
     ada.run_cell(INTACT)
@@ -266,19 +269,19 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(detail).to_contain_text("the owner of the GPU came back")
     bo.picture("paused")
 
-    # The broker is killed and comes back: nobody loses anything, and both hear of it again.
+    # The broker is killed and comes back: nothing is lost, and both pages hear of it again.
     hub.kill_broker()
 
     # She idles again; his job goes on where it was, and ends.
-    expect(ada.page.locator(".gps-status button")).to_contain_text("Asleep", timeout=150_000)
+    expect(ada.page.locator(".gpushare-status button")).to_contain_text("Asleep", timeout=150_000)
     expect(detail.locator("header")).to_contain_text("Running")
     bo.picture("resumed")
     (bo.home / "enough").touch()
     expect(detail).to_contain_text("Done", timeout=150_000)
     expect(bo.toasts).to_contain_text("train.ipynb: Done")
     detail.get_by_role("tab", name="Timeline").click()
-    expect(detail.locator(".gps-timeline")).to_contain_text("Resumed")
-    whats = detail.locator(".gps-timeline li").evaluate_all("all => all.map(one => one.dataset.what)")
+    expect(detail.locator(".gpushare-timeline")).to_contain_text("Resumed")
+    whats = detail.locator(".gpushare-timeline li").evaluate_all("all => all.map(one => one.dataset.what)")
     assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
     bo.picture("timeline")
     detail.get_by_role("button", name="Open output").click()

@@ -17,6 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, Kernel, Person, Refused, until
+from tests.waiting import PATIENCE_S
 
 GB = 1 << 30
 AXE = Path(__file__).parents[2] / "jupyter_gpushare/ui/node_modules/axe-core/axe.min.js"
@@ -171,12 +172,12 @@ def test_ada_sleeps_for_bos_job_and_gets_everything_back(
     interruption(hub, ada, kernel)
     until("ada still sleeps", lambda: is_asleep(ada))
 
-    # A cell without GPU runs at once and wakes nobody.
+    # A cell without GPU runs at once and wakes no session.
     assert kernel.run("sum(range(10))") == "45"
     assert is_asleep(ada)
 
     # A GPU cell: the job is suspended, her memory is restored and intact.
-    assert kernel.run("weights.is_intact()", timeout_s=60) == "True"
+    assert kernel.run("weights.is_intact()", timeout_s=PATIENCE_S) == "True"
     assert bytes_of(hub, pid) >= 6 << 30
     until("she is awake", lambda: ada.state() == "running")
     paused = until("the job is paused", lambda: (j := bo.job(job["id"]))["state"] == "suspended" and j)
@@ -192,7 +193,7 @@ def test_ada_sleeps_for_bos_job_and_gets_everything_back(
     steps = steps_done(tmp_path)
     assert steps == list(range(1, len(steps) + 1))
     assert f"devices 2 steps {len(steps)}" in bo.gpushare("logs", job["id"]).stdout
-    assert kernel.run("weights.is_intact()", timeout_s=60) == "True"
+    assert kernel.run("weights.is_intact()", timeout_s=PATIENCE_S) == "True"
     never_more_than_there_is(hub)
 
 

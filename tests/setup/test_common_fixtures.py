@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ports
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BROWSER = """
@@ -24,19 +27,32 @@ import subprocess
 def test_forgets_what_it_started():
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
+LONG = """
+import pytest
+
+@pytest.mark.long
+def test_takes_hours():
+    raise AssertionError
+
+@pytest.mark.long_form
+def test_has_a_long_form():
+    pass
+"""
 
 
-def run_pytest(folder: Path, test: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    folder: Path, test: str, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "test_one.py").write_text(test)
     kept = {k: v for k, v in os.environ.items() if k not in ("GPUSHARE_REQUIRE_BROWSER", "GPUSHARE_CHROMIUM")}
-    options = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
+    fixed = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"--rootdir={folder}", folder / "test_one.py"],
+        [sys.executable, "-m", "pytest", *fixed, *options, f"--rootdir={folder}", folder / "test_one.py"],
         cwd=ROOT,
         env={**kept, "GPUSHARE_TEST_PATIENCE_S": "0.5", "COLUMNS": "300", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
 
@@ -70,3 +86,27 @@ def test_a_process_that_outlives_the_run_is_named_ended_and_makes_it_fail(tmp_pa
     assert result.returncode == 1
     assert "processes outlived the tests that started them" in result.stdout
     assert "sleep 600" in result.stdout
+
+
+def test_workers_look_for_leftover_processes_each_on_its_own(tmp_path):
+    (tmp_path / "test_two.py").write_text("def test_passes():\n    pass\n")
+    result = run_pytest(tmp_path, LEAVES_A_PROCESS, "-n2", "--dist=loadfile", str(tmp_path / "test_two.py"))
+    assert result.returncode == 1
+    assert "processes outlived the tests that started them" in result.stdout
+    blamed = [line for line in result.stdout.splitlines() if line.startswith("ERROR ")]
+    assert ["test_one.py" in line for line in blamed] == [True]
+
+
+def test_long_tests_run_only_when_asked_for(tmp_path):
+    assert "1 passed, 1 deselected" in run_pytest(tmp_path, LONG).stdout
+    assert "1 failed, 1 passed" in run_pytest(tmp_path, LONG, "-m", "long or long_form").stdout
+
+
+@pytest.mark.parametrize(("number", "first", "last"), [(0, 15_000, 22_499), (1, 22_500, 29_999)])
+def test_workers_draw_ports_from_ranges_of_their_own(monkeypatch, number, first, last):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
+    drawn = {ports.free_ports(3) for _ in range(200)}
+    assert first <= min(drawn)
+    assert max(drawn) + 2 <= last
+    assert max(drawn) - min(drawn) > 5_000

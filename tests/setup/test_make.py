@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,8 +54,32 @@ def old_python_only(tmp_path: Path) -> str:
 
 def test_help_names_every_verb_that_people_use(checkout):
     said = make("help", cwd=checkout).stdout
-    for verb in ("setup", "hub", "test", "check", "test-gpu", "build", "clean"):
+    for verb in (
+        "setup",
+        "setup-test",
+        "hub",
+        "test",
+        "test-long",
+        "check",
+        "figures",
+        "docs",
+        "test-gpu",
+        "build",
+        "clean",
+    ):
         assert f"make {verb} " in said
+
+
+@pytest.mark.parametrize(
+    ("goal", "said"),
+    [
+        ("test", "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/core -k idle"),
+        ("test-long", "python -m pytest -m 'long or long_form' --timeout 7200 -s tests/core -k idle"),
+    ],
+)
+def test_arguments_for_pytest_come_last(goal, said):
+    made = make("-n", "-o", "setup-test", goal, "PYTEST_ARGS=tests/core -k idle", cwd=ROOT)
+    assert said in made.stdout
 
 
 def test_an_old_python_is_refused_with_its_version_and_a_way_out(checkout, old_python_only):
@@ -70,15 +97,83 @@ def test_a_missing_c_compiler_is_named_before_anything_is_downloaded(checkout):
     assert not (checkout / ".venv").exists()
 
 
-def test_a_port_in_use_is_named_before_the_hub_starts():
+def test_a_port_in_use_is_named_before_the_hub_starts(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = make("-o", "setup", "hub", cwd=ROOT, GPUSHARE_DEMO_PORT=str(port))
+        result = demo_hub(tmp_path, port)
     assert result.returncode != 0
     assert f"Cannot use port {port}" in result.stderr
     assert "GPUSHARE_DEMO_PORT=" in result.stderr
+    assert "GPUSHARE_DEMO_DIR=" in result.stderr
+
+
+def demo_hub(folder: Path, port: int) -> subprocess.CompletedProcess[str]:
+    return make("-o", "setup", "hub", cwd=ROOT, GPUSHARE_DEMO_PORT=str(port), GPUSHARE_DEMO_DIR=str(folder))
+
+
+@pytest.mark.parametrize("text", ["abc", "70000", "65533", "0", "-1", "8000 ", "\uff19\uff10\uff10\uff10"])
+def test_a_port_that_is_none_is_refused_with_one_line(text):
+    result = make("hub", cwd=ROOT, GPUSHARE_DEMO_PORT=text)
+    assert result.returncode != 0
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+    assert line == f"GPUSHARE_DEMO_PORT={text} is not a port from 1 to 65532 (three more above it are used)."
+
+
+def test_a_second_demo_hub_of_the_same_folder_is_refused_with_both_variables(tmp_path):
+    with (tmp_path / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("http://127.0.0.1:8000")
+        lock.flush()
+        result = demo_hub(tmp_path, 8200)
+    assert result.returncode != 0
+    assert f"A demo hub runs at http://127.0.0.1:8000 with the folder {tmp_path}." in result.stderr
+    assert "GPUSHARE_DEMO_PORT=8300 GPUSHARE_DEMO_DIR=demo-data-8300 make hub" in result.stderr
+
+
+def test_a_path_with_a_blank_is_refused_at_once_with_the_reason(tmp_path):
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    result = make("setup", cwd=folder)
+    assert result.returncode != 0
+    assert f'The path "{folder}" has a blank in it' in result.stderr
+    assert list(folder.iterdir()) == [folder / "Makefile"]
+
+
+def test_the_demo_installs_nothing_that_only_tests_need():
+    steps = make("--always-make", "-n", "-o", "setup-test", "hub", cwd=ROOT).stdout
+    assert ".[lab]" in steps
+    assert ".[test]" not in steps
+    assert ".[test]" in make("--always-make", "-n", "setup-test", cwd=ROOT).stdout
+
+
+def step(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "demo" / "step.py", "Doing it", tmp_path / "log", "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_step_of_the_set_up_says_every_few_seconds_how_far_it_is(tmp_path):
+    result = step(tmp_path, "sh", "-c", "echo half of it; sleep 6")
+    assert result.returncode == 0
+    first, *said, last = result.stdout.splitlines()
+    assert first == "Doing it ..."
+    assert said
+    assert all(re.fullmatch(r"  \d+ s  half of it", line) for line in said)
+    assert re.fullmatch(r"  done in \d+ s", last)
+
+
+def test_a_step_that_fails_shows_its_output_and_where_all_of_it_is(tmp_path):
+    result = step(tmp_path, "sh", "-c", "echo no network; exit 7")
+    assert result.returncode == 7
+    assert "no network" in result.stderr
+    assert f"Doing it: failed with status 7; all of its output: {tmp_path / 'log'}" in result.stderr
 
 
 def test_the_ci_script_can_be_run_and_is_valid():

@@ -1,0 +1,132 @@
+"""Completion times on jittered copies of the training traces, compared in pairs with another tree.
+
+One replay is one draw: constants chosen on it fit noise.  Here every submission
+is moved by up to 5 minutes, with one seed per copy, and the mean over the copies
+is given with its standard error.  Two trees are compared copy by copy:
+
+    (cd OTHER_TREE && python -m tests.benchmarks.jittered --save /tmp/other.json)
+    python -m tests.benchmarks.jittered --against /tmp/other.json
+
+Orders are compared in the same way, and with a share of the jobs reporting progress:
+
+    python -m tests.benchmarks.jittered --order las --save /tmp/las.json
+    python -m tests.benchmarks.jittered --progress 0.5,0.3 --against /tmp/las.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from random import Random
+from statistics import mean, stdev
+
+from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, Order, Project, Settings
+from jupyter_gpushare.core.simulated_lease import Reports
+from jupyter_gpushare.sim import report
+from jupyter_gpushare.sim.reporting import some
+from jupyter_gpushare.sim.scenario import Fleet, replay_jobs
+from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
+from tests.benchmarks.report import print_table
+from tests.benchmarks.traces import trace
+
+JITTER_S = 300.0
+COST_S = 30.0
+# Name, trace, GPUs, weights and quotas of the projects.
+CASES = (
+    ("0e4a51", "training_philly_0e4a51", 40, ()),
+    ("0e4a51, 4 projects", "training_philly_0e4a51", 40, ((1, 0), (1, 0), (2, 0), (4, 8))),
+    ("first5000", "training_philly_first5000", 256, ()),
+)
+FIGURES = ("avg_completion_s", "p95_completion_s", "preemptions_per_job", "worst_day_percent")
+Sample = dict[str, float]
+
+
+def copies(name: str, count: int) -> Iterator[list[TrainingJob]]:
+    """``count`` copies of a trace with every submission moved at random."""
+    jobs = read_jobs(trace(name))
+    for seed in range(count):
+        random = Random(seed)
+        moved = [
+            replace(job, submit_at=max(0.0, job.submit_at + random.uniform(-JITTER_S, JITTER_S)))
+            for job in jobs
+        ]
+        yield sorted(moved, key=lambda job: job.submit_at)
+
+
+def measure(
+    jobs: Sequence[TrainingJob],
+    gpus: int,
+    shares: Sequence[tuple[int, int]],
+    order: Order,
+    reports: Callable[[int], Reports | None],
+) -> Sample:
+    """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
+    settings = Settings(
+        order=order,
+        preempt_cost_s=COST_S,
+        min_run_s=DEFAULT_POLICY.min_run_s,
+        starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
+        max_bypass_s=DEFAULT_POLICY.max_bypass_s,
+        fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
+    )
+    projects = [
+        Project(name=f"p{n}", quota_milli=quota * 1000, weight=weight)
+        for n, (weight, quota) in enumerate(shares)
+    ]
+    grace_s = COST_S if shares else 0.0
+    fleet = Fleet(gpus=gpus, nodes=gpus // 8)
+    result = replay_jobs(
+        jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S, grace_s=grace_s, reports=reports
+    )
+    numbers = report.job_numbers(result)
+    found = {name: float(str(numbers[name])) for name in FIGURES[:3]}
+    if shares:
+        days = [p["worst_day_percent"] for p in report.fairness(result.meter)]
+        found["worst_day_percent"] = mean(float(str(day)) for day in days)
+    return found
+
+
+def error(values: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    return stdev(values) / sqrt(len(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--copies", type=int, default=5)
+    parser.add_argument("--order", type=Order, default=DEFAULT_ORDER)
+    parser.add_argument("--progress", default="0,0", metavar="SHARE,SIGMA")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the samples")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="samples of another tree")
+    args = parser.parse_args()
+    share, sigma = map(float, args.progress.split(","))
+    samples: dict[str, list[Sample]] = {}
+    for name, file, gpus, shares in CASES:
+        samples[name] = [
+            measure(jobs, gpus, shares, args.order, some(share, sigma, seed))
+            for seed, jobs in enumerate(copies(file, args.copies))
+        ]
+    if args.save:
+        args.save.write_text(json.dumps(samples))
+    others = json.loads(args.against.read_text()) if args.against else {}
+    rows = []
+    for name, own in samples.items():
+        for figure in own[0]:
+            values = [sample[figure] for sample in own]
+            row = [name, figure, f"{mean(values):,.2f} ± {error(values):,.2f}"]
+            if others:
+                pairs = zip(values, others[name], strict=True)
+                changes = [100 * (value / other[figure] - 1) for value, other in pairs]
+                row.append(f"{mean(changes):+.2f} ± {error(changes):.2f} %")
+            rows.append(row)
+    print_table(
+        "tests.benchmarks.jittered", ["trace", "figure", "mean", *(["change"] if others else [])], rows
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The program behind `make hub`: what a person reads in the terminal, from the start to Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.demo import ROOT, DemoHub, Person, until
+
+PATIENCE_S = 180.0
+
+
+class Launched(DemoHub):
+    """A demo hub under the program that `make hub` runs."""
+
+    @property
+    def terminal(self) -> str:
+        return (self.folder / "terminal").read_text()
+
+    @property
+    def hub_log(self) -> Path:
+        return self.folder / "state" / "hub.log"
+
+    def start(self) -> None:
+        with (self.folder / "terminal").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "demo/hub.py"],
+                cwd=ROOT,
+                env={**self.environment(), "PYTHONUNBUFFERED": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        until("the box is shown", lambda: "Ctrl-C" in self.terminal or self._process.poll(), PATIENCE_S)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Launched]:
+    launched = Launched(tmp_path)
+    try:
+        launched.start()
+        yield launched
+    finally:
+        launched.stop(PATIENCE_S)
+        until("everything has ended", lambda: not launched.processes(), 30)
+
+
+def see_an_ended_job_leave_the_hubs_list(person: Person) -> None:
+    job = person.ask("jobs", "POST", json={"command": ["true"], "gpus": "0.25"})
+    until("the job has ended", lambda: person.job(job["id"])["state"] == "succeeded", PATIENCE_S)
+
+    def servers() -> set[str]:
+        user = person.http.get(f"/hub/api/users/{person.name}", params={"include_stopped_servers": "true"})
+        return set(user.json()["servers"])
+
+    until("the Hub lists the job no more", lambda: servers() == {""}, PATIENCE_S)
+
+
+def test_the_terminal_shows_what_a_newcomer_needs_and_ctrl_c_ends_all_in_order(demo):
+    assert f"The demo is ready:  {demo.url}" in demo.terminal
+    for text in ("ada, bo, cy or admin, with any password", "Try first: log in as ada", str(demo.hub_log)):
+        assert text in demo.terminal
+    login = httpx.get(f"{demo.url}/hub/login").text
+    assert re.search(r"Log in as <b>ada</b>.*with any password", login, re.DOTALL)
+    assert "Try first" in login
+
+    people = [Person(demo, name) for name in ("ada", "bo")]
+    assert re.search(r'value="\{&#34;fraction&#34;: &#34;0.5&#34;\}"[^>]* checked', people[0].first_page)
+    for person in people:
+        person.start_server(fraction="0.5")
+    see_an_ended_job_leave_the_hubs_list(people[1])
+    for person in people:
+        person.close()
+    before = len(demo.hub_log.read_text())
+    assert demo.terminal.count("GET /") == 0
+    assert "GET /hub/login" in demo.hub_log.read_text()
+
+    began_at = time.monotonic()
+    os.kill(demo._process.pid, signal.SIGINT)
+    assert demo._process.wait(PATIENCE_S) == 0
+    took_s = time.monotonic() - began_at
+    print(f"Ctrl-C with two servers: {took_s:.1f} s")
+    after = demo.hub_log.read_text()[before:]
+    assert "release not delivered" not in after
+    assert [line for line in after.splitlines() if re.match(r"\[[WE] .* JupyterHub ", line)] == []
+    assert "[W " not in demo.terminal
+    assert "Ended after" in demo.terminal

@@ -1,0 +1,52 @@
+"""The two files that a site installs from, built once for all tests of this folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(target: str, source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run hatchling on a source tree, as pip and `python -m build` do, without a folder for its packages."""
+    return subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
+        cwd=source,
+        env=environment or None,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    done = build("sdist", ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    done = build("wheel", ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture
+def source_tree(sdist: Path, tmp_path: Path) -> Path:
+    """The unpacked sdist."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (tree,) = (tmp_path / "source").iterdir()
+    return tree

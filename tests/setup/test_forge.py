@@ -1,0 +1,63 @@
+"""Configuration for a public forge is valid, and refers to what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FORGE = ROOT / ".github"
+WORKFLOWS = sorted((FORGE / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (FORGE / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+CHECKED = [
+    *((path, "vendor.github-workflows") for path in WORKFLOWS),
+    *((path, "vendor.github-issue-forms") for path in FORMS),
+    (FORGE / "ISSUE_TEMPLATE" / "config.yml", "vendor.github-issue-config"),
+    (ROOT / ".readthedocs.yaml", "vendor.readthedocs"),
+]
+
+
+@pytest.mark.parametrize(("path", "schema"), CHECKED, ids=lambda value: getattr(value, "name", None))
+def test_a_file_for_the_forge_follows_its_schema(path, schema):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_workflow_with_a_wrong_key_is_refused(tmp_path):
+    wrong = tmp_path / "ci.yml"
+    wrong.write_text(WORKFLOWS[0].read_text().replace("runs-on:", "runs_on:"))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    assert subprocess.run([*command, str(wrong)], capture_output=True, check=False).returncode != 0
+
+
+def test_workflows_run_commands_of_this_repository():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in WORKFLOWS:
+        jobs = yaml.safe_load(path.read_text())["jobs"].values()
+        commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+        assert commands
+        for command in commands:
+            if command.startswith("make "):
+                assert set(command.split()[1:]) <= targets
+            if command.startswith(".ci/"):
+                assert (ROOT / command).is_file()
+
+
+def test_every_job_of_a_workflow_has_a_time_limit():
+    for path in WORKFLOWS:
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            assert job["timeout-minutes"] <= 90, name
+
+
+def test_hooks_before_a_commit_run_what_make_check_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks:
+        assert hook["entry"].startswith(".venv/bin/")
+        assert hook["entry"].removeprefix(".venv/bin/").split()[0] in makefile
