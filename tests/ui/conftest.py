@@ -92,7 +92,7 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
 
     @asynccontextmanager
     async def opened(
-        lab: Lab, path: str = "lab/tree/train.ipynb", *, reset: bool = True, **options: Any
+        lab: Lab, path: str = "lab/tree/train.ipynb", *, reset: bool = True, script: str = "", **options: Any
     ) -> AsyncIterator[Page]:
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(
@@ -101,6 +101,7 @@ def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]
             options = {"viewport": {"width": 1280, "height": 800}, "locale": "en-GB"} | options
             page = await browser.new_page(**options)
             page.set_default_timeout(PAGE_MS)
+            await page.add_init_script(script)
             complaints: list[str] = []
             page.on("console", lambda said: complaints.append(said.text) if is_complaint(said.text) else None)
             page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -293,9 +293,29 @@ async def test_each_plugin_can_be_disabled_alone(lab, broker, golden, open_page)
     page_config.unlink()
 
 
+# React's scheduler posts itself a message before it renders.
+SLOW_RENDERING = """
+    const post = MessagePort.prototype.postMessage;
+    MessagePort.prototype.postMessage = function (...args) {
+        setTimeout(() => post.apply(this, args), 2000);
+    };
+"""
+
+
+async def test_an_answer_before_the_first_rendering_is_shown(lab, broker, open_page):
+    mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text(json.dumps({"refreshSeconds": 300}))
+    async with open_page(lab, script=SLOW_RENDERING) as page:
+        await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
+        await run_command(page, "gpushare:open")
+        await expect(page.get_by_role("region", name="Shared GPU")).to_contain_text("Your 1/2 GPU is in use.")
+    mine.unlink()
+
+
 async def test_what_is_set_holds(lab, broker, golden, open_page):
     mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
-    mine.parent.mkdir()
+    mine.parent.mkdir(exist_ok=True)
     mine.write_text(json.dumps({"keepMinutes": 45, "banner": False, "toasts": False, "refreshSeconds": 300}))
     async with open_page(lab) as page:
         await page.locator(".gpushare-status button").click()

@@ -175,9 +175,7 @@ export class Banner extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
-        {(_, state) => this._line(state ?? this._model.state)}
-      </UseSignal>
+      <UseSignal signal={this._model.changed}>{() => this._line(this._model.state)}</UseSignal>
     );
   }
 

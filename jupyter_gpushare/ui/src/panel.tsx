@@ -91,9 +91,7 @@ export class GpuPanel extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
-        {(_, state) => this._body(state ?? this._model.state)}
-      </UseSignal>
+      <UseSignal signal={this._model.changed}>{() => this._body(this._model.state)}</UseSignal>
     );
   }
 

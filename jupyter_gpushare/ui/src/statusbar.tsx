@@ -32,9 +32,7 @@ export class StatusItem extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed} initialArgs={this._model.state}>
-        {(_, state) => this._item(state ?? this._model.state)}
-      </UseSignal>
+      <UseSignal signal={this._model.changed}>{() => this._item(this._model.state)}</UseSignal>
     );
   }
 
