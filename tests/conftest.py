@@ -1,8 +1,8 @@
 """What every test may use.  Standard library and pytest only: `make test-gpu` has no more.
 
 * ``chromium``: how to start Debian's chromium with Playwright.  A test marked
-  ``browser`` is skipped by name where there is none, unless GPUSHARE_REQUIRE_BROWSER
-  is set (`.ci/run`): then it fails.
+  ``browser`` is skipped by name where there is none.
+* With GPUSHARE_FAIL_ON_SKIP set (`.ci/run`) a test that would be skipped fails instead.
 * No process that a test started may outlive the run: every child inherits
   ``GPUSHARE_TEST_RUN``; one that still carries it at the end is named, ended and
   makes the run fail.  Each worker of pytest-xdist is a run of its own.
@@ -16,7 +16,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,12 +58,21 @@ def find_chromium() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if find_chromium() or os.environ.get("GPUSHARE_REQUIRE_BROWSER"):
+    if find_chromium():
         return
     skip = pytest.mark.skip(reason=f"no chromium; install it with: {INSTALL_CHROMIUM}")
     for item in items:
         if item.get_closest_marker("browser"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("GPUSHARE_FAIL_ON_SKIP"):
+        report.outcome = "failed"
+        report.longrepr = f"Nothing may be skipped here. {report.longrepr[2]}"  # type: ignore[index]
+    return report
 
 
 @pytest.fixture(scope="session")

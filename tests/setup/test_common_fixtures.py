@@ -44,7 +44,7 @@ def run_pytest(
     folder: Path, test: str, *options: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "test_one.py").write_text(test)
-    kept = {k: v for k, v in os.environ.items() if k not in ("GPUSHARE_REQUIRE_BROWSER", "GPUSHARE_CHROMIUM")}
+    kept = {k: v for k, v in os.environ.items() if k not in ("GPUSHARE_FAIL_ON_SKIP", "GPUSHARE_CHROMIUM")}
     fixed = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *fixed, *options, f"--rootdir={folder}", folder / "test_one.py"],
@@ -75,10 +75,10 @@ def test_without_a_browser_its_tests_are_skipped_by_name_with_the_line_that_inst
     assert "apt-get install -y chromium" in result.stdout
 
 
-def test_where_a_browser_is_required_its_absence_fails(tmp_path, no_chromium):
-    result = run_pytest(tmp_path, BROWSER, PATH=no_chromium, GPUSHARE_REQUIRE_BROWSER="1")
+def test_where_nothing_may_be_skipped_an_absent_browser_fails(tmp_path, no_chromium):
+    result = run_pytest(tmp_path, BROWSER, PATH=no_chromium, GPUSHARE_FAIL_ON_SKIP="1")
     assert result.returncode == 1
-    assert "no chromium; install it with" in result.stdout
+    assert "Nothing may be skipped here. Skipped: no chromium; install it with" in result.stdout
 
 
 def test_a_process_that_outlives_the_run_is_named_ended_and_makes_it_fail(tmp_path):
