@@ -108,6 +108,7 @@ def test_a_second_broker_on_the_database_is_refused_and_the_first_goes_on(broker
     status, said = brokers.refused(port=9)
     assert status == 1
     assert "another broker uses the database" in said
+    assert f"process {first.pid} on {socket.gethostname()[:20]} since 20" in said
     assert brokers.answers(first)
 
 

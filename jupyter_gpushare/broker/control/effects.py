@@ -48,13 +48,17 @@ log = logging.getLogger("gpushare.broker")
 
 # Between two checks of a condition at the Hub.
 POLL_S = 1.0
+# Between two looks at a lease that starts or ends.
+LOOK_S = 0.2
 # A server without a process this long after its grant has not started.
 START_S = 60.0
 MAX_TRIES = 5
 # A Hub that starts no server is asked again after 2, 4, ... seconds, at most:
 HUB_BACKOFF_MAX_S = 60.0
-# All processes are killed this long after the end of the leader's grace period.
-KILL_MARGIN_S = 5.0
+# All processes are killed this long after the grace period; the runner kills its own at the end of it.
+KILL_MARGIN_S = 0.4
+# A runner that has reported its end, or was killed, exits within this time or is killed (again).
+EXIT_S = 5.0
 # Processes that outlive the runner of their job are killed this long after SIGTERM.
 LEFTOVER_S = 2.0
 # Seconds until a suspension is tried again, by the reason of the refusal.
@@ -282,10 +286,12 @@ class Effects:
             if sample is not None and sample.runner_ended:
                 await self.registry.advance(record, Stopping(reason="its runner ended before it reported"))
                 return
-            if self.registry.clock() > until and not await self._may_still_start(record, key):
-                await self.start_failed(record, "its server did not start")
-                return
-            await asyncio.sleep(POLL_S)
+            if self.registry.clock() > until:
+                if not await self._may_still_start(record, key):
+                    await self.start_failed(record, "its server did not start")
+                    return
+                until = self.registry.clock() + POLL_S
+            await asyncio.sleep(LOOK_S)
 
     async def _may_still_start(self, record: LeaseRecord, key: ServerKey) -> bool:
         """Return whether this attempt has processes, or the Hub may still start them."""
@@ -339,10 +345,13 @@ class Effects:
         )
         if observation.sample is not None and observation.sample.runner_ended:
             await self.devices.signal(record.handle, signal.SIGTERM, "all")
-            grace_s = 0.0  # what is left reports no result, whatever it saves
+            kill_after_s = LEFTOVER_S  # what is left reports no result, whatever it saves
         elif job is None or job.exit_code is None:
             await self.devices.signal(record.handle, signal.SIGTERM, "leader")
-        await self._until_gone(record, observation, grace_s + (KILL_MARGIN_S if grace_s else LEFTOVER_S))
+            kill_after_s = grace_s + KILL_MARGIN_S
+        else:
+            kill_after_s = grace_s + EXIT_S
+        await self._until_gone(record, observation, kill_after_s)
         if not observation.seen_alive and job is not None and job.exit_code is None:
             await self._until_server_removed(record)
             await self._until_gone(record, observation, grace_s + KILL_MARGIN_S)
@@ -366,20 +375,21 @@ class Effects:
         await self.devices.drop(record.handle)
         await self.registry.advance(record, Released())
 
-    async def _until_gone(self, record: LeaseRecord, observation: Observation, grace_s: float) -> None:
-        """Return when a lease has no process and the driver shows no memory of it; kill after ``grace_s``."""
-        kill_at = self.registry.clock() + grace_s
+    async def _until_gone(self, record: LeaseRecord, observation: Observation, kill_after_s: float) -> None:
+        """Return when a lease has no process and the driver shows no memory of it."""
+        kill_at = self.registry.clock() + kill_after_s
         while True:
             await self._observer.measure()
             sample = observation.sample
             gone = sample is None or not (sample.alive or any(sample.used_bytes.values()))
             if gone and snapshot.sampled_since_entry(self.registry, record):
                 return
-            if self.registry.clock() >= kill_at:
+            now = self.registry.clock()
+            if now >= kill_at:
                 log.warning("lease=%s still has processes after its grace: killing them", record.handle)
                 await self.devices.signal(record.handle, signal.SIGKILL, "all")
-                kill_at = self.registry.clock() + KILL_MARGIN_S
-            await asyncio.sleep(0.2)
+                kill_at = now + EXIT_S
+            await asyncio.sleep(min(LOOK_S, kill_at - now))
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""
