@@ -22,6 +22,7 @@ from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.protocol import wire
 from tests.broker.site import Site
+from tests.waiting import PATIENCE_S
 
 PREFIX = "/services/gpushare/"
 ACCESS = "access:services!service=gpushare"
@@ -118,10 +119,10 @@ class Http:
             base_url=f"http://localhost{PREFIX}api/v1/",
             transport=httpx.AsyncHTTPTransport(uds=unix),
             trust_env=False,
-            timeout=10,
+            timeout=PATIENCE_S,
         )
         self.api = f"{self.url}{PREFIX}api/v1"
-        self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=10)
+        self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=PATIENCE_S)
 
     def _listen(self, application: web.Application, **options: Any) -> str:
         socket, port = bind_unused_port()

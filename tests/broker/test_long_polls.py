@@ -20,7 +20,7 @@ async def test_a_long_poll_ends_when_something_changes(http):
         await asyncio.sleep(0.01)
     assert not poll.done()
     job = await http.submit("bo")
-    answer = (await asyncio.wait_for(poll, 5)).json()
+    answer = (await asyncio.wait_for(poll, 20)).json()
     assert answer["seq"] > seq
     assert [j["id"] for j in answer["jobs"]] == [job.id]
     assert http.service.limits.waiting == {}
@@ -28,7 +28,7 @@ async def test_a_long_poll_ends_when_something_changes(http):
 
 async def test_a_long_poll_that_is_behind_is_answered_at_once(http):
     await http.submit("bo")
-    answer = await asyncio.wait_for(http.ask("GET", "status?after=0&wait=25"), 5)
+    answer = await asyncio.wait_for(http.ask("GET", "status?after=0&wait=25"), 20)
     assert answer.json()["seq"] > 0
 
 
@@ -60,7 +60,7 @@ async def test_a_page_that_is_closed_waits_no_longer(http):
 
 async def test_a_number_that_this_broker_never_gave_is_answered_at_once(http):
     seq = http.broker.registry.notifications.seq
-    answer = await asyncio.wait_for(http.ask("GET", f"status?after={seq + 1000}&wait=25"), 5)
+    answer = await asyncio.wait_for(http.ask("GET", f"status?after={seq + 1000}&wait=25"), 20)
     assert answer.json()["seq"] == seq
 
 

@@ -44,4 +44,4 @@ def test_an_interrupt_leaves_no_request_behind(broker, monkeypatch):
             client.get("status", wire.Status)
     began_at = time.monotonic()
     client.close()
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < 30

@@ -8,6 +8,7 @@ import pytest
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker
+from tests.waiting import PATIENCE_S
 
 
 def test_a_call_answers_or_raises_what_it_raised() -> None:
@@ -64,6 +65,6 @@ def test_a_call_that_was_begun_is_waited_for_apart() -> None:
     with pytest.raises(DeviceError, match="slow has not returned"):
         worker.begin("next", lambda: 1)
     release.set()
-    assert job.done.wait(30)
+    assert job.done.wait(PATIENCE_S)
     assert job.result() == 42
-    assert worker.begin("after", lambda: 7).done.wait(30)
+    assert worker.begin("after", lambda: 7).done.wait(PATIENCE_S)

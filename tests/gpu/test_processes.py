@@ -340,4 +340,4 @@ def test_a_lease_says_when_the_runner_of_its_job_has_ended_and_others_live(machi
     finally:
         machine.ask("signal", lease="j1-1", number=9, to="all")
         runner.kill()
-        runner.communicate(timeout=30)
+        runner.communicate(timeout=PATIENCE_S)

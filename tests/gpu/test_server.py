@@ -224,7 +224,7 @@ def test_a_socket_that_a_killed_helper_left_is_taken_over(bare: Machine) -> None
 def test_help_shows_examples(bare: Machine) -> None:
     said = subprocess.run(
         [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper", "--help"],
-        env=bare.environment, capture_output=True, text=True, check=True, timeout=30,
+        env=bare.environment, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     ).stdout  # fmt: skip
     assert "--state-dir" in said
     assert "examples:" in said
@@ -237,7 +237,7 @@ def test_an_option_that_makes_no_sense_is_refused(bare: Machine, arguments: list
     done = subprocess.run(
         [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper",
          "--state-dir", str(bare.folder), *arguments],
-        env=bare.environment, capture_output=True, text=True, timeout=30, check=False,
+        env=bare.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert arguments[0] in done.stderr

@@ -25,6 +25,7 @@ from tests.job.conftest import (
     is_alive,
     wait_for,
 )
+from tests.waiting import PATIENCE_S
 
 REPORTS = "/services/gpushare/api/v1/jobs/0123456789/attempts/1/report"
 
@@ -304,7 +305,7 @@ def test_a_stranger_is_refused(start: Start) -> None:
 
 def test_a_runner_without_the_hubs_access_scopes_does_not_start(start: Start) -> None:
     job = start("true", probe=False, runner_env={"JUPYTERHUB_OAUTH_ACCESS_SCOPES": "[]"})
-    assert job.process.wait(30) != 0
+    assert job.process.wait(PATIENCE_S) != 0
 
 
 def test_the_owner_reads_the_log_piece_by_piece(start: Start) -> None:
@@ -460,7 +461,11 @@ def test_without_a_job_it_says_so(tmp_path: Path) -> None:
 
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.job"], env=env, capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "jupyter_gpushare.job"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2
     assert "gpushare job:" in done.stderr

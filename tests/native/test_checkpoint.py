@@ -10,6 +10,7 @@ import pytest
 from tests.native.conftest import Checkpoint, checkpoint_in
 from tests.native.worker import Worker
 from tests.simulator import GIB, MIB, Event, Fault, Simulator
+from tests.waiting import PATIENCE_S
 
 OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY, NOT_SUPPORTED = 2, 401, 600, 801
 RUNNING, LOCKED, CHECKPOINTED = range(3)
@@ -245,7 +246,7 @@ def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step:
                 doomed.worker.start(f"cuda.{name}({kernel.pid}, None)")
             assert doomed.worker.is_waiting(0.1)
             doomed.worker.process.send_signal(signal.SIGKILL)
-            doomed.worker.process.wait(30)
+            doomed.worker.process.wait(PATIENCE_S)
         for driver in checkpoint_in(machine.env()):
             if step == "lock":
                 kernel.run("b.finish_step()")  # its gate opened by itself

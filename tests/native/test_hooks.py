@@ -15,6 +15,7 @@ from jupyter_gpushare import native
 from jupyter_gpushare.native import build
 from tests.native.worker import Worker
 from tests.simulator import GIB, Lease, Simulator
+from tests.waiting import PATIENCE_S
 
 NATIVE = build.NATIVE
 HOOKS = re.findall(r"\bHOOK\((\w+), (\w+)\)", (NATIVE / "preload" / "hooks.h").read_text().partition("*/")[2])
@@ -340,9 +341,16 @@ def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, 
         check=True,
     )
     done = subprocess.run(
-        [str(program)], env=machine.env(**half.env()), capture_output=True, text=True, timeout=20, check=True
+        [str(program)],
+        env=machine.env(**half.env()),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert done.stdout == f"{40 * GIB} 0 2"
     outside = machine.env(LD_PRELOAD=str(native.preload_path()))
-    done = subprocess.run([str(program)], env=outside, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        [str(program)], env=outside, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout == f"{80 * GIB} 0 0"

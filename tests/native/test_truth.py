@@ -15,6 +15,7 @@ from tests.native.conftest import Checkpoint, checkpoint_in
 from tests.native.test_hooks import compile_shared
 from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, MIB, Fault, Lease, Phase, Simulator
+from tests.waiting import PATIENCE_S
 
 OUT_OF_MEMORY, NOT_INITIALIZED, OPERATING_SYSTEM, ILLEGAL_STATE, NOT_SUPPORTED = 2, 3, 304, 401, 801
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
@@ -54,7 +55,7 @@ def get_state(checkpoint: Checkpoint, pid: int) -> int:
 
 def ended(pid_of: Worker) -> int:
     """The signal that ended a worker."""
-    return -pid_of.process.wait(30)
+    return -pid_of.process.wait(PATIENCE_S)
 
 
 # ---- checkpoint ----

@@ -20,6 +20,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 _CHILD = """
 import ctypes, json, os, sys, threading, time
 from jupyter_gpushare import demo_gpu
@@ -120,14 +122,14 @@ class Worker:
     def stderr(self) -> str:
         """What it said on stderr, after its end."""
         assert self.process.stderr is not None
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
         return self.process.stderr.read().decode()
 
     def kill(self) -> None:
         """SIGKILL it, if it still lives, and collect it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()

@@ -82,12 +82,12 @@ class FakeBroker:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(sockets, ready)), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE_S)
 
     def stop(self) -> None:
         """Close every connection and the port."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     async def _serve(self, sockets: list[Any], ready: threading.Event) -> None:

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.protocol.jobfiles import log_path
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +56,13 @@ def test_no_request_is_answered_without_a_login(server):
         ("POST", "gpushare/leases/b7q2mzk4x9/kernels/k/release"),
         ("POST", "gpushare/leases/b7q2mzk4x9/resume"),
     ]:
-        answer = httpx.request(method, f"{server.url}/{path}", trust_env=False, timeout=30)
+        answer = httpx.request(method, f"{server.url}/{path}", trust_env=False, timeout=PATIENCE_S)
         assert answer.status_code in (302, 403), (method, path)
 
 
 def test_cookie_alone_writes_nothing_without_the_xsrf_token(server, broker, golden):
     broker.answer("POST leases/b7q2mzk4x9/lend", golden("status_asleep")["leases"][0])
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as browser:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S) as browser:
         login = browser.get("/login")
         xsrf = browser.cookies["_xsrf"]
         entered = browser.post("/login", data={"password": "secret-of-this-server", "_xsrf": xsrf})
