@@ -5,7 +5,7 @@
 * `leases`     badge and sentence of a lease
 * `queue`      why jobs wait, when they start, why work was preempted
 * `progress`   remaining time of jobs
-* `reasons`    why a lease or a device cannot be suspended
+* `reasons`    reasons that other processes say in English
 * `readers`    a sentence about a session, told to a reader other than its owner
 * `decisions`  lines of the decision log
 """
@@ -24,8 +24,8 @@ from jupyter_gpushare.messages.queue import (
     waiting,
 )
 from jupyter_gpushare.messages.readers import about
-from jupyter_gpushare.messages.reasons import reason_text
-from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, text, verbatim
+from jupyter_gpushare.messages.reasons import reason_text, reason_texts
+from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, text
 from jupyter_gpushare.messages.units import (
     LEVELS,
     duration,

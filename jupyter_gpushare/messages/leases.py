@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from jupyter_gpushare.core.measure import Doubt
 from jupyter_gpushare.core.model import Kind, State
 from jupyter_gpushare.messages.queue import BECAUSE, because_of
-from jupyter_gpushare.messages.reasons import reason_text
-from jupyter_gpushare.messages.templates import Texts, text, verbatim
+from jupyter_gpushare.messages.reasons import reason_text, reason_texts
+from jupyter_gpushare.messages.templates import Texts, text
 from jupyter_gpushare.messages.units import duration_text, memory
 from jupyter_gpushare.protocol.wire import Text
 
@@ -133,7 +133,9 @@ def _session_sentence(facts: LeaseFacts) -> Texts:
         case State.STOPPING:
             return (text("session.stopping"),)
         case State.FAILED:
-            return (text("session.failed", facts.note) if facts.note else text("session.failed_unknown"),)
+            if facts.note:
+                return (text("session.failed", reason_text(facts.note)),)
+            return (text("session.failed_unknown"),)
         case State.RELEASED:
             return (text("session.ended"),)
 
@@ -210,12 +212,12 @@ def _progress(facts: LeaseFacts) -> Texts:
 
 def _job_sentence(facts: LeaseFacts) -> Texts:
     is_preempted = facts.why in BECAUSE
-    because: str | Text = because_of(facts.why, facts.given_to)
+    because = because_of(facts.why, facts.given_to)
     if is_preempted and facts.note:
-        because = facts.note
+        because = reason_text(facts.note)
     match facts.state:
         case State.PENDING:
-            return facts.waits or verbatim(facts.note) or (text("job.waits", facts.size),)
+            return facts.waits or reason_texts(facts.note) or (text("job.waits", facts.size),)
         case State.GRANTED:
             return (text("job.starting", facts.size),)
         case State.RUNNING if facts.borrowed:
@@ -235,4 +237,4 @@ def _job_sentence(facts: LeaseFacts) -> Texts:
         case State.STOPPING:
             return (text("job.stopping_because", because) if is_preempted else text("job.stopping"),)
         case State.RELEASED | State.FAILED:
-            return verbatim(facts.note) or (text("job.ended"),)
+            return reason_texts(facts.note) or (text("job.ended"),)

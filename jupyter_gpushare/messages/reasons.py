@@ -1,39 +1,51 @@
-"""Reasons of the device helper, which sends English, by key for translation."""
+"""Reasons that are sent or stored in English, by key for translation.
+
+The device helper, the Hub's errors and the runner say reasons in English, with codes of the
+driver in them.  A reason is read by the first template that matches; so is each of its parts.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import cache, reduce
 
-from jupyter_gpushare.messages.templates import TEMPLATES, text
+from jupyter_gpushare.messages.templates import TEMPLATES, Texts, text
 from jupyter_gpushare.protocol.wire import Text
 
+# Groups of templates that are reasons.
+FAMILIES = ("reason.", "taint.", "xid.", "recovery.")
 _USES = "it uses "
 
 
 def reason_text(reason: str) -> Text:
-    """Return why a lease or a device cannot be suspended, by key where the reason is known.
-
-    The English of the result is always ``reason``.
-    """
+    """Return a reason by key where it is known; its English is always ``reason``."""
     if reason.startswith(_USES):
-        words = reason.removeprefix(_USES).split(", ")
-        return text("reason.uses", reduce(lambda a, b: text("part.list", a, b), map(_known, words)))
-    return _known(reason)
+        words = map(_part, reason.removeprefix(_USES).split(", "))
+        return text("reason.uses", reduce(lambda a, b: text("part.list", a, b), words))
+    return _known(reason) or text("verbatim", reason)
 
 
-def _known(reason: str) -> Text:
+def reason_texts(reason: str) -> Texts:
+    """Return `reason_text`, or nothing for an empty reason."""
+    return (reason_text(reason),) if reason else ()
+
+
+def _part(words: str) -> str | Text:
+    return _known(words) or words
+
+
+def _known(reason: str) -> Text | None:
     for key, pattern in _patterns():
         if found := pattern.fullmatch(reason):
-            return text(key, *(reason_text(each) for each in found.groups()))
-    return text("verbatim", reason)
+            return text(key, *map(_part, found.groups()))
+    return None
 
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Keys of fixed reasons, and what their English text matches."""
+    """Keys of reasons, and what their English text matches."""
     return tuple(
-        (key, re.compile(re.escape(template).replace("%1", "(.+)"), re.DOTALL))
+        (key, re.compile(re.sub(r"%\d", "(.+)", re.escape(template)), re.DOTALL))
         for key, template in TEMPLATES.items()
-        if key.startswith(("reason.", "taint.")) and key != "reason.uses" and isinstance(template, str)
+        if key.startswith(FAMILIES) and key != "reason.uses" and isinstance(template, str)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.http.access import JOBS_SCOPE
 from jupyter_gpushare.broker.http.rates import Rate
@@ -209,8 +210,10 @@ async def test_an_admin_takes_changes_of_a_project_back_and_the_log_names_the_ad
     for _ in range(2):  # a repeated call changes nothing
         after = (await http.ask("DELETE", "projects/nlp", "root")).json()["projects"]
         assert {p["name"]: p for p in after} == before
-    told = [d.sentence for d in http.broker.registry.decisions.latest if d.action == "project"]
-    assert told == [
+    log = [d for d in http.broker.registry.decisions.latest if d.action == "project"]
+    numbers = [messages.text("project.numbers_limit", 1.5, 4, 2), messages.text("project.numbers", 1, 1)]
+    assert log[0].texts[0].args[2:] == numbers
+    assert [d.sentence for d in log] == [
         "root set project nlp to quota 1.5, weight 4, limit 2, was quota 1, weight 1.",
         "root set project nlp to quota 1, weight 1, as configured, was quota 1.5, weight 4, limit 2.",
     ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.state.devices import STALE_S
@@ -187,6 +188,8 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
             "ada's session (1/2 GPU) lost its GPU for now: XID 79: GPU has fallen off the bus.",
             "ada's session (1/2 GPU) uses 9 bytes, 8 are granted; process 77 (python3) was stopped.",
         ]
+        (lost,) = (d.texts[0] for d in broker.registry.decisions.latest if "XID" in d.sentence)
+        assert lost.args[1] == messages.text("reason.xid", 79, messages.text("xid.79"))
         assert told("bo") == []
         assert bo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
@@ -15,11 +16,13 @@ from tests.broker.virtual_time import in_virtual_time, until
 async def test_a_start_that_the_hub_refuses_for_good_fails_the_job(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
-        site.fault("start_server", HubError("no such user", permanent=True))
+        site.fault("start_server", HubError("the Hub did not start b1: no such user", permanent=True))
         job = await site.submit("bo", "1")
         await until(lambda: broker.job(job).result, 60)
         assert broker.seen(job).state == "failed"
-        assert "no such user" in broker.seen(job).reason
+        assert broker.seen(job).reason == ("It could not be started: the Hub did not start b1: no such user")
+        (started,) = broker.seen(job).reason_texts
+        assert started.args == [messages.text("reason.hub_start", "b1", "no such user")]
 
 
 @in_virtual_time

@@ -232,7 +232,8 @@ class Effects:
             self.registry.suspensions = counts
             await self.registry.journal.commit(counts)
             await self.registry.advance(record, StateLost(reason=moved.reason))
-            await self.registry.record_notice(record, "lost", "notice.lost", moved.reason, record.handle)
+            why = messages.reason_text(moved.reason)
+            await self.registry.record_notice(record, "lost", "notice.lost", why, record.handle)
         else:
             again_s = (
                 _RESUME_RETRY_MAX_S
@@ -327,7 +328,9 @@ class Effects:
         await self.devices.drop(record.handle)
         tries = record.tries + 1
         if for_good or tries >= MAX_TRIES:
-            await self.finish(record, "failed", messages.text("job.not_started", reason))
+            await self.finish(
+                record, "failed", messages.text("job.not_started", messages.reason_text(reason))
+            )
             return
         registry.observations[record.id].retry_at = registry.clock() + 2.0**tries
         await registry.advance(record, StartFailed(reason=reason, tries=tries))
@@ -402,7 +405,7 @@ class Effects:
             if job.exit_code == 0:
                 await self.finish(record, "succeeded", messages.text("job.done"))
             else:
-                own = messages.text("verbatim", job.reason) if job.reason else None
+                own = messages.reason_text(job.reason) if job.reason else None
                 code = messages.text("job.ended_with", job.exit_code)
                 await self._failed_attempt(record, job, own or code)
         elif record.requeue or job.stopped:

@@ -15,7 +15,6 @@ from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.protocol.helper import Event as HelperEvent
 from jupyter_gpushare.protocol.helper import EventKind, LeaseSample, Phase, Sample
-from jupyter_gpushare.protocol.wire import Text
 
 log = logging.getLogger("gpushare.broker")
 
@@ -143,7 +142,8 @@ class Observer:
             case EventKind.DRIVER_KILLED:
                 self._inventory_due = True
                 log.warning("lease=%s device=%s: %s", event.lease, event.device, event.reason)
-                await self.registry.record_notice(record, "device", "notice.process_ended", event.reason)
+                why = messages.reason_text(event.reason)
+                await self.registry.record_notice(record, "device", "notice.process_ended", why)
             case _:
                 pass
 
@@ -152,18 +152,19 @@ class Observer:
         found = event.reason or ", ".join(f"{name}={value}" for name, value in event.fields.items())
         log.warning("device=%s changed: %s", event.device, found)
         if record is not None and event.fields.get("healthy") == "false":
-            await self.registry.record_notice(record, "device", "notice.device_out", event.reason)
+            why = messages.reason_text(event.reason)
+            await self.registry.record_notice(record, "device", "notice.device_out", why)
         elif record is not None:
             await self.registry.record_notice(record, "device", "notice.device_back")
         await self.registry.notify()
 
     async def _on_over_limit(self, event: HelperEvent, record: LeaseRecord) -> None:
         log.warning("%s lease=%s device=%s: %s", event.kind, event.lease, event.device, event.reason)
-        found: str | Text = event.reason
+        found = messages.reason_text(event.reason)
         if "pid" in event.fields:
             is_stopped = event.fields.get("action") == "stop"
             key = "notice.process_stopped" if is_stopped else "notice.process_to_stop"
-            found = messages.text(key, event.reason, event.fields["pid"], event.fields.get("name", ""))
+            found = messages.text(key, found, event.fields["pid"], event.fields.get("name", ""))
         await self.registry.record_notice(record, "watchdog", "notice.of", found)
 
     async def _on_unleased_process(self, event: HelperEvent) -> None:
@@ -176,7 +177,8 @@ class Observer:
             mine = []  # servers of several users run as this uid
         user = users.pop() if mine else f"uid {uid}"
         pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
-        said = messages.text("notice.unleased_process", pid, name, user, event.device, event.reason)
+        why = messages.reason_text(event.reason)
+        said = messages.text("notice.unleased_process", pid, name, user, event.device, why)
         await registry.record_notice(None, "watchdog", "notice.of", said)
         for record in mine:
             if record.id in registry.leases:

@@ -162,6 +162,8 @@ def overrides_text(registry: Registry) -> list[str]:
     return notices
 
 
-def _numbers(project: Project) -> str:
-    limit = "" if project.limit_milli is None else f", limit {project.limit_milli / WHOLE_GPU:g}"
-    return f"quota {project.quota_milli / WHOLE_GPU:g}, weight {project.weight}{limit}"
+def _numbers(project: Project) -> wire.Text:
+    quota, weight = f"{project.quota_milli / WHOLE_GPU:g}", project.weight
+    if project.limit_milli is None:
+        return messages.text("project.numbers", quota, weight)
+    return messages.text("project.numbers_limit", quota, weight, f"{project.limit_milli / WHOLE_GPU:g}")

@@ -108,7 +108,7 @@ class JobRecord:
     exit_code: int | None = None  # of the current attempt, as its runner reported it
     stopped: bool = False  # ... after having been told to stop
     reason: str = ""  # English
-    reason_texts: Texts = ()  # ``reason`` for translation; empty where it is the command's own
+    reason_texts: Texts = ()  # ``reason`` for translation; empty while it runs
     attempts: int = 0  # how often it was started, once it has ended
     failures: int = 0  # failed attempts so far
     preemptions: int = 0  # times it was suspended or requeued

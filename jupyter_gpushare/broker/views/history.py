@@ -24,11 +24,11 @@ async def timeline(registry: Registry, job: JobRecord) -> wire.JobTimeline:
 def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord]) -> wire.JobTimeline:
     """Return the timeline of a job: its decisions, start and end."""
     moments = [_moment(job.submitted_at, "submitted", (messages.text("job.submitted"),))]
-    moments += [_moment(d.at, d.action, d.texts or messages.verbatim(d.sentence)) for d in decisions]
+    moments += [_moment(d.at, d.action, d.texts or messages.reason_texts(d.sentence)) for d in decisions]
     if job.started_at:
         moments.append(_moment(job.started_at, "started", (messages.text("job.started"),)))
     if job.ended_at:
-        moments.append(_moment(job.ended_at, "ended", job.reason_texts or messages.verbatim(job.reason)))
+        moments.append(_moment(job.ended_at, "ended", job.reason_texts or messages.reason_texts(job.reason)))
     return wire.JobTimeline(moments=sorted(moments, key=lambda moment: moment.at))
 
 

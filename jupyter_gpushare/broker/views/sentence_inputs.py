@@ -150,7 +150,9 @@ class SentenceInputs:
         if job is None or not messages.is_preemption(record.why):
             return waits
         checkpoint = wire.decode(job.request.encode(), wire.JobRequest).checkpoint
-        because = record.note or messages.because_of(record.why, record.given_to)
+        because = messages.because_of(record.why, record.given_to)
+        if record.note:
+            because = messages.reason_text(record.note)
         since = clock_time(record.since_at, self._registry.iso_now())
         return messages.requeued(since, because, checkpoint, waits)
 

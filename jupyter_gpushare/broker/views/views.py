@@ -147,7 +147,7 @@ class Views:
         position = None
         ran_s = job.ran_s
         if job.result or record is None:
-            state, reason = _ended(job), job.reason_texts or messages.verbatim(job.reason)
+            state, reason = _ended(job), job.reason_texts or messages.reason_texts(job.reason)
         else:
             facts = self._sentence_inputs.of(record, is_new=is_new)
             state, reason = _JOB_STATES[record.state], messages.sentence(facts)

@@ -175,7 +175,7 @@ class Job(Answer, frozen=True):
     priority: int = 0
     grace_s: float | None = None  # None: the site's
     size_texts: list[Text] = []  # ``size`` for translation
-    reason_texts: list[Text] = []  # ``reason`` for translation; empty where it is the command's own
+    reason_texts: list[Text] = []  # ``reason`` for translation
 
 
 class JobList(Answer, frozen=True):

@@ -109,7 +109,7 @@ export interface IJob {
   readonly grace_s: number | null;
   /** `size` for translation */
   readonly size_texts: readonly IText[];
-  /** `reason` for translation; empty where it is the command's own */
+  /** `reason` for translation */
   readonly reason_texts: readonly IText[];
 }
 

@@ -67,6 +67,29 @@ describe('translated', () => {
     expect(translated(LOUD, lease).size).toBe('20 GB OF A GPU');
   });
 
+  it('translates what the Hub and the driver gave as a reason, and the numbers of a project', () => {
+    const driver = { key: 'reason.driver_named', args: ['cuLock', '999', 'CUDA_ERROR_UNKNOWN'] };
+    const events = [
+      { key: 'session.held', args: ['5 min', { key: 'reason.cannot_lock', args: [driver] }] },
+      { key: 'job.not_started', args: [{ key: 'reason.hub_start', args: ['j1-1', 'No such user'] }] },
+      {
+        key: 'notice.project_set',
+        args: [
+          'root',
+          'nlp',
+          { key: 'project.numbers_limit', args: ['1.5', '4', '2'] },
+          { key: 'project.numbers', args: ['1', '1'] }
+        ]
+      }
+    ].map(text => ({ sentence: '', sentence_texts: [text] }));
+    expect(translated(LOUD, events).map(event => event.sentence)).toEqual([
+      'IDLE FOR 5 min. THIS SESSION CANNOT BE PUT TO SLEEP (THE DRIVER CANNOT LOCK IT (cuLock FAILED WITH CODE ' +
+        '999 (CUDA_ERROR_UNKNOWN))), SO IT KEEPS ITS GPU.',
+      'IT COULD NOT BE STARTED: THE HUB DID NOT START j1-1: No such user',
+      'root SET PROJECT nlp TO QUOTA 1.5, WEIGHT 4, LIMIT 2, WAS QUOTA 1, WEIGHT 1.'
+    ]);
+  });
+
   it('translates refusals, which have their English template for a key', () => {
     const refused = {
       status: 404,
