@@ -21,7 +21,8 @@ LEASES = ("ada", "bo", "cy")
 # Any two fit, three do not: moves get in each other's way.
 HELD_MIB = 34 * 1024
 ROUNDS = int(os.environ.get("GPUSHARE_TEST_ROUNDS", "12"))
-FAULTS = (Fault.LOCK_TIMEOUT, Fault.CHECKPOINT_FAILS_UNHARMED, Fault.RESTORE_FAILS, Fault.UNLOCK_FAILS)
+# Not RESTORE_FAILS: what a driver refuses to restore twice counts as lost (gpu/moves/steps.py).
+FAULTS = (Fault.LOCK_TIMEOUT, Fault.CHECKPOINT_FAILS_UNHARMED, Fault.UNLOCK_FAILS)
 
 
 def ask(machine: Machine, verb: str, lease: str, results: list[bool], **fields: object) -> None:
@@ -40,7 +41,7 @@ def together(machine: Machine, requests: list[tuple[str, str, dict[str, object]]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
