@@ -195,6 +195,8 @@ class LeaseSample:
     devices: tuple[str, ...] = ()  # UUIDs of those it may use
     runner_ended: bool = False  # of a job: what ends its processes and reports its result is gone
     damaged: bool = False  # a failed checkpoint may have damaged a process that lives
+    # Since when processes that may be its own do not answer: it has not ended, if not alive; 0: all answer.
+    unread_since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

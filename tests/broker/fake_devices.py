@@ -112,6 +112,7 @@ class SiteDevices(Devices):
                     wanted=h.wanted,
                     runner_ended=h.runner_ended,
                     damaged=h.damaged,
+                    unread_since=h.unread_since,
                     stalled=h.stalled,
                 )
                 for h in site.held.values()

@@ -33,6 +33,7 @@ class Held:
     suspendable: bool = True
     runner_ended: bool = False
     damaged: bool = False
+    unread_since: float = 0.0
 
 
 @dataclass

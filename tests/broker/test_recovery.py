@@ -81,3 +81,23 @@ async def test_a_superseded_broker_that_the_hub_starts_again_takes_a_higher_epoc
         assert broker.store.epoch == site.epoch == 10
         job = await site.submit("bo", "1", program=Program(work_s=1))
         await until(lambda: broker.job(job).result, 60)
+
+
+@in_virtual_time
+async def test_a_job_with_processes_that_do_not_answer_is_not_taken_as_ended(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 60)
+        held = site.held[broker.lease(job).handle]
+        site.kill_job(job.id)
+        for task in list(site._tasks):
+            task.cancel()
+        held.alive, held.used, held.unread_since = False, {}, site.now
+        await asyncio.sleep(300)
+        assert (broker.state(job), broker.lease(job).attempt) == ("running", 1)
+        (reason,) = broker.views.health().reasons
+        assert reason.startswith(f"Lease {held.handle}: processes of its user have not let")
+        held.unread_since = 0.0
+        await until(lambda: held.handle not in site.held, 60)
+        assert not broker.views.health().reasons

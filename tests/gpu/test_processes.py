@@ -82,12 +82,14 @@ def test_a_lease_of_the_same_name_of_another_helper_is_another(
     assert theirs.pid not in pids(processes)
 
 
-def test_the_innermost_cgroup_names_the_lease(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = "0::/system.slice/gpushare-helper.service/gpushare-ada/kernels\n"
+def test_the_innermost_cgroup_names_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = "0::/system.slice/gpushare-helper.service/gpushare-ada/kernels\n", procfs.read
     monkeypatch.setattr(
-        procfs, "read", lambda pid, name, limit_bytes: path.encode() if name == "cgroup" else b""
+        procfs, "read", lambda pid, name, most: path.encode() if name == "cgroup" else read(pid, name, most)
     )
-    assert found_by._named_by(1, b"", frozenset({tmp_path})) == "ada"
+    found = found_by._look(os.getpid(), 0.0)
+    assert found is not None
+    assert found.carries == "ada"
 
 
 def test_a_child_that_cleared_its_environment_still_belongs(

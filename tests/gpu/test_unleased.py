@@ -210,3 +210,11 @@ def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) ->
     until(lambda: bare.log.read_text().count("left alone") >= 2, "both are reported")
     assert "without a record" in bare.log.read_text()
     assert [worker.do("check") for worker in workers] == ["ok", "ok"]
+
+
+def test_a_process_that_does_not_answer_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.processes._memory, "read", lambda users: {})
+    scene.begin()
+    scene.minutes()
+    assert scene.alive
+    assert "it does not answer" in scene.events_so_far()[0].reason

@@ -95,7 +95,9 @@ class Observer:
         observation = self.registry.observations[record.id]
         observation.sample = sample
         if sample is None or not sample.alive or (record.is_job and sample.runner_ended):
-            missing = observation.seen_alive or now - record.entered_at > GONE_S
+            # Processes that do not answer may be its own; a runner that ended is known to have.
+            unread = sample is not None and sample.unread_since > 0 and not sample.runner_ended
+            missing = not unread and (observation.seen_alive or now - record.entered_at > GONE_S)
             if record.state in (State.PENDING, State.GRANTED):
                 observation.gone_since_at = None  # its processes have not started yet
             elif missing and observation.gone_since_at is None:

@@ -33,6 +33,8 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
     State.STOPPING: "stopping",
 }
 MAX_EVENTS = 20
+# Health reports a lease when its processes have not answered for so long.
+UNREAD_S = 10.0
 
 
 class Views:
@@ -397,6 +399,12 @@ class Views:
             f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
             "older copy restored?): nothing new is granted there until that server has stopped."
             for uuid, lease in devices.orphaned.items()
+        ]
+        reasons += [
+            f"Lease {lease.lease}: processes of its user have not let the device helper look at them for "
+            f"{now - lease.unread_since:.0f} s. It shows its last values, and does not count as ended."
+            for lease in (devices.sample.leases if devices.sample else ())
+            if lease.unread_since and now - lease.unread_since > UNREAD_S
         ]
         return wire.Health(
             status="degraded" if reasons else "ok",

@@ -6,6 +6,7 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * its user is no system user (`StopRules.first_uid`) and holds a lease here, or held one since boot;
 * the device is leased to another user;
 * it held memory in the last two samples, and was reported `NOTICE_S` before;
+* its environment could be read: it names no lease;
 * it runs in the pid namespace of the helper: a container without the host's pids is not ours;
 * no record of a lease was lost since boot (`Holders`): it might have been in that lease.
 
@@ -121,6 +122,8 @@ class UnleasedProcesses:
             return "the watchdog only reports"
         if process.uid == 0 or process.uid < rules.first_uid:
             return "it belongs to a system user"
+        if process.unread:
+            return "it does not answer, and may be in a lease"
         if process.uid not in self._holders.uids:
             return "its user held no lease since boot"
         if not holders - {process.uid}:

@@ -7,7 +7,8 @@ The layout is that of native/gpushare_lease.h; tests hold the two together.
   field either old or new.  The lease's user cannot write it.
 * ``account`` belongs to the user: mapped and written by every process of the lease.
   The user can replace it by anything: a shorter file, a FIFO, a link, false counts, a
-  mutex that stays locked.  So the helper never maps it (a truncated map kills the
+  mutex that stays locked, a filesystem of its own that never answers (FUSE can be mounted
+  on a file).  So the helper never leaves its own filesystem for it, never maps it (a truncated map kills the
   reader), never locks it and never follows it: it preads a fixed number of bytes from
   a regular file, and truncates one that has grown, which would fill the file system.
   Its content is used for its own lease only: to notice that the user wants the GPU,
@@ -345,15 +346,22 @@ def _device_at(index: int) -> int:
 
 
 def _open_regular(path: Path) -> int:
-    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, nothing."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
+    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, another filesystem, nothing."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
+        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+        stack.callback(os.close, folder)
+        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, found)
+        if _mount(found) == _mount(folder) and stat.S_ISREG(os.fstat(found).st_mode):
+            return os.open(procfs.path(0, f"fd/{found}"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return -1
+
+
+def _mount(fd: int) -> bytes:
+    """The mount that a descriptor is on, as proc(5) numbers it in fdinfo."""
+    lines = procfs.read(0, f"fdinfo/{fd}", 1024).splitlines()
+    return next((line for line in lines if line.startswith(b"mnt_id:")), b"")
 
 
 def _cut(fd: int) -> None:

@@ -100,6 +100,8 @@ class Lease:
         self.seen = NO_COUNTERS
         self.active_at = time.monotonic()
         self.was_alive = False
+        # Since when processes of its user, which may be its own, do not answer; 0: they do.
+        self.unread_since = 0.0
         self.had_runner = False  # of a job: it was seen
         self.contexts: dict[str, int] = {}  # bytes by device as charged in the limit page
         self.in_cgroup = False  # whether the driver itself limits it

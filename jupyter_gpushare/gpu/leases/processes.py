@@ -23,6 +23,11 @@ are looked up in each scan, so no user can exhaust the helper's descriptors.
 A process that could not be looked at for want of descriptors or memory has not
 ended: that raises `OSError`, and the caller changes nothing.
 
+Environment and arguments lie in the process's own memory, and a process can keep a reader of
+them waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup or its
+parent says; if neither does, it may belong to any lease of its user (`unread_users`), and
+none of these may be taken as ended.
+
 A scan must be cheap, because it runs every second: the names and inodes in /proc
 are one directory read; only a (pid, inode) that is new is opened, or one younger
 than `SETTLES_S`, which may be between fork and exec and get its environment later.
@@ -43,6 +48,7 @@ from pathlib import Path
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, Words, words
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +57,8 @@ MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
 # Processes whose exit status is remembered: a move asks for those that ended within a driver call.
 EXITS_KEPT = 1024
-# A larger environment can hide the mark from us; the process tree still finds it.
-ENVIRON_BYTES = 256 << 10
+# The user in whose threads processes are read of all users that have no lease.
+_NO_LEASE = -1
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
@@ -73,6 +79,7 @@ class Process:
     carries: str  # the lease that its cgroup or environment names
     lease: str  # the lease it belongs to, if the user is the lease's
     is_runner: bool = False  # the runner of a job: its lease is among its arguments
+    unread: bool = False  # its environment and arguments did not answer
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,6 +108,9 @@ class Processes:
         # Both spellings of the path; a path that a process names is never resolved, which may block for ever.
         self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
+        self._memory = OwnMemoryReader(words)
+        # Users with leases that have an unread process of no known lease, in the last scan.
+        self.unread_users: frozenset[int] = frozenset()
         self._guard = threading.Lock()
         self._pidfds: dict[tuple[int, int], int] = {}
         self._exits = select.epoll()
@@ -203,19 +213,23 @@ class Processes:
         present = procfs.pids()
         for pid in [pid for pid in self._known if pid not in present]:
             del self._known[pid]
-        fresh = [
-            (pid, inode)
+        fresh = {
+            pid: inode
             for pid, inode in present.items()
             if (known := self._known.get(pid)) is None
             or known[0] != inode
+            or known[1].unread
             or (not known[1].carries and now - known[1].started_at < SETTLES_S)
-        ]
-        read = [(inode, process) for pid, inode in fresh if (process := _read(pid, now, self._leases))]
-        # Parents first, so that a whole new tree finds its lease in one scan.
-        for pid in {pid for pid, _ in fresh} - {process.pid for _, process in read}:
+        }
+        read = self._read([process for pid in fresh if (process := _look(pid, now))], set(owners.values()))
+        for pid in fresh.keys() - {process.pid for process in read}:
             self._known.pop(pid, None)
-        for inode, process in sorted(read, key=lambda item: item[1].start_ticks):
-            self._known[process.pid] = (inode, self._placed(process))
+        # Parents first, so that a whole new tree finds its lease in one scan.
+        for process in sorted(read, key=lambda process: process.start_ticks):
+            self._known[process.pid] = (fresh[process.pid], self._placed(process))
+        self.unread_users = frozenset(
+            process.uid for _, process in self._known.values() if process.unread and not process.lease
+        )
         ended = self._ended()
         found: dict[str, list[Process]] = {lease: [] for lease in owners}
         held: set[tuple[int, int]] = set()
@@ -229,6 +243,16 @@ class Processes:
         return {
             lease: tuple(sorted(each, key=lambda p: (p.start_ticks, p.pid))) for lease, each in found.items()
         }
+
+    def _read(self, processes: list[Process], users: set[int]) -> list[Process]:
+        """These processes with what their own memory says, or as unread; ``users`` have leases."""
+        said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in processes})
+        return [
+            _told(process, said[process.key], self._leases)
+            if process.key in said
+            else replace(process, unread=True)
+            for process in processes
+        ]
 
     def _keep_status(self, key: tuple[int, int]) -> None:
         """Note how a held process ended; once it was waited for, older kernels do not tell."""
@@ -295,18 +319,16 @@ def shares_memory_of_nccl(pid: int) -> bool:
         return False
 
 
-def _read(pid: int, now: float, leases: frozenset[Path]) -> Process | None:
+def _look(pid: int, now: float) -> Process | None:
+    """A process by what the kernel alone answers."""
     fields = procfs.stat_fields(pid)
-    if not fields:
-        return None
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
-    status = procfs.read(pid, "status", 4096)
-    uid = _field(status, b"Uid:")
+    uid = _field(procfs.read(pid, "status", 4096), b"Uid:") if fields else -1
     if uid < 0:
         return None
-    command = procfs.read(pid, "cmdline", 8192)
-    kernel = _KERNEL.search(command)
-    carries = _named_by(pid, command, leases)
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
+    # The innermost: a helper may make them below its own service, gpushare-helper.
+    cgroups = _CGROUP.findall(procfs.read(pid, "cgroup", 8192))
+    carries = cgroups[-1].decode() if cgroups else ""
     return Process(
         pid=pid,
         start_ticks=int(fields[procfs.START_TICKS]),
@@ -314,22 +336,31 @@ def _read(pid: int, now: float, leases: frozenset[Path]) -> Process | None:
         uid=uid,
         parent=int(fields[procfs.PARENT]),
         name=procfs.read(pid, "comm", 64).decode(errors="replace").strip(),
-        kernel=kernel.group(1).decode() if kernel else "",
+        kernel="",
         carries=carries,
         lease=carries,
-        is_runner=bool(carries) and MARK + carries.encode() in command.split(b"\0"),
     )
 
 
-def _named_by(pid: int, command: bytes, leases: frozenset[Path]) -> str:
-    """The lease below ``leases`` that the cgroup or else the environment of a process names.
+def _told(process: Process, said: Words, leases: frozenset[Path]) -> Process:
+    """A process with what its arguments and its environment say."""
+    kernel = _KERNEL.search(said.command)
+    carries = process.carries or _named_in(said, leases)
+    return replace(
+        process,
+        kernel=kernel.group(1).decode() if kernel else "",
+        carries=carries,
+        lease=carries,
+        is_runner=bool(carries) and MARK + carries.encode() in said.command.split(b"\0"),
+    )
+
+
+def _named_in(said: Words, leases: frozenset[Path]) -> str:
+    """The lease below ``leases`` that an environment names.
 
     A process that hides its environment (the runner of a job) has the mark among its arguments.
     """
-    # The innermost: a helper may make them below its own service, gpushare-helper.
-    if cgroups := _CGROUP.findall(procfs.read(pid, "cgroup", 8192)):
-        return str(cgroups[-1].decode())
-    entries = (procfs.read(pid, "environ", ENVIRON_BYTES) or command).split(b"\0")
+    entries = (said.environ or said.command).split(b"\0")
     lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
     directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
     ours = not directory or Path(os.path.normpath(directory)) in {path / lease for path in leases}

@@ -73,6 +73,16 @@ class LeaseRegistry:
         """
         return self.scan().get(name, ())
 
+    def may_live(self, lease: Lease) -> bool:
+        """Whether a lease has processes now, or had some and those that do not answer may be its own.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        if self.living(lease.name):
+            return True
+        return lease.was_alive and lease.uid in self._machine.processes.unread_users
+
     def fence(self, epoch: int) -> None:
         """Accept this epoch and newer ones only, from now on and after a restart.
 
@@ -178,7 +188,7 @@ class LeaseRegistry:
         for record in records.values():
             files = LeaseDirectory(state.leases, record.lease)
             if files.phase() in (None, PagePhase.REVOKED):
-                if not living[record.lease]:
+                if not living[record.lease] and record.uid not in self._machine.processes.unread_users:
                     # Not finished being created, or not finished being dropped.
                     files.revoke()
                     state.forget(record.lease)
@@ -296,7 +306,7 @@ class LeaseRegistry:
     def _change(self, lease: Lease, request: SetLimit) -> None:
         if lease.uid != request.uid:
             raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.uid}")
-        if not self.living(lease.name):
+        if not self.may_live(lease):
             self._replace(lease, request)
             return
         if list(lease.limits) != list(request.limits):

@@ -34,6 +34,7 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters
 from jupyter_gpushare.gpu.leases.lease import PAGE, Key, Lease, parked_of
 from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
 from jupyter_gpushare.gpu.leases.processes import shares_memory_of_nccl
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
@@ -64,6 +65,7 @@ class Mover:
         self._registry = registry
         self._devices = devices
         self.blockers = SuspendBlockers(machine.checkpoint, devices)
+        self._sharing = OwnMemoryReader(shares_memory_of_nccl)
         self._processes = ProcessMoves(machine, registry, devices)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
 
@@ -216,7 +218,10 @@ class Mover:
         under_mps = self._machine.nvml.under_mps
         if any(pid in under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
-        if any(shares_memory_of_nccl(pid) for pid, _ in found):
+        sharing = self._sharing.read(dict.fromkeys(found, lease.uid))
+        if silent := found.keys() - sharing.keys():
+            raise MoveRefused(Refusal.BUSY, f"process {min(silent)[0]} does not answer")
+        if any(sharing.values()):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it uses NCCL between processes")
         return needed_bytes(lease, account, found)
 

@@ -192,6 +192,13 @@ class Sampler:
         return replace(device, healthy=not reason, reason=reason, blind=is_blind)
 
     def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
+        other_unread = lease.uid in self._machine.processes.unread_users
+        if not other_unread and not any(process.unread for process in living):
+            lease.unread_since = 0.0
+        elif not lease.unread_since:
+            lease.unread_since = time.monotonic()
+        if other_unread and lease.was_alive and not living:
+            return  # it keeps its last values: a process that does not answer may be its own
         lease.processes = living
         lease.had_runner |= any(process.is_runner for process in living)
         self._registry.place(lease)
@@ -275,6 +282,7 @@ class Sampler:
             active_at=lease.active_at,
             suspendable=not reason and phase is not Phase.LOST,
             suspend_reason=reason,
+            unread_since=lease.unread_since,
             damaged=any(process.key in lease.damaged for process in lease.processes),
             alive=bool(lease.processes),
             runner_ended=lease.had_runner and not any(process.is_runner for process in lease.processes),
