@@ -117,6 +117,15 @@ async def test_a_path_or_verb_that_is_not_there_is_told_in_the_same_shape(http, 
     assert (await http.refused(method, path)).status == status
 
 
+async def test_a_refusal_before_the_body_was_read_says_that_the_connection_ends(http):
+    for path, identity in (("nosuch", "bo"), ("jobs", "no-such-token"), ("jobs", None)):
+        refused = await http.ask("POST", path, identity, json={"command": ["true"]})
+        assert refused.headers["Connection"] == "close"
+    assert (await http.ask("GET", "nosuch")).headers["Connection"] == "close"
+    refused = await http.ask("POST", "jobs", json={})
+    assert (refused.status_code, refused.headers.get("Connection")) == (400, None)
+
+
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "-5"])
 async def test_odd_numbers_in_a_query_are_brought_into_bounds(http, number):
     assert (await http.ask("GET", f"status?after={number}")).status_code == 200

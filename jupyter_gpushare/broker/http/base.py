@@ -141,6 +141,7 @@ class Base(HubOAuthenticated, Guarded):
     is_hint = False
 
     _identity: Identity | None = None
+    _is_prepared = False  # the body is read next
     _reads_for = ""  # the user of the body that is being read
     content = b""  # the body, once it has been read
 
@@ -162,6 +163,7 @@ class Base(HubOAuthenticated, Guarded):
             raise TooLarge("a body has at most %1 bytes", wire.MAX_BODY_BYTES)
         if self.request.method in ("POST", "PUT", "DELETE", "PATCH"):
             await self.authorize()
+        self._is_prepared = True
 
     def data_received(self, chunk: bytes) -> None:
         """Add a piece of the body."""
@@ -301,6 +303,10 @@ class Base(HubOAuthenticated, Guarded):
             self.set_header("Retry-After", str(ceil(error.retry_after_s)))
         if status_code == 403 and reason == "login":
             status_code = 401
+        if not self._is_prepared:
+            # Tornado closes a connection that is answered before the request was read to its end: said,
+            # so that the client sends no other request into it.
+            self.set_header("Connection", "close")
         self.answer(wire.ErrorAnswer.of(said, status_code, reason), status_code)
 
     def _verbs(self) -> list[str]:

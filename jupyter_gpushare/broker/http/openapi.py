@@ -52,14 +52,11 @@ def _path(route: Route, by_kind: dict[Any, Any]) -> dict[str, Any]:
     }
     for method, kind in route.answers.items():
         created = method == "post" and kind is wire.Job
-        answer: dict[str, Any] = {"description": (route.handler.__doc__ or "").strip()}
-        if kind is not None:
-            schema = {"type": "object"} if kind is dict else by_kind[kind]
-            answer["content"] = {"application/json": {"schema": schema}}
+        answers = {"204" if kind is None else "201" if created else "200": kind, **route.also}
         item[method] = {
             "summary": (route.handler.__doc__ or "").strip().splitlines()[0],
             "responses": {
-                "204" if kind is None else "201" if created else "200": answer,
+                **{status: _answer(route, each, by_kind) for status, each in answers.items()},
                 "default": {"description": "What is wrong, for people.", "content": error},
             },
         }
@@ -68,3 +65,11 @@ def _path(route: Route, by_kind: dict[Any, Any]) -> dict[str, Any]:
                 "content": {"application/json": {"schema": by_kind[route.takes[method]]}}
             }
     return item
+
+
+def _answer(route: Route, kind: Any, by_kind: dict[Any, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": (route.handler.__doc__ or "").strip()}
+    if kind is not None:
+        schema = {"type": "object"} if kind is dict else by_kind[kind]
+        answer["content"] = {"application/json": {"schema": schema}}
+    return answer

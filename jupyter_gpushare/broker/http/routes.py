@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpushare.broker.http import handlers
@@ -18,6 +18,7 @@ class Route:
     handler: type[Base]
     answers: dict[str, Any]  # by method: the type of the answer, None: no content
     takes: dict[str, Any]  # by method: the type of the body
+    also: dict[str, Any] = field(default_factory=dict)  # by status, beside success and errors: as ``answers``
 
 
 _ID = {
@@ -41,7 +42,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "leases/{id}/{action}", handlers.LeaseAction, {"post": wire.LeaseStatus}, {"post": wire.KeepRequest}
     ),
-    Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}),
+    Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}, {"307": None}),
     Route("projects", handlers.Projects, {"get": wire.Projects}, {}),
     Route(
         "projects/{name}",
@@ -55,7 +56,7 @@ ROUTES: tuple[Route, ...] = (
     Route("devices", handlers.Devices, {"get": wire.Devices}, {}),
     Route("history", handlers.History, {"get": wire.History}, {}),
     Route("decisions", handlers.Decisions, {"get": wire.Decisions}, {}),
-    Route("health", handlers.Health, {"get": wire.Health}, {}),
+    Route("health", handlers.Health, {"get": wire.Health}, {}, {"503": wire.Health}),
     Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),
     Route("spawner/offers", handlers.SpawnerOffers, {"get": wire.Offers}, {}),
     Route("spawner/start", handlers.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
