@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
+
+# Times of another day show no day within the first span, and a weekday within the second.
+_NEAR, _THIS_WEEK = timedelta(hours=12), timedelta(days=6)
 
 
 def iso(moment: datetime) -> str:
@@ -30,3 +34,17 @@ def seconds_to_midnight(at: str) -> float:
     moment = datetime.fromisoformat(at).astimezone(UTC)
     midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
     return (midnight - moment).total_seconds()
+
+
+def clock_time(at: str, now: str = "") -> str:
+    """Return a time in the zone of this process, ``14:20``; ``14:20:05`` where ``at`` has seconds.
+
+    A time of another day than ``now`` (empty: the present) has its day, ``Fri 14:20`` or
+    ``6 Nov 14:20``, unless it is within `_NEAR`.
+    """
+    moment, seen = (datetime.fromisoformat(each).astimezone() for each in (at, now or iso_now()))
+    apart = abs(seen - moment)
+    time = f"{moment:%H:%M:%S}" if re.search(r"T\d\d:\d\d:", at) else f"{moment:%H:%M}"
+    if moment.date() == seen.date() or apart < _NEAR:
+        return time
+    return f"{moment:%a} {time}" if apart < _THIS_WEEK else f"{moment.day} {moment:%b} {time}"

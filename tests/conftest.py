@@ -75,6 +75,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+@pytest.fixture
+def india() -> Iterator[None]:
+    """This process in a zone 5:30 h before UTC."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "IST-5:30")
+        time.tzset()
+        yield
+    time.tzset()
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Chromium:
     """How to start the installed chromium: ``launch(executable_path=..., args=[...])``."""

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from jupyter_gpushare.cli.output import lending_text, print_json, project_text
 from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
-from jupyter_gpushare.messages import printable
+from jupyter_gpushare.messages import local, printable
 from jupyter_gpushare.protocol import wire
 
 Mode = Literal["on", "watch", "off"]
@@ -75,5 +75,5 @@ def sleep(args: argparse.Namespace) -> int:
     if args.json:
         print_json(lease)
     else:
-        print(printable(lease.sentence))
+        print(printable(local(lease.sentence, lease.sentence_texts)))
     return EXIT_OK

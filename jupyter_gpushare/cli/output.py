@@ -7,8 +7,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from datetime import datetime
 
-from jupyter_gpushare.messages import duration, printable
+from jupyter_gpushare.messages import duration, local, printable
 from jupyter_gpushare.protocol import wire
 
 _LEAST_COLUMNS = 40
@@ -21,7 +22,7 @@ def print_json(answer: object) -> None:
 
 def line(job: wire.Job) -> str:
     """Return a job in one line."""
-    return printable(f"{job.id}  {job.state}  {job.reason}".rstrip())
+    return printable(f"{job.id}  {job.state}  {local(job.reason, job.reason_texts)}".rstrip())
 
 
 def print_job(args: argparse.Namespace, job: wire.Job) -> None:
@@ -37,7 +38,10 @@ def print_jobs(jobs: Sequence[wire.Job]) -> None:
     print_table(
         ["ID", "NAME", "STATE", "SIZE", "PROJECT", "WAITED", "RAN", ""],
         [
-            [j.id, j.name, j.state, j.size, j.project, duration(j.waited_s), duration(j.ran_s), j.reason]
+            [
+                *(j.id, j.name, j.state, j.size, j.project),
+                *(duration(j.waited_s), duration(j.ran_s), local(j.reason, j.reason_texts)),
+            ]
             for j in jobs
         ],
     )
@@ -72,6 +76,11 @@ def say(text: str, indent: str = "") -> None:
 def _width() -> int:
     """Columns of the terminal, at least as many as a sentence can be read in."""
     return max(_LEAST_COLUMNS, shutil.get_terminal_size().columns)
+
+
+def day_and_time(at: str) -> str:
+    """Return a time (ISO 8601) in the zone of this process: ``2026-11-22 14:20:05``."""
+    return f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def gpus(milli: int) -> str:
@@ -111,11 +120,13 @@ def lending_text(lending: wire.Lending) -> str:
     """Return the lending mode and the outcome of suspensions as sentences."""
     parts = [_LENDING[lending.mode]]
     if lending.set_by:
-        parts.append(f"Set by {lending.set_by} at {lending.set_at[:16]}Z; configured: {lending.configured}.")
+        parts.append(
+            f"Set by {lending.set_by} at {day_and_time(lending.set_at)}; configured: {lending.configured}."
+        )
     parts.append(
         f"Put to sleep on this machine: {lending.tried} tried, {lending.failed} failed, "
         f"{lending.lost} could not be woken."
     )
     if lending.last_reason:
-        parts.append(f"Last at {lending.last_at[:16]}Z: {lending.last_reason.rstrip('.')}.")
+        parts.append(f"Last at {day_and_time(lending.last_at)}: {lending.last_reason.rstrip('.')}.")
     return " ".join(parts)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jupyter_gpushare.cli.output import print_json, print_table, say
 from jupyter_gpushare.cli.verbs import EXIT_OK, connect
 from jupyter_gpushare.errors import NotFound
+from jupyter_gpushare.messages import local
 from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = 
     if args.json:
         print_json(lease)
     else:
-        say(f"{lease.badge}: {lease.sentence}")
+        say(f"{lease.badge}: {local(lease.sentence, lease.sentence_texts)}")
     return EXIT_OK
 
 

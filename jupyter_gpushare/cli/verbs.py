@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from jupyter_gpushare.cli.job_logs import ENDED
 from jupyter_gpushare.cli.output import (
+    day_and_time,
     gpus,
     line,
     note,
@@ -24,7 +25,7 @@ from jupyter_gpushare.cli.output import (
     say,
 )
 from jupyter_gpushare.errors import BrokerUnavailable
-from jupyter_gpushare.messages import duration, gigabytes, printable
+from jupyter_gpushare.messages import duration, gigabytes, local, printable
 from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def status(args: argparse.Namespace) -> int:
                 f"{lease.size}{where}  {used}  {lease.badge}  project {lease.project}, held by {lease.level}"
             )
         )
-        say(lease.sentence, indent="  ")
+        say(local(lease.sentence, lease.sentence_texts), indent="  ")
     if not status.devices_known:
         print("The device helper does not answer: memory figures may be old.")
     if status.projects:
@@ -302,7 +303,7 @@ def show(args: argparse.Namespace) -> int:
         print_json({"job": job, "timeline": timeline.moments})
         return EXIT_OK
     say(f"{job.name} ({job.id}): {job.state}")
-    say(job.reason, indent="  ")
+    say(local(job.reason, job.reason_texts), indent="  ")
     say(f"{job.size}, project {job.project}, attempt {job.attempt}", indent="  ")
     say(f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}", indent="  ")
     say(shlex.join(job.command), indent="  ")
@@ -310,7 +311,7 @@ def show(args: argparse.Namespace) -> int:
         say(f"log: {job.log}", indent="  ")
     if timeline.moments:
         print()
-        print_table(["AT (UTC)", ""], [[m.at[:19].replace("T", " "), m.sentence] for m in timeline.moments])
+        print_table(["AT", ""], [[day_and_time(m.at), m.sentence] for m in timeline.moments])
     return EXIT_OK
 
 

@@ -1,7 +1,7 @@
 """Sentences for users: one table for JupyterLab, the Hub's pages, the command line and the log.
 
 * `templates`  the table, and the English of a text
-* `units`      sizes, memory, durations
+* `units`      sizes, memory, durations, times
 * `leases`     badge and sentence of a lease
 * `queue`      why jobs wait, when they start, why work was preempted
 * `progress`   remaining time of jobs
@@ -25,7 +25,7 @@ from jupyter_gpushare.messages.queue import (
 )
 from jupyter_gpushare.messages.readers import about
 from jupyter_gpushare.messages.reasons import reason_text, reason_texts
-from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, text
+from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, local, text
 from jupyter_gpushare.messages.units import (
     LEVELS,
     duration,
@@ -34,4 +34,5 @@ from jupyter_gpushare.messages.units import (
     needs_of,
     printable,
     size_text,
+    time_text,
 )

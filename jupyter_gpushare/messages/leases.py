@@ -36,14 +36,14 @@ class LeaseFacts:
     note: str  # stored about the lease, in English
     borrowed: bool
     wanted: bool
-    since: str  # local time of the state, HH:MM
+    since: str | Text  # time of the state
     lent_to: Text | None  # "a training job of project nlp"
     suspendable: bool
     suspend_reason: str
     waits: Texts = ()  # why a queued job waits
-    kept_until: str = ""  # local time: kept by its owner, idle or not
+    kept_until: str | Text | None = None  # kept by its owner, idle or not
     unclaimed: bool = False  # suspended, over the quota of its project
-    stays_until: str = ""  # local time: idle, but not lent before, whatever waits
+    stays_until: str | Text | None = None  # idle, but not lent before, whatever waits
     lend_now: bool = False  # its owner offers it to the next waiting lease
     usually_wakes: Text | None = None  # `usually`
     held_up_s: float | None = None  # longest time until the work on its GPU, told to stop, has ended

@@ -36,7 +36,7 @@ def is_preemption(why: str) -> bool:
     return why in BECAUSE
 
 
-def requeued(since: str, because: str | Text, checkpoint: str, waits: Texts) -> Texts:
+def requeued(since: str | Text, because: str | Text, checkpoint: str, waits: Texts) -> Texts:
     """Return why a job that had run waits again; ``checkpoint`` is its `CheckpointMode`."""
     goes_on = "job.goes_on_sigterm" if checkpoint == "sigterm" else "job.goes_on_none"
     return text("job.requeued", since, because), text(goes_on), *waits

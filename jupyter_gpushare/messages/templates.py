@@ -1,8 +1,9 @@
 """The table of sentences: one English template per key, with ``%1``, ``%2``, ... for arguments.
 
 The broker sends key, arguments and the English text.  JupyterLab translates by key
-(``ui/src/catalogue.ts`` is generated from this table); command line, log and the Hub's
-pages show the English text.
+(``ui/src/catalogue.ts`` is generated from this table); command line, log and pages show
+the English text.  A time in a sentence is an argument, which each of them writes in its
+own zone.
 
 Every sentence says what is true now, what happens next and when, and what the user
 can do.  Estimates are ranges.  Words that users do not see: reclaim, evict, pending, cull.
@@ -10,16 +11,18 @@ can do.  Estimates are ranges.  Words that users do not see: reclaim, evict, pen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from jupyter_gpushare.errors import fill
 from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.wall_clock import clock_time
 
 # A pair is singular and plural; its first argument is the number.
 TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
     {
         "verbatim": "%1",
+        "time": "%1",  # ISO 8601 in UTC, with seconds where they are shown
         "duration.seconds": "%1 s",
         "duration.minutes": "%1 min",
         "duration.hours": "%1 h",
@@ -356,12 +359,30 @@ def text(key: str, *args: str | int | Text) -> Text:
     return Text(key=key, args=[each if isinstance(each, Text) else str(each) for each in args])
 
 
-def english(texts: Text | Iterable[Text]) -> str:
-    """Return the English of one text, or of several joined with spaces."""
+def english(texts: Text | Iterable[Text], time: Callable[[str], str] = clock_time) -> str:
+    """Return the English of one text, or of several joined with spaces.
+
+    ``time`` writes the times in it, by default in the zone of this process.
+    """
     if not isinstance(texts, Text):
-        return " ".join(map(english, texts))
+        return " ".join(english(each, time) for each in texts)
     template = TEMPLATES.get(texts.key, texts.key)  # the key of an error is its template
-    args = [each if isinstance(each, str) else english(each) for each in texts.args]
+    args = [each if isinstance(each, str) else english(each, time) for each in texts.args]
+    if texts.key == "time":
+        return time(args[0])
     if isinstance(template, tuple):
         template = template[0] if args[0] == "1" else template[1]
     return fill(template, args)
+
+
+def local(sentence: str, texts: Iterable[Text]) -> str:
+    """Return a broker's sentence with its times in the zone of this process.
+
+    It is the sentence as sent where the broker sent no texts, or a newer one sent unknown keys.
+    """
+    texts = tuple(texts)
+    return english(texts) if texts and all(map(_is_known, texts)) else sentence
+
+
+def _is_known(told: Text) -> bool:
+    return told.key in TEMPLATES and all(isinstance(each, str) or _is_known(each) for each in told.args)

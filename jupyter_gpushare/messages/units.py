@@ -1,4 +1,4 @@
-"""Numbers as people write them: sizes, memory, durations."""
+"""Numbers as people write them: sizes, memory, durations, times."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ LEVELS: Mapping[str, str] = {
     "preload": "software, in each process",
     "hints": "not enforced: frameworks are only asked",
 }
+
+
+def time_text(at: str, *, seconds: bool = False) -> Text:
+    """Return a time (ISO 8601, UTC; empty: not known), which is shown in the reader's zone."""
+    if not at:
+        return text("verbatim", "")
+    return text("time", f"{at[:19]}Z" if seconds else f"{at[:16]}Z")
 
 
 def needs_of(lease: Lease) -> Text:

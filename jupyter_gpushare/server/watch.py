@@ -23,6 +23,7 @@ from typing import Any
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError, TooMany
+from jupyter_gpushare.messages import local
 from jupyter_gpushare.protocol.wire import Job, LeaseStatus, Status
 from jupyter_gpushare.wall_clock import iso_now
 
@@ -87,7 +88,7 @@ def _lease_data(seq: int, before: LeaseStatus | None, lease: LeaseStatus) -> dic
         "lend_in_s": lease.lend_in_s,
         "wanted": lease.wanted,
         "badge": lease.badge,
-        "sentence": lease.sentence,
+        "sentence": local(lease.sentence, lease.sentence_texts),
     }
 
 
@@ -100,7 +101,7 @@ def _job_data(seq: int, before: Job | None, job: Job) -> dict[str, Any]:
         "previous": before.state if before is not None else "",
         "attempt": job.attempt,
         "exit_code": job.exit_code,
-        "reason": job.reason,
+        "reason": local(job.reason, job.reason_texts),
     }
 
 

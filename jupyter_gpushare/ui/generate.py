@@ -112,6 +112,7 @@ def catalogue_module() -> str:
     made = refusals()
     lines = [
         HEADER + "\nimport type { TranslationBundle } from '@jupyterlab/translation';",
+        "\nimport { isoText } from './messages';",
         "\n/** Sentences by key (`jupyter_gpushare/messages/templates.py`), errors by English template. */",
         "export const CATALOGUE: {",
         "  readonly [key: string]: (trans: TranslationBundle, args: readonly string[]) => string;",
@@ -121,8 +122,9 @@ def catalogue_module() -> str:
         if isinstance(template, tuple):
             one, many = map(_quoted, template)
             call = f"trans._n({one}, {many}, Number(args[0]))"
-        elif key == "verbatim":
-            lines.append(f"  '{key}': (_, args) => args[0] ?? '',")
+        elif key in ("verbatim", "time"):
+            call = "args[0] ?? ''" if key == "verbatim" else "isoText(args[0] ?? '')"
+            lines.append(f"  '{key}': (_, args) => {call},")
             continue
         else:
             call = f"trans.__({_quoted(template)}, ...args)"

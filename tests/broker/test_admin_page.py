@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 import pytest
+from playwright.async_api import async_playwright
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.transitions import Started
 from tests.broker.http_site import PREFIX
 from tests.broker.site import spawn
+from tests.waiting import PATIENCE_S
 
 
 async def test_an_admin_changes_a_quota_and_sees_it(http):
@@ -56,6 +60,38 @@ async def test_only_admins_change_anything_on_the_page(http):
 async def test_a_period_that_does_not_exist_is_a_day(http):
     page = (await http.ask("GET", f"{http.url}{PREFIX}?period=<x>", "root")).text
     assert '<a href="?period=24h" aria-current="true">' in page
+
+
+@pytest.mark.browser
+async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers_zone(http, chromium):
+    grant = await http.broker.admission.start(spawn("ada", "1/2"))
+    ada = await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    await http.broker.requests.keep(ada, 30)
+    await http.broker.registry.record_notice(None, "watchdog", "notice.of", "<b>at 2031-05-06T14:20Z")
+    answer = await http.ask("GET", f"{http.url}{PREFIX}", "root")
+    at = "2031-05-06"
+    assert f'&lt;b&gt;at <time datetime="{at}T14:20Z">{at} 14:20 UTC</time>' in answer.text
+    until = re.search(r'ada keeps it until <time datetime="([^"]*)">([^<]*)</time>', answer.text)
+    assert until is not None
+    assert until[1].replace("T", " ").replace("Z", " UTC") == until[2]
+
+    async def fulfill(route):
+        headers = {name: answer.headers[name] for name in ("Content-Type", "Content-Security-Policy")}
+        await route.fulfill(body=answer.text, headers=headers)
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        page = await browser.new_page(timezone_id="Asia/Kolkata", locale="de-DE")
+        page.set_default_timeout(1000 * PATIENCE_S)
+        await page.route("**/*", fulfill)
+        await page.goto("http://page.test/")
+        shown = page.locator(f'time[datetime="{at}T14:20Z"]').first
+        assert await shown.text_content() == "6. Mai 2031, 19:50"
+        assert await shown.get_attribute("title") == f"{at} 14:20 UTC"
+        assert "UTC" not in await page.locator("body").inner_text()
+        await browser.close()
 
 
 async def test_decisions_are_a_table_for_spreadsheets(http):

@@ -9,6 +9,7 @@ import pytest
 from jupyter_gpushare import messages
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import MoveResult, Refusal
+from jupyter_gpushare.wall_clock import seconds_between
 from tests.broker.brokers import Broker
 from tests.broker.machine import Held, Program
 from tests.broker.site import Site
@@ -34,6 +35,11 @@ async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_no_job_w
         ada = await site.session("ada", "1/2")
         await asyncio.sleep(20)
         assert "stays with you until" in said(broker, ada)
+        (stays,) = broker.views.lease(broker.lease(ada.handle)).sentence_texts
+        assert stays.args[1].key == "time"
+        (told,) = stays.args[1].args
+        left_s = seconds_between(broker.registry.iso_now(), told)
+        assert abs(left_s - (site.policy.idle_timeout_s - 20)) <= 60
         await asyncio.sleep(site.policy.idle_timeout_s)
         assert "Nobody is waiting, so your GPU stays with you." in said(broker, ada)
 

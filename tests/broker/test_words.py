@@ -9,10 +9,11 @@ from datetime import datetime
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.views.sentence_inputs import clock_time
 from jupyter_gpushare.core.model import Kind, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.messages import DecisionFacts, LeaseFacts
+from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.wall_clock import clock_time
 
 AWAY = re.compile(r"\b(reclaim|evict|OOM|pending|cull|preempt|None|nan|inf)", re.IGNORECASE)
 CODE = re.compile(r"[a-z]+_[a-z]+|State\.|Why\.|<|>")
@@ -296,8 +297,25 @@ def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
     ],
 )
 def test_a_time_of_another_day_has_its_day(moment: str, told: str) -> None:
-    local = [datetime.fromisoformat(each).astimezone().isoformat() for each in (moment, "2026-11-21T08:00")]
-    assert clock_time(*local) == told
+    local = [datetime.fromisoformat(each).astimezone() for each in (moment, "2026-11-21T08:00")]
+    assert clock_time(*(each.isoformat(timespec="minutes") for each in local)) == told
+
+
+def test_a_time_is_an_argument_that_each_reader_writes_in_an_own_zone(india):
+    since = messages.time_text("2031-05-06T14:20:07.123Z")
+    assert since.args == ["2031-05-06T14:20Z"]
+    until = messages.time_text("2031-05-06T14:20:07.123Z", seconds=True)
+    assert until.args == ["2031-05-06T14:20:07Z"]
+    told = messages.text("job.requeued", since, messages.text("because.idle"))
+    assert messages.english(told, time=str) == (
+        "Paused at 2031-05-06T14:20Z because it was idle and others wait."
+    )
+    assert messages.english(messages.time_text("")) == ""
+    said = messages.local("Paused at 14:20.", [told])
+    assert said == "Paused at 6 May 19:50 because it was idle and others wait."
+    assert messages.english(until) == "6 May 19:50:07"
+    newer = Text(key="job.requeued", args=[since, Text(key="because.newer")])
+    assert messages.local("As sent.", [newer]) == messages.local("As sent.", []) == "As sent."
 
 
 @pytest.mark.parametrize("key", [key for key in messages.TEMPLATES if key.startswith("session.")])

@@ -73,13 +73,16 @@ def test_usage_is_a_table_in_which_a_few_minutes_are_not_nothing(gpushare, broke
     assert gpushare("usage").out == "No GPU was used in the last seven days.\n"
 
 
-def test_show_tells_the_job_and_every_pause(gpushare, broker, golden):
-    broker.answer("GET jobs/k3v9m2x7qa", golden("job"))
+def test_show_tells_the_job_and_every_pause_at_the_times_of_this_machine(gpushare, broker, golden, india):
+    since = {"key": "time", "args": ["2031-05-06T14:31Z"]}
+    paused = {"key": "job.requeued", "args": [since, {"key": "because.idle", "args": []}]}
+    broker.answer("GET jobs/k3v9m2x7qa", golden("job") | {"reason": "At 14:31.", "reason_texts": [paused]})
     moment = {"at": "2031-05-06T14:31:00.000Z", "what": "suspend", "sentence": "Paused for nlp."}
     broker.answer("GET jobs/k3v9m2x7qa/timeline", {"moments": [moment]})
     out = gpushare("show", "k3v9m2x7qa").out
     assert out.startswith(f"{golden('job')['name']} (k3v9m2x7qa): {golden('job')['state']}\n")
-    assert "2031-05-06 14:31:00  Paused for nlp." in out
+    assert "  Paused at 6 May 20:01 because it was idle and others wait.\n" in out
+    assert "2031-05-06 20:01:00  Paused for nlp." in out
     shown = gpushare("show", "--json", "k3v9m2x7qa").json
     assert (shown["job"]["id"], shown["timeline"]) == ("k3v9m2x7qa", [moment | {"sentence_texts": []}])
 

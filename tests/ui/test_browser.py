@@ -76,7 +76,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
     broker.say_status(golden("status_asleep") | {"seq": warned["seq"] + 2})
     await expect(banner).to_contain_text("Run any GPU cell to wake it")
     await expect(memory).to_have_attribute("aria-valuetext", "6.8 GB in RAM")
-    await expect(toasts).to_contain_text("Asleep since 14:20")
+    await expect(toasts).to_contain_text("Asleep since 6 May 2031, ")
     await expect(toasts).not_to_contain_text("Your GPU is lent in")
     await picture(page, "panel-asleep")
     broker.answer("POST leases/b7q2mzk4x9/resume", golden("error"), 409)

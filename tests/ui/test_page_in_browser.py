@@ -366,3 +366,10 @@ async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, b
     told = [url.split("/gpushare/")[1].split("?")[0] for url in asked]
     assert told.count("status") <= 3
     assert set(told) <= {"status", f"jobs/{running['id']}/log"}
+
+
+async def test_a_time_in_a_sentence_is_in_the_zone_and_language_of_the_reader(lab, broker, golden, open_page):
+    async with open_page(lab, timezone_id="Asia/Kolkata", locale="de-DE") as page:
+        lab.say(golden("status_asleep"))
+        banner = page.locator(".gpushare-banner")
+        await expect(banner).to_contain_text("Asleep since 6. Mai 2031, 19:50. Your GPU is lent")

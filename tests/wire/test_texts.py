@@ -32,7 +32,7 @@ def pairs(plain: Any) -> list[tuple[str, list[Text]]]:
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
 def test_texts_of_a_golden_message_are_its_sentences(path):
     for sentence, texts in pairs(json.loads(path.read_bytes())):
-        assert english(texts) == sentence
+        assert english(texts, time=lambda at: at[11:16]) == sentence
 
 
 def test_golden_messages_have_texts():

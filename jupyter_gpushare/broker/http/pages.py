@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import io
+import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -23,15 +26,23 @@ _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("jupyter_gpushare.broker.http", "templates"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
-    finalize=lambda value: messages.printable(value) if isinstance(value, str) else value,
+    finalize=lambda value: messages.printable(value) if type(value) is str else value,
     trim_blocks=True,
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters["gigabytes"] = messages.gigabytes
 _ENVIRONMENT.filters["duration"] = messages.duration
 _ENVIRONMENT.filters["about"] = messages.about
+_ENVIRONMENT.filters["said"] = lambda texts: messages.english(texts, time=str)
 _ENVIRONMENT.filters["gpus"] = lambda milli: f"{milli / 1000:g}"
 _ENVIRONMENT.filters["number"] = lambda value: f"{value:.3g}"
+
+# Every second piece is a time (ISO 8601, UTC) without its zone.
+_ENVIRONMENT.filters["pieces"] = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z").split
+# The only script of the page writes its times in the reader's zone.
+_SCRIPT_HASH = base64.b64encode(
+    hashlib.sha256(_ENVIRONMENT.get_template("times.js").render().encode()).digest()
+).decode()
 
 # The drawing of the past, in units of its own.
 WIDTH, HEIGHT = 720, 120
@@ -182,7 +193,8 @@ class AdminPage(Page):
         self.set_header("Cache-Control", "no-store")
         self.set_header(
             "Content-Security-Policy",
-            "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'",
+            f"default-src 'none'; script-src 'sha256-{_SCRIPT_HASH}'; style-src 'unsafe-inline'; "
+            "form-action 'self'; frame-ancestors 'none'",
         )
         self.finish(page)
 

@@ -178,7 +178,7 @@ class Overview:
         """Lost GPU memory and findings of the watchdog in the last `LATELY_HOURS`."""
         since = datetime.fromisoformat(self._registry.iso_now()) - timedelta(hours=LATELY_HOURS)
         return [
-            Alert(sentence=f"{d.at[:16].replace('T', ' ')} UTC: {d.sentence}")
+            Alert(sentence=f"{d.at[:16]}Z: {d.sentence}")
             for d in reversed(self._registry.decisions.latest)
             if d.action in _WORRYING and datetime.fromisoformat(d.at) >= since
         ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.forecast import Forecast
@@ -14,11 +12,10 @@ from jupyter_gpushare.broker.views.cluster_view import ClusterView, ClusterViewC
 from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, Kind, Lease, State
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
 _CLOSE_S = 120.0
-# Times of another day show no day within the first span, and a weekday within the second.
-_NEAR, _THIS_WEEK = timedelta(hours=12), timedelta(days=6)
 # An eligible session that is not lent this long after is not useful to any waiting job.
 _OVERDUE_S = 5.0
 
@@ -64,7 +61,7 @@ class SentenceInputs:
             borrowed=view.outlook.borrowed.get(record.id, False),
             unclaimed=asleep and record.id not in view.outlook.lent,
             wanted=observation.wanted,
-            since=clock_time(record.since_at, registry.iso_now()),
+            since=messages.time_text(record.since_at),
             lent_to=self._lent_to(record) if asleep else None,
             suspendable=not obstacle,
             suspend_reason=record.suspend_reason if record.lost else obstacle,
@@ -153,28 +150,12 @@ class SentenceInputs:
         because = messages.because_of(record.why, record.given_to)
         if record.note:
             because = messages.reason_text(record.note)
-        since = clock_time(record.since_at, self._registry.iso_now())
+        since = messages.time_text(record.since_at)
         return messages.requeued(since, because, checkpoint, waits)
 
-    def _time_in(self, seconds: float) -> str:
-        """Return the local time in so many seconds; empty for a past one."""
+    def _time_in(self, seconds: float) -> wire.Text | None:
+        """Return the time in so many seconds; None for a past one."""
         if seconds <= 0:
-            return ""
-        now = self._registry.iso_now()
-        moment = datetime.fromisoformat(now) + timedelta(seconds=seconds)
-        return clock_time(moment.isoformat(), now, seconds=seconds < _CLOSE_S)
-
-
-def clock_time(iso: str, now: str, *, seconds: bool = False) -> str:
-    """Return a local time, ``14:20``, or with seconds, ``14:20:05``; empty for an empty one.
-
-    Another day is named, ``Fri 14:20`` or ``6 Nov 14:20``, unless it is within `_NEAR`.
-    """
-    if not iso:
-        return ""
-    moment, seen = (datetime.fromisoformat(each).astimezone() for each in (iso, now))
-    apart = abs(seen - moment)
-    time = f"{moment:%H:%M:%S}" if seconds else f"{moment:%H:%M}"
-    if moment.date() == seen.date() or apart < _NEAR:
-        return time
-    return f"{moment:%a} {time}" if apart < _THIS_WEEK else f"{moment.day} {moment:%b} {time}"
+            return None
+        at = before(self._registry.iso_now(), seconds=-seconds)
+        return messages.time_text(at, seconds=seconds < _CLOSE_S)

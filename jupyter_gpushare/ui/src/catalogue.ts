@@ -3,11 +3,14 @@
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import { isoText } from './messages';
+
 /** Sentences by key (`jupyter_gpushare/messages/templates.py`), errors by English template. */
 export const CATALOGUE: {
   readonly [key: string]: (trans: TranslationBundle, args: readonly string[]) => string;
 } = {
   'verbatim': (_, args) => args[0] ?? '',
+  'time': (_, args) => isoText(args[0] ?? ''),
   'duration.seconds': (trans, args) => trans.__('%1 s', ...args),
   'duration.minutes': (trans, args) => trans.__('%1 min', ...args),
   'duration.hours': (trans, args) => trans.__('%1 h', ...args),

@@ -37,14 +37,12 @@ export function numberText(value: number): string {
   return value.toLocaleString([], digits);
 }
 
-/** `14:20`, or `14:20:07`; another day than today is there too: `6 May, 14:20`, `6 May 2030, 14:20`. */
+/** `14:20`, or `14:20:07`, as the reader's place writes it; another day than today is there too: `6 May, 14:20`. */
 export function timeText(moment: Date, seconds = false, now = new Date()): string {
   const time = {
-    hour: '2-digit',
+    hour: 'numeric',
     minute: '2-digit',
-    second: seconds ? '2-digit' : undefined,
-    // As the broker writes them in its sentences.
-    hourCycle: 'h23'
+    second: seconds ? '2-digit' : undefined
   } as const;
   if (moment.toDateString() === now.toDateString()) {
     return moment.toLocaleTimeString([], time);
@@ -56,6 +54,11 @@ export function timeText(moment: Date, seconds = false, now = new Date()): strin
     month: 'short',
     year: isThisYear ? undefined : 'numeric'
   });
+}
+
+/** Returns a time in a sentence (ISO 8601), with seconds where it has them. */
+export function isoText(at: string): string {
+  return timeText(new Date(at), /T\d\d:\d\d:/.test(at));
 }
 
 /** `Tue`, or `Tue 6 May`: a day in UTC, as people here write it. */

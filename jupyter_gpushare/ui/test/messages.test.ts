@@ -71,12 +71,12 @@ describe('a time', () => {
   const now = new Date(2031, 4, 6, 15, 0);
 
   it('is without a day on that day only', () => {
-    expect(timeText(new Date(2031, 4, 6, 0, 5, 7), true, now)).toBe('00:05:07');
-    expect(timeText(new Date(2031, 4, 6, 14, 20), false, now)).toBe('14:20');
+    expect(timeText(new Date(2031, 4, 6, 0, 5, 7), true, now)).toMatch(/^(00|12):05:07( AM)?$/);
+    expect(timeText(new Date(2031, 4, 6, 14, 20), false, now)).toMatch(/^(14|2):20( PM)?$/);
     const yesterday = timeText(new Date(2031, 4, 5, 14, 20, 7), true, now);
-    expect(yesterday).toMatch(/\b5\b.*14:20:07/);
+    expect(yesterday).toMatch(/\b5\b.*\b(14|2):20:07/);
     expect(yesterday).not.toContain('2031');
-    expect(timeText(new Date(2030, 4, 6, 14, 20), false, now)).toMatch(/2030.*14:20$/);
+    expect(timeText(new Date(2030, 4, 6, 14, 20), false, now)).toMatch(/2030.*\b(14|2):20/);
   });
 });
 

@@ -1,7 +1,8 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
-import { describe, expect, it } from 'vitest';
+import { describe, expect, it, vi } from 'vitest';
 
 import { CATALOGUE } from '../src/catalogue';
+import { isoText } from '../src/messages';
 import { messageOf } from '../src/requests';
 import { translated } from '../src/translate';
 import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
@@ -19,7 +20,8 @@ const inMemory = (gb: string): IText => ({ key: 'size.memory', args: [{ key: 'me
 describe('translated', () => {
   it('says in English what the broker says in English', () => {
     for (const answer of [...Object.values(ANSWERS), JOBS, OFFERS]) {
-      expect(translated(trans, answer)).toEqual(answer);
+      const here = JSON.stringify(answer).replace('since 14:20', `since ${isoText('2031-05-06T14:20Z')}`);
+      expect(translated(trans, answer)).toEqual(JSON.parse(here));
     }
   });
 
@@ -34,6 +36,19 @@ describe('translated', () => {
       'NUMBER 3. NEEDS 2 GPUS TOGETHER; 1.25 ARE FREE.'
     );
     expect(translated(LOUD, OFFERS).job!.sentence).toContain('WITH 1 GPU IT WOULD START NOW.');
+  });
+
+  it("writes a time in the reader's zone, with seconds where it has them", () => {
+    vi.useFakeTimers({ now: new Date(2031, 4, 6, 15, 0), toFake: ['Date'] });
+    const today = new Date(2031, 4, 6, 14, 20, 7).toISOString().replace('.000', '');
+    const said = (time: string) => {
+      const told = { key: 'session.kept', args: [{ key: 'time', args: [time] }] };
+      return translated(LOUD, { sentence: '', sentence_texts: [told] }).sentence;
+    };
+    expect(said(today)).toMatch(/^YOU KEEP IT UNTIL (14|2):20:07( PM)?\.$/);
+    expect(said(today.replace(':07Z', 'Z'))).toMatch(/^YOU KEEP IT UNTIL (14|2):20( PM)?\.$/);
+    expect(said('2030-05-06T12:20Z')).toContain('2030');
+    vi.useRealTimers();
   });
 
   it('translates the timeline: decisions, the project that took a GPU back, sizes', () => {
