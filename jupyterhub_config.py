@@ -61,7 +61,7 @@ def driver_found() -> bool:
     return True
 
 
-# A real driver suspends processes only for root; the simulated one is told to do it for every user.
+# A real driver suspends processes only for root; the simulated one does it for every user here.
 # Copies at the speed that is reported for H100 (NVIDIA/cuda-checkpoint issue 29).
 DEMO_MACHINE = "2xH100-80GB,host=512GiB,copy=5GiB/s,checkpoint=any-uid"
 simulated = os.environ.get("GPUSHARE_SIMULATE") or ("" if driver_found() else DEMO_MACHINE)

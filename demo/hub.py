@@ -176,7 +176,7 @@ class Demo:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         with wanted.log.open("wb") as output:
-            # In a session of its own: Ctrl-C reaches this process, which tells the Hub once.
+            # In a session of its own: Ctrl-C reaches this process, which signals the Hub once.
             self._hub = subprocess.Popen(
                 [sys.executable, "-m", "jupyterhub", "-f", "jupyterhub_config.py"],
                 cwd=ROOT,

@@ -28,7 +28,7 @@ from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.protocol import wire
 
 DOCS = Path(__file__).resolve().parent
-# An event that is possible in so many states is told in a sentence, or the drawing is all arrows.
+# An event that is possible in so many states gets a sentence, or the drawing is all arrows.
 EVERYWHERE = 5
 # Above it a page is written by hand, below it by this script.
 MARKER = "<!-- From here on written by docs/generate.py; do not edit. -->"
@@ -40,7 +40,7 @@ MEANINGS: Mapping[State, str] = {
     State.SUSPENDING: "its GPU memory is being copied to RAM",
     State.SUSPENDED: "its processes live, its GPU memory is in RAM, its devices are lent or free",
     State.RESUMING: "its devices are free again; its GPU memory is being copied back",
-    State.STOPPING: "told to end, within its grace period; its devices are free once the driver says so",
+    State.STOPPING: "asked to end, within its grace period; its devices are free once the driver says so",
     State.RELEASED: "over",
     State.FAILED: "could not be started, or was given up",
 }
@@ -52,14 +52,14 @@ def lease_page() -> str:
     for (state, event), after in TRANSITIONS.items():
         ways[event].append((state, after))
     drawn = {event: pairs for event, pairs in ways.items() if len(pairs) < EVERYWHERE}
-    told = {event: pairs for event, pairs in ways.items() if len(pairs) >= EVERYWHERE}
+    everywhere = {event: pairs for event, pairs in ways.items() if len(pairs) >= EVERYWHERE}
     arrows = [
         f"    {before} --> {after}: {event}"
         for event in Event
         for before, after in sorted(drawn.get(event, ()))
     ]
     sentences = []
-    for event, pairs in told.items():
+    for event, pairs in everywhere.items():
         targets = " or ".join(f"`{state}`" for state in sorted({after for _, after in pairs}))
         sources = ", ".join(f"`{state}`" for state in State if state in {before for before, _ in pairs})
         sentences.append(f"* `{event}` leads to {targets}; it is possible in {sources}.")
@@ -277,7 +277,7 @@ def layers_picture() -> str:
 
 
 def _inner(layers: Mapping[str, list[list[str]]], name: str) -> list[tuple[str, list[str]]]:
-    """The layers inside a module, each with the prefix that tells a package further inside apart."""
+    """The layers inside a module, each with the prefix that distinguishes a package further inside."""
     outer = f"{PACKAGE}.{name}"
     return [
         (container.removeprefix(outer).removeprefix("."), row)

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 
 def progress(done: float, total: float | None = None) -> bool:
-    """Tell how far a training job is, in any unit; True when it was taken.
+    """Report how far a training job is, in any unit; True when it was taken.
 
     For training programs; outside a job nothing happens.  Nothing heavy is imported.
 

@@ -10,7 +10,7 @@
 
 A loopback TCP port belongs to the process that binds it first, so an address
 alone proves nothing.  A path does: only root and the owner of a folder that is
-closed to others can put a socket there.  SO_PEERCRED (unix(7)) tells the uid of
+closed to others can put a socket there.  SO_PEERCRED (unix(7)) gives the uid of
 the process that called listen(2), which is root's under socket activation.
 The scheme ``http+unix`` is the one of JupyterHub and its proxy.
 """

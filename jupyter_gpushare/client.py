@@ -198,7 +198,7 @@ class BlockingClient:
         self._thread.start()
 
     def get(self, path: str, kind: type[T], **options: Any) -> T:
-        """Return the broker's answer; raises like `BrokerClient.request`, as do `post` and `delete`."""
+        """Return the broker's answer; raises like `BrokerClient.request`, as the next three do."""
         return self._run(self._client.get(path, kind, **options))
 
     def post(self, path: str, body: Any, kind: type[T], **options: Any) -> T:

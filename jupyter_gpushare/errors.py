@@ -10,9 +10,11 @@ GpuShareError
 |   +-- TooMany             429  a bound is reached: try later, or release something
 |   +-- DiskFull            507  the broker's disk takes no change: try later
 +-- BrokerUnavailable   503  the broker did not answer: callers retry, then degrade
+|   +-- BrokerStopped           no process listens at its address
 +-- DeviceError         the driver said no; carries its call and code
 +-- HelperError         the device helper refused, or is not there
 +-- StoreError          the database cannot be used (newer, locked, broken)
+    +-- Superseded              a newer broker uses the devices
 """
 
 from __future__ import annotations

@@ -74,15 +74,15 @@ def read(pid: int, name: str, limit_bytes: int) -> bytes:
         os.close(fd)
 
 
-def stat_fields(pid: int, thread: int = 0) -> list[bytes]:
-    """The fields of /proc/PID/stat (or of one thread's) from the third, state, on; empty when it is gone.
+def stat_fields(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the third, state, on; empty when it is gone.
 
     The name in brackets may hold any byte, so fields are counted from the last bracket.
 
     Raises:
         OSError: no descriptor or memory is left to look.
     """
-    raw = read(pid, f"task/{thread}/stat" if thread else "stat", _STAT_BYTES)
+    raw = read(pid, "stat", _STAT_BYTES)
     return raw[raw.rfind(b")") + 2 :].split() if b")" in raw else []
 
 
@@ -123,7 +123,7 @@ def open_pidfd(pid: int, started_ticks: int) -> int | None:
         if error.errno in _COULD_NOT_LOOK:
             raise
         return None
-    # The pidfd pins the process first; then its start time tells which process that is.
+    # The pidfd pins the process first; then its start time says which process that is.
     try:
         matches = start_ticks(pid) == started_ticks
     except OSError:

@@ -106,7 +106,7 @@ class GPUShareBroker(Settings):
     # ---- running -------------------------------------------------------------
 
     def run(self) -> int:
-        """Run until told to stop; returns the exit status."""
+        """Run until SIGTERM or SIGINT; returns the exit status."""
         if self.respawn:
             try:
                 addresses = self.addresses()
@@ -256,7 +256,7 @@ class GPUShareBroker(Settings):
 
 
 async def _until(stopped: asyncio.Event) -> None:
-    """Return when told to stop, or when the parent that restarts this process is gone."""
+    """Return when ``stopped`` is set, or when the parent that restarts this process is gone."""
     parent = os.environ.get(PARENT_VARIABLE)
     while not stopped.is_set():
         if parent is not None and os.getppid() != int(parent):

@@ -155,7 +155,7 @@ def run(
             helper.look()
         broker.look()
         time.sleep(_LOOK_S)
-    # The Hub gives its services 5 s: the helper, which waits for no other process, is told first.
+    # The Hub gives its services 5 s: the helper, which waits for no other process, gets SIGTERM first.
     pid = None
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
         pid = helper_pid(helper_socket)

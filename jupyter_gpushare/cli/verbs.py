@@ -200,7 +200,7 @@ def _working_directory(args: argparse.Namespace) -> str:
     try:
         path = Path.cwd() / Path(args.cwd or ".").expanduser()
     except (OSError, RuntimeError) as error:
-        args.parser.error(f"the directory to run in cannot be told ({error}); give --cwd with a whole path")
+        args.parser.error(f"the directory to run in is not known ({error}); give --cwd with a whole path")
     # From elsewhere it is a directory of another machine, which the runner checks.
     here = args.cwd is None or "JUPYTERHUB_USER" in os.environ or not Path(args.cwd).is_absolute()
     if here and not path.is_dir():
@@ -225,16 +225,16 @@ def _wait(client: BlockingClient, job: wire.Job) -> wire.Job:
 def _patiently(client: BlockingClient, job_id: str) -> wire.Job:
     """Return the job as it is now, waiting for a broker that is away for `PATIENCE_S` at most."""
     until = time.monotonic() + PATIENCE_S
-    told = False
+    warned = False
     while True:
         try:
             return client.get(f"jobs/{job_id}", wire.Job)
         except BrokerUnavailable as error:
             if time.monotonic() >= until:
                 raise
-            if not told:
+            if not warned:
                 note(f"{error}; the job goes on, asking again")
-                told = True
+                warned = True
         time.sleep(POLL_S)
 
 

@@ -19,7 +19,7 @@ from math import ceil, inf
 
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
-from jupyter_gpushare.core.replay import NO_COSTS, Costs, Replay, Watcher
+from jupyter_gpushare.core.replay import Replay, Watcher
 
 # Fewer ended jobs than this say nothing.
 LEAST = 10
@@ -42,7 +42,6 @@ def estimates(
     now: float,
     durations_s: Sequence[float],
     *,
-    costs: Costs = NO_COSTS,
     most_events: int = 2_000,
 ) -> Mapping[str, Estimate]:
     """Return the estimates of waiting jobs, by id.
@@ -55,7 +54,7 @@ def estimates(
     waiting = [x for x in cluster.leases if _waits(x)]
     if len(samples) < LEAST or not waiting:
         return {}
-    futures = [_starts(cluster, now, samples, percent, costs, most_events) for percent in QUARTILES]
+    futures = [_starts(cluster, now, samples, percent, most_events) for percent in QUARTILES]
     found = {}
     for lease in waiting:
         moments = sorted(starts[lease.id] - now for starts in futures if lease.id in starts)
@@ -87,10 +86,10 @@ class _Starts(Watcher):
 
 
 def _starts(
-    cluster: Cluster, now: float, samples: Sequence[float], percent: int, costs: Costs, most_events: int
+    cluster: Cluster, now: float, samples: Sequence[float], percent: int, most_events: int
 ) -> Mapping[str, float]:
     watcher = _Starts(sum(map(_waits, cluster.leases)))
-    replay = Replay(cluster, costs, now=now, watcher=watcher)
+    replay = Replay(cluster, now=now, watcher=watcher)
     watcher.replay = replay
     for lease in cluster.leases:
         left_s = inf

@@ -63,7 +63,7 @@ class State(enum.StrEnum):
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
     RESUMING = "resuming"
-    STOPPING = "stopping"  # told to end; its capacity is being released
+    STOPPING = "stopping"  # asked to end; its capacity is being released
     RELEASED = "released"
     FAILED = "failed"  # could not be started, or its device state was lost
 
@@ -207,7 +207,7 @@ class Lease:
     wanted: bool = False  # suspended, and its processes want the GPU
     suspendable: bool = True
     retry_at: float = 0.0  # a refused action is not retried before
-    used_bytes: int = 0  # device memory in use, all devices: what suspending it would suspends
+    used_bytes: int = 0  # device memory in use, all devices: what a suspension copies
     saved_bytes: int = 0  # host memory it holds while suspended, all devices
     attained_gpu_s: float = 0.0  # received up to ``attained_at``
     attained_at: float | None = None  # None: what a running job receives is not counted

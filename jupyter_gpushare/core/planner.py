@@ -6,7 +6,7 @@ earlier action took place: it reads states, not history, and counts capacity
 that is being released.
 
 The rules are in `scheduler`, the choice of devices in `placer`.  A `Planner`
-is told of changes, so that a round costs what changed and not what there is; an
+gets only the changes, so that a round costs what changed and not what there is; an
 `IncrementalPlanner` compares snapshots itself; `plan` makes a planner for one round.
 """
 
@@ -31,7 +31,7 @@ def plan(cluster: Cluster, now: float) -> Plan:
 
 
 class Planner:
-    """Plans round after round for the leases it is told of, as `plan` would."""
+    """Plans round after round for the leases of `put`, as `plan` would."""
 
     def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
         self.state = ClusterState(devices, projects, settings)

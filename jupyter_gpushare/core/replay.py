@@ -69,7 +69,7 @@ NO_COSTS = Costs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRun:
-    """How long a cell waited, and why, told when it begins."""
+    """How long a cell waited, and why; reported when it begins."""
 
     lease: Lease  # its session, as it is now
     due_at: float  # submitted, and the previous cell had ended

@@ -28,13 +28,12 @@ except ImportError:
             message: str,
             *,
             reason: str,
-            log_message: str = "",
             message_html: str = "",
             status_code: int = 400,
         ) -> None:
             self.message = message
             self.message_html = message_html
-            super().__init__(status_code, log_message or message, reason=reason)
+            super().__init__(status_code, message, reason=reason)
 
     REFUSALS_COUNT = True
 else:

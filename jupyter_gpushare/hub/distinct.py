@@ -40,7 +40,7 @@ _SAMPLE_SERVERS = ("", "j0123456789-1")
 
 
 def resource_name(spawner: Any) -> str | None:
-    """Return the name of the unit, container or pod of a server; None: the class tells none."""
+    """Return the name of the unit, container or pod of a server; None: the class has none."""
     for attribute in _REMEDIES:
         name = getattr(spawner, attribute, None)
         if isinstance(name, str) and name:

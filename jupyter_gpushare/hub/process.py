@@ -28,7 +28,7 @@ _ENVIRON_BYTES = 2 << 20  # a quarter of the default stack limit: the most that 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, told apart from every other that had or will have its pid."""
+    """One process, distinct from every other that had or will have its pid."""
 
     pid: int
     start_ticks: int

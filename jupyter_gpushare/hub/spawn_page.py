@@ -28,7 +28,7 @@ _MAX_PROJECTS_SHOWN = 8
 
 
 class SpawnPage(_SpawnerBase):
-    """Form and options of a spawner; the rest of it tells how to ask the broker, and for which user."""
+    """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
 
     offers_timeout_s: float
 

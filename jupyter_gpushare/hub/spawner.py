@@ -272,11 +272,11 @@ class GPUShareMixin(SpawnPage):
             self._refuse_shared_resource()
             request = self._requested()
             if request is not None:
-                self._tell(10, "Asking for your GPU.")
+                self._add_progress(10, "Asking for your GPU.")
             grant = await self._ask(request)
             self.take_grant(grant)
             if grant is not None and grant.message:
-                self._tell(40, grant.message)
+                self._add_progress(40, grant.message)
             if grant is not None and grant.job is not None:
                 return await self._start_job(grant)
             return await self._start_server()
@@ -337,8 +337,8 @@ class GPUShareMixin(SpawnPage):
         if grant is None or grant.job is None:
             args: list[str] = super().get_args()
             return args
-        # Nothing of a notebook server's.  The runner hides its environment, so this tells a device
-        # helper without root which lease it belongs to (gpu/leases/processes.py).
+        # Nothing of a notebook server's.  The runner hides its environment: from this argument a
+        # device helper without root learns its lease (gpu/leases/processes.py).
         return [f"GPUSHARE_LEASE={grant.lease}"]
 
     def get_env(self) -> dict[str, str]:
@@ -360,7 +360,7 @@ class GPUShareMixin(SpawnPage):
                 env.pop(name, None)
         return env
 
-    def _tell(self, percent: int, message: str) -> None:
+    def _add_progress(self, percent: int, message: str) -> None:
         self._events = (
             *self._events,
             {"progress": percent, "message": message, "html_message": html.escape(message)},

@@ -115,7 +115,7 @@ def _writer(path: Path) -> str:
 
 
 class _Run(NotebookClient):
-    """One run: copies what cells print to the log, tells progress, writes the output notebook."""
+    """One run: copies what cells print to the log, reports progress, writes the output notebook."""
 
     def __init__(self, notebook: Any, output: Path, **options: Any) -> None:
         super().__init__(

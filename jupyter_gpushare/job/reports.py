@@ -41,27 +41,27 @@ class Reports:
 
     def __init__(self, client: BrokerClient, spec: JobSpec, stop: asyncio.Event) -> None:
         self._client = client
-        self._stop = stop  # set: the runner was told to stop, so retries end after STOPPED_PATIENCE_S
+        self._stop = stop  # set: the runner is to stop, so retries end after STOPPED_PATIENCE_S
         self._path = f"jobs/{spec.id}/attempts/{spec.attempt}/report"
         self._started: asyncio.Task[bool] | None = None
 
     def started(self) -> None:
         """Report the start in the background, retried until the broker answers."""
-        self._started = asyncio.create_task(self._tell(JobReport(state="started"), ENDED_PATIENCE_S))
+        self._started = asyncio.create_task(self._send(JobReport(state="started"), ENDED_PATIENCE_S))
 
     async def progress(self, done: float, total: float | None) -> None:
         """Report progress once, without retry: the next value supersedes it."""
         if self._started is not None and self._started.done():
-            await self._tell(JobReport(state="progress", done=done, total=total), 0.0)
+            await self._send(JobReport(state="progress", done=done, total=total), 0.0)
 
     async def ended(self, report: JobReport) -> bool:
-        """Report the end; return False when it was not delivered in time (shorter once told to stop)."""
+        """Report the end; return False when it was not delivered in time (shorter once it is to stop)."""
         if self._started is not None:
             self._started.cancel()
             await asyncio.wait([self._started])
-        return await self._tell(report, ENDED_PATIENCE_S)
+        return await self._send(report, ENDED_PATIENCE_S)
 
-    async def _tell(self, report: JobReport, patience_s: float) -> bool:
+    async def _send(self, report: JobReport, patience_s: float) -> bool:
         until = time.monotonic() + patience_s
         pause_s = _FIRST_PAUSE_S
         stopping = False
@@ -85,7 +85,7 @@ class Reports:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _pause(self, pause_s: float, stopping: bool) -> None:
-        """Return after ``pause_s``, or when the runner is told to stop."""
+        """Return after ``pause_s``, or when the runner is to stop."""
         if stopping:
             await asyncio.sleep(pause_s)
             return
@@ -125,7 +125,9 @@ async def keep_active(env: Mapping[str, str]) -> None:
             await client.fetch(url, method="POST", headers=headers, body=body, request_timeout=30.0)
         except (HTTPError, OSError) as error:
             log.log(
-                logging.INFO if warned else logging.WARNING, "the Hub was not told of activity: %s", error
+                logging.INFO if warned else logging.WARNING,
+                "the activity was not reported to the Hub: %s",
+                error,
             )
             warned = True
         else:

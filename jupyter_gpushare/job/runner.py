@@ -5,7 +5,7 @@
 1. Answer HTTP.  The Hub counts a server that does not answer as a failed spawn,
    also when its command has already ended.
 2. Start the command with its output going to a bounded log; report ``started``.
-3. Wait until the command ends, or until the runner is told to stop (SIGTERM from
+3. Wait until the command ends, or until the runner is asked to stop (SIGTERM from
    the device helper, SIGINT from the Hub).  Stopping sends SIGTERM to the command's
    process group, waits up to ``grace_s``, then kills all remaining descendants.
    A second signal has no effect.  After a command that ends by itself, its
@@ -13,7 +13,7 @@
 4. Write the record, report ``ended`` until the broker accepts it, stay until the
    Hub has seen the server ready, exit.
 
-The record is on disk before the broker is told.
+The record is on disk before the report is sent.
 """
 
 from __future__ import annotations
@@ -242,11 +242,11 @@ class Runner:
             return
         reports.started()
         self._keep(replace(self._record, state="running"))
-        telling = asyncio.create_task(self._tell_progress(reports))
+        reporting = asyncio.create_task(self._report_progress(reports))
         try:
             await self._see_through(command)
         finally:
-            telling.cancel()
+            reporting.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
         if self._record.exit_code and not self._record.stopped and (line := last_line(self._log_path)):
@@ -314,7 +314,7 @@ class Runner:
             return f"Ended by signal {-code}."
         return f"Ended with exit code {code}."
 
-    # ---- what is kept and told -------------------------------------------------
+    # ---- record, log and progress ----------------------------------------------
 
     def _ended(self, code: int, reason: str, *, stopped: bool = False) -> None:
         self._record = replace(self._record, state="ended", exit_code=code, reason=reason, stopped=stopped)
@@ -362,7 +362,7 @@ class Runner:
         if not self._reports_itself and (found := bar(data)) is not None and found[1] <= MAX_PROGRESS:
             self._progress = {"done": found[0], "total": found[1]}
 
-    async def _tell_progress(self, reports: Reports) -> None:
+    async def _report_progress(self, reports: Reports) -> None:
         sent: dict[str, float | None] = {}
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
@@ -385,7 +385,7 @@ class _ProgressSocket:
         self._on_progress = on_progress
 
     def __enter__(self) -> str:
-        """Return the address; empty where none can be made: then progress is not told."""
+        """Return the address; empty where none can be made: then progress is not reported."""
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._socket = socket.socket(socket.AF_UNIX, kind)
         self._folder = ""
@@ -395,7 +395,7 @@ class _ProgressSocket:
             address = os.path.join(self._folder, "progress")
             self._socket.bind(address)
         except OSError as error:
-            log.warning("the job cannot tell its progress: %s", error.strerror)
+            log.warning("the job cannot report its progress: %s", error.strerror)
             return ""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
         return address

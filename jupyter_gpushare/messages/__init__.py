@@ -6,7 +6,7 @@
 * `queue`      why jobs wait, when they start, why work was preempted
 * `progress`   remaining time of jobs
 * `reasons`    reasons that other processes say in English
-* `readers`    a sentence about a session, told to a reader other than its owner
+* `readers`    a sentence about a session, for a reader other than its owner
 * `decisions`  lines of the decision log
 """
 

@@ -46,7 +46,7 @@ class LeaseFacts:
     stays_until: str | Text | None = None  # idle, but not lent before, whatever waits
     lend_now: bool = False  # its owner offers it to the next waiting lease
     usually_wakes: Text | None = None  # `usually`
-    held_up_s: float | None = None  # longest time until the work on its GPU, told to stop, has ended
+    held_up_s: float | None = None  # longest time until the work on its GPU, which is stopping, has ended
     copy_s: float | None = None  # bringing its memory back takes about so long
     given_to: str = ""  # the project that its GPU was taken for
     taken_back_by: str = ""  # the project that lends the GPU; empty: several

@@ -1,4 +1,4 @@
-"""A sentence about a session, told to a reader other than its owner."""
+"""A sentence about a session, for a reader other than its owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_OTHERS: Mapping[str, str] = {
 
 
 def about(sentence: str, owner: str) -> str:
-    """Return a sentence that addresses the owner of a session, told to another reader."""
-    for pattern, told in _OF_OTHERS.items():
-        sentence = re.sub(pattern, told.format(owner=owner).replace("\\", r"\\"), sentence)
+    """Return a sentence that addresses the owner of a session, for another reader."""
+    for pattern, words in _OF_OTHERS.items():
+        sentence = re.sub(pattern, words.format(owner=owner).replace("\\", r"\\"), sentence)
     return sentence

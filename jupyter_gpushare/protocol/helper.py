@@ -57,7 +57,7 @@ class WatchdogAction(enum.StrEnum):
 
 
 class Level(enum.StrEnum):
-    """What enforces a memory limit, strongest first (design: isolation ladder)."""
+    """What enforces a memory limit, strongest first (docs/isolation.md)."""
 
     WHOLE_GPU = "whole_gpu"
     MIG = "mig"
@@ -170,7 +170,7 @@ class ProcessSample:
     name: str
     used_bytes: int  # all devices together, as NVML shows it, else as counted (0 while suspended)
     calls: int  # CUDA calls entered, as the preload library counts them; -1 if it is not loaded
-    kernel: str = ""  # Jupyter kernel id, where the command line tells it
+    kernel: str = ""  # Jupyter kernel id, where the command line has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,7 +188,6 @@ class BoundedLog:
     ) -> None:
         self.path = path
         self.left_out_bytes = 0  # that the disk did not take
-        self._head_bytes = head_bytes
         self._part_bytes = part_bytes
         self._tail_parts = tail_parts
         self._guard = threading.Lock()
@@ -286,7 +285,7 @@ class Record:
     log: str
     exit_code: int | None = None  # negative: the signal that ended it
     reason: str = ""
-    stopped: bool = False  # it was told to stop
+    stopped: bool = False  # it was asked to stop
     reported: bool = False  # the broker knows how it ended
     log_bytes: int = 0
     log_left_out_bytes: int = 0

@@ -35,7 +35,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, Watcher
 
-# A job that goes from the one to the other is preempted; what takes no time is told in one step.
+# A job that goes from the one to the other is preempted; what takes no time is reported in one step.
 _PRESENT = HOLDS_CAPACITY - LEAVING
 _PREEMPTED = LEAVING | {State.PENDING, State.SUSPENDED}
 HOUR_S = 3600.0
@@ -114,7 +114,7 @@ class Meter(Watcher):
         self._others: Counter[str] = Counter()  # thousandths held by jobs, per device
         self._asleep: Counter[str] = Counter()  # thousandths of sleeping sessions, per device
 
-    # -- what the replay tells
+    # -- what the replay reports
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
         """A lease came (``before`` is None) or changed."""

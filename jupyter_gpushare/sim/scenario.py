@@ -35,7 +35,7 @@ BACKLOG = 64
 SLICE = 2_000
 
 _Work = tuple[Lease, float]  # and for how long it runs, in seconds
-Progress = Callable[[float], None]  # is told the part that is done, 0 to 1
+Progress = Callable[[float], None]  # gets the part that is done, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ class ServerAdmission:
         if is_job_server(request.server):
             return await self._start_job_server(request)
         await self._release_previous(request.user, request.server)
-        size = self.request_policy.size_of(request.options or wire.GpuRequest())
+        size = request.options.size() if request.options else None
         if size is None:
             return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
         project = self.request_policy.choose_project(

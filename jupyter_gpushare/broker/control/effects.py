@@ -156,7 +156,7 @@ class Effects:
         except Conflict as error:
             log.info("lease=%s overtaken: %s", record.handle, error)
         except StoreError:
-            return  # `Registry.failed` ends the process
+            return  # `Journal.failed` ends the process
         except Exception:
             log.exception("lease=%s %s failed", record.handle, effect.__name__)
             if observation is not None:

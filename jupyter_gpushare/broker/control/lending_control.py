@@ -50,7 +50,7 @@ class LendingControl:
         """
         registry, switch = self._registry, self._registry.lending_switch
         registry.journal.check()
-        before = switch.mode
+        before, by = switch.mode, messages.printable(by)
         switch.override = LendingOverride(mode=mode, by=by, at=registry.iso_now())
         key = "notice.lending_unset" if mode is None else "notice.lending_set"
         sentence = messages.text(key, by, str(switch.mode), str(before))

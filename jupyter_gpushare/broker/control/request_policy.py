@@ -49,14 +49,6 @@ class RequestPolicy:
             raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
         return mine[0]
 
-    def size_of(self, request: wire.GpuRequest) -> Size | None:
-        """Return what a session asks for; None: no GPU.
-
-        Raises:
-            InvalidRequest: no size, several, or one that cannot be.
-        """
-        return request.size()
-
     def check_share(self, size: Size) -> None:
         """Enforce the minimum fraction, so that a few users cannot exhaust the lease slots.
 
@@ -140,9 +132,9 @@ class RequestPolicy:
         before, after = config.project(total_milli, old), config.project(total_milli, override)
         self.engine.set_project(after)
         key = "notice.project_unset" if override.is_empty else "notice.project_set"
-        told = messages.text(key, messages.printable(by), name, _numbers(after), _numbers(before))
-        log.info("project=%s %s", name, messages.english(told))
-        await registry.put_override(override, told)
+        notice = messages.text(key, messages.printable(by), name, _numbers(after), _numbers(before))
+        log.info("project=%s %s", name, messages.english(notice))
+        await registry.put_override(override, notice)
 
 
 def overrides_text(registry: Registry) -> list[str]:

@@ -273,8 +273,8 @@ class RequestService:
         if measure.on(record.lease, job.measure) != measure.on(record.lease, before):
             registry.changed.set()
         await registry.put_progress(job)
-        if told := messages.measured(record.lease, before, job.measure):
-            await registry.record_notice(record, "progress", *told)
+        if notice := messages.measured(record.lease, before, job.measure):
+            await registry.record_notice(record, "progress", *notice)
 
     # ---- what owners do with their lease -------------------------------------
 

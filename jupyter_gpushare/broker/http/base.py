@@ -79,7 +79,7 @@ class CallerLimits:
 
     waiting: Counter[str] = field(default_factory=Counter)  # long polls, by user
     bodies: Counter[str] = field(default_factory=Counter)  # requests being read and answered, by user
-    # Of a server about itself: a job's runner tells every 2 s, a server extension every second.
+    # Of a server about itself: a job's runner reports every 2 s, a server extension every second.
     reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
     # Of a user: each is a commit to the disk, which all users wait for in turn.
     changes: Rate = field(default_factory=lambda: Rate(per_s=10.0, burst=100))

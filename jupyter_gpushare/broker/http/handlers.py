@@ -7,9 +7,7 @@ table, and a test holds the two together.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-from typing import TypeVar
 
 import prometheus_client
 from tornado import iostream
@@ -25,10 +23,6 @@ from jupyter_gpushare.errors import (
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
-
-log = logging.getLogger("gpushare.broker")
-
-T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
 
@@ -166,7 +160,7 @@ class JobRetry(Base):
 
 
 class JobReport(Base):
-    """A runner tells of its own attempt."""
+    """A runner reports its own attempt."""
 
     is_hint = True
 
@@ -185,7 +179,7 @@ class JobReport(Base):
 
 
 class Activity(Base):
-    """A server tells of its kernels."""
+    """A server reports its kernels."""
 
     is_hint = True
 

@@ -125,9 +125,7 @@ class AdminPage(Page):
     async def _set_lending(self, mode: str, identity: Identity) -> None:
         if mode not in (*LendingMode, "default"):
             raise InvalidRequest("lending is on, watch, off or default")
-        await self.control.lending.set(
-            None if mode == "default" else LendingMode(mode), messages.printable(identity.user)
-        )
+        await self.control.lending.set(None if mode == "default" else LendingMode(mode), identity.user)
 
     def _change(self) -> wire.ProjectChange:
         quota, weight, limit = (

@@ -13,7 +13,7 @@ from jupyter_gpushare.core.model import Lease, Project
 
 
 class FairnessTracker:
-    """How far projects lag behind their fair share (`core.ledger`)."""
+    """How far projects lag behind their fair share (`core.fairshare`)."""
 
     def __init__(self, stored: Lags) -> None:
         self.stored = stored

@@ -106,7 +106,7 @@ class JobRecord:
     ended_at: str | None = None
     result: str = ""  # "", "succeeded", "failed", "cancelled"
     exit_code: int | None = None  # of the current attempt, as its runner reported it
-    stopped: bool = False  # ... after having been told to stop
+    stopped: bool = False  # ... after a request to stop
     reason: str = ""  # English
     reason_texts: Texts = ()  # ``reason`` for translation; empty while it runs
     attempts: int = 0  # how often it was started, once it has ended
@@ -172,7 +172,7 @@ class MetaValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lags(MetaValue):
-    """By how many GPU-seconds each project is behind its fair share (`core.ledger`)."""
+    """By how many GPU-seconds each project is behind its fair share (`core.fairshare`)."""
 
     gpu_s: dict[str, float] = field(default_factory=dict)
 

@@ -232,8 +232,8 @@ class Registry:
         if stored:
             await self.journal.commit(*stored)
 
-    async def put_override(self, override: ProjectOverride, told: wire.Text) -> None:
-        """Store new numbers of a project (empty: none), with ``told`` in the log of decisions.
+    async def put_override(self, override: ProjectOverride, notice: wire.Text) -> None:
+        """Store new numbers of a project (empty: none), with ``notice`` in the log of decisions.
 
         Raises:
             DiskFull: nothing is changed.
@@ -243,7 +243,7 @@ class Registry:
         self.overrides[override.name] = override
         if override.is_empty:
             del self.overrides[override.name]
-        await self.journal.commit(override, self.decisions.add(None, "project", told))
+        await self.journal.commit(override, self.decisions.add(None, "project", notice))
         await self.notify()
 
     async def advance(
@@ -328,13 +328,13 @@ class Registry:
         Raises:
             StoreError: the database failed.
         """
-        told = messages.text("notice.machine", *details)
+        notice = messages.text("notice.machine", *details)
         if record is not None:
-            told = messages.text(key, self.subject_of(record), *details)
+            notice = messages.text(key, self.subject_of(record), *details)
         if self.journal.is_disk_full:
-            log.warning("not stored: %s", messages.english(told))
+            log.warning("not stored: %s", messages.english(notice))
             return
-        await self.journal.commit(self.decisions.add(record, action, told))
+        await self.journal.commit(self.decisions.add(record, action, notice))
         await self.notify()
 
     def decision(self, record: LeaseRecord, action: str, why: str, for_lease: str) -> DecisionRecord:

@@ -63,7 +63,7 @@ class SleepAllowed(Edit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedBy(Edit):
-    """The spawner has told the uid that the server runs as."""
+    """The spawner has reported the uid that the server runs as."""
 
     uid: int
 

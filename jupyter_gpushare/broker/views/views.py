@@ -241,7 +241,7 @@ class Views:
         known = bool(view.cluster.devices) and registry.devices.are_known(registry.clock())
         offers = view.outlook.offers(project, self._sizes()) if known else ()
         use = next(p for p in self.projects((), everyone=True) if p.name == project)
-        held = _held(x for x in view.cluster.leases if x.state in HOLDS_CAPACITY)
+        held = _held(view.cluster.leases)
         return wire.Offers(
             project=project,
             projects=list(names),

@@ -59,7 +59,7 @@ CALL_TIMEOUT_S = 30.0
 # The driver's list of processes may lag behind an allocation, or a checkpoint.
 SHOWN_TIMEOUT_S = 2.0
 NO_MEMORY = "no free memory on the device for its self-test"
-# A lease's processes could not be told from others then, nor could it be told when memory is gone.
+# The processes of a lease, and when their memory is gone, could not be recognised then.
 NO_PIDS = "the driver does not show processes by their pids here (a container without the host's?)"
 BLIND = "the driver does not say how much memory a process holds here"
 # The library limits all the same, but the watchdog cannot see a process that evades it.
@@ -107,7 +107,7 @@ class Canary:
             if self._machine.nvml.free_bytes(gpu.uuid) < min(FREE_BYTES, gpu.memory_bytes // 4):
                 return Verdict(
                     suspendable=False,
-                    reason="no free memory on the device for the self-test",
+                    reason=NO_MEMORY,
                     ladder=ladder_of(gpu, {}),
                     final=False,
                 )
@@ -193,7 +193,7 @@ class Canary:
         self._own_pids.add(child.pid)
         try:
             _say(child, "go")
-            _, digest, _code, denied, features = _answer(child, START_TIMEOUT_S, "ready", 5)
+            _, digest, denied, features = _answer(child, START_TIMEOUT_S, "ready", 4)
             log.info("device=%s self-test uid=%d features=%s", gpu.uuid, uid, features)
             yield child, digest, denied == "2"  # CUDA_ERROR_OUT_OF_MEMORY
         finally:
@@ -238,7 +238,7 @@ class Canary:
         )
 
     def _shown(self, gpu: Gpu, pid: int) -> int | None:
-        """Bytes that the driver shows of the child, at least `CANARY_BYTES` where it tells; None: none."""
+        """The child's bytes that the driver shows, `CANARY_BYTES` at least where it shows any; None: none."""
         deadline = time.monotonic() + SHOWN_TIMEOUT_S
         while True:
             held = self._machine.nvml.processes(gpu.uuid).get(pid)

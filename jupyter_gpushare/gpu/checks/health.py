@@ -108,7 +108,7 @@ class Health:
             self.drain(uuid, f"{count - before} uncorrectable memory error(s)")
 
     def recovery(self, uuid: str, action: int | None) -> None:
-        """Drain a device for as long as the driver asks for a recovery action; None: not told."""
+        """Drain a device for as long as the driver asks for a recovery action; None: not reported."""
         if action is None or action == self._recovery_actions.get(uuid, 0):
             return
         self._recovery_actions[uuid] = action

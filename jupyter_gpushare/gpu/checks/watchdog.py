@@ -89,33 +89,29 @@ class Watchdog:
     def _over_limit(self, lease: Lease, uuid: str, used: int, usage: Usage, now: float) -> None:
         if not self._is_due((lease.name, uuid), now):
             return
-        victim = _victim(lease, uuid, usage)
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
             reason = f"uses {used} bytes of a device that is lent"
         else:
             reason = f"uses {used} bytes, {_allowed(lease, uuid)} are granted"
-        self._report(EventKind.OVER_LIMIT, lease.name, uuid, victim, used, reason)
-
-    def _report(
-        self, kind: EventKind, lease: str, uuid: str, process: Process | None, used: int, reason: str
-    ) -> None:
-        action = "warn"
-        stops = self._action is WatchdogAction.STOP and process is not None
-        if stops and process and self._processes.signal(process.key, signal.SIGTERM):
+        victim, action = _victim(lease, uuid, usage), "warn"
+        stops = self._action is WatchdogAction.STOP
+        if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
             action = "stop"
-            self._stopping[process.key] = time.monotonic()
+            self._stopping[victim.key] = now
         log.warning(
             "%s lease=%s device=%s pid=%s bytes=%d action=%s reason=%s",
-            kind, lease or "-", uuid, process.pid if process else "-", used, action, reason,
+            EventKind.OVER_LIMIT, lease.name, uuid, victim.pid if victim else "-", used, action, reason,
         )  # fmt: skip
         fields = {"used_bytes": str(used), "action": action}
-        if process is not None:
-            fields |= {"pid": str(process.pid), "name": process.name}
-        self._events.publish(kind, lease=lease, device=uuid, reason=reason, fields=fields)
+        if victim is not None:
+            fields |= {"pid": str(victim.pid), "name": victim.name}
+        self._events.publish(
+            EventKind.OVER_LIMIT, lease=lease.name, device=uuid, reason=reason, fields=fields
+        )
 
     def _is_due(self, key: tuple[str, str], now: float) -> bool:
-        told = self._reported.get(key)
-        if told is not None and now - told < REPEAT_S:
+        reported_at = self._reported.get(key)
+        if reported_at is not None and now - reported_at < REPEAT_S:
             return False
         self._reported[key] = now
         return True

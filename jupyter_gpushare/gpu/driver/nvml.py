@@ -89,7 +89,7 @@ class Usage:
     # Pids that had a kernel running since the last call; None where NVML does not say.
     computing: frozenset[int] | None
     uncorrected: int | None = None  # memory errors since the driver was loaded; None: not counted
-    recovery_action: int | None = None  # nvmlDeviceGpuRecoveryAction_t; None: not told
+    recovery_action: int | None = None  # nvmlDeviceGpuRecoveryAction_t; None: not reported
 
     @property
     def unexplained_bytes(self) -> int:
@@ -224,7 +224,7 @@ class Nvml:
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: int(_memory(handle).free))
 
     def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int | None]:
-        """Bytes by pid on one device, now (None: not told); an earlier call is waited for at most ``wait_s``.
+        """Bytes by pid on one device, now (None: unknown); an earlier call is waited for at most ``wait_s``.
 
         Raises:
             DeviceError: as `usage`.

@@ -6,7 +6,7 @@ user's, and Yama lets a process trace its own descendants only.
 
     stdout: pid PID                                its pid, before it touches the driver
     stdin:  go
-    stdout: ready DIGEST CODE DENIED FEATURES      or: failed CODE
+    stdout: ready DIGEST DENIED FEATURES           or: failed CODE
     stdin:  check                                  any number of times
     stdout: DIGEST                                 of all bytes read back, or: failed CODE
 
@@ -266,7 +266,7 @@ def main(first_bytes: int, excess_bytes: int, uid: int, cgroup: str = "") -> int
         probe.open()
         probe.add_features()
         denied = probe.allocate(excess_bytes)
-        print(f"ready {probe.digest()} 0 {denied} {'+'.join(probe.features) or '-'}", flush=True)
+        print(f"ready {probe.digest()} {denied} {'+'.join(probe.features) or '-'}", flush=True)
     except DriverFailed as error:
         print(f"failed {error.code}", flush=True)
         return 1

@@ -1,7 +1,7 @@
 """Which users held a lease since the machine booted, and whether a record of a lease was lost.
 
 The watchdog stops processes only of users that hold, or since boot held, a lease here,
-and none after a record was lost: it cannot tell then which processes were in that lease.
+and none after a record was lost: it does not know then which processes were in that lease.
 """
 
 from __future__ import annotations

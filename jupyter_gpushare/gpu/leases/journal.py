@@ -5,6 +5,7 @@
             lock               held while a helper runs here: there is only one
             epoch              the highest epoch ever seen, written before its effect
             canary             self-test verdicts and device states of this boot and driver
+            holders            users that held a lease in this boot (`holders`)
             journal/<lease>    one record per lease, written before and after each step
     <lease dir>/<lease>/       limit page and account, see `files`
 

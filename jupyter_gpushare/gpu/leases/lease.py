@@ -89,7 +89,7 @@ class Lease:
         self.wanted = False
         self.queries_only = False
         self.stalled = False  # a process seems to wait in a call that is not counted
-        self.wanted_told_at = 0.0
+        self.wanted_published_at = 0.0
         self.compared_account = b""  # the account as the wake detector last compared it
 
         # As last measured.
@@ -159,7 +159,7 @@ class Lease:
             self.baseline = NO_COUNTERS
             self.active_at = time.monotonic()
         self.wanted = self.queries_only = self.stalled = False
-        self.wanted_told_at, self.compared_account = 0.0, b""
+        self.wanted_published_at, self.compared_account = 0.0, b""
         return before
 
     def block(self, key: Key, reason: str) -> None:

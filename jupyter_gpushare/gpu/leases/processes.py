@@ -255,7 +255,7 @@ class Processes:
         ]
 
     def _keep_status(self, key: tuple[int, int]) -> None:
-        """Note how a held process ended; once it was waited for, older kernels do not tell."""
+        """Note how a held process ended; once it was waited for, older kernels have no status."""
         pidfd = self._pidfds.get(key)
         if pidfd is None or self._exit_statuses.get(key) is not None or not procfs.has_ended(pidfd):
             return

@@ -13,7 +13,7 @@ Each step makes one checkpoint call for one process and sorts out its failures:
   999 twice while it stays CHECKPOINTED (issue 44), or its state is FAILED.  It goes to
   ``Lease.lost`` and is never tried again;
 * Checkpoint failed: the driver "does not attempt to keep the process in a good state"
-  (README of cuda-checkpoint), so its owner is told that it may be damaged until it has
+  (README of cuda-checkpoint), so its owner is warned that it may be damaged until it has
   ended (``Lease.damaged``);
 * a call hangs: `suspend` settles the lease later.
 

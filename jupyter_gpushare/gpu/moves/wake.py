@@ -74,11 +74,11 @@ class WakeDetector:
     def compare(self, lease: Lease, now: float) -> None:
         """Compare one lease's counters, and publish when it is wanted."""
         raw = lease.files.raw_account()
-        if raw == lease.compared_account and (not lease.wanted or now - lease.wanted_told_at < REPEAT_S):
+        if raw == lease.compared_account and (not lease.wanted or now - lease.wanted_published_at < REPEAT_S):
             return
         account = parse_account(raw)
         if account is None:
-            # Better awake than hung: it cannot be told any more whether a call waits.
+            # Better awake than hung: whether a call waits is not known any more.
             called, reason = True, "its account file is broken"
         else:
             counters = account.counters()
@@ -89,7 +89,7 @@ class WakeDetector:
             reason = "a process entered a CUDA call" if called else "a process queries a stream or event"
         is_new = not lease.wanted or (lease.queries_only and called)
         lease.compared_account = raw
-        if is_new or now - lease.wanted_told_at >= REPEAT_S:
+        if is_new or now - lease.wanted_published_at >= REPEAT_S:
             self._publish(lease, reason, now, queries_only=not called)
 
     def look_for_stalls(self, lease: Lease, now: float) -> None:
@@ -102,7 +102,7 @@ class WakeDetector:
     def _publish(self, lease: Lease, reason: str, now: float, *, queries_only: bool) -> None:
         if lease.phase is not Phase.SUSPENDED:
             return  # resumed meanwhile
-        lease.wanted, lease.queries_only, lease.wanted_told_at = True, queries_only, now
+        lease.wanted, lease.queries_only, lease.wanted_published_at = True, queries_only, now
         self._events.publish(
             EventKind.WANTED,
             lease=lease.name,

@@ -49,7 +49,7 @@ class JobRequest(Message, frozen=True):
     retries: int = 0  # attempts after a failure, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL
     source: JobSource | None = None
-    notify: bool = True  # tell its owner in JupyterLab when it ends or is paused
+    notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
 
     def size(self) -> Size:
         """Return the requested size.
@@ -105,7 +105,7 @@ class JobReport(Message, frozen=True):
     state: Literal["started", "ended", "progress"]
     exit_code: int | None = None
     reason: str = ""
-    stopped: bool = False  # the runner was told to stop before the command ended by itself
+    stopped: bool = False  # the runner was asked to stop before the command ended by itself
     done: Progress | None = None  # progress, in the job's own unit
     total: Progress | None = None
 
