@@ -248,19 +248,6 @@ def has_place(lease: Lease) -> bool:
     return bool(lease.devices) and (lease.state in HOLDS_CAPACITY or lease.state is State.SUSPENDED)
 
 
-def quota_state(projects: Iterable[Project], leases: Iterable[Lease]) -> QuotaState:
-    """Return accounts and quotas for these leases."""
-    result = QuotaState(projects)
-    placed = [lease for lease in leases if has_place(lease)]
-    for lease in placed:
-        result.enter(lease)
-    result.claimants = result.claims_to_change()
-    for lease in placed:
-        result.count(lease, 1)
-    result.settle()
-    return result
-
-
 def _give_claims(quotas: QuotaState, sessions: Iterable[Lease]) -> set[str]:
     """Sessions with a claim, first come first served.
 

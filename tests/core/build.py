@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.explain import smaller
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Cluster,
@@ -16,7 +18,8 @@ from jupyter_gpushare.core.model import (
     State,
     Why,
 )
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planner import dry_run, plan
+from jupyter_gpushare.core.quota import QuotaState
 from jupyter_gpushare.core.size import Size
 
 NOW = 10_000.0
@@ -86,6 +89,21 @@ def started(c: Cluster) -> list[str]:
     return [a.lease for a in plan(c, NOW).actions if isinstance(a, Grant)]
 
 
+def why(c: Cluster, id: str = "x", now: float = NOW) -> Why:
+    """Why a lease waits, or the reason of what is decided for it."""
+    done = dry_run(c, now).run()
+    decided = next((a.why for a in done.actions if a.lease == id), Why.NOT_WAITING)
+    return done.waiting.get(id, decided)
+
+
+def smaller_than(c: Cluster, id: str) -> Size | None:
+    return smaller(dry_run(c, NOW).run(), next(x for x in c.leases if x.id == id))
+
+
+def quotas(c: Cluster) -> QuotaState:
+    return ClusterState.of(c).quotas
+
+
 __all__ = [
     "ASLEEP",
     "GIB",
@@ -98,7 +116,10 @@ __all__ = [
     "device",
     "grant",
     "project",
+    "quotas",
+    "smaller_than",
     "started",
     "stops",
     "train",
+    "why",
 ]

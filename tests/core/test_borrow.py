@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.explain import borrowed, check_request, explain
+from jupyter_gpushare.core.explain import borrowed, check_request
 from jupyter_gpushare.core.model import Grant, Order, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
-from jupyter_gpushare.core.quota import quota_state
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
-from tests.core.build import ASLEEP, GIB, NOW, CheckpointMode, build, cluster, device, project, train
+from tests.core.build import (
+    ASLEEP,
+    GIB,
+    NOW,
+    CheckpointMode,
+    build,
+    cluster,
+    device,
+    project,
+    quotas,
+    smaller_than,
+    train,
+    why,
+)
 
 
 def steady(id: str, milli: int, on: str = "", **more: object):
@@ -24,7 +37,7 @@ def test_it_starts_within_quota_and_is_not_borrowed():
 def test_it_waits_beyond_quota_though_gpus_are_free():
     c = cluster(steady("job", 1000), gpus=2, projects=[project("p", 0.5), project("q", 1)])
     assert plan(c, NOW).actions == ()
-    assert explain(c, "job", NOW).why is Why.QUOTA
+    assert why(c, "job") is Why.QUOTA
     may = cluster(train("job", 1000), gpus=2, projects=c.projects)
     assert plan(may, NOW).actions == (Grant("job", ("gpu0",), 1000, Why.FREE_CAPACITY, borrowed=True),)
 
@@ -32,7 +45,7 @@ def test_it_waits_beyond_quota_though_gpus_are_free():
 def test_the_next_one_waits_until_the_first_has_ended():
     running = steady("first", 1000, "0")
     c = cluster(running, steady("job", 1000), gpus=2, projects=[project("p", 1), project("q", 1)])
-    assert explain(c, "job", NOW).why is Why.QUOTA
+    assert why(c, "job") is Why.QUOTA
     assert plan(cluster(steady("job", 1000), gpus=2, projects=c.projects), NOW).actions
 
 
@@ -50,7 +63,7 @@ def test_it_does_not_go_where_a_session_sleeps():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
     c = cluster(nb, steady("job", 1000), projects=[project("p", 1), project("q", 1)])
     assert plan(c, NOW).actions == ()
-    assert explain(c, "job", NOW).why is Why.NO_CAPACITY
+    assert why(c, "job") is Why.NO_CAPACITY
     lent = cluster(nb, train("job", 1000), projects=c.projects)
     assert isinstance(plan(lent, NOW).actions[0], Grant)
 
@@ -81,13 +94,9 @@ def test_it_takes_back_what_others_have_beyond_their_quota():
 def test_it_waits_for_releasing_capacity_but_not_for_lent_capacity():
     leaving = train("old", 1000, "0", project="q", state=State.STOPPING)
     quotas = [project("p", 1), project("q", 1)]
-    assert explain(cluster(leaving, steady("job", 1000), projects=quotas), "job", NOW).why is (
-        Why.AWAITING_RELEASE
-    )
+    assert why(cluster(leaving, steady("job", 1000), projects=quotas), "job") is (Why.AWAITING_RELEASE)
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    assert (
-        explain(cluster(leaving, nb, steady("job", 1000), projects=quotas), "job", NOW).why is Why.NO_CAPACITY
-    )
+    assert why(cluster(leaving, nb, steady("job", 1000), projects=quotas), "job") is Why.NO_CAPACITY
 
 
 def test_it_is_in_quota_before_older_jobs_that_borrow():
@@ -96,7 +105,7 @@ def test_it_is_in_quota_before_older_jobs_that_borrow():
         steady("job", 1000, "1", granted_at=2),
         projects=[project("p", 1)],
     )
-    assert quota_state(c.projects, c.leases).in_quota == {"job"}
+    assert quotas(c).in_quota == {"job"}
     assert borrowed(c) == {"old": True, "job": False}
 
 
@@ -143,7 +152,7 @@ def test_a_job_that_waits_for_its_own_quota_keeps_no_capacity_from_others():
 
 def test_a_smaller_size_that_would_start_is_one_that_need_not_borrow():
     c = cluster(steady("job", 1000), gpus=1, projects=[project("p", 0.5)])
-    assert explain(c, "job", NOW).smaller.fraction_milli == 500
+    assert smaller_than(c, "job") == Size(500)
 
 
 def test_what_the_quota_can_never_cover_is_refused():

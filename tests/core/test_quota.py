@@ -1,4 +1,4 @@
-"""Fair shares and quota_state, with worked examples."""
+"""Fair shares, claims and quotas, with worked examples."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
-from jupyter_gpushare.core.quota import fair_shares, quota_state
-from tests.core.build import ASLEEP, NOW, build, cluster, device, project, train
+from jupyter_gpushare.core.quota import fair_shares
+from tests.core.build import ASLEEP, NOW, build, cluster, device, project, quotas, train
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_sessions_claim_the_quota_first_come_first_served():
         build("ending", 400, "1", state=State.STOPPING),
         projects=[project("p", 1)],
     )
-    assert quota_state(c.projects, c.leases).claimants == {"early"}
+    assert quotas(c).claimants == {"early"}
 
 
 def test_a_borrowing_session_moves_up_into_quota_that_is_free():
     c = cluster(build("nb", 600, "0", borrowed=True))
-    assert quota_state(c.projects, c.leases).claimants == {"nb"}
+    assert quotas(c).claimants == {"nb"}
     c = cluster(build("nb", 600, "0", borrowed=True), build("other", 600, "0", project="q"))
     c = cluster(*c.leases, projects=[project("p", 1), project("q", 1)])
-    assert quota_state(c.projects, c.leases).claimants == {"other"}
+    assert quotas(c).claimants == {"other"}
 
 
 def test_jobs_are_in_quota_oldest_first_after_the_sessions():
@@ -71,7 +71,7 @@ def test_jobs_are_in_quota_oldest_first_after_the_sessions():
         train("small", 500, "0", granted_at=3),
         projects=[project("p", 2)],
     )
-    assert quota_state(c.projects, c.leases).in_quota == {"nb", "old", "small"}
+    assert quotas(c).in_quota == {"nb", "old", "small"}
 
 
 def test_a_lease_that_leaves_the_quota_is_replaced_by_the_next_oldest():
@@ -96,7 +96,7 @@ def test_a_lease_that_leaves_the_quota_is_replaced_by_the_next_oldest():
 
 def test_a_project_that_is_not_configured_is_owed_nothing():
     c = cluster(train("job", 1000, "0", project="gone"))
-    account = quota_state(c.projects, c.leases).account("gone")
+    account = quotas(c).account("gone")
     assert (account.use, account.in_quota_use, account.project.quota_milli) == (1000, 0, 0)
 
 

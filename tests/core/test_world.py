@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from jupyter_gpushare.core.cluster_state import suspended_bytes
-from jupyter_gpushare.core.explain import borrowed, explain, lent, offers, uses
+from jupyter_gpushare.core.explain import borrowed, lent, offers, uses
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
@@ -36,10 +36,10 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import served
 from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
-from jupyter_gpushare.core.quota import held_by, quota_state
+from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.sim.srtf import SRTF, TraceJob
-from tests.core.build import GIB, device
+from tests.core.build import GIB, device, quotas, why
 
 SUCCESS = {
     State.GRANTED: Event.STARTED,
@@ -177,11 +177,10 @@ class World(RuleBasedStateMachine):
         )
         (offer,) = offers(self.cluster(), project, [Size(*size)], self.now)
         self.keep(lease)
-        told = explain(self.cluster(), lease.id, self.now)
         grants = [a for a in plan(self.cluster(), self.now).actions if a.lease == lease.id]
         assert (offer.starts == "no") == (not grants)
         if not grants:
-            assert told.why == offer.why
+            assert why(self.cluster(), lease.id, self.now) is offer.why
             self.forget(lease.id)
             return multiple()
         assert (offer.borrowed, offer.devices) == (grants[0].borrowed, grants[0].devices)
@@ -278,7 +277,7 @@ class World(RuleBasedStateMachine):
         if lease.kind is Kind.BUILD or lease.borrow:
             return
         assert not (isinstance(action, Grant) and action.borrowed)
-        stand = quota_state(self.projects, self.leases.values())
+        stand = quotas(self.cluster())
         account = stand.account(lease.project)
         held = action.held_milli if isinstance(action, Grant) else held_by(lease)
         devices = action.devices if isinstance(action, Grant) else lease.devices
@@ -376,7 +375,7 @@ class World(RuleBasedStateMachine):
     def owners_are_awake(self) -> None:
         """A returning owner of a claim has the capacity, or what is in the way cannot be moved."""
         cluster = self.cluster()
-        claimants = quota_state(cluster.projects, cluster.leases).claimants
+        claimants = quotas(cluster).claimants
         for lease in self.leases.values():
             if lease.id in claimants and lease.wanted and lease.retry_at <= self.now:
                 in_the_way = [
@@ -401,7 +400,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def claims_are_never_oversubscribed(self):
         cluster = self.cluster()
-        claimants = quota_state(cluster.projects, cluster.leases).claimants
+        claimants = quotas(cluster).claimants
         for d in self.devices:
             claims = [x for x in self.leases.values() if d.uuid in x.devices and x.id in claimants]
             assert sum(held_by(x) for x in claims) <= WHOLE_GPU
@@ -432,7 +431,7 @@ class World(RuleBasedStateMachine):
         shares = sum(u.fair_share_milli for u in uses(cluster))
         assert shares <= WHOLE_GPU * len(self.devices)
         for id in self.leases:
-            explain(cluster, id, self.now)
+            why(cluster, id, self.now)
 
 
 EXPLORED = settings(

@@ -157,10 +157,8 @@ class RequestService:
         sentence = messages.waiting(
             explanation.why, needs=needs, free_milli=explanation.free_milli, position=explanation.position
         )
-        smaller = None if lease.size.profile else outlook.smaller(lease)
-        if smaller is not None:
-            size = messages.size_text(smaller)
-            sentence += (messages.text("job.smaller", size),)
+        if (smaller := outlook.smaller(lease)) is not None:
+            sentence += (messages.text("job.smaller", messages.size_text(smaller)),)
         found = await self.forecast.estimate_new(cluster, lease.id)
         if found is not None:
             sentence += (messages.starts_in(found.low_s, found.likely_s, found.high_s),)
