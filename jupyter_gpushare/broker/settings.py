@@ -250,7 +250,7 @@ class Settings(Application):
             max_grace_s=max(self.grace, self.max_grace),
             # What the site offers can be asked for.
             min_fraction_milli=min(
-                round(self.min_fraction * WHOLE_GPU), *(size.fraction_milli for size in sizes)
+                [round(self.min_fraction * WHOLE_GPU), *(size.fraction_milli for size in sizes)]
             ),
             sizes=sizes,
             max_jobs=self.max_jobs,

@@ -3,7 +3,7 @@
 One request and one answer are one line of JSON each (`encode`, `decode`), over
 a unix socket.  A request is ``{"verb": ..., "epoch": ..., **fields}``, an answer
 ``{"ok": true, "result": {...}}`` or ``{"ok": false, "error": {"kind", "message",
-"call", "code"}}``.
+"call", "code"}}``; of an error of the driver, ``message`` is the name of its code.
 
 * Verbs that change something carry the broker's epoch; an epoch below the
   highest that the helper ever saw is refused (``stale_epoch``).

@@ -12,6 +12,7 @@ import pytest
 from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
+from jupyter_gpushare.gpu.service import server
 from jupyter_gpushare.protocol import helper as protocol
 
 SAMPLE = protocol.Sample(
@@ -157,11 +158,13 @@ async def test_a_refusal_keeps_its_word(helper, devices, kind):
     assert refused.value.kind == kind
 
 
-async def test_an_error_of_the_driver_keeps_call_and_code(helper, devices):
-    helper.answer = lambda _: no("device", "out of memory", call="cuCheckpointProcessRestore", code=2)
+async def test_an_error_of_the_driver_arrives_as_the_helper_raised_it(helper, devices):
+    raised = DeviceError("cuCheckpointProcessRestore", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    helper.answer = lambda _: protocol.encode(server._error(raised))
     with pytest.raises(DeviceError) as failed:
         await devices.resume("j-1")
-    assert (failed.value.call, failed.value.code) == ("cuCheckpointProcessRestore", 2)
+    assert str(failed.value) == str(raised)
+    assert (failed.value.call, failed.value.code) == (raised.call, raised.code)
 
 
 async def test_a_signal_to_a_lease_that_is_gone_is_done(helper, devices):

@@ -115,6 +115,8 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     Raises:
         InvalidRequest: an unknown key, or a value out of range.
     """
+    if not isinstance(config, Mapping):
+        raise InvalidRequest(f"project {name}: a dict of quota, weight, ..., not {config!r}")
     unknown = set(config) - {"quota", "weight", "limit", "priority", "groups", "never_sleep"}
     if unknown:
         raise InvalidRequest(f"project {name}: unknown key {sorted(unknown)[0]!r}")
@@ -135,6 +137,11 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     weight = config.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int) or not 0 <= weight <= 1000:
         raise InvalidRequest(f"project {name}: weight is a whole number from 0 to 1000, not {weight!r}")
+    priority, groups = config.get("priority", 0), config.get("groups", (name,))
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequest(f"project {name}: priority is a whole number, not {priority!r}")
+    if isinstance(groups, str) or not all(isinstance(group, str) for group in groups):
+        raise InvalidRequest(f"project {name}: groups is a list of names, not {groups!r}")
     limit, never_sleep = config.get("limit"), config.get("never_sleep", False)
     if not isinstance(never_sleep, bool):
         raise InvalidRequest(f"project {name}: never_sleep is True or False, not {never_sleep!r}")
@@ -144,7 +151,7 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
         quota_percent=percent,
         weight=weight,
         limit_milli=None if limit is None else gpus_to_milli(limit, f"project {name}: limit"),
-        priority=int(config.get("priority", 0)),
-        groups=tuple(config.get("groups", (name,))),
+        priority=priority,
+        groups=tuple(groups),
         never_sleep=never_sleep,
     )

@@ -235,17 +235,16 @@ def _send(peer: socket.socket, line: bytes) -> None:
 
 
 def _error(error: Exception) -> dict[str, Any]:
-    call, code = "", 0
+    call, code, message = "", 0, str(error)
     if isinstance(error, InvalidRequest):
         kind: str = ErrorKind.BAD_REQUEST
     elif isinstance(error, HelperError):
         kind = error.kind
     elif isinstance(error, DeviceError):
-        kind, call, code = ErrorKind.DEVICE, error.call, error.code
+        kind, call, code, message = ErrorKind.DEVICE, error.call, error.code, error.name
     else:
         log.error("a request failed", exc_info=error)
-        kind = ErrorKind.INTERNAL
-    message = str(error) if kind is not ErrorKind.INTERNAL else f"{type(error).__name__}: {error}"
+        kind, message = ErrorKind.INTERNAL, f"{type(error).__name__}: {error}"
     return {"ok": False, "error": {"kind": str(kind), "message": message, "call": call, "code": code}}
 
 
