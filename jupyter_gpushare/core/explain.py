@@ -70,8 +70,6 @@ class Use:
 
 
 def _needs(cluster: Cluster, lease: Lease) -> int:
-    if lease.devices:
-        return size_of(lease)
     needs = [device.demand_milli(lease.size) for device in cluster.devices]
     return min(needs, default=lease.size.fraction_milli) * lease.size.device_count
 
