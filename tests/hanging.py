@@ -30,13 +30,14 @@ _FORCE, _DETACH = 1, 2  # mount.h
 # A thread reads the file: that never returns, and keeps the file's page locked.  Then the file is
 # mapped past the page cache: mmap(2) waits for that page, and holds the lock of the process's memory.
 _HANGS = """
-import ctypes, os, sys, threading
+import ctypes, os, signal, sys, threading
 os.setuid(int(sys.argv[2])) if os.geteuid() == 0 else None
 cached = os.open(sys.argv[1], os.O_RDONLY)
 threading.Thread(target=os.read, args=(cached, 1)).start()
 mmap = ctypes.CDLL(None).mmap
 mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 mmap(None, 4096, 1, 2, os.open(sys.argv[1], os.O_RDONLY), 0)
+signal.pause()
 """
 
 
@@ -107,7 +108,7 @@ def why_not() -> str:
 
 @contextmanager
 def hanging_process(uid: int, env: dict[str, str]) -> Iterator[tuple[int, HangingFile]]:
-    """The pid of a process of a user that holds the lock of its memory, until the file is unmounted.
+    """The pid of a process of a user that holds the lock of its memory until the file is unmounted, and then waits.
 
     ``uid`` counts where this process is root's.
     """
