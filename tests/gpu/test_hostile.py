@@ -17,7 +17,7 @@ from jupyter_gpushare.gpu.leases.processes import Processes
 from tests.gpu.machine import GIB, Machine, until
 from tests.hanging import HangingFile, hanging_process, why_not
 
-EVE_UID = 41_234  # of no process of another test
+EVE_UID = 40_000_000 + os.getpid()  # of no process of another run
 
 
 @pytest.fixture
