@@ -25,6 +25,7 @@ from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, State
 from jupyter_gpushare.hub import GPUShareMixin
+from jupyter_gpushare.hub.limits import LimitedProcesses
 from jupyter_gpushare.protocol import wire
 
 DOCS = Path(__file__).resolve().parent
@@ -188,7 +189,11 @@ def _type_name(hint: object) -> str:
 def configuration_page() -> str:
     """``docs/configuration.md``: every trait of the Hub's mixin and of the broker."""
     lines = []
-    for kind, where in ((GPUShareMixin, "in the Hub"), (GPUShareBroker, "in the broker")):
+    for kind, where in (
+        (GPUShareMixin, "in the Hub"),
+        (LimitedProcesses, "in the Hub, for local processes"),
+        (GPUShareBroker, "in the broker"),
+    ):
         doc = _markdown((kind.__doc__ or "").strip().split("\n\n")[0])
         lines += [f"## {kind.__name__}: {where}", "", doc, ""]
         for name, trait in sorted(kind.class_traits(config=True).items()):

@@ -108,7 +108,7 @@ def why_not() -> str:
 
 @contextmanager
 def hanging_process(uid: int, env: dict[str, str]) -> Iterator[tuple[int, HangingFile]]:
-    """The pid of a process of a user that holds the lock of its memory until the file is unmounted, and then waits.
+    """The pid of a process of a user that holds the lock of its memory until the file is unmounted.
 
     ``uid`` counts where this process is root's.
     """

@@ -29,6 +29,7 @@ from jupyter_gpushare.gpu.leases.files import (
     VERSION,
     PagePhase,
 )
+from jupyter_gpushare.gpu.leases.host import limit_bytes
 from jupyter_gpushare.messages import gigabytes
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
@@ -93,6 +94,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
         check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
         check_environment(environment, lease),
         check_origin(environment),
+        check_memory_limit(environment, limit_bytes(0)),
     ]
     if environment.get("GPUSHARE_LEASE"):
         if lease is None or lease.level == "preload":
@@ -290,6 +292,20 @@ def check_origin(environment: Mapping[str, str]) -> Check:
         name,
         "All users' servers are one origin: a page of one can act in a window that it opened for another.",
         "where users are not trusted, set c.JupyterHub.subdomain_host (docs/security.md)",
+    )
+
+
+def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -> Check:
+    """Whether the host memory of a server is limited; ``most_bytes`` is what its cgroups allow."""
+    name = "host memory"
+    if "JUPYTERHUB_USER" not in environment:
+        return _ok(name, "This is no server of a Hub.")
+    if most_bytes is not None:
+        return _ok(name, f"This server is limited to {gigabytes(most_bytes)}.")
+    return _warn(
+        name,
+        "This server's memory is not limited: it can take all of its machine.",
+        "the administrator sets c.LimitedProcesses.cgroup_root and c.Spawner.mem_limit (docs/isolation.md)",
     )
 
 

@@ -6,6 +6,7 @@ import pwd
 
 from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner
 
+from jupyter_gpushare.hub.limits import LimitedProcesses
 from jupyter_gpushare.hub.process import PidCheckedSpawner
 from jupyter_gpushare.hub.refusals import refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
@@ -23,12 +24,12 @@ def uid_of(user: str) -> int:
         raise refusal(f"There is no system user {user} on this machine.", "no_system_user", 400) from None
 
 
-class GPUShareLocalSpawner(GPUShareMixin, PidCheckedSpawner, LocalProcessSpawner):
+class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, LocalProcessSpawner):
     """Local processes with the uid of the system user of the same name."""
 
     def server_uid(self) -> int:
         return uid_of(self.user.name)
 
 
-class GPUShareSimpleSpawner(GPUShareMixin, PidCheckedSpawner, SimpleLocalProcessSpawner):
+class GPUShareSimpleSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, SimpleLocalProcessSpawner):
     """For trying out: all servers have the uid of the Hub, whatever the user's name."""

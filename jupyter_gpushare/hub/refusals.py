@@ -27,6 +27,11 @@ SHARED_RESOURCE = (
     "Tell the administrator; the Hub's log says what to set."
 )
 
+NO_LIMITS = (
+    "The limits of memory and processes could not be set, so the server was not started. "
+    "Tell the administrator; the Hub's log says why."
+)
+
 
 def refusal(message: str, reason: str, status: int) -> SpawnException:
     """Return the exception for a start that is refused, readable wherever the Hub shows it."""

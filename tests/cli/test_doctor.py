@@ -207,6 +207,14 @@ def test_server_without_gpu_is_ok_unless_it_names_a_device():
     assert check.result is Result.WARN
 
 
+def test_a_server_without_a_memory_limit_is_a_warning():
+    in_hub = {"JUPYTERHUB_USER": "ada"}
+    assert doctor.check_memory_limit({}, None).result is Result.OK
+    assert doctor.check_memory_limit(in_hub, 8 << 30).result is Result.OK
+    check = doctor.check_memory_limit(in_hub, None)
+    assert (check.result, "not limited" in check.message) == (Result.WARN, True)
+
+
 def test_preload_library_must_be_named_and_loaded():
     maps = f"7f00-7f01 r-xp 00000000 08:01 1 /opt/lib/{PRELOAD_NAME}\n"
     assert doctor.check_preload(HOLDER, maps).result is Result.OK
@@ -280,7 +288,8 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     names = [check["name"] for check in ran.json["checks"]]
-    assert names == ["broker", "token", "devices", "lending", "driver", "scrubbing", "environment", "origin"]
+    answered, here = ["broker", "token", "devices", "lending"], ["environment", "origin", "host memory"]
+    assert names == [*answered, "driver", "scrubbing", *here]
     for name, value in HOLDER.items():
         if name != "LD_PRELOAD":
             monkeypatch.setenv(name, value)

@@ -10,7 +10,13 @@ import pytest
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.leases import host
+from jupyter_gpushare.gpu.leases.blockers import SuspendBlockers
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
 from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.protocol.helper import Phase
 
 GIB = 1 << 30
 
@@ -103,6 +109,28 @@ def test_the_tightest_cgroup_above_a_process_counts(tmp_path: Path, monkeypatch:
     cgroups.add("/user/ada", 10 * GIB, 1 * GIB)
     cgroups.add("/user", 30 * GIB, 25 * GIB)
     assert free() == 5 * GIB
+
+
+def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
+    assert memory.too_small({1: 5 * GIB, 2: 2 * GIB}) == ""
+    small = memory.too_small({1: 5 * GIB, 2: 4 * GIB})
+    assert "memory cgroup of the lease" in small
+    record = Record(boot_id="", lease="ada", uid=1, limits={}, phase=Phase.RUNNING)
+    lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
+    lease.memory_too_small = small
+    can: Any = SimpleNamespace(unavailable="")
+    assert SuspendBlockers(can, DeviceStates(())).reason(lease, None, [(1, 1)], forced=True) == small
+
+
+def test_the_tightest_limit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroups = Cgroups(monkeypatch, tmp_path, "0::/user/ada")
+    assert host.limit_bytes(0) is None
+    cgroups.add("/user/ada", 10 * GIB, 1 * GIB)
+    cgroups.add("/user", 4 * GIB, 1 * GIB)
+    assert host.limit_bytes(0) == 4 * GIB
 
 
 def test_the_limit_of_a_container_counts_which_sees_its_own_cgroup_as_the_root(

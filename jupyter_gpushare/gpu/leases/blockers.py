@@ -1,10 +1,10 @@
 """Why a lease cannot be suspended now, in words for its owner.
 
 In this order: the machine or the device cannot, the driver failed at it lately,
-a process used something that the driver cannot checkpoint (taints), the library
-is not loaded or the account file is broken.  A failure of the driver is believed
-for a minute, then for twice as long each time it happens again to the same
-process (`Lease.block`): retrying is harmless, retrying all the time is not.
+a process used something that the driver cannot checkpoint (taints), its memory limit
+cannot hold the copy, the library is not loaded or the account file is broken.  A failure
+of the driver is believed for a minute, then for twice as long each time it happens again
+to the same process (`Lease.block`): retrying is harmless, retrying all the time is not.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class SuspendBlockers:
         slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
         if words := words_of(slot.taints for key, slot in slots.items() if key in keys):
             return f"it uses {words}"
+        if lease.memory_too_small:
+            return lease.memory_too_small
         if not forced and account is None:
             return "its account file is broken"
         if not forced and not keys <= slots.keys():

@@ -80,6 +80,12 @@ class HostMemory:
                 with self._guard:
                     self._add(-need_bytes, free)
 
+    def too_small(self, by_pid: Mapping[int, int]) -> str:
+        """Why a memory limit of these processes cannot hold their device bytes beside them; "" if it can."""
+        if self._checkpoint.simulated_host_memory():
+            return ""
+        return _cgroup_refusal(with_overhead(sum(by_pid.values())), free_in_cgroups(by_pid))
+
     def _add(self, count: int, cgroups: Mapping[str, int]) -> None:
         self._promised_bytes += count
         for path in cgroups:
@@ -101,14 +107,17 @@ class HostMemory:
             return (
                 f"the copy needs {need_bytes} bytes of host memory, {max(0, available_bytes)} are available"
             )
-        for path, free_bytes in free.items():
-            left_bytes = free_bytes - self._promised_by_cgroup.get(path, 0)
-            if need_bytes > left_bytes:
-                return (
-                    f"the copy needs {need_bytes} bytes in the memory cgroup of the lease, "
-                    f"{max(0, left_bytes)} are left"
-                )
+        promised = self._promised_by_cgroup
+        return _cgroup_refusal(need_bytes, {path: free[path] - promised.get(path, 0) for path in free})
+
+
+def _cgroup_refusal(need_bytes: int, left: Mapping[str, int]) -> str:
+    left_bytes = min(left.values(), default=need_bytes)
+    if need_bytes <= left_bytes:
         return ""
+    return (
+        f"the copy needs {need_bytes} bytes in the memory cgroup of the lease, {max(0, left_bytes)} are left"
+    )
 
 
 def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
@@ -118,30 +127,46 @@ def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
     """
     free: dict[str, int] = {}
     for pid in pids:
-        for line in procfs.read(pid, "cgroup", _CGROUP_FILE_BYTES).splitlines():
-            hierarchy, controllers, path = [*line.decode(errors="replace").split(":", 2), "", ""][:3]
-            if not path.startswith("/"):
-                continue
-            if hierarchy == "0":
-                names = _V2
-            elif "memory" in controllers.split(","):
-                names = _V1
-            else:
-                continue
-            for folder in (path, *map(str, Path(path).parents)):
-                where = f"{CGROUPS}{names[0]}{folder}"
-                if where not in free and (left := _free_in(where, *names[1:])) is not None:
-                    free[where] = left
+        for where, names in _cgroups_above(pid):
+            if where not in free and (left := _free_in(where, *names[1:])) is not None:
+                free[where] = left
     return free
+
+
+def limit_bytes(pid: int) -> int | None:
+    """The tightest memory limit of the cgroups above a process (0: this one); None: there is none."""
+    limits = (_limit(f"{where}/{names[1]}") for where, names in _cgroups_above(pid))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _cgroups_above(pid: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The folders of each cgroup of a process and those above it, with the names of its version."""
+    for line in procfs.read(pid, "cgroup", _CGROUP_FILE_BYTES).splitlines():
+        hierarchy, controllers, path = [*line.decode(errors="replace").split(":", 2), "", ""][:3]
+        if not path.startswith("/"):
+            continue
+        if hierarchy == "0":
+            names = _V2
+        elif "memory" in controllers.split(","):
+            names = _V1
+        else:
+            continue
+        for folder in (path, *map(str, Path(path).parents)):
+            yield f"{CGROUPS}{names[0]}{folder}", names
+
+
+def _limit(file: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        count = int(Path(file).read_text(encoding="ascii"))
+        return count if count < _V1_NO_LIMIT_BYTES else None
+    return None
 
 
 def _free_in(folder: str, limit: str, usage: str, inactive: str) -> int | None:
     """Bytes that one cgroup may still take; None without a limit."""
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        limit_bytes = int(Path(folder, limit).read_text(encoding="ascii"))
-        if limit_bytes < _V1_NO_LIMIT_BYTES:
-            usage_bytes = int(Path(folder, usage).read_text(encoding="ascii"))
-            return limit_bytes - usage_bytes + _stat(folder, inactive)
+    with contextlib.suppress(OSError, ValueError):
+        if (most := _limit(f"{folder}/{limit}")) is not None:
+            return most - int(Path(folder, usage).read_text(encoding="ascii")) + _stat(folder, inactive)
     return None
 
 

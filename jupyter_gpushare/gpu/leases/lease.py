@@ -99,6 +99,7 @@ class Lease:
         self.account: Account | None = None
         self.seen = NO_COUNTERS
         self.active_at = time.monotonic()
+        self.memory_too_small = ""  # why its memory limit cannot hold its device memory
         self.was_alive = False
         # Since when processes of its user, which may be its own, do not answer; 0: they do.
         self.unread_since = 0.0

@@ -220,6 +220,8 @@ class Sampler:
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
             _charge_contexts(lease, account, used)
         lease.used_bytes, lease.by_process, lease.account = used, by_process, account
+        if lease.phase is Phase.RUNNING:
+            lease.memory_too_small = self._machine.host.too_small(by_process)
         counters = account.counters() if account else NO_COUNTERS
         if computing or counters.worked_since(lease.seen):
             lease.active_at = time.monotonic()

@@ -1,0 +1,121 @@
+"""Limits of memory and processes for local servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from traitlets.config import Config
+
+from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
+from jupyter_gpushare.hub.compat import SpawnException
+from jupyter_gpushare.hub.limits import LimitedProcesses
+
+GIB = 1 << 30
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def spawner(kind: type[Any] = GPUShareSimpleSpawner, lease: str = "", **limits: Any) -> Any:
+    mem_limit = limits.pop("mem_limit", None)
+    named = type("Named", (kind,), {"name": "b:c"})
+    made: Any = named(config=Config({"LimitedProcesses": limits, "Spawner": {"mem_limit": mem_limit}}))
+    made.user = SimpleNamespace(name="ada/x")
+    made._environment = {"GPUSHARE_LEASE": lease} if lease else {}
+    return made
+
+
+def processes_of_a_child(made: Any, user: str = "ada") -> list[str]:
+    """The soft and the hard limit of processes (RLIMIT_NPROC) in a process of this spawner."""
+    preexec = made.make_preexec_fn(user)
+    limits = subprocess.run(["cat", "/proc/self/limits"], preexec_fn=preexec, capture_output=True, check=True)
+    (line,) = (line for line in limits.stdout.decode().splitlines() if line.startswith("Max processes"))
+    return line.split()[2:4]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+def test_without_a_cgroup_the_processes_of_the_user_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spawner(GPUShareLocalSpawner, processes_limit=4096)
+    monkeypatch.setattr(made, "server_uid", lambda: pwd.getpwnam("nobody").pw_uid)
+    assert processes_of_a_child(made, "nobody") == ["4096", "4096"]
+
+
+def test_servers_with_the_hubs_uid_do_not_share_one_limit() -> None:
+    assert processes_of_a_child(spawner(processes_limit=4096)) == processes_of_a_child(spawner())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "cgroup.subtree_control").touch()
+    return tmp_path
+
+
+def read(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+def test_each_server_joins_a_cgroup_with_its_limits(root: Path) -> None:
+    made = spawner(cgroup_root=str(root), processes_limit=100, mem_limit="2G")
+    processes_of_a_child(made)
+    limits = {"cgroup.procs": "0", "memory.max": str(2 * GIB), "pids.max": "100"}
+    assert read(root / "server-ada%2Fx:b%3Ac") == limits
+    assert (root / "cgroup.subtree_control").read_text() == "+memory +pids"
+    # With a lease it is the one where the device helper looks for it.
+    processes_of_a_child(spawner(cgroup_root=str(root), mem_limit="2G", lease="ada-1"))
+    assert read(root / "gpushare-ada-1") == limits | {"pids.max": "max"}
+
+
+def test_the_cgroup_is_removed_after_the_server_even_by_a_new_hub(root: Path) -> None:
+    made = spawner(cgroup_root=str(root), processes_limit=100)
+    made.make_preexec_fn("ada")
+    (folder,) = (path for path in root.iterdir() if path.is_dir())
+    for path in folder.iterdir():
+        path.unlink()  # the kernel removes them with their folder
+    later = spawner()
+    later.load_state(made.get_state())
+    asyncio.run(LimitedProcesses.run_post_stop_hook(later))
+    assert not folder.exists()
+
+
+def test_no_server_starts_without_the_limits_that_are_set(tmp_path: Path) -> None:
+    with pytest.raises(SpawnException) as refused:
+        spawner(cgroup_root=str(tmp_path / "none"), processes_limit=100).make_preexec_fn("ada")
+    assert "could not be set" in str(refused.value)
+
+
+def test_without_limits_nothing_is_made(root: Path) -> None:
+    spawner(cgroup_root=str(root)).make_preexec_fn("ada")
+    assert [path.name for path in root.iterdir()] == ["cgroup.subtree_control"]
+
+
+@pytest.fixture
+def real_root() -> Iterator[Path]:
+    made = CGROUPS / f"gpushare-test-{uuid.uuid4().hex}"
+    try:
+        controllers = (CGROUPS / "cgroup.controllers").read_text().split()
+        if not {"memory", "pids"} <= set(controllers):
+            pytest.skip("cgroup (v2) has no memory and pids here")
+        (CGROUPS / "cgroup.subtree_control").write_text("+memory +pids")
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup (v2) to create others in: {error}")
+    yield made
+    for folder in made.iterdir():
+        if folder.is_dir():
+            folder.rmdir()
+    made.rmdir()
+
+
+def test_the_kernel_keeps_a_server_to_its_limit(real_root: Path) -> None:
+    made = spawner(cgroup_root=str(real_root), processes_limit=1)
+    done = subprocess.run(
+        ["sh", "-c", "(exit 0); (exit 0)"], preexec_fn=made.make_preexec_fn("ada"), capture_output=True
+    )
+    assert b"fork" in done.stderr.lower()
