@@ -14,7 +14,9 @@ from jupyter_gpushare.errors import InvalidRequest
 
 WHOLE_GPU = 1000  # thousandths
 MOST_GPUS = 1024
-# Bytes with or without a unit, in a form that JavaScript reads alike (`ui/src/sizes.ts`).
+# Forms of text that JavaScript reads alike (`ui/src/sizes.ts`): a part of one GPU or a number of
+# GPUs, whose range is checked here; bytes with or without a unit.
+GPUS_PATTERN = "(?=.*[1-9])([0-9]{1,4}|0{0,4}[.][0-9]{1,11}|1[.]0{1,11})|[1-9][0-9]{0,6}/[1-9][0-9]{0,7}"
 MEMORY_PATTERN = "([0-9]{1,15})([kKMGT]|[KMGT]i)?B?"
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _FACTORS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -117,13 +119,9 @@ def parse_fraction(text: str) -> int:
     Raises:
         InvalidRequest: not a number, not in (0, 1], or finer than 1/1000.
     """
-    try:
-        # Bounded before parsing: 1e999999999 would take for ever.
-        plain = text.isascii() and len(text) <= 16 and "e" not in text.lower()
-        value = Fraction(text) if plain else None
-    except (ValueError, ZeroDivisionError):
-        value = None
-    if value is None or not 0 < value <= 1:
+    plain = text.strip()
+    value = Fraction(plain) if re.fullmatch(GPUS_PATTERN, plain) else None
+    if value is None or value > 1:
         raise InvalidRequest(
             "%1 is not a GPU fraction: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1",
             repr(text[:40]),

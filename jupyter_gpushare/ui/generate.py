@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from jupyter_gpushare import errors
-from jupyter_gpushare.core.size import MEMORY_PATTERN, MOST_GPUS
+from jupyter_gpushare.core.size import GPUS_PATTERN, MEMORY_PATTERN
 from jupyter_gpushare.messages import TEMPLATES
 from jupyter_gpushare.protocol import wire
 
@@ -169,11 +169,15 @@ def template_of(node: ast.AST) -> ast.expr | None:
 def sizes_module() -> str:
     """Return ``src/sizes.ts``: which sizes `core.size` reads."""
     return (
-        f"{HEADER}\n/** The most GPUs that one job may ask for. */\n"
-        f"export const MOST_GPUS = {MOST_GPUS};\n"
+        f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker says what is too fine or too many. */\n"
+        f"export const GPUS = {_expression(GPUS_PATTERN)};\n"
         "\n/** An amount of memory: 20GiB, 500MB or a number of bytes. */\n"
-        f"export const MEMORY = /^{MEMORY_PATTERN}$/;\n"
+        f"export const MEMORY = {_expression(MEMORY_PATTERN)};\n"
     )
+
+
+def _expression(pattern: str) -> str:
+    return f"/^({pattern.replace('/', chr(92) + '/')})$/"
 
 
 def _quoted(text: str) -> str:

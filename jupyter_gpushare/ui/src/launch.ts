@@ -5,7 +5,7 @@ import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOffersQuery } from './requests';
-import { MEMORY, MOST_GPUS } from './sizes';
+import { GPUS, MEMORY } from './sizes';
 import { chosenVariables } from './variables';
 import { CheckpointMode, IJob, ILaunchForm, ILaunchRequest, IOffers, IJobOutlook } from './wire';
 
@@ -141,17 +141,6 @@ export function takenFromServer(fields: IFields): string[] {
   return nonEmpty(fields.variables).filter(line => !line.includes('='));
 }
 
-/** Whether `text` is `0.5`, `1/2`, `1` or `2`; what is too fine is left to the broker to say. */
-export function isGpus(text: string): boolean {
-  const whole = /^\d{1,4}$/.exec(text);
-  if (whole !== null) {
-    return Number(text) >= 1 && Number(text) <= MOST_GPUS;
-  }
-  const ratio = /^(\d{1,4})\/(\d{1,4})$/.exec(text);
-  const value = ratio !== null ? Number(ratio[1]) / Number(ratio[2]) : Number(text);
-  return (ratio !== null || /^\d?\.\d+$/.test(text)) && value > 0 && value <= 1;
-}
-
 /** Returns an error message for each invalid field. */
 export function problemsOf(trans: TranslationBundle, fields: IFields): Problems {
   const problems: { -readonly [field in keyof IFields]?: string } = {};
@@ -167,7 +156,7 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   if (fields.cwd !== '' && !fields.cwd.startsWith('/')) {
     problems.cwd = trans.__('A folder is given from the root: /home/...');
   }
-  if (fields.size === 'gpus' && !isGpus(fields.gpus.trim())) {
+  if (fields.size === 'gpus' && !GPUS.test(fields.gpus.trim())) {
     problems.gpus = trans.__('A part of one GPU like 0.5 or 1/4, or a number of GPUs');
   }
   if (fields.size === 'memory' && !MEMORY.test(fields.memory.replace(/\s/g, ''))) {

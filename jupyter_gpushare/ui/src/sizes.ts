@@ -1,8 +1,8 @@
 /* eslint-disable */
 // Written by jupyter_gpushare/ui/generate.py; do not edit.
 
-/** The most GPUs that one job may ask for. */
-export const MOST_GPUS = 1024;
+/** `0.5`, `1/2` or `2` GPUs; the broker says what is too fine or too many. */
+export const GPUS = /^((?=.*[1-9])([0-9]{1,4}|0{0,4}[.][0-9]{1,11}|1[.]0{1,11})|[1-9][0-9]{0,6}\/[1-9][0-9]{0,7})$/;
 
 /** An amount of memory: 20GiB, 500MB or a number of bytes. */
-export const MEMORY = /^([0-9]{1,15})([kKMGT]|[KMGT]i)?B?$/;
+export const MEMORY = /^(([0-9]{1,15})([kKMGT]|[KMGT]i)?B?)$/;

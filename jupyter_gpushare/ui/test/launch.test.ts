@@ -4,7 +4,6 @@ import {
   BLANK,
   fieldsOf,
   IFields,
-  isGpus,
   LaunchModel,
   pairsOf,
   problemsOf,
@@ -22,13 +21,13 @@ function fields(change: Partial<IFields> = {}): IFields {
 
 describe('what is typed', () => {
   it.each(['1', '2', '1024', '0.5', '.25', '1/4', '1.0', '3/3'])('takes %s as GPUs', text => {
-    expect(isGpus(text)).toBe(true);
+    expect(problemsOf(trans, fields({ gpus: text }))).toEqual({});
   });
 
-  it.each(['', '0', '1025', '1.5', '3/2', '1/0', '0/4', '-1', 'x', '1e3', '0.0'])(
+  it.each(['', '0', '1.5', '1/0', '0/4', '-1', 'x', '1e3', '0.0', '1/2/3', '00000'])(
     'refuses %s as GPUs',
     text => {
-      expect(isGpus(text)).toBe(false);
+      expect(problemsOf(trans, fields({ gpus: text }))).toHaveProperty('gpus');
     }
   );
 
