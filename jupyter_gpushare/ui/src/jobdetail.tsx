@@ -114,52 +114,11 @@ function LogView(props: IDetailProps): JSX.Element {
   const [attempt, setAttempt] = React.useState(0);
   const [follow, setFollow] = React.useState(true);
   const [wanted, setWanted] = React.useState('');
-  const [at, setAt] = React.useState(0);
-  const [refusal, setRefusal] = React.useState('');
-  const [reads, setRead] = React.useState(0);
-  const log = React.useMemo(
-    () => new Log((n, from) => props.readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
-    [job.id, attempt]
-  );
   const box = React.useRef<HTMLPreElement>(null);
-  React.useEffect(
-    () =>
-      keepReading(log, {
-        // Neither the page nor the tab is hidden.
-        isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
-        grows: PRINTS.has(job.state),
-        onRead: (isMore, told) => {
-          setRefusal(told);
-          setRead(n => (isMore ? n + 1 : n));
-        }
-      }),
-    [log, job.state]
-  );
+  const { log, reads, refusal } = useLog(props, attempt, box);
+  useEnd(box, follow && wanted === '', log, reads);
   const kept = log.kept ?? [];
   const found = log.find(wanted);
-  const follows = follow && wanted === '';
-  // Before it is drawn: no scroll event comes between new text and this.
-  React.useLayoutEffect(() => {
-    if (follows) {
-      toEnd(box.current!);
-    }
-  }, [follows, log, reads]);
-  React.useEffect(() => {
-    if (!follows) {
-      return;
-    }
-    // Another height, and a tab that is shown again, leave it elsewhere.
-    const observer = new ResizeObserver(() => toEnd(box.current!));
-    observer.observe(box.current!);
-    return () => observer.disconnect();
-  }, [follows]);
-  const next = (step: number): void => {
-    if (found.length > 0) {
-      const to = (at + step + found.length) % found.length;
-      setAt(to);
-      box.current?.querySelectorAll('mark')[to]?.scrollIntoView({ block: 'nearest' });
-    }
-  };
   return (
     <>
       <div className="gpushare-tools">
@@ -167,37 +126,14 @@ function LogView(props: IDetailProps): JSX.Element {
           <input type="checkbox" checked={follow} onChange={event => setFollow(event.target.checked)} />
           {trans.__('Follow')}
         </label>
-        <input
-          type="search"
-          className="jp-mod-styled"
-          aria-label={trans.__('Search the log')}
-          placeholder={trans.__('Search')}
-          value={wanted}
-          onChange={event => {
-            setWanted(event.target.value);
-            setAt(0);
-          }}
-          onKeyDown={event => event.key === 'Enter' && next(event.shiftKey ? -1 : 1)}
+        <Search
+          wanted={wanted}
+          found={found.length}
+          change={setWanted}
+          show={n => box.current?.querySelectorAll('mark')[n]?.scrollIntoView({ block: 'nearest' })}
+          trans={trans}
         />
-        {wanted !== '' && (
-          <span className="gpushare-muted" role="status">
-            {trans._n('%1 line', '%1 lines', found.length)}
-          </span>
-        )}
-        {kept.length > 1 && (
-          <select
-            aria-label={trans.__('Attempt')}
-            value={attempt}
-            onChange={event => setAttempt(Number(event.target.value))}
-          >
-            <option value={0}>{trans.__('Newest attempt')}</option>
-            {kept.map(n => (
-              <option key={n} value={n}>
-                {trans.__('Attempt %1', n)}
-              </option>
-            ))}
-          </select>
-        )}
+        {kept.length > 1 && <Attempts kept={kept} attempt={attempt} change={setAttempt} trans={trans} />}
         {kept.length > 0 && (
           <a className="gpushare-link" href={props.logUrl(job.id, attempt)} download>
             {trans.__('Download')}
@@ -219,6 +155,117 @@ function LogView(props: IDetailProps): JSX.Element {
         {wanted === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
       </pre>
     </>
+  );
+}
+
+/** Reads the log of an attempt for as long as it is shown; `reads` counts the pieces. */
+function useLog(
+  { job, trans, readLog }: IDetailProps,
+  attempt: number,
+  box: React.RefObject<HTMLElement>
+): { log: Log; reads: number; refusal: string } {
+  const [refusal, setRefusal] = React.useState('');
+  const [reads, setRead] = React.useState(0);
+  const log = React.useMemo(
+    () => new Log((n, from) => readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
+    [job.id, attempt]
+  );
+  React.useEffect(
+    () =>
+      keepReading(log, {
+        // Neither the page nor the tab is hidden.
+        isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
+        grows: PRINTS.has(job.state),
+        onRead: (isMore, told) => {
+          setRefusal(told);
+          setRead(n => (isMore ? n + 1 : n));
+        }
+      }),
+    [log, job.state]
+  );
+  return { log, reads, refusal };
+}
+
+/** Keeps the end of a log in sight while it `follows`. */
+function useEnd(box: React.RefObject<HTMLElement>, follows: boolean, log: Log, reads: number): void {
+  // Before it is drawn: no scroll event comes between new text and this.
+  React.useLayoutEffect(() => {
+    if (follows) {
+      toEnd(box.current!);
+    }
+  }, [follows, log, reads]);
+  React.useEffect(() => {
+    if (!follows) {
+      return;
+    }
+    // Another height, and a tab that is shown again, leave it elsewhere.
+    const observer = new ResizeObserver(() => toEnd(box.current!));
+    observer.observe(box.current!);
+    return () => observer.disconnect();
+  }, [follows]);
+}
+
+function Search(props: {
+  wanted: string;
+  /** Number of lines. */
+  found: number;
+  change: (wanted: string) => void;
+  /** Scrolls to one of these lines. */
+  show: (n: number) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { wanted, found, trans } = props;
+  const [at, setAt] = React.useState(0);
+  const next = (step: number): void => {
+    if (found > 0) {
+      const to = (at + step + found) % found;
+      setAt(to);
+      props.show(to);
+    }
+  };
+  return (
+    <>
+      <input
+        type="search"
+        className="jp-mod-styled"
+        aria-label={trans.__('Search the log')}
+        placeholder={trans.__('Search')}
+        value={wanted}
+        onChange={event => {
+          props.change(event.target.value);
+          setAt(0);
+        }}
+        onKeyDown={event => event.key === 'Enter' && next(event.shiftKey ? -1 : 1)}
+      />
+      {wanted !== '' && (
+        <span className="gpushare-muted" role="status">
+          {trans._n('%1 line', '%1 lines', found)}
+        </span>
+      )}
+    </>
+  );
+}
+
+function Attempts(props: {
+  kept: readonly number[];
+  attempt: number;
+  change: (attempt: number) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { trans } = props;
+  return (
+    <select
+      aria-label={trans.__('Attempt')}
+      value={props.attempt}
+      onChange={event => props.change(Number(event.target.value))}
+    >
+      <option value={0}>{trans.__('Newest attempt')}</option>
+      {props.kept.map(n => (
+        <option key={n} value={n}>
+          {trans.__('Attempt %1', n)}
+        </option>
+      ))}
+    </select>
   );
 }
 

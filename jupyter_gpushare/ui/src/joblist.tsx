@@ -200,51 +200,16 @@ function Rows(props: {
   const { jobs, selected, select, trans } = props;
   const scroller = React.useRef<HTMLDivElement>(null);
   const [top, setTop] = React.useState(0);
-  const [height, setHeight] = React.useState(600);
-  React.useEffect(() => {
-    const node = scroller.current!;
-    const observer = new ResizeObserver(() => setHeight(node.clientHeight));
-    observer.observe(node);
-    return () => observer.disconnect();
-  }, []);
+  const height = useHeight(scroller);
+  useFocusOn(selected, scroller);
   const at = jobs.findIndex(job => job.id === selected);
-  // The row that the keyboard reaches is there also when it is out of sight.
-  const reached = Math.max(0, at);
   const move = (to: number): void => {
-    const job = jobs[Math.max(0, Math.min(jobs.length - 1, to))];
-    if (job !== undefined) {
-      select(job.id);
-      const y = jobs.indexOf(job) * ROW_PX;
-      const node = scroller.current!;
-      if (y < node.scrollTop) {
-        node.scrollTop = y;
-      } else if (y + ROW_PX > node.scrollTop + node.clientHeight) {
-        node.scrollTop = y + ROW_PX - node.clientHeight;
-      }
+    const n = Math.max(0, Math.min(jobs.length - 1, to));
+    if (jobs[n] !== undefined) {
+      select(jobs[n].id);
+      showRow(scroller.current!, n);
     }
   };
-  React.useEffect(() => {
-    const node = scroller.current!;
-    const focused = document.activeElement;
-    if (node.contains(focused) || focused === node.closest('[tabindex="-1"]')) {
-      node.querySelector<HTMLElement>('.gpushare-job-row[tabindex="0"]')?.focus({ preventScroll: true });
-    }
-  }, [selected]);
-  const page = Math.max(1, Math.floor(height / ROW_PX) - 1);
-  const keys: { [key: string]: number } = {
-    ArrowDown: at + 1,
-    ArrowUp: Math.max(0, at - 1),
-    PageDown: at + page,
-    PageUp: at - page,
-    Home: 0,
-    End: jobs.length - 1
-  };
-  const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
-  const last = Math.min(jobs.length, Math.ceil((top + height) / ROW_PX) + BEYOND);
-  const drawn = jobs.slice(first, last).map((job, n) => ({ job, n: first + n }));
-  if (reached < jobs.length && (reached < first || reached >= last)) {
-    drawn.push({ job: jobs[reached]!, n: reached });
-  }
   return (
     <div className="gpushare-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
       <div className="gpushare-row-grid gpushare-head" role="row" aria-rowindex={1}>
@@ -256,7 +221,7 @@ function Rows(props: {
         role="rowgroup"
         onScroll={event => setTop(event.currentTarget.scrollTop)}
         onKeyDown={event => {
-          const to = keys[event.key];
+          const to = target(event.key, at, jobs.length, Math.max(1, Math.floor(height / ROW_PX) - 1));
           if (to !== undefined) {
             event.preventDefault();
             move(to);
@@ -264,13 +229,13 @@ function Rows(props: {
         }}
       >
         <div role="presentation" style={{ height: jobs.length * ROW_PX, position: 'relative' }}>
-          {drawn.map(({ job, n }) => (
+          {drawn(jobs.length, top, height, Math.max(0, at)).map(n => (
             <Row
-              key={job.id}
-              job={job}
+              key={jobs[n]!.id}
+              job={jobs[n]!}
               n={n}
               selected={n === at}
-              reached={n === reached}
+              reached={n === Math.max(0, at)}
               select={select}
               trans={trans}
             />
@@ -280,6 +245,60 @@ function Rows(props: {
       </div>
     </div>
   );
+}
+
+/** Returns the height of an element, as it is now. */
+function useHeight(element: React.RefObject<HTMLElement>): number {
+  const [height, setHeight] = React.useState(600);
+  React.useEffect(() => {
+    const node = element.current!;
+    const observer = new ResizeObserver(() => setHeight(node.clientHeight));
+    observer.observe(node);
+    return () => observer.disconnect();
+  }, []);
+  return height;
+}
+
+/** Moves the keyboard focus to the selected row, if it is in the list. */
+function useFocusOn(selected: string | null, scroller: React.RefObject<HTMLElement>): void {
+  React.useEffect(() => {
+    const node = scroller.current!;
+    const focused = document.activeElement;
+    if (node.contains(focused) || focused === node.closest('[tabindex="-1"]')) {
+      node.querySelector<HTMLElement>('.gpushare-job-row[tabindex="0"]')?.focus({ preventScroll: true });
+    }
+  }, [selected]);
+}
+
+/** Returns the row that a key leads to from row `at` (-1: none); undefined: not a key of the list. */
+function target(key: string, at: number, rows: number, page: number): number | undefined {
+  const rowOf: { [key: string]: number } = {
+    ArrowDown: at + 1,
+    ArrowUp: Math.max(0, at - 1),
+    PageDown: at + page,
+    PageUp: at - page,
+    Home: 0,
+    End: rows - 1
+  };
+  return rowOf[key];
+}
+
+/** Scrolls as little as needed to show a row. */
+function showRow(scroller: HTMLElement, n: number): void {
+  const y = n * ROW_PX;
+  if (y < scroller.scrollTop) {
+    scroller.scrollTop = y;
+  } else if (y + ROW_PX > scroller.scrollTop + scroller.clientHeight) {
+    scroller.scrollTop = y + ROW_PX - scroller.clientHeight;
+  }
+}
+
+/** Returns the rows to draw: those in sight, and the one that the keyboard reaches. */
+function drawn(rows: number, top: number, height: number, reached: number): number[] {
+  const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
+  const last = Math.min(rows, Math.ceil((top + height) / ROW_PX) + BEYOND);
+  const found = Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
+  return reached < rows && !found.includes(reached) ? [...found, reached] : found;
 }
 
 function Heads(props: {

@@ -99,36 +99,18 @@ class LaunchBody extends ReactWidget {
   }
 }
 
-function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
+interface IPartProps {
+  model: LaunchModel;
+  trans: TranslationBundle;
+}
+
+function Form(props: IPartProps): JSX.Element {
   const { model, trans } = props;
   const { fields } = model;
-  // Opens when a field inside is invalid, and stays open until the user closes it.
-  const [more, setMore] = React.useState(false);
-  // A cell's code has lines, and stays what it was.
-  const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
-  const file = fields.path !== '';
-  const taken = takenFromServer(fields);
-  const text = (field: FieldOf<string>, label: string, more: Partial<ITextProps> = {}): JSX.Element => (
-    <Text model={model} field={field} label={label} {...more} />
-  );
   return (
     <>
-      {text('path', trans.__('Notebook or script'), {
-        placeholder: trans.__('empty: run a command'),
-        onBlur: () => void model.readFile()
-      })}
-      {!file && text('command', trans.__('Command'), {
-          placeholder: 'python train.py --epochs 10',
-          ...(rows > 1 && { rows })
-        })}
-      {file && !isNotebook(fields.path) && text('arguments', trans.__('Arguments'))}
-      {isNotebook(fields.path) &&
-        text('parameters', trans.__('Parameters'), {
-          rows: Math.max(2, Math.min(8, fields.parameters.split('\n').length)),
-          placeholder: 'lr = 0.1',
-          hint: trans.__('The notebook runs into a copy beside it, which you can open at any time.')
-        })}
-      <Size model={model} trans={trans} />
+      <Program {...props} />
+      <Size {...props} />
       {fields.project !== '' && model.projects.some(name => name !== fields.project) && (
         <Select
           model={model}
@@ -158,56 +140,121 @@ function Form(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Elem
         ])}
       />
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
-      <details
-        open={more || ['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}
-        onToggle={event => setMore(event.currentTarget.open)}
-      >
-        <summary>{trans.__('Name, environment, retries')}</summary>
-        {text('name', trans.__('Name'), { placeholder: file ? fields.path.replace(/^.*\//, '') : '' })}
-        {runsInKernel(fields.path) && (
-          <Select
-            model={model}
-            field="kernel"
-            label={trans.__('Environment')}
-            options={[
-              ['', isNotebook(fields.path) ? trans.__('as the notebook says') : trans.__('of this server')],
-              ...(model.form?.environments ?? [])
-                .filter(({ language }) => isNotebook(fields.path) || language === 'python')
-                .map(({ name, display_name }) => [name, display_name] as const)
-            ]}
-          />
-        )}
-        {text('cwd', trans.__('Folder'))}
-        {text('variables', trans.__('Variables'), { rows: 2, placeholder: 'SEED=1' })}
-        {text('retries', trans.__('Tries after a failure'))}
-      </details>
-      {taken.length > 0 && (
-        <div className="gpushare-field gpushare-muted">
-          {trans.__('Variables with the value that this server has: %1', taken.join(', '))}
-        </div>
-      )}
-      {fields.priority !== 0 && (
-        <div className="gpushare-field gpushare-muted">
-          {trans.__('Priority in its project: %1', fields.priority)}
-        </div>
-      )}
-      {fields.grace !== null && (
-        <div className="gpushare-field gpushare-muted">
-          {trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))}
-        </div>
-      )}
-      <div className="gpushare-verdict">
-        <p className="gpushare-outlook" role="status">
-          {outlookText(trans, model.outlook)}
-        </p>
-        {model.refusal !== '' && (
-          <p className="gpushare-refusal" role="alert">
-            {model.refusal}
-          </p>
-        )}
-        {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
-      </div>
+      <More {...props} />
+      <Unseen {...props} />
+      <Verdict {...props} />
     </>
+  );
+}
+
+/** What runs: a file with its arguments or parameters, or a command. */
+function Program({ model, trans }: IPartProps): JSX.Element {
+  const { fields } = model;
+  // A cell's code has lines, and stays what it was.
+  const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
+  return (
+    <>
+      <Text
+        model={model}
+        field="path"
+        label={trans.__('Notebook or script')}
+        placeholder={trans.__('empty: run a command')}
+        onBlur={() => void model.readFile()}
+      />
+      {fields.path === '' && (
+        <Text
+          model={model}
+          field="command"
+          label={trans.__('Command')}
+          placeholder="python train.py --epochs 10"
+          {...(rows > 1 && { rows })}
+        />
+      )}
+      {fields.path !== '' && !isNotebook(fields.path) && (
+        <Text model={model} field="arguments" label={trans.__('Arguments')} />
+      )}
+      {isNotebook(fields.path) && (
+        <Text
+          model={model}
+          field="parameters"
+          label={trans.__('Parameters')}
+          rows={Math.max(2, Math.min(8, fields.parameters.split('\n').length))}
+          placeholder="lr = 0.1"
+          hint={trans.__('The notebook runs into a copy beside it, which you can open at any time.')}
+        />
+      )}
+    </>
+  );
+}
+
+/** Fields that are seldom needed. */
+function More({ model, trans }: IPartProps): JSX.Element {
+  const { path } = model.fields;
+  // Opens when a field inside is invalid, and stays open until the user closes it.
+  const [more, setMore] = React.useState(false);
+  return (
+    <details
+      open={more || ['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}
+      onToggle={event => setMore(event.currentTarget.open)}
+    >
+      <summary>{trans.__('Name, environment, retries')}</summary>
+      <Text model={model} field="name" label={trans.__('Name')} placeholder={path.replace(/^.*\//, '')} />
+      {runsInKernel(path) && (
+        <Select
+          model={model}
+          field="kernel"
+          label={trans.__('Environment')}
+          options={[
+            ['', isNotebook(path) ? trans.__('as the notebook says') : trans.__('of this server')],
+            ...(model.form?.environments ?? [])
+              .filter(({ language }) => isNotebook(path) || language === 'python')
+              .map(({ name, display_name }) => [name, display_name] as const)
+          ]}
+        />
+      )}
+      <Text model={model} field="cwd" label={trans.__('Folder')} />
+      <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder="SEED=1" />
+      <Text model={model} field="retries" label={trans.__('Tries after a failure')} />
+    </details>
+  );
+}
+
+/** What the job gets without a field of its own. */
+function Unseen({ model, trans }: IPartProps): JSX.Element {
+  const { fields } = model;
+  const taken = takenFromServer(fields);
+  const told = [
+    taken.length > 0 && trans.__('Variables with the value that this server has: %1', taken.join(', ')),
+    fields.priority !== 0 && trans.__('Priority in its project: %1', fields.priority),
+    fields.grace !== null && trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))
+  ];
+  return (
+    <>
+      {told.map(
+        (text, n) =>
+          text !== false && (
+            <div key={n} className="gpushare-field gpushare-muted">
+              {text}
+            </div>
+          )
+      )}
+    </>
+  );
+}
+
+function Verdict({ model, trans }: IPartProps): JSX.Element {
+  return (
+    <div className="gpushare-verdict">
+      <p className="gpushare-outlook" role="status">
+        {outlookText(trans, model.outlook)}
+      </p>
+      {model.refusal !== '' && (
+        <p className="gpushare-refusal" role="alert">
+          {model.refusal}
+        </p>
+      )}
+      {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
+    </div>
   );
 }
 
