@@ -1,16 +1,15 @@
-"""The verbs of the command line for what users and administrators set while sessions run."""
+"""The verbs of the command line for what administrators set while sessions run."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from contextlib import closing
 from typing import Literal
 from urllib.parse import quote
 
 from jupyter_gpushare.cli.output import lending_text, print_json, project_text
 from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
-from jupyter_gpushare.messages import local, printable
+from jupyter_gpushare.messages import printable
 from jupyter_gpushare.protocol import wire
 
 Mode = Literal["on", "watch", "off"]
@@ -58,22 +57,4 @@ def quota(args: argparse.Namespace) -> int:
     if args.project is not None and not answer.projects:
         print(printable(f"There is no project {args.project!r} for you."))
         return EXIT_REFUSED
-    return EXIT_OK
-
-
-def sleep(args: argparse.Namespace) -> int:
-    """Mark the session of a server as never to be put to sleep, or take the mark away."""
-    server = os.environ.get("JUPYTERHUB_SERVER_NAME", "") if args.server is None else args.server
-    with closing(connect(args)) as client:
-        leases = client.get("leases", wire.Leases).leases
-        mine = [lease for lease in leases if lease.job is None and lease.server == server]
-        if not mine:
-            print(printable(f"No GPU is held by the server {server!r}."))
-            return EXIT_REFUSED
-        action = "never-sleep" if args.may == "never" else "may-sleep"
-        lease = client.post(f"leases/{mine[0].id}/{action}", None, wire.LeaseStatus, repeatable=True)
-    if args.json:
-        print_json(lease)
-    else:
-        print(printable(local(lease.sentence, lease.sentence_texts)))
     return EXIT_OK

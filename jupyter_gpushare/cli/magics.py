@@ -24,11 +24,6 @@ from jupyter_gpushare.messages import gigabytes, local
 from jupyter_gpushare.protocol import wire
 
 
-def own_lease(status: wire.Status, server: str) -> wire.LeaseStatus | None:
-    """Return the lease of the user's server of this name."""
-    return next((lease for lease in status.leases if lease.server == server), None)
-
-
 def lease_text(lease: wire.LeaseStatus | None) -> str:
     """Return two lines about a lease: numbers, and what happens next."""
     if lease is None:
@@ -81,7 +76,7 @@ class GpuMagics(Magics):
         except GpuShareError as error:
             print(f"No news from the GPU broker: {error}")
             return
-        print(lease_text(own_lease(status, os.environ.get("JUPYTERHUB_SERVER_NAME", ""))))
+        print(lease_text(status.lease_of(os.environ.get("JUPYTERHUB_SERVER_NAME", ""))))
 
     @line_cell_magic
     def gpujob(self, line: str, cell: str | None = None) -> None:

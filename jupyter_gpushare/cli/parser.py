@@ -138,7 +138,7 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     sleep = _verb(
         verbs,
         "sleep",
-        administer.sleep,
+        sessions.sleep,
         "whether my sessions may be put to sleep",
         "gpushare sleep never            this server keeps its GPU, if its project has that right",
         "gpushare sleep allow",

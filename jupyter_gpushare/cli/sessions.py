@@ -1,4 +1,4 @@
-"""The verbs of the command line about my own sessions: wake, keep, lend, and what they used."""
+"""The verbs of the command line about my own sessions: wake, keep, lend, sleep, and what they used."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def keep(args: argparse.Namespace) -> int:
 def lend(args: argparse.Namespace) -> int:
     """Lend the GPU of a session now."""
     return _act(args, "lend")
+
+
+def sleep(args: argparse.Namespace) -> int:
+    """Mark a session as never to be put to sleep, or take the mark away."""
+    return _act(args, "never-sleep" if args.may == "never" else "may-sleep")
 
 
 def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None) -> int:

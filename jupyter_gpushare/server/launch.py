@@ -199,37 +199,32 @@ def job_of(
     spec = by_name.get(asked.kernel)
     given: dict[str, str] = {}
     output, kernel = "", asked.kernel
-    if not asked.path:
-        command, folder, name = _words(asked.command, "the command"), root, None
+    file = find(root, asked.path) if asked.path else None
+    if file is None:
+        command = _words(asked.command, "the command")
+    elif file.suffix == ".ipynb":
+        written = _output_of(file, now)
+        output = str(written.relative_to(root))
+        command = _notebook_command(file, written, asked)
+    elif file.suffix == ".py" and spec is not None and spec.language == _PYTHON:
+        given = _variables_of(spec, environ)
+        command = [_python_of(spec, dict(environ) | given), str(file)]
+        command += _words(asked.arguments, "the arguments")
     else:
-        file = find(root, asked.path)
-        folder, name = file.parent, file.name
-        if file.suffix == ".ipynb":
-            stem = file.stem.encode()[:_STEM_BYTES].decode(errors="ignore")
-            written = file.with_name(f"{stem}-{now:%Y%m%d-%H%M%S}.ipynb")
-            output = str(written.relative_to(root))
-            command = _notebook_command(file, written, asked)
-        else:
-            if file.suffix == ".py" and spec is not None and spec.language == _PYTHON:
-                given = _variables_of(spec, environ)
-                command = [_python_of(spec, dict(environ) | given), str(file)]
-            else:
-                command, kernel = _script(file), ""
-            command += _words(asked.arguments, "the arguments")
+        command, kernel = [*_script(file), *_words(asked.arguments, "the arguments")], ""
     # A duplicate of a job names the variables of its environment too, without a value.
     known = dict(environ) | given
     env = {"PYTHONUNBUFFERED": "1"} | given | dict(_variable(text, known) for text in asked.variables)
-    cwd = asked.cwd or str(folder)
     return wire.JobRequest(
         command=command,
         gpus=asked.gpus,
         memory=asked.memory,
         profile=asked.profile,
         project=asked.project,
-        name=asked.name or (name[:100] if name else None),
+        name=asked.name or (file.name[:100] if file else None),
         checkpoint=asked.checkpoint,
         borrow=asked.borrow,
-        cwd=cwd,
+        cwd=asked.cwd or str(file.parent if file else root),
         env=env,
         priority=asked.priority,
         retries=asked.retries,
@@ -241,7 +236,7 @@ def job_of(
             arguments=asked.arguments,
             parameters=asked.parameters,
         )
-        if asked.path
+        if file
         else None,
         notify=asked.notify,
     )
@@ -255,6 +250,11 @@ def with_output(job: wire.Job, root: Path) -> wire.Job:
     if not _is_file(root / own):
         return job
     return wire.replace(job, source=wire.replace(job.source, output=str(own)))
+
+
+def _output_of(file: Path, now: datetime) -> Path:
+    stem = file.stem.encode()[:_STEM_BYTES].decode(errors="ignore")
+    return file.with_name(f"{stem}-{now:%Y%m%d-%H%M%S}.ipynb")
 
 
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:

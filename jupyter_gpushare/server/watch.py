@@ -53,17 +53,12 @@ def job_key(job: Job) -> tuple[object, ...]:
     return job.state, job.attempt
 
 
-def own_lease(status: Status, server: str) -> LeaseStatus | None:
-    """Return the lease of the user's server of this name."""
-    return next((lease for lease in status.leases if lease.server == server), None)
-
-
 def changes(before: Status | None, now: Status, server: str) -> list[tuple[str, dict[str, Any]]]:
     """Return (schema id, data) of the events between two answers; none for the first answer."""
     if before is None:
         return []
     events = []
-    old, new = own_lease(before, server), own_lease(now, server)
+    old, new = before.lease_of(server), now.lease_of(server)
     if new is not None and (old is None or lease_key(old) != lease_key(new)):
         events.append((LEASE_EVENT, _lease_data(now.seq, old, new)))
     elif new is None and old is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from jupyter_gpushare.cli import output
 from jupyter_gpushare.protocol import wire
 
 LENDING = wire.Lending(
@@ -17,7 +18,7 @@ def test_lending_is_shown_and_changed(gpushare, broker):
     shown = gpushare("admin", "lending")
     assert shown.code == 0
     assert "watch: Nothing is lent" in shown.out
-    assert "Set by root at 2026-11-22T10:00Z; configured: on." in shown.out
+    assert f"Set by root at {output.day_and_time(LENDING.set_at)}; configured: on." in shown.out
     broker.answer("PUT lending", msgspec.to_builtins(LENDING))
     assert gpushare("admin", "lending", "off").code == 0
     assert broker.seen[-1].json == {"mode": "off"}
@@ -32,7 +33,7 @@ def test_the_session_of_this_server_is_marked(gpushare, broker, golden, word, ac
     broker.answer("GET leases", {"leases": [lease]})
     broker.answer(f"POST leases/{lease['id']}/{action}", lease)
     ran = gpushare("sleep", word)
-    assert (ran.code, ran.out.strip()) == (0, lease["sentence"])
+    assert (ran.code, ran.out.strip()) == (0, f"{lease['badge']}: {lease['sentence']}")
     assert gpushare("sleep", word, "--server", "other").code == 1
 
 

@@ -82,25 +82,7 @@ class RequestService:
         if key is not None and (same := next(mine, None)) is not None:
             await registry.journal.durable()
             return same
-        self.request_policy.check_share(request.size())
-        if request.grace_s is not None and request.grace_s > registry.policy.max_grace_s:
-            raise InvalidRequest(
-                "grace_s is at most %1 here: so long may a GPU's owner wait",
-                f"{registry.policy.max_grace_s:g}",
-            )
-        waiting = [j for j in registry.jobs.values() if not j.result]
-        if len(waiting) >= registry.policy.max_jobs:
-            raise TooMany(
-                "the queue is full (%1 jobs): try again later",
-                registry.policy.max_jobs,
-                retry_after_s=_QUEUE_RETRY_S,
-            )
-        if sum(j.user == user for j in waiting) >= registry.policy.max_jobs_per_user:
-            raise TooMany(
-                "you have %1 jobs waiting or running: wait, or cancel some",
-                registry.policy.max_jobs_per_user,
-                retry_after_s=_QUEUE_RETRY_S,
-            )
+        self._check_bounds(user, request)
         job_id, now = random_id(), registry.clock()
         lease = job_lease(f"j{job_id}", user, project, request, now)
         self.engine.check_request(snapshot.empty_machine(registry, self.engine), lease)
@@ -129,6 +111,34 @@ class RequestService:
         await registry.add(record, job)
         log.info("job=%s user=%s project=%s queued size=%s", job.id, user, project, request.gpus)
         return job
+
+    def _check_bounds(self, user: str, request: wire.JobRequest) -> None:
+        """Enforce the site's bounds: size, grace period, length of the queue, jobs of one user.
+
+        Raises:
+            InvalidRequest: the size or the grace period is out of bounds.
+            TooMany: the queue is full, or the user has as many jobs as allowed.
+        """
+        registry = self.registry
+        self.request_policy.check_share(request.size())
+        if request.grace_s is not None and request.grace_s > registry.policy.max_grace_s:
+            raise InvalidRequest(
+                "grace_s is at most %1 here: so long may a GPU's owner wait",
+                f"{registry.policy.max_grace_s:g}",
+            )
+        waiting = [j for j in registry.jobs.values() if not j.result]
+        if len(waiting) >= registry.policy.max_jobs:
+            raise TooMany(
+                "the queue is full (%1 jobs): try again later",
+                registry.policy.max_jobs,
+                retry_after_s=_QUEUE_RETRY_S,
+            )
+        if sum(j.user == user for j in waiting) >= registry.policy.max_jobs_per_user:
+            raise TooMany(
+                "you have %1 jobs waiting or running: wait, or cancel some",
+                registry.policy.max_jobs_per_user,
+                retry_after_s=_QUEUE_RETRY_S,
+            )
 
     async def outlook(self, user: str, request: wire.JobRequest) -> wire.JobOutlook:
         """Return what would become of a job that is submitted now; its project must be named.

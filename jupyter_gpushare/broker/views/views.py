@@ -145,18 +145,11 @@ class Views:
         """
         job = self.registry.jobs.get(job.id, job)
         record = self.registry.leases.get(job.lease_id)
-        state: wire.JobState
-        position = None
-        ran_s = job.ran_s
-        if job.result or record is None:
-            state, reason = _ended(job), job.reason_texts or messages.reason_texts(job.reason)
-        else:
-            facts = self._sentence_inputs.of(record, is_new=is_new)
-            state, reason = _JOB_STATES[record.state], messages.sentence(facts)
-            if record.state is State.PENDING:
-                position = facts.position
-            if record.state is State.RUNNING:
-                ran_s += max(0.0, self.registry.clock() - record.entered_at)
+        now, ran_s = self.registry.clock(), job.ran_s
+        if record is not None and not job.result and record.state is State.RUNNING:
+            ran_s += max(0.0, now - record.entered_at)
+        waited_s = seconds_between(job.submitted_at, job.ended_at or self.registry.iso_now()) - ran_s
+        state, reason, position = self._standing(job, record, is_new=is_new)
         request = wire.decode(job.request.encode(), wire.JobRequest)
         size = request.size()
         return wire.Job(
@@ -177,19 +170,14 @@ class Views:
             submitted_at=job.submitted_at,
             started_at=job.started_at,
             ended_at=job.ended_at,
-            waited_s=round(
-                max(0.0, seconds_between(job.submitted_at, job.ended_at or self.registry.iso_now()) - ran_s),
-                3,
-            ),
+            waited_s=round(max(0.0, waited_s), 3),
             ran_s=round(ran_s, 3),
             preemptions=job.preemptions,
             log=f"~/.local/share/gpushare/jobs/{job.id}",
             server=record.handle if record and record.state is not State.PENDING else None,
             done=job.done,
             total=job.total,
-            left_s=None
-            if record is None
-            else messages.left_s(record.lease, job.measure, self.registry.clock()),
+            left_s=None if record is None else messages.left_s(record.lease, job.measure, now),
             cwd=job.cwd,
             variables=sorted(job.env),
             gpus=request.gpus,
@@ -203,6 +191,16 @@ class Views:
             priority=request.priority,
             grace_s=request.grace_s,
         )
+
+    def _standing(
+        self, job: JobRecord, record: LeaseRecord | None, *, is_new: bool
+    ) -> tuple[wire.JobState, messages.Texts, int | None]:
+        """Return the state of a job, its reason, and the position of one that is queued."""
+        if job.result or record is None:
+            return _ended(job), job.reason_texts or messages.reason_texts(job.reason), None
+        facts = self._sentence_inputs.of(record, is_new=is_new)
+        position = facts.position if record.state is State.PENDING else None
+        return _JOB_STATES[record.state], messages.sentence(facts), position
 
     # ---- projects, devices, the rest ------------------------------------------
 

@@ -174,8 +174,7 @@ driver refuses them while a process has the devices open.
 """
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """The options on a command line; exits with 2 and a usage line when they are wrong."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpushare helper",
         description="Runs beside the NVIDIA driver: inventory, samples, limits, suspend and resume.",
@@ -226,6 +225,12 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--sample-s", type=float, default=1.0, metavar="SECONDS", help="time between samples (default 1)"
     )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options on a command line; exits with 2 and a usage line when they are wrong."""
+    parser = _parser()
     given = parser.parse_args(argv)
     if not 1 <= given.host_budget_percent <= 95:
         parser.error("--host-budget-percent is 1 to 95")

@@ -178,6 +178,10 @@ class Status(Answer, frozen=True):
     devices_known: bool = True  # False: the device helper does not answer
     keep_left_minutes: float | None = None  # of today's budget for "Keep it"
 
+    def lease_of(self, server: str) -> LeaseStatus | None:
+        """Return the lease of the user's server of this name; None: it has no GPU."""
+        return next((lease for lease in self.leases if lease.server == server), None)
+
 
 class Rung(Answer, frozen=True):
     """One level of enforcement on one device."""
