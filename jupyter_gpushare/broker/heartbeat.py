@@ -52,7 +52,7 @@ class Heartbeat:
             systemd.sendto(state.encode(), path)
 
 
-class Listener:
+class Monitor:
     """The end of a parent: whether its child still sends signs of life."""
 
     def __init__(self) -> None:

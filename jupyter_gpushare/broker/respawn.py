@@ -74,7 +74,7 @@ class _Child:
         self._own_session = own_session
         self._sockets = sockets
         self._process: subprocess.Popen[bytes] | None = None
-        self._heartbeat: heartbeat.Listener | None = None
+        self._heartbeat: heartbeat.Monitor | None = None
         self._not_before = 0.0
         self.is_superseded = False
 
@@ -97,7 +97,7 @@ class _Child:
             environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
             passed = pass_on(self._sockets, environment) if self._sockets else ()
             if self._is_watched:
-                self._heartbeat = heartbeat.Listener()
+                self._heartbeat = heartbeat.Monitor()
                 environment[heartbeat.FD_VARIABLE] = str(self._heartbeat.writing)
                 passed = (*passed, self._heartbeat.writing)
             self._process = subprocess.Popen(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.broker.state import transitions
-from jupyter_gpushare.broker.state.observations import WANTED, Observation, Wish
+from jupyter_gpushare.broker.state.observations import WANTED, Observation, WakeRequest
 from jupyter_gpushare.broker.state.transitions import Cancelled, Released, Stopping, Transition
 from jupyter_gpushare.core.model import Event, State
 from jupyter_gpushare.errors import Conflict
@@ -67,16 +67,16 @@ async def test_an_impossible_transition_changes_nothing(tmp_path):
             assert broker.lease(job) == before
 
 
-def test_a_wish_counts_only_where_the_table_says_so() -> None:
+def test_a_request_to_wake_counts_only_where_the_table_says_so() -> None:
     assert set(WANTED) == set(State)
-    for state, wish in WANTED.items():
+    for state, request in WANTED.items():
         observation = Observation()
-        assert observation.want(state, 1.0) is (wish is not Wish.IGNORED)
-        assert observation.wanted is (wish is not Wish.IGNORED)
-        assert not observation.want(state, 2.0), "a wish that is known is no news"
+        assert observation.want(state, 1.0) is (request is not WakeRequest.IGNORED)
+        assert observation.wanted is (request is not WakeRequest.IGNORED)
+        assert not observation.want(state, 2.0), "a request that is known is no news"
         observation.wanted_at = 1.0
         observation.enter(state)
-        assert observation.wanted is (wish is Wish.KEPT)
+        assert observation.wanted is (request is WakeRequest.KEPT)
 
 
 @in_virtual_time

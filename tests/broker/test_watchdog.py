@@ -64,20 +64,20 @@ def test_a_child_that_hangs_is_killed_and_started_again(tmp_path, child):
 
 def test_each_sign_of_life_puts_the_limit_off(monkeypatch):
     monkeypatch.setattr(heartbeat, "HANGS_S", 0.2)
-    listener = heartbeat.Listener()
+    monitor = heartbeat.Monitor()
     for _ in range(3):
-        os.write(listener.writing, b".")
+        os.write(monitor.writing, b".")
         time.sleep(0.25)  # longer than the limit: what was sent meanwhile counts
-        assert not listener.hangs()
-    until(listener.hangs, "no further sign comes")
-    listener.close()
+        assert not monitor.hangs()
+    until(monitor.hangs, "no further sign comes")
+    monitor.close()
 
 
 def test_a_child_that_never_gives_a_sign_is_replaced_after_its_time_to_start(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "STARTS_S", 0.2)
-    listener = heartbeat.Listener()
-    until(listener.hangs, "the time to start is over")
-    listener.close()
+    monitor = heartbeat.Monitor()
+    until(monitor.hangs, "the time to start is over")
+    monitor.close()
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -31,24 +31,24 @@ class PauseTracker:
             self.idle_from = idle_since
 
 
-class Wish(enum.Enum):
-    """What becomes of the owner's wish to have a lease back in a state."""
+class WakeRequest(enum.Enum):
+    """What becomes of the owner's request to have a lease back, by its state."""
 
     IGNORED = enum.auto()  # the owner has the lease, or it is about to end
     FRESH = enum.auto()  # an earlier one ended with the state; a new one counts
     KEPT = enum.auto()  # an earlier one stays; a new one counts
 
 
-WANTED: Mapping[State, Wish] = {
-    State.PENDING: Wish.IGNORED,
-    State.GRANTED: Wish.IGNORED,
-    State.RUNNING: Wish.IGNORED,
-    State.SUSPENDING: Wish.FRESH,
-    State.SUSPENDED: Wish.KEPT,
-    State.RESUMING: Wish.KEPT,
-    State.STOPPING: Wish.IGNORED,
-    State.RELEASED: Wish.IGNORED,
-    State.FAILED: Wish.IGNORED,
+WANTED: Mapping[State, WakeRequest] = {
+    State.PENDING: WakeRequest.IGNORED,
+    State.GRANTED: WakeRequest.IGNORED,
+    State.RUNNING: WakeRequest.IGNORED,
+    State.SUSPENDING: WakeRequest.FRESH,
+    State.SUSPENDED: WakeRequest.KEPT,
+    State.RESUMING: WakeRequest.KEPT,
+    State.STOPPING: WakeRequest.IGNORED,
+    State.RELEASED: WakeRequest.IGNORED,
+    State.FAILED: WakeRequest.IGNORED,
 }
 
 
@@ -102,14 +102,14 @@ class Observation:
 
     def want(self, state: State, now: float) -> bool:
         """Note that the owner needs a lease in ``state``; return whether that is new and counts there."""
-        if WANTED[state] is Wish.IGNORED or self.wanted:
+        if WANTED[state] is WakeRequest.IGNORED or self.wanted:
             return False
         self.wanted_at = now
         return True
 
     def enter(self, state: State) -> None:
-        """Note that the lease enters ``state``: an earlier wish stays only where `WANTED` keeps it."""
-        if WANTED[state] is not Wish.KEPT:
+        """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it."""
+        if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at = None
 
     @classmethod

@@ -91,7 +91,7 @@ class Overview:
             project.name: ProjectWeek(
                 used_gpu_h=sum(use.used_gpu_s for use in sums if use.project == project.name) / 3600,
                 lent_gpu_h=sum(use.lent_gpu_s for use in sums if use.project == project.name) / 3600,
-                waited_s=_half_and_most(waited.get(project.name, [])),
+                waited_s=_median_and_p95(waited.get(project.name, [])),
             )
             for project in registry.policy.projects
         }
@@ -184,7 +184,7 @@ class Overview:
         ]
 
 
-def _half_and_most(seconds: Sequence[float]) -> tuple[float, float] | None:
+def _median_and_p95(seconds: Sequence[float]) -> tuple[float, float] | None:
     if len(seconds) < _LEAST_JOBS:
         return None
     twentieths = quantiles(seconds, n=20, method="inclusive")
