@@ -50,6 +50,7 @@ class Holder:
     limits: Mapping[str, int]  # granted
     guaranteed: Mapping[str, int]  # the part of it that no reclaim takes
     asleep: bool  # it starts suspended: its devices are in use by borrowers
+    unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,6 +128,7 @@ class LocalDevices(Devices):
             limits=dict(holder.limits),
             guaranteed=dict(holder.guaranteed),
             suspended=holder.asleep,
+            unattended=holder.unattended,
         )
         files = await self._helper.ask("set_limit", request, helper.LeaseFiles)
         return Prepared(env=holder_environment(holder.handle, files.directory, holder.limits))

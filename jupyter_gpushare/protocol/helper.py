@@ -197,6 +197,8 @@ class LeaseSample:
     damaged: bool = False  # a failed checkpoint may have damaged a process that lives
     # Since when processes that may be its own do not answer: it has not ended, if not alive; 0: all answer.
     unread_since: float = 0.0
+    # The helper resumed it while no broker answered; the next `resume` confirms that.
+    unconfirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,7 @@ class SetLimit:
     suspended: bool = False
     # Bytes per device UUID that the driver keeps for the lease under pressure; a missing one is its limit.
     guaranteed: dict[str, int] = field(default_factory=dict)
+    unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

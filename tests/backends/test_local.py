@@ -118,7 +118,9 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
     }
     helper.answer = lambda request: ok(answers[request["verb"]])
     limits, guaranteed = {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}
-    await devices.prepare(Holder(handle="j-1", uid=1000, limits=limits, guaranteed=guaranteed, asleep=True))
+    await devices.prepare(
+        Holder(handle="j-1", uid=1000, limits=limits, guaranteed=guaranteed, asleep=True, unattended=True)
+    )
     assert await devices.suspend("j-1", "calls") == moved
     assert await devices.resume("j-1") == moved
     await devices.signal("j-1", 15, "leader")
@@ -141,6 +143,7 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
             limits={"GPU-1": 5, "GPU-0": 6},
             guaranteed={"GPU-1": 5, "GPU-0": 0},
             suspended=True,
+            unattended=True,
         ),
         protocol.Suspend(lease="j-1", calls="calls"),
         protocol.Resume(lease="j-1"),

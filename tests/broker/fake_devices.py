@@ -1,7 +1,8 @@
 """The contract of `Devices` on a `Site`, for one broker.
 
 Imitates `gpu.service.helper`: the epoch fence (`ErrorKind.STALE_EPOCH`), refusals of moves
-(`gpu.moves.suspend`) and the sample of a lease (`gpu.service.sampler`).
+(`gpu.moves.suspend`) and of leases beside one that was resumed unasked, and the sample of a
+lease (`gpu.service.sampler`).
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class SiteDevices(Devices):
                     damaged=h.damaged,
                     unread_since=h.unread_since,
                     stalled=h.stalled,
+                    unconfirmed=h.unconfirmed,
                 )
                 for h in site.held.values()
             ),
@@ -134,7 +136,10 @@ class SiteDevices(Devices):
     async def prepare(self, holder: Holder) -> Prepared:
         handle, limits, guaranteed = holder.handle, dict(holder.limits), dict(holder.guaranteed)
         await self.effect("prepare", handle)
+        if not holder.asleep and (reason := self.site.conflict(handle, limits)):
+            raise HelperError("conflict", reason)
         held = self.site.held.setdefault(handle, Held(handle, holder.uid, limits))
+        held.unattended = holder.unattended
         if not held.alive:
             held.limits, held.guaranteed = limits, guaranteed
             held.phase = Phase.SUSPENDED if holder.asleep else Phase.RUNNING
@@ -173,12 +178,18 @@ class SiteDevices(Devices):
         if calls and calls != str(held.calls):
             return MoveResult(done=False, refused=Refusal.WANTED, reason="a process entered a CUDA call")
         held.phase, held.saved, held.wanted = Phase.SUSPENDED, dict(held.used), False
+        held.unconfirmed = False
         self.site.use(held, {})
         return MoveResult(done=True, bytes=sum(held.saved.values()))
 
     def _restore(self, held: Held) -> MoveResult:
+        if held.phase is Phase.LOST:
+            return MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost it")
         if held.phase is Phase.RUNNING:
+            held.unconfirmed = False
             return MoveResult(done=True)
+        if reason := self.site.conflict(held.handle, held.limits):
+            return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=reason)
         for uuid, count in held.saved.items():
             used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
             if used + count > DEVICE_BYTES - RESERVE_BYTES:

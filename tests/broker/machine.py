@@ -34,6 +34,8 @@ class Held:
     runner_ended: bool = False
     damaged: bool = False
     unread_since: float = 0.0
+    unattended: bool = False
+    unconfirmed: bool = False
 
 
 @dataclass

@@ -14,7 +14,7 @@ import itertools
 import signal
 import tempfile
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,22 @@ class Site:
     def fault(self, name: str, *outcomes: MoveResult | Exception) -> None:
         """Let the next calls of ``name`` end like this."""
         self.faults.setdefault(name, deque()).extend(outcomes)
+
+    def resume_unattended(self, held: Held) -> None:
+        """Resume a lease as the helper does while no broker answers."""
+        assert held.unattended
+        assert held.phase is Phase.SUSPENDED
+        back, held.saved = held.saved, {}
+        held.phase, held.wanted, held.unconfirmed = Phase.RUNNING, False, True
+        self.use(held, back)
+
+    def conflict(self, handle: str, limits: Mapping[str, int]) -> str:
+        """Why a lease may not be on its devices now, as `LeaseRegistry.conflict` says it."""
+        beside = [h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED]
+        taken = {uuid: sum(h.limits.get(uuid, 0) for h in beside) for uuid in limits}
+        fits = all(taken[uuid] + count <= DEVICE_BYTES - RESERVE_BYTES for uuid, count in limits.items())
+        is_unknown = any(h.unconfirmed and h.limits.keys() & limits.keys() for h in beside)
+        return "a lease was resumed on its device" if is_unknown and not fits else ""
 
     # ---- the Hub
 

@@ -124,6 +124,7 @@ class ServerAdmission:
                     limits=limits,
                     guaranteed=guaranteed,
                     asleep=asleep,
+                    unattended=not record.is_job and not record.lease.borrowed,
                 )
             )
         except (HelperError, DeviceError) as error:

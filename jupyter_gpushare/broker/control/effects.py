@@ -121,17 +121,16 @@ class Effects:
         vanished = observation.gone_since_at is not None and now - observation.gone_since_at > GONE_S
         if record.is_job and (vanished or job is None or job.exit_code is not None):
             return self._end_job
-        phase = (
-            observation.sample.phase
-            if observation.sample and snapshot.sampled_since_entry(self.registry, record)
-            else None
-        )
+        sample = observation.sample
+        phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
         if record.lost and record.state is State.RUNNING:
             if record.is_job:
                 return self._start_anew
             return self._reconcile_restarted if phase is not None and phase is not Phase.LOST else None
-        if record.state is State.SUSPENDED and phase is Phase.RUNNING:
+        if record.state is State.SUSPENDED and phase in (Phase.RUNNING, Phase.LOST):
             return self._reconcile_awake
+        if record.state is State.RUNNING and sample is not None and sample.unconfirmed:
+            return self._confirm_resume
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._reconcile_suspended
         return None
@@ -253,9 +252,20 @@ class Effects:
         await self.registry.edit(record, LossReplaced())
 
     async def _reconcile_awake(self, record: LeaseRecord) -> None:
-        """Follow the helper, which rolled a suspension back: the memory is on the device."""
-        await self.registry.advance(record, ResumeBegun(why=Why.CAPACITY_BACK))
-        await self.registry.advance(record, ResumeDone())
+        """Follow the helper, which undid a suspension, or resumed the lease while no broker answered."""
+        why = Why.CAPACITY_BACK
+        if snapshot.resumed_without_intent(self.registry, record):
+            if not snapshot.capacity_is_free(self.registry, record):
+                # The helper refuses what was granted meanwhile, until this lease is confirmed.
+                self.registry.observations[record.id].effect_retry_at = self.registry.clock() + POLL_S
+                return
+            why = Why.WANTED
+        await self._resume(await self.registry.advance(record, ResumeBegun(why=why)))
+
+    async def _confirm_resume(self, record: LeaseRecord) -> None:
+        """Let the helper know that a lease, which it resumed while no broker answered, is known to run."""
+        self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
+        await self.devices.resume(record.handle)
 
     async def _reconcile_suspended(self, record: LeaseRecord) -> None:
         """Follow the helper, which completed a suspension that the broker did not record."""

@@ -79,6 +79,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
     job = registry.job_of(record)
     return replace(
         lease if job is None else measure.on(lease, job.measure),
+        state=State.RESUMING if resumed_without_intent(registry, record) else lease.state,
         saved_bytes=sum(sample.saved_bytes.values()) if sample and asleep else lease.saved_bytes,
         used_bytes=sum(sample.used_bytes.values()) if sample else 0,
         idle_since_at=idle_since(registry, record, now),
@@ -133,6 +134,23 @@ def wakeable(registry: Registry, busy: Container[str], now: float) -> list[Lease
             held.update(part)
             found.append(record)
     return found
+
+
+def resumed_without_intent(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether the helper resumed a lease while no broker answered: it holds its capacity again."""
+    sample = registry.observations[record.id].sample
+    return sample is not None and sample.unconfirmed and record.state is State.SUSPENDED
+
+
+def capacity_is_free(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether no other lease holds a suspended lease's part of its devices."""
+    held = Counter[str]()
+    for other in registry.leases.values():
+        if other.id != record.id and (
+            other.state in HOLDS_CAPACITY or resumed_without_intent(registry, other)
+        ):
+            held.update(dict.fromkeys(other.lease.devices, other.lease.held_milli))
+    return all(held[uuid] + record.lease.held_milli <= WHOLE_GPU for uuid in record.lease.devices)
 
 
 def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: bool = False) -> str:

@@ -72,6 +72,8 @@ class Record:
     guaranteed: dict[str, int] = field(default_factory=dict)
     # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES".
     counted: dict[str, str] = field(default_factory=dict)
+    unattended: bool = False
+    unconfirmed: bool = False
 
 
 class StateDirectory:

@@ -68,6 +68,8 @@ class Lease:
         self.uid = record.uid
         self.limits = record.limits
         self.guaranteed = record.guaranteed
+        self.unattended = record.unattended  # `moves.unattended` may resume it,
+        self.unconfirmed = record.unconfirmed  # has done so, and no broker has confirmed that
         # The highest limits so far: memory allocated under them stays after a lower limit.
         self.peak_limits = dict(record.limits)
         self.files = files
@@ -141,6 +143,11 @@ class Lease:
         counted = {key: held[key][index] for key in keys if key in held}
         return counted if sum(counted.values()) <= self.peak_limits[uuid] else {}
 
+    def borrows(self, uuid: str) -> bool:
+        """Whether any of its memory on a device may be reclaimed."""
+        limit_bytes = self.limits.get(uuid, 0)
+        return self.guaranteed.get(uuid, limit_bytes) < limit_bytes
+
     def enter(self, phase: Phase) -> Phase:
         """Change the phase and the limit page; returns the phase before.
 
@@ -159,6 +166,8 @@ class Lease:
             self.parked = {}
             self.baseline = NO_COUNTERS
             self.active_at = time.monotonic()
+        if phase is Phase.SUSPENDED:
+            self.unconfirmed = False
         self.wanted = self.queries_only = self.stalled = False
         self.wanted_published_at, self.compared_account = 0.0, b""
         return before
@@ -205,6 +214,8 @@ class Lease:
             parked=tuple(self.parked.values()),
             lost=tuple(self.lost.values()),
             damaged=tuple(f"{pid}:{start}" for pid, start in sorted(self.damaged)),
+            unattended=self.unattended,
+            unconfirmed=self.unconfirmed,
             counted={
                 f"{pid}:{start}": f"{calls}:{queries}"
                 for (pid, start), (calls, queries) in self.baseline.entered.items()

@@ -5,6 +5,10 @@ fenced by the broker's epoch again: a request of an old broker that waited does
 nothing.  A lease is written to the journal before its files are created, and
 removed from it after they are gone, so that the next helper finds out what a
 killed one left half done.
+
+While no broker answers, the helper may resume a lease by itself (`moves.unattended`).  A
+broker that comes back may have granted the same capacity meanwhile: until it confirms
+that resume, no other lease gets a limit, or is resumed, that does not fit beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
@@ -32,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_LEASES = 256
 # How long a change of a lease waits for a move in progress.
 HOLD_WAIT_S = 5.0
+# A broker asks for a sample every second; one that has been silent for so long does not answer.
+SILENT_S = 5.0
 
 
 class LeaseRegistry:
@@ -44,6 +51,7 @@ class LeaseRegistry:
         self._guard = threading.Lock()
         self._epoch_guard = threading.Lock()
         self._leases: dict[str, Lease] = {}
+        self._heard_at = time.monotonic()
         # Set when a lease may be suspended that was not before.
         self.suspended = threading.Event()
 
@@ -95,8 +103,67 @@ class LeaseRegistry:
                 self._machine.state.raise_epoch(epoch)
             except OSError as error:
                 raise HelperError(ErrorKind.STATE, f"the epoch cannot be written: {error}") from None
+            self._heard_at = time.monotonic()
         if epoch > before:
             log.info("epoch %d->%d", before, epoch)
+
+    def is_unattended(self) -> bool:
+        """Whether no broker has sent a request for `SILENT_S`."""
+        return time.monotonic() - self._heard_at >= SILENT_S
+
+    def claim(self, lease: Lease) -> bool:
+        """Whether the helper may resume a lease that it holds; then it counts as `Lease.unconfirmed`.
+
+        It may while no broker answers, if the broker allowed it (`Lease.unattended`) and, beside what
+        is on its devices or about to be, its limits fit and no lease is there that only borrows.
+        """
+        with self._guard:
+            if lease.dropped or not lease.unattended or not self.is_unattended():
+                return False
+            beside = self._on_devices(lease.name)
+            if any(other.borrows(uuid) for other in beside for uuid in lease.limits):
+                return False
+            lease.unconfirmed = self._fits(lease.limits, beside)
+            return lease.unconfirmed
+
+    def confirm(self, lease: Lease) -> None:
+        """Note that the broker knows of a resume without it."""
+        if not lease.unconfirmed:
+            return
+        lease.unconfirmed = False
+        try:
+            self._machine.state.save(lease.record(self._machine.state.boot_id))
+        except OSError:
+            lease.unsaved = True
+
+    def conflict(self, name: str, limits: Mapping[str, int]) -> str:
+        """Why a lease may not get these limits now: one that the broker does not know of; "" if it may."""
+        with self._guard:
+            return self._conflict(name, limits)
+
+    def _conflict(self, name: str, limits: Mapping[str, int]) -> str:
+        beside = self._on_devices(name)
+        unknown = [
+            other.name for other in beside if other.unconfirmed and other.limits.keys() & limits.keys()
+        ]
+        if not unknown or self._fits(limits, beside):
+            return ""
+        return f"lease {unknown[0]} was resumed on its device while no broker answered"
+
+    def _on_devices(self, name: str) -> list[Lease]:
+        """The other leases that hold device memory, may soon, or are being moved."""
+        others = [lease for lease in self._leases.values() if lease.name != name]
+        return [each for each in others if each.phase is not Phase.SUSPENDED or each.moving.locked()]
+
+    def _fits(self, limits: Mapping[str, int], beside: list[Lease]) -> bool:
+        """Whether the limits of all these leases fit together on each device."""
+        grantable = {
+            gpu.uuid: gpu.memory_bytes - self._devices.reserve_bytes(gpu) for gpu in self._machine.nvml.gpus
+        }
+        taken = {uuid: sum(other.limits.get(uuid, 0) for other in beside) for uuid in limits}
+        return all(
+            not taken[uuid] or taken[uuid] + count <= grantable.get(uuid, 0) for uuid, count in limits.items()
+        )
 
     @contextmanager
     def hold(self, lease: Lease, epoch: int) -> Iterator[None]:
@@ -127,6 +194,8 @@ class LeaseRegistry:
             with self._guard:
                 lease = self._leases.get(request.lease)
                 created = lease is None
+                if not request.suspended and (reason := self._conflict(request.lease, request.limits)):
+                    raise HelperError(ErrorKind.CONFLICT, reason)
                 lease = lease or self._create(request)
             if created:
                 self._note_holder(request.uid)
@@ -278,6 +347,7 @@ class LeaseRegistry:
             uid=request.uid,
             limits=dict(request.limits),
             guaranteed=dict(request.guaranteed),
+            unattended=request.unattended,
             phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
         )
 
@@ -313,12 +383,13 @@ class LeaseRegistry:
             raise HelperError(
                 ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
             )
-        before = lease.limits, lease.guaranteed
+        before = lease.limits, lease.guaranteed, lease.unattended
         lease.limits, lease.guaranteed = dict(request.limits), dict(request.guaranteed)
+        lease.unattended = request.unattended
         try:
             self._machine.state.save(lease.record(self._machine.state.boot_id))
         except OSError:
-            lease.limits, lease.guaranteed = before
+            lease.limits, lease.guaranteed, lease.unattended = before
             raise
         lease.peak_limits = {
             uuid: max(lease.peak_limits.get(uuid, 0), count) for uuid, count in lease.limits.items()
@@ -331,7 +402,7 @@ class LeaseRegistry:
         """Give a lease that no process carries other limits, devices or another phase."""
         record = self._record(request)
         same = list(lease.limits.items()) == list(record.limits.items())
-        same = same and lease.guaranteed == record.guaranteed
+        same = same and (lease.guaranteed, lease.unattended) == (record.guaranteed, record.unattended)
         if same and lease.phase is record.phase and not lease.parked:
             return
         new = Lease(record, lease.files)

@@ -37,6 +37,7 @@ from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
 from jupyter_gpushare.gpu.moves.wake import WakeDetector
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.gpu.service.sampler import Sampler
@@ -96,6 +97,7 @@ class Helper:
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
         self._mover = Mover(machine, self._registry, self._devices, options.park_before_kill)
+        self._unattended_resumes = UnattendedResumes(self._registry, self._mover)
         unleased = UnleasedProcesses(
             options.unleased, machine.processes, machine.events, state.holders, own_pids
         )
@@ -127,6 +129,7 @@ class Helper:
             self._sampler.run_settle,
             self._health.run,
             self._wake_detector.run,
+            self._unattended_resumes.run,
             self._server.run,
             self._self_tests.run,
         ):
@@ -145,6 +148,7 @@ class Helper:
         self._server.stop()
         self._machine.events.close()
         self._wake_detector.stop()
+        self._unattended_resumes.stop()
         self._sampler.stop()
         for lease in self._registry.all():
             # A move in progress is in the journal step by step; give it a moment to end.

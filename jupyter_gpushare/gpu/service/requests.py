@@ -29,7 +29,7 @@ from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, WatchdogAction
+from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,14 @@ class Requests:
     def _resume(self, request: helper.Resume, epoch: int) -> helper.MoveResult:
         if not 0 <= request.timeout_s <= 3600:
             raise InvalidRequest("timeout_s is at least 0 and at most 3600 seconds")
-        return self._move(request.lease, epoch, lambda lease: self._mover.resume(lease, request.timeout_s))
+        return self._move(request.lease, epoch, lambda lease: self._resume_held(lease, request.timeout_s))
+
+    def _resume_held(self, lease: Lease, timeout_s: float) -> helper.MoveResult:
+        if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
+            return helper.MoveResult(done=False, refused=helper.Refusal.NO_MEMORY, reason=reason)
+        moved = self._mover.resume(lease, timeout_s)
+        self._registry.confirm(lease)
+        return moved
 
     def _move(self, name: str, epoch: int, move: Callable[[Lease], helper.MoveResult]) -> helper.MoveResult:
         lease = self._registry.get(name)

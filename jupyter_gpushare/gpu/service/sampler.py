@@ -303,6 +303,7 @@ class Sampler:
             queries_only=lease.queries_only,
             stalled=lease.stalled,
             level=self._states.level_of(lease),
+            unconfirmed=lease.unconfirmed,
         )
 
 

@@ -1,0 +1,267 @@
+"""What the helper resumes by itself while no broker answers, and what it leaves to the broker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.leases import registry as leases
+from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.journal import StateDirectory
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.machine import Machine as Parts
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
+from tests.gpu.machine import GIB, Machine, Refused, machine_in, until
+
+UUIDS = ("GPU-00112233-4455-6677-8899-aabbccddeeff", "GPU-11112233-4455-6677-8899-aabbccddeeff")
+HALF = 38 * GIB
+EPOCH = 1
+
+
+class Moves:
+    """The mover: restores what it is told to, or answers with ``refused``."""
+
+    def __init__(self) -> None:
+        self.resumed: list[str] = []
+        self.refused: Refusal | None = None
+
+    def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
+        if self.refused is not None:
+            return MoveResult(done=False, refused=self.refused, reason="not now")
+        self.resumed.append(lease.name)
+        lease.enter(Phase.RESUMING)
+        lease.enter(Phase.RUNNING)
+        return MoveResult(done=True)
+
+
+class Helper:
+    """Registry, journal and lease files are real; no broker has been heard for 5 s."""
+
+    def __init__(self, folder: Path) -> None:
+        gpus = tuple(Gpu(uuid, 0, "paper", 80 * GIB, mig=False, island="") for uuid in UUIDS)
+        self.state = StateDirectory(folder, "boot")
+        parts = SimpleNamespace(
+            nvml=SimpleNamespace(gpus=gpus), state=self.state, processes=SimpleNamespace()
+        )
+        machine = cast("Parts", parts)
+        parts.processes.scan = lambda uids: dict.fromkeys(uids, ())
+        cgroups = Cgroups(None, machine.nvml, machine.processes)
+        self.registry = LeaseRegistry(machine, DeviceStates(gpus), cgroups)
+        self.moves = Moves()
+        self.resumes = UnattendedResumes(self.registry, cast("Mover", self.moves))
+
+    def lease(self, name: str, limit_bytes: int = HALF, devices: int = 1, **fields: Any) -> Lease:
+        limits = dict.fromkeys(UUIDS[:devices], limit_bytes)
+        request = SetLimit(lease=name, uid=os.geteuid(), limits=limits, **fields)
+        self.registry.set_limit(request, EPOCH)
+        lease = self.registry.get(name)
+        assert lease is not None
+        return lease
+
+    def asleep(self, name: str, limit_bytes: int = HALF, *, unattended: bool = True, **fields: Any) -> Lease:
+        lease = self.lease(name, limit_bytes, suspended=True, unattended=unattended, **fields)
+        lease.wanted = True
+        return lease
+
+    def look(self) -> list[str]:
+        for lease in self.registry.all():
+            self.resumes.look(lease)
+        return self.moves.resumed
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Helper]:
+    monkeypatch.setattr(leases, "SILENT_S", 0.0)
+    helper = Helper(tmp_path)
+    yield helper
+    for lease in helper.registry.all():
+        lease.files.close()
+    helper.state.close()
+
+
+def test_a_wanted_session_with_its_part_of_the_device_free_is_resumed(helper: Helper) -> None:
+    ada = helper.asleep("ada")
+    helper.lease("beside", HALF)
+    helper.asleep("rival", 40 * GIB, unattended=False)
+    assert helper.look() == ["ada"]
+    assert ada.unconfirmed
+
+
+def test_a_device_that_is_its_own_as_a_whole_is_free_for_it(helper: Helper) -> None:
+    helper.asleep("ada", 80 * GIB, devices=2)
+    assert helper.look() == ["ada"]
+
+
+def guest(helper: Helper) -> None:
+    helper.lease("guest", GIB, devices=2, guaranteed=dict.fromkeys(UUIDS, 0))
+
+
+def guest_on_one_of_its_devices(helper: Helper) -> None:
+    helper.lease("guest", GIB, guaranteed={UUIDS[0]: 0})
+
+
+def granted_and_not_started(helper: Helper) -> None:
+    helper.lease("job", 60 * GIB)
+
+
+def lost(helper: Helper) -> None:
+    helper.lease("job", 60 * GIB).phase = Phase.LOST
+
+
+def in_a_move(helper: Helper) -> None:
+    helper.asleep("job", 60 * GIB, unattended=False).moving.acquire()
+
+
+def resumed_before(helper: Helper) -> None:
+    other = helper.asleep("other", 60 * GIB)
+    helper.resumes.look(other)
+    helper.moves.resumed.clear()
+
+
+@pytest.mark.parametrize(
+    "there", [guest, guest_on_one_of_its_devices, granted_and_not_started, lost, in_a_move, resumed_before]
+)
+def test_what_another_lease_has_or_may_get_is_not_taken(
+    helper: Helper, there: Callable[[Helper], None]
+) -> None:
+    there(helper)
+    ada = helper.asleep("ada", devices=2)
+    assert helper.look() == []
+    assert ada.phase is Phase.SUSPENDED
+    assert not ada.unconfirmed
+
+
+def never_allowed(ada: Lease) -> None:
+    ada.unattended = False  # a job, or a session that borrows
+
+
+def wanted_by_queries_alone(ada: Lease) -> None:
+    ada.queries_only = True
+
+
+def not_wanted(ada: Lease) -> None:
+    ada.wanted = False
+
+
+def held(ada: Lease) -> None:
+    ada.moving.acquire()
+
+
+def dropped(ada: Lease) -> None:
+    ada.dropped = True
+
+
+@pytest.mark.parametrize("change", [never_allowed, wanted_by_queries_alone, not_wanted, held, dropped])
+def test_nothing_else_is_resumed_without_a_broker(helper: Helper, change: Callable[[Lease], None]) -> None:
+    ada = helper.asleep("ada")
+    change(ada)
+    assert helper.look() == []
+    assert not ada.unconfirmed
+
+
+def test_a_broker_that_answers_decides_itself(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper.asleep("ada")
+    monkeypatch.setattr(leases, "SILENT_S", 5.0)
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    helper.registry.fence(EPOCH)
+    clock.now += 4.9
+    assert helper.look() == []
+    helper.registry.fence(EPOCH)
+    clock.now += 4.9
+    with pytest.raises(HelperError, match="stale"):
+        helper.registry.fence(EPOCH - 1)  # a broker that has a successor is none
+    assert helper.look() == []
+    clock.now += 0.2
+    assert helper.look() == ["ada"]
+
+
+def test_a_resume_that_the_driver_refuses_leaves_no_trace(helper: Helper) -> None:
+    ada = helper.asleep("ada", 60 * GIB)
+    helper.moves.refused = Refusal.NO_MEMORY
+    assert helper.look() == []
+    assert not ada.unconfirmed
+    helper.lease("job", 60 * GIB)
+
+
+def test_what_was_granted_meanwhile_is_refused_until_the_broker_confirms(helper: Helper) -> None:
+    ada, job = helper.asleep("ada", 60 * GIB), helper.asleep("job", 60 * GIB, unattended=False)
+    assert helper.look() == ["ada"]
+    with pytest.raises(HelperError, match="lease ada was resumed") as refused:
+        helper.lease("new", 60 * GIB)
+    assert refused.value.kind == "conflict"
+    assert helper.registry.get("new") is None
+    assert "lease ada was resumed" in helper.registry.conflict(job.name, job.limits)
+    helper.lease("small", 10 * GIB)  # it fits beside her
+    helper.lease("sleeper", 60 * GIB, suspended=True)
+    with pytest.raises(HelperError, match="lease ada was resumed"):
+        helper.lease("small", 20 * GIB)
+    assert helper.registry.conflict(ada.name, ada.limits) == ""
+    helper.registry.confirm(ada)
+    assert helper.registry.conflict(job.name, job.limits) == ""
+    helper.lease("new", 60 * GIB)  # the broker knows all that is here
+
+
+#: A broker is silent after 0.5 s, and is looked for more often.
+SOON = """
+from jupyter_gpushare.gpu.leases import registry
+from jupyter_gpushare.gpu.moves import unattended
+registry.SILENT_S, unattended.LOOK_S = 0.5, 0.05
+"""
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Machine]:
+    """A machine with a helper that no broker asks anything, and a session that has woken by itself."""
+    for machine in machine_in(tmp_path):
+        machine.start(before=SOON)
+        machine.lease("ada", 60 * GIB, unattended=True)
+        worker = machine.worker("ada", mib=64)
+        assert machine.ask("suspend", lease="ada")["done"]
+        worker.tell("check")
+        assert worker.answer() == "check ok"
+        yield machine
+
+
+def phase_of(machine: Machine) -> tuple[str, bool]:
+    ada = machine.of("ada")
+    return ada["phase"], ada["unconfirmed"]
+
+
+def test_a_cell_goes_on_without_a_broker_and_the_next_broker_is_told(alone: Machine) -> None:
+    assert phase_of(alone) == ("running", True)
+    alone.stop()
+    alone.start()
+    assert phase_of(alone) == ("running", True)
+    with pytest.raises(Refused, match="lease ada was resumed"):
+        alone.lease("job", 60 * GIB)
+    assert alone.ask("resume", lease="ada")["done"]
+    until(lambda: phase_of(alone) == ("running", False), "it is confirmed")
+    alone.stop()
+    alone.start()
+    assert phase_of(alone) == ("running", False)
+    alone.lease("job", 60 * GIB)
+
+
+def test_a_resume_that_was_decided_before_is_refused(alone: Machine) -> None:
+    alone.lease("job", 60 * GIB, suspended=True)
+    refused = alone.ask("resume", lease="job")
+    assert (refused["done"], refused["refused"]) == (False, "no_memory")
+    assert "lease ada was resumed" in refused["reason"]
+
+
+def test_a_suspension_ends_what_is_to_be_confirmed(alone: Machine) -> None:
+    assert alone.ask("suspend", lease="ada")["done"]
+    assert phase_of(alone) == ("suspended", False)
+    alone.lease("job", 60 * GIB)
