@@ -214,9 +214,15 @@ class Person:
     # ---- servers ---------------------------------------------------------------
 
     def start_server(self, **options: Any) -> None:
-        answer = self.http.post(f"/hub/api/users/{self.name}/server", json={"gpushare": options})
-        if answer.status_code not in (201, 202):
+        def accepted() -> bool:
+            answer = self.http.post(f"/hub/api/users/{self.name}/server", json={"gpushare": options})
+            if answer.status_code in (201, 202):
+                return True
+            if "cannot be reached just now" in answer.json()["message"]:
+                return False  # a slow machine: people try again
             raise Refused(answer.json()["message"])
+
+        until("the start is accepted", accepted)
         until("the server is ready", self.server_ready, 180)
 
     def server_ready(self) -> bool:
@@ -279,15 +285,16 @@ class Person:
             "GPUSHARE_API_URL": f"{self.hub.url}/services/gpushare/api/v1",
             "GPUSHARE_API_TOKEN": self.token,
         }
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "jupyter_gpushare.cli", *arguments],
             env=env,
             cwd=cwd or ROOT,
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,
-            check=check,
         )
+        assert not (check and done.returncode), done.stderr
+        return done
 
 
 class Kernel:
@@ -315,33 +322,35 @@ class Kernel:
         """Return what a cell printed and its value; a traceback's last line where it failed."""
         return self.finish(self.send(code), timeout_s)
 
-    def send(self, code: str) -> str:
+    def send(self, code: str, allow_stdin: bool = False) -> str:
+        return self._say(
+            "shell",
+            "execute_request",
+            {
+                "code": code,
+                "silent": False,
+                "store_history": True,
+                "allow_stdin": allow_stdin,
+                "stop_on_error": True,
+            },
+        )
+
+    def reply(self, text: str) -> None:
+        """Answer `input()`, once the kernel asks."""
+        next(m for m in self._messages(PATIENCE_S) if m["header"]["msg_type"] == "input_request")
+        self._say("stdin", "input_reply", {"value": text})
+
+    def _say(self, channel: str, kind: str, content: dict[str, Any]) -> str:
         message_id = uuid.uuid4().hex
         header = {
             "msg_id": message_id,
-            "msg_type": "execute_request",
+            "msg_type": kind,
             "username": self.person.name,
             "session": "test",
             "version": "5.3",
         }
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "allow_stdin": False,
-            "stop_on_error": True,
-        }
-        self._connect().send(
-            json.dumps(
-                {
-                    "header": header,
-                    "parent_header": {},
-                    "metadata": {},
-                    "content": content,
-                    "channel": "shell",
-                }
-            )
-        )
+        message = {"header": header, "parent_header": {}, "metadata": {}, "content": content}
+        self._connect().send(json.dumps({**message, "channel": channel}))
         return message_id
 
     def finish(self, message_id: str, timeout_s: float = PATIENCE_S) -> str:

@@ -24,6 +24,7 @@ detach MIB        as spawn, double-forked in a session of its own -> "detach PID
 exit              end
 """
 
+import collections
 import contextlib
 import ctypes
 import os
@@ -130,14 +131,14 @@ QUERIES = {
     ),
     "pool": lambda: cuda.cuMemPoolGetAttribute(None, 4, None),
 }
-queried = [0]
+queried = collections.Counter()  # answers by name
 
 
 def poll(context, name, period_s):
     cuda.cuCtxSetCurrent(context)
     while True:
         QUERIES[name]()
-        queried[0] += 1
+        queried[name] += 1
         time.sleep(period_s)
 
 
@@ -229,7 +230,7 @@ def main():
             watcher.start()
             answer = 0
         elif verb == "count":
-            answer = queried[0]
+            answer = queried.total()
         elif verb == "thread":
             answer = in_thread(context)
         elif verb == "spawn":
