@@ -130,7 +130,7 @@ class Effects:
         if record.state is State.SUSPENDED and phase in (Phase.RUNNING, Phase.LOST):
             return self._reconcile_awake
         if record.state is State.RUNNING and sample is not None and sample.unconfirmed:
-            return self._confirm_resume
+            return self._wake_unrecorded
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._reconcile_suspended
         return None
@@ -172,6 +172,7 @@ class Effects:
             self._begin(self._wake_unrecorded, record)
 
     async def _wake_unrecorded(self, record: LeaseRecord) -> None:
+        """Resume a lease without a stored intent, or confirm that the helper did so."""
         moved = await self.devices.resume(record.handle)
         # The next sample shows what became of it.
         self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
@@ -261,11 +262,6 @@ class Effects:
                 return
             why = Why.WANTED
         await self._resume(await self.registry.advance(record, ResumeBegun(why=why)))
-
-    async def _confirm_resume(self, record: LeaseRecord) -> None:
-        """Let the helper know that a lease, which it resumed while no broker answered, is known to run."""
-        self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
-        await self.devices.resume(record.handle)
 
     async def _reconcile_suspended(self, record: LeaseRecord) -> None:
         """Follow the helper, which completed a suspension that the broker did not record."""
