@@ -1,0 +1,112 @@
+"""kill -9 of the broker, the device helper and the Hub while leases move and jobs run.
+
+At sampled system calls: one thread of the process reaches its N-th call of `site.SYSTEM_CALLS`, and
+the kernel ends the process before the call has an effect.  At random times: whenever.  What must be
+true afterwards is in `workload.Workload.judge`.
+
+GPUSHARE_TEST_KILLS sets how many kills (20 at system calls; 300 within 30 minutes at random times).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import site
+from tests.faults.site import Site
+from tests.faults.workload import Workload
+from tests.waiting import until
+
+LONG = "GPUSHARE_TEST_KILLS" in os.environ
+KILLS = int(os.environ.get("GPUSHARE_TEST_KILLS", "20"))
+RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (12, 90.0)
+# So many calls a process makes within seconds; it is killed from outside when it waits for longer.
+MOST_CALLS, PATIENCE_S = 500, 12.0
+SEED = random.randrange(1 << 32) if LONG else 20261122
+INSTALL_STRACE = "apt-get update && apt-get install -y strace"
+
+
+@pytest.fixture(scope="session")
+def strace() -> None:
+    """Skips the test, saying why, where a process cannot be killed at a system call."""
+    if shutil.which("strace") is None:
+        reason = f"no strace; install it with: {INSTALL_STRACE}"
+        (pytest.fail if os.environ.get("GPUSHARE_REQUIRE_STRACE") else pytest.skip)(reason)
+    tried = subprocess.run([*site.strace(1), "ls", "/"], capture_output=True, text=True)
+    if tried.returncode != -9:
+        pytest.skip(f"this machine does not let strace trace its own child (ptrace): {tried.stderr[-300:]}")
+
+
+@pytest.fixture
+def workload() -> Iterator[Workload]:
+    # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
+    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
+        whole = Site(Path(folder))
+        print(f"seed {SEED}")
+        try:
+            whole.start()
+            workload = Workload(whole, random.Random(SEED))
+            workload.begin()
+            yield workload
+        finally:
+            whole.close()
+            print(whole.services["broker"].tail())
+
+
+def settled(workload: Workload) -> None:
+    took_s = workload.settle()
+    workload.end()
+    print(f"settled {took_s:.1f} s after the last fault; {len(workload.accepted)} jobs")
+    if LONG:
+        assert took_s <= 30
+    workload.judge()
+
+
+@pytest.mark.long_form
+@pytest.mark.timeout(7200 if LONG else 600)
+def test_killed_at_sampled_system_calls(strace: None, workload: Workload) -> None:
+    chance, services = random.Random(SEED), list(workload.site.services.values())
+    points = [int(MOST_CALLS ** chance.random()) for _ in range(KILLS)]
+    print("kills at calls", points)
+    late, began = 0, {}
+    for service in services:
+        service.kill()
+    while points or any(service.is_traced for service in services):
+        for service in services:
+            if service.is_traced and time.monotonic() - began[service.name] > PATIENCE_S:
+                service.kill()
+                late += 1
+            if service.has_ended():
+                service.start(points.pop() if points else 0)
+                began[service.name] = time.monotonic()
+        time.sleep(0.05)
+    print(f"{KILLS - late} of {KILLS} kills at a system call, {late} from outside after {PATIENCE_S:g} s")
+    assert late < KILLS
+    settled(workload)
+
+
+@pytest.mark.long_form
+@pytest.mark.timeout(7200 if LONG else 600)
+def test_killed_at_random_times(workload: Workload) -> None:
+    processes, chance = workload.site, random.Random(SEED)
+    for number in range(RANDOM_KILLS):
+        time.sleep(chance.uniform(0, 2 * RANDOM_S / RANDOM_KILLS))
+        # A Hub takes seconds to start.
+        name = "hub" if number % 12 == 6 else chance.choice(("broker", "helper"))
+        print("kill", number, name)
+        if name == "hub":
+            processes.hub.kill()
+            processes.hub.start()
+        else:
+            processes.services[name].kill()
+            until(processes.services[name].has_ended, "it has ended")
+            processes.services[name].start()
+    settled(workload)
