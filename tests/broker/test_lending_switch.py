@@ -110,7 +110,7 @@ async def test_suspensions_and_their_failures_are_counted_over_restarts(tmp_path
         await broker.end()
         broker = await site.start_broker()
         lending = broker.views.lending()
-        # An owner who comes back in time is no failure.
+        # An owner that is back in time is no failure.
         assert (lending.tried, lending.failed, lending.lost) == (2, 1, 0)
         assert lending.last_reason == "the driver failed at it: 999"
 

@@ -121,7 +121,7 @@ async def test_sentence_rest_and_timeline_say_how_long_a_measured_job_still_runs
 
 
 @in_virtual_time
-async def test_a_job_whose_total_begins_again_is_told_that_its_progress_does_not_count(tmp_path):
+async def test_a_job_with_a_total_that_begins_again_is_told_that_its_progress_does_not_count(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         job = await _measured(site, broker)
