@@ -30,6 +30,9 @@ from jupyter_gpushare.wall_clock import iso_now
 # The broker answers within WAIT_S; ANSWER_S more for the network.
 WAIT_S = 25
 ANSWER_S = 10.0
+# A page that polls reads after so long that the broker does not answer; its request goes on, and an
+# answer that comes later ends the outage.
+PAGE_S = 3.0
 # Changes within this time share one answer.
 GATHER_S = 0.1
 MAX_PAUSE_S = 60.0
@@ -142,17 +145,27 @@ class Watch:
         """Return the broker's current status; concurrent callers share one request.
 
         Raises:
-            BrokerUnavailable: it does not answer; ``unreachable_since`` is the outage start.
+            BrokerUnavailable: no answer for `PAGE_S`, or none to come; the outage is `unreachable_since`.
             RequestError: it refuses.
         """
         if self._fetching is None or self._fetching.done():
-            self._fetching = asyncio.ensure_future(self._ask(None))
+            self._fetching = asyncio.ensure_future(self._fetch())
+            self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            status = await asyncio.shield(self._fetching)
+            async with asyncio.timeout(PAGE_S):
+                return await asyncio.shield(self._fetching)
+        except TimeoutError:
+            silent = f"nothing for {PAGE_S:g} s"
+            error = BrokerUnavailable("the GPU broker at %1 does not answer (%2)", self._client.url, silent)
+            self._on_failure(error)
+            raise error from None
+
+    async def _fetch(self) -> Status:
+        try:
+            return self._on_answer(await self._ask(None))
         except (BrokerUnavailable, RequestError) as error:
             self._on_failure(error)
             raise
-        return self._on_answer(status)
 
     async def stop(self) -> None:
         """Cancel a request in flight."""

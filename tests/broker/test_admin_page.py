@@ -26,7 +26,11 @@ async def test_an_admin_changes_a_quota_and_sees_it(http):
     assert "1.5" in page
     assert "(changed)" in page
     assert "http-equiv" not in page  # nothing moves while a user reads or types
-    assert "http-equiv" in (await http.ask("GET", f"{http.url}{PREFIX}?live=1", "root")).text
+    live = (await http.ask("GET", f"{http.url}{PREFIX}?live=1", "root")).text
+    (every_s,) = re.findall(r'http-equiv="refresh" content="(\d+)"', live)
+    (late_s,) = re.findall(r"animation: late 0s (\d+)s", live)
+    assert int(every_s) < int(late_s) < int(every_s) + 4, "it says so within 4 s of its question"
+    assert "The GPU broker does not answer: these figures are from " in live
 
 
 @pytest.mark.parametrize(

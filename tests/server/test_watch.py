@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from jupyter_gpushare.core.model import State
-from jupyter_gpushare.errors import TooMany
+from jupyter_gpushare.errors import BrokerUnavailable, TooMany
 from jupyter_gpushare.protocol.wire import Status
 from jupyter_gpushare.server import watch as module
 from jupyter_gpushare.server.watch import BROKER_EVENT, JOB_EVENT, LEASE_EVENT, Watch, changes
@@ -130,3 +130,31 @@ async def test_a_broker_that_refuses_even_a_plain_question_is_unreachable(told):
     await told.run()
     assert told.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert [schema for schema, _ in told.events] == [BROKER_EVENT]
+
+
+async def test_a_page_reads_that_a_silent_broker_does_not_answer_and_its_late_answer_ends_that(
+    said, monkeypatch
+):
+    assert module.PAGE_S <= 3, "a page says so within 4 s of its poll"
+    monkeypatch.setattr(module, "PAGE_S", 0.01)
+    goes_on, told, asked = asyncio.Event(), asyncio.Queue(), []
+
+    async def get(*_: object, **__: object) -> Status:
+        asked.append(1)
+        await goes_on.wait()
+        return said("status_active")
+
+    client: Any = SimpleNamespace(get=get, url="http://broker")
+    watch = Watch(client, "", lambda *event: told.put_nowait(event), logging.getLogger("silent"))
+    for _ in range(2):
+        with pytest.raises(BrokerUnavailable, match="does not answer") as silent:
+            await watch.fresh()
+    assert str(silent.value) == "the GPU broker at http://broker does not answer (nothing for 0.01 s)"
+    assert told.get_nowait() == (BROKER_EVENT, {"unreachable_since": watch.unreachable_since})
+    assert watch.unreachable_since
+    goes_on.set()
+    async with asyncio.timeout(120):
+        assert await told.get() == (BROKER_EVENT, {"unreachable_since": None})
+    assert watch.unreachable_since is None
+    assert asked == [1], "the second poll waited for the first one's request"
+    assert (await watch.fresh()).seq == said("status_active").seq

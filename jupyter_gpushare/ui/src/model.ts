@@ -29,7 +29,7 @@ import { ILeaseStatus, IStatus } from './wire';
 /** Longest interval between two polls while the broker is unreachable. */
 const MOST_MS = 300_000;
 
-/** Time-out of a poll; the server itself waits 10 s for the broker. */
+/** Time-out of a poll; the server itself waits 3 s for the broker. */
 const PATIENCE_MS = 30_000;
 
 export class GpuModel implements IDisposable {
