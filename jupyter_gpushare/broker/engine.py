@@ -34,16 +34,30 @@ class Explanation:
 class Outlook(abc.ABC):
     """What an engine knows about one snapshot; each value is computed at most once."""
 
-    #: Why each waiting lease waits, in the order of the queue.
-    why: Mapping[str, Why]
-    #: Position of each waiting job that can start at all, 1 is next.
-    position: Mapping[str, int]
-    #: Grants that `Engine.decide` would make now, by lease.
-    grants: Mapping[str, Grant]
-    #: Suspensions that `Engine.decide` would begin now.
-    suspends: tuple[Suspend, ...]
-    #: Free capacity of all usable devices, in thousandths of a GPU.
-    free_milli: int
+    @property
+    @abc.abstractmethod
+    def why(self) -> Mapping[str, Why]:
+        """Why each waiting lease waits, in the order of the queue."""
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> Mapping[str, int]:
+        """Position of each waiting job that can start at all, 1 is next."""
+
+    @property
+    @abc.abstractmethod
+    def grants(self) -> Mapping[str, Grant]:
+        """Grants that `Engine.decide` would make now, by lease."""
+
+    @property
+    @abc.abstractmethod
+    def suspends(self) -> tuple[Suspend, ...]:
+        """Suspensions that `Engine.decide` would begin now."""
+
+    @property
+    @abc.abstractmethod
+    def free_milli(self) -> int:
+        """Free capacity of all usable devices, in thousandths of a GPU."""
 
     @property
     @abc.abstractmethod

@@ -7,12 +7,18 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from jupyter_gpushare.broker.engine import Engine, Estimate, Explanation, Offer, Outlook, Use
 from jupyter_gpushare.core import estimate, explain
 from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
+from jupyter_gpushare.core.scheduler import SchedulingRound
 from jupyter_gpushare.core.size import Size
+
+T = TypeVar("T")
+# A plan or an outlook is made anew after so long, also where nothing has changed.
+KEEP_S = 10.0
 
 
 @contextlib.contextmanager
@@ -26,19 +32,37 @@ def gc_paused() -> Iterator[None]:
 
 
 class LocalOutlook(Outlook):
-    """Answers from one dry run of the scheduling round that decides."""
+    """Answers from one dry run of the scheduling round that decides, made when an answer needs it."""
 
     def __init__(self, cluster: Cluster, now: float) -> None:
         self._cluster = cluster
         self._now = now
-        self._round = dry_run(cluster, now).run()
-        jobs = {lease.id for lease in cluster.leases if lease.kind is Kind.TRAIN}
-        self.why = self._round.waiting
+
+    @cached_property
+    def _round(self) -> SchedulingRound:
+        return dry_run(self._cluster, self._now).run()
+
+    @property
+    def why(self) -> Mapping[str, Why]:
+        return self._round.waiting
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        jobs = {lease.id for lease in self._cluster.leases if lease.kind is Kind.TRAIN}
         queued = (x for x, why in self.why.items() if x in jobs and why is not Why.TOO_LARGE)
-        self.position = {lease: number for number, lease in enumerate(queued, 1)}
-        self.grants = {action.lease: action for action in self._round.actions if isinstance(action, Grant)}
-        self.suspends = tuple(action for action in self._round.actions if isinstance(action, Suspend))
-        self.free_milli = sum(max(0, device.now) for device in self._round.state.usable)
+        return {lease: number for number, lease in enumerate(queued, 1)}
+
+    @cached_property
+    def grants(self) -> Mapping[str, Grant]:
+        return {action.lease: action for action in self._round.actions if isinstance(action, Grant)}
+
+    @property
+    def suspends(self) -> tuple[Suspend, ...]:
+        return tuple(action for action in self._round.actions if isinstance(action, Suspend))
+
+    @property
+    def free_milli(self) -> int:
+        return sum(max(0, device.now) for device in self._round.state.usable)
 
     @cached_property
     def borrowed(self) -> Mapping[str, bool]:
@@ -63,15 +87,45 @@ class LocalOutlook(Outlook):
         return explain.offers(self._cluster, project, sizes, self._now)
 
 
+class _Kept(Generic[T]):
+    """The last answer about a snapshot, as long as no other snapshot is asked about."""
+
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._until = 0.0
+        self._answer: T
+
+    def about(self, cluster: Cluster, now: float) -> T | None:
+        """Return the answer, if it holds for ``cluster`` at ``now``."""
+        if self._cluster is None or now >= self._until:
+            return None
+        # Lags drift all the time; what follows from that is reviewed every `KEEP_S`.
+        is_same = replace(cluster, lags_gpu_s=self._cluster.lags_gpu_s) == self._cluster
+        return self._answer if is_same else None
+
+    def keep(self, cluster: Cluster, until: float, answer: T) -> T:
+        self._cluster, self._until, self._answer = cluster, until, answer
+        return answer
+
+
 class LocalEngine(Engine):
-    """Decides with `core.planner`; keeps its index of leases between decisions."""
+    """Decides with `core.planner`; keeps its index of leases between decisions.
+
+    While a snapshot stays the same, its plan without actions and its outlook are kept.
+    """
 
     def __init__(self) -> None:
         self._planner = IncrementalPlanner()
+        self._plan = _Kept[Plan]()
+        self._outlook = _Kept[LocalOutlook]()
 
     def decide(self, cluster: Cluster, now: float) -> Plan:
+        if (kept := self._plan.about(cluster, now)) is not None:
+            return kept
         with gc_paused():
-            return self._planner.plan(cluster, now)
+            planned = self._planner.plan(cluster, now)
+        until = now + KEEP_S if planned.next_at is None else min(planned.next_at, now + KEEP_S)
+        return planned if planned.actions else self._plan.keep(cluster, until, planned)
 
     async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
         considered = replace(cluster, leases=(*cluster.leases, lease))
@@ -84,7 +138,8 @@ class LocalEngine(Engine):
         explain.check_request(cluster, lease)
 
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
-        return LocalOutlook(cluster, now)
+        known = self._outlook.about(cluster, now)
+        return known or self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
 
     def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
         return estimate.estimates(cluster, now, durations_s)

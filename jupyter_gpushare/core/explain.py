@@ -99,7 +99,9 @@ def smaller(done: SchedulingRound, lease: Lease) -> Size | None:
 
 def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) -> tuple[Offer, ...]:
     """Return what a new session of ``project`` would get now, for each of ``sizes``."""
-    done = dry_run(cluster, now).run_sessions()
+    # Waiting jobs take nothing from a session.
+    others = tuple(x for x in cluster.leases if x.kind is Kind.BUILD or x.state is not State.PENDING)
+    done = dry_run(replace(cluster, leases=others), now).run_sessions()
     session = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=Size(), submitted_at=now, queued_at=now)
     return tuple(_offer(done, replace(session, size=size)) for size in sizes)
 

@@ -429,10 +429,7 @@ class Effects:
             await self.finish(record, "failed", reason, job)
 
     async def _requeue(self, record: LeaseRecord, job: JobRecord) -> None:
-        registry, observation = self.registry, self.registry.observations[record.id]
-        observation.seen_alive = False
-        observation.gone_since_at, observation.sample = None, None
-        await registry.advance(record, Requeued(), job=replace(job, exit_code=None, stopped=False))
+        await self.registry.advance(record, Requeued(), job=replace(job, exit_code=None, stopped=False))
 
     async def finish(
         self, record: LeaseRecord, result: str, reason: Text, job: JobRecord | None = None

@@ -28,7 +28,6 @@ MAX_WAITING = 1_000
 MAX_WAITING_REQUEST = 200
 # Number of newest ended jobs that estimates are based on.
 MAX_SAMPLES = 500
-_WAITING = (State.PENDING, State.SUSPENDED)
 
 
 class Forecast:
@@ -95,7 +94,9 @@ class Forecast:
         self._at = now
 
     def _waiting(self) -> int:
-        return sum(r.is_job and r.state in _WAITING for r in self._registry.leases.values())
+        index = self._registry.index
+        asleep = sum(r.is_job and r.state is State.SUSPENDED for r in index.placed.values())
+        return len(index.queued) + asleep
 
     def _durations_s(self) -> list[float]:
         ran = (

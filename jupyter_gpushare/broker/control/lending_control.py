@@ -64,7 +64,7 @@ class LendingControl:
             StoreError: the database failed; the broker ends.
         """
         registry, mode = self._registry, self._registry.lending_switch.mode
-        for record in list(registry.leases.values()):
+        for record in list(registry.index.placed.values()):
             if record.is_job or record.state not in (State.SUSPENDING, State.SUSPENDED):
                 continue
             if mode is LendingMode.OFF or snapshot.never_sleeps(registry, record):

@@ -124,7 +124,7 @@ class Loop:
             self.effects.wake_unrecorded(now)
             return
         await self.lending.apply(now)
-        for lease in [each for each in registry.leases.values() if each.state is not State.PENDING]:
+        for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
         snapshot.update_fairness(registry, self.engine, now)
         cluster = snapshot.cluster(registry, self.engine, now)
@@ -203,7 +203,7 @@ class Loop:
         registry = self.registry
         servers = await self.hub.servers()
         now = registry.clock()
-        for record in list(registry.leases.values()):
+        for record in list(registry.index.placed.values()):
             if record.is_job or record.state is State.STOPPING:
                 continue
             sample = registry.observations[record.id].sample

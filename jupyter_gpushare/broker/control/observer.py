@@ -54,15 +54,11 @@ class Observer:
         if not state.are_known(now):
             return  # no lease is judged by it
         by_handle = {s.lease: s for s in sample.leases}
-        for lease_id in list(registry.leases):
-            record = registry.leases.get(lease_id)
-            if record is None:
-                continue
-            found, waits = by_handle.pop(record.handle, None), record.state is State.PENDING
-            # Thousands of jobs may wait, with nothing to observe.
-            if found is None and waits and registry.observations[lease_id].sample is None:
-                continue
-            await self._observe_lease(record, found, now)
+        # Thousands of jobs may wait, with nothing to observe.
+        observed = [*registry.index.placed, *(x.id for x in map(registry.by_handle, by_handle) if x)]
+        for lease_id in dict.fromkeys(observed):
+            if (record := registry.leases.get(lease_id)) is not None:
+                await self._observe_lease(record, by_handle.pop(record.handle, None), now)
         self._observe_machine(sample)
         orphans = []
         for lease in by_handle.values():
@@ -77,7 +73,7 @@ class Observer:
     def _observe_machine(self, sample: Sample) -> None:
         registry = self.registry
         usable = [device.uuid for device in registry.devices.for_planner() if device.usable]
-        leases = (record.lease for record in registry.leases.values())
+        leases = (record.lease for record in registry.index.placed.values())
         breakdown = gpu_breakdown(leases, usable, len(sample.devices) - len(usable))
         registry.meter.note(breakdown, sample.devices)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
+from functools import partial
 
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
@@ -31,11 +32,13 @@ def cluster(
 
     ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
     """
+    placed = registry.index.placed.values()
     return Cluster(
         devices=tuple(registry.devices.for_planner()),
         projects=projects(registry, engine),
         leases=(
-            *(measured(registry, r, now, as_if_lending=as_if_lending) for r in registry.leases.values()),
+            *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
+            *registry.index.waiting(registry.hub_backoff_until, partial(_waiting, registry)),
             *extra,
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
@@ -63,17 +66,13 @@ def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
     if len(known) < 2 or not registry.policy.fairness_horizon_s:
         return
     capacity = WHOLE_GPU * sum(device.usable for device in registry.devices.for_planner())
-    registry.fairness.update(known, capacity, (record.lease for record in registry.leases.values()), now)
+    registry.fairness.update(known, capacity, registry.index, now)
 
 
 def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lending: bool = False) -> Lease:
     """Return a lease with what is measured about it filled in."""
     observation, lease = registry.observations[record.id], record.lease
     sample = observation.sample
-    if record.is_job and lease.state is State.PENDING and sample is None:
-        # Most leases of a long queue: nothing about them is measured.
-        retry_at = max(observation.retry_at, registry.hub_backoff_until)
-        return lease if lease.retry_at == retry_at else replace(lease, retry_at=retry_at)
     # Suspended memory ends with its process, whatever the record says.
     asleep = sample is not None and sample.phase is Phase.SUSPENDED and lease.state is State.SUSPENDED
     job = registry.job_of(record)
@@ -90,6 +89,12 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
         idle_timeout_s=_own_timeout_s(registry, record),
     )
+
+
+def _waiting(registry: Registry, record: LeaseRecord) -> Lease:
+    """Return the lease of a job in the queue: only when it may start is not in its record."""
+    retry_at = max(registry.observations[record.id].retry_at, registry.hub_backoff_until)
+    return record.lease if record.lease.retry_at == retry_at else replace(record.lease, retry_at=retry_at)
 
 
 def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
@@ -119,7 +124,7 @@ def wakeable(registry: Registry, busy: Container[str], now: float) -> list[Lease
     so their capacity is promised to no other lease.
     """
     held, asleep, found = Counter[str](), [], []
-    for record in registry.leases.values():
+    for record in registry.index.placed.values():
         observation = registry.observations[record.id]
         is_parked = observation.sample is not None and observation.sample.phase is Phase.SUSPENDED
         is_due = record.id not in busy and now >= observation.effect_retry_at

@@ -5,11 +5,12 @@ A crash loses minutes of a horizon of a day.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+from jupyter_gpushare.broker.state.lease_index import LeaseIndex
 from jupyter_gpushare.broker.state.records import Lags
 from jupyter_gpushare.core.fairshare import Ledger
-from jupyter_gpushare.core.model import Lease, Project
+from jupyter_gpushare.core.model import Project
 
 
 class FairnessTracker:
@@ -18,6 +19,7 @@ class FairnessTracker:
     def __init__(self, stored: Lags) -> None:
         self.stored = stored
         self._ledger: Ledger | None = None
+        self._counted = -1  # `LeaseIndex.changes`
 
     @property
     def lags_gpu_s(self) -> Mapping[str, float]:
@@ -25,7 +27,7 @@ class FairnessTracker:
         return self._ledger.lags_gpu_s if self._ledger else {}
 
     def update(
-        self, projects: tuple[Project, ...], capacity_milli: int, leases: Iterable[Lease], now: float
+        self, projects: tuple[Project, ...], capacity_milli: int, index: LeaseIndex, now: float
     ) -> None:
         """Bring the lags up to ``now``; from there on these projects, devices and leases count."""
         ledger = self._ledger
@@ -34,7 +36,10 @@ class FairnessTracker:
         if ledger is None or (ledger.projects, ledger.capacity_milli) != (projects, capacity_milli):
             lags = ledger.lags_gpu_s if ledger else self.stored.gpu_s
             ledger = self._ledger = Ledger(projects, capacity_milli, lags, now=now)
-        ledger.recount(leases)
+            self._counted = -1
+        if self._counted != index.changes:
+            ledger.recount(record.lease for record in index.all.values())
+            self._counted = index.changes
 
     def to_store(self) -> Lags | None:
         """Return the lags, or None where nothing is new."""

@@ -108,7 +108,12 @@ class Observation:
         return True
 
     def enter(self, state: State) -> None:
-        """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it."""
+        """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it.
+
+        What was measured about an attempt ends with it.
+        """
+        if state is State.PENDING:
+            self.seen_alive, self.gone_since_at, self.sample = False, None, None
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at = None
 

@@ -20,6 +20,7 @@ from jupyter_gpushare.broker.state.decisions import Decisions
 from jupyter_gpushare.broker.state.devices import DeviceState
 from jupyter_gpushare.broker.state.fairness import FairnessTracker
 from jupyter_gpushare.broker.state.journal import Journal
+from jupyter_gpushare.broker.state.lease_index import LeaseIndex
 from jupyter_gpushare.broker.state.lending import Lending
 from jupyter_gpushare.broker.state.lending_switch import LendingSwitch
 from jupyter_gpushare.broker.state.notifications import Notifications
@@ -66,11 +67,11 @@ class Registry:
         self.policy = policy
         self.clock = clock
         self.iso_now = wall
-        self._leases: dict[str, LeaseRecord] = {}
+        self.index = LeaseIndex()
         self._jobs: dict[str, JobRecord] = {}
         self._observations: dict[str, Observation] = {}
         # Read-only views: leases and jobs change through the methods below and nowhere else.
-        self.leases: Mapping[str, LeaseRecord] = MappingProxyType(self._leases)  # those that have not ended
+        self.leases = self.index.all  # those that have not ended
         self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
         self.decisions = Decisions(wall)
@@ -111,10 +112,10 @@ class Registry:
         """
         loaded = self.store.load()
         observations = dict(self._observations)
-        for known in (self._leases, self._jobs, self._observations):
+        for known in (self.index, self._jobs, self._observations):
             known.clear()
         self._take(loaded.leases, loaded)
-        for lease_id in observations.keys() & self._leases.keys():
+        for lease_id in observations.keys() & self.leases.keys():
             self._observations[lease_id] = observations[lease_id]
         log.warning("the disk is full: what could not be stored is undone, and changes are refused")
         self.changed.set()
@@ -212,7 +213,7 @@ class Registry:
         return await self.advance(record, transition)
 
     def _open(self, record: LeaseRecord) -> None:
-        self._leases[record.id] = record
+        self.index.put(record)
         self._observations[record.id] = Observation.since(self.clock())
 
     async def store_sums(self, now: float) -> None:
@@ -366,10 +367,10 @@ class Registry:
 
     def _cache(self, record: LeaseRecord) -> None:
         if record.state in ENDED:
-            self._leases.pop(record.id, None)
+            self.index.drop(record.id)
             self._observations.pop(record.id, None)
         else:
-            self._leases[record.id] = record
+            self.index.put(record)
 
     async def want(self, record: LeaseRecord) -> None:
         """Note that the owner needs a lease that is suspended or about to be; ignored in other states.

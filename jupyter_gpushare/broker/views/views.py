@@ -392,7 +392,10 @@ class Views:
             reasons.append(
                 "The disk of the broker's database is full: what changes something is refused (507)."
             )
-        reasons += [f"GPU {d.uuid}: {d.reason}" for d in self.devices().devices if not d.healthy]
+        measured = {d.uuid: d for d in devices.measured}
+        found = devices.inventory.devices if devices.inventory is not None else ()
+        now_found = (measured.get(device.uuid, device) for device in found)
+        reasons += [f"GPU {d.uuid}: {d.reason}" for d in now_found if not d.healthy]
         reasons += [
             f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
             "older copy restored?): nothing new is granted there until that server has stopped."
