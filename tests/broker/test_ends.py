@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jupyter_gpushare.backends.base import HubError
@@ -113,6 +115,23 @@ async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
         assert cancelled.result == "cancelled"
         assert job.lease_id not in broker.registry.leases
         assert (await broker.requests.cancel(cancelled)) == cancelled
+
+
+@in_virtual_time
+async def test_an_owner_who_returns_while_the_borrower_starts_waits_for_no_grace(tmp_path):
+    async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, max_grace_s=60.0)
+        site.spawn_s, site.move_s = 0.5, 0.1
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        stubborn = Program(work_s=900, heeds_sigterm=False)
+        job = await site.submit("bo", "2", grace_s=60.0, checkpoint=CheckpointMode.SIGTERM, program=stubborn)
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 120)
+        assert broker.state(job) == "granted"
+        asked = site.now
+        await site.gpu_cell(ada)
+        assert site.now - asked <= 5
+        assert broker.job(job).preemptions == 1
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])

@@ -59,7 +59,7 @@ HUB_BACKOFF_MAX_S = 60.0
 KILL_MARGIN_S = 0.4
 # A runner that has reported its end, or was killed, exits within this time or is killed (again).
 EXIT_S = 5.0
-# Processes that outlive the runner of their job are killed this long after SIGTERM.
+# Processes that outlive the runner of their job, or have just begun, are killed this long after SIGTERM.
 LEFTOVER_S = 2.0
 # Seconds until a suspension is tried again, by the reason of the refusal.
 _BACKOFF_S: Mapping[Refusal, float] = {
@@ -362,21 +362,22 @@ class Effects:
             kill_after_s = grace_s + EXIT_S
         await self._until_gone(record, observation, kill_after_s)
         if not observation.seen_alive and job is not None and job.exit_code is None:
-            await self._until_server_removed(record)
-            await self._until_gone(record, observation, grace_s + KILL_MARGIN_S)
+            await self._until_server_removed(record, observation)
         await self.devices.drop(record.handle)
         if job is None:
             await registry.advance(record, Released())
             return
         await self._settle(record, registry.jobs[job.id])
 
-    async def _until_server_removed(self, record: LeaseRecord) -> None:
-        """Return when the Hub has no server of this attempt, which could still start processes."""
+    async def _until_server_removed(self, record: LeaseRecord, observation: Observation) -> None:
+        """Return when the Hub has no server of this attempt; what it still starts has no grace period."""
         key = ServerKey(record.lease.user, record.handle)
         while await self.hub.has_server(key):
             with contextlib.suppress(HubError):  # refused while the server starts
                 await self.hub.stop_server(key)
-            await asyncio.sleep(POLL_S)
+                await self._until_gone(record, observation, LEFTOVER_S)
+            await asyncio.sleep(POLL_S / 2)
+        await self._until_gone(record, observation, LEFTOVER_S)
 
     async def _stop_session(self, record: LeaseRecord) -> None:
         """Release a session after its last process has ended and its device memory is free."""
