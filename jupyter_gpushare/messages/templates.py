@@ -62,6 +62,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.still_shown": "the driver still shows the memory of the lease",
         "reason.unwritable": "the state directory cannot be written: %1",
         "reason.lost": "its GPU memory could not be brought back: restart the kernel or job",
+        "reason.process_silent": "process %1 does not answer",
         "reason.resumed_unasked": "lease %1 was resumed on its device while no broker answered",
         "reason.no_memory": "%1 bytes (and a margin of %2) are needed on %3, %4 are free",
         "reason.host_budget": "the copy needs %1 bytes of host memory, %2 of the budget are left",

@@ -128,7 +128,7 @@ class Effects:
                 return self._start_anew
             return self._reconcile_restarted if phase is not None and phase is not Phase.LOST else None
         if record.state is State.SUSPENDED and phase in (Phase.RUNNING, Phase.LOST):
-            return self._reconcile_awake
+            return self._reconcile_awake if snapshot.may_be_awake(self.registry, record) else None
         if record.state is State.RUNNING and sample is not None and sample.unconfirmed:
             return self._wake_unrecorded
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
@@ -254,14 +254,9 @@ class Effects:
 
     async def _reconcile_awake(self, record: LeaseRecord) -> None:
         """Follow the helper, which undid a suspension, or resumed the lease while no broker answered."""
-        why = Why.CAPACITY_BACK
-        if snapshot.resumed_without_intent(self.registry, record):
-            if not snapshot.capacity_is_free(self.registry, record):
-                # The helper refuses what was granted meanwhile, until this lease is confirmed.
-                self.registry.observations[record.id].effect_retry_at = self.registry.clock() + POLL_S
-                return
-            why = Why.WANTED
-        await self._resume(await self.registry.advance(record, ResumeBegun(why=why)))
+        is_unasked = snapshot.resumed_without_intent(self.registry, record)
+        begun = ResumeBegun(why=Why.WANTED if is_unasked else Why.CAPACITY_BACK)
+        await self._resume(await self.registry.advance(record, begun))
 
     async def _reconcile_suspended(self, record: LeaseRecord) -> None:
         """Follow the helper, which completed a suspension that the broker did not record."""

@@ -147,8 +147,14 @@ def resumed_without_intent(registry: Registry, record: LeaseRecord) -> bool:
     return sample is not None and sample.unconfirmed and record.state is State.SUSPENDED
 
 
-def capacity_is_free(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether no other lease holds a suspended lease's part of its devices."""
+def may_be_awake(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether the record of a suspended lease that the helper has awake may say so now.
+
+    Where it was resumed without the broker, leases that were granted its capacity meanwhile go
+    first: the helper refuses them until this one is confirmed, and nothing more is granted there.
+    """
+    if not resumed_without_intent(registry, record):
+        return True
     held = Counter[str]()
     for other in registry.leases.values():
         if other.id != record.id and (

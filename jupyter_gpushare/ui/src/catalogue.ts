@@ -46,6 +46,7 @@ export const CATALOGUE: {
   'reason.still_shown': (trans, args) => trans.__('the driver still shows the memory of the lease', ...args),
   'reason.unwritable': (trans, args) => trans.__('the state directory cannot be written: %1', ...args),
   'reason.lost': (trans, args) => trans.__('its GPU memory could not be brought back: restart the kernel or job', ...args),
+  'reason.process_silent': (trans, args) => trans.__('process %1 does not answer', ...args),
   'reason.resumed_unasked': (trans, args) => trans.__('lease %1 was resumed on its device while no broker answered', ...args),
   'reason.no_memory': (trans, args) => trans.__('%1 bytes (and a margin of %2) are needed on %3, %4 are free', ...args),
   'reason.host_budget': (trans, args) => trans.__('the copy needs %1 bytes of host memory, %2 of the budget are left', ...args),
