@@ -161,7 +161,8 @@ class Server:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def ask(self, method: str, path: str, token: str | None, body: bytes | None) -> httpx.Response:
-        headers = {} if token is None else {"Authorization": f"token {token}"}
+        # A connection of its own: the broker may end one that is kept just when the next request is sent.
+        headers = {"Connection": "close"} | ({} if token is None else {"Authorization": f"token {token}"})
         client = self.unix if path.startswith("/spawner/") else self.tcp
         return client.request(method, path, headers=headers, content=body)
 
