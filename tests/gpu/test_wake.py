@@ -243,9 +243,11 @@ def test_no_uncounted_call_hangs(tmp_path: Path) -> None:
         worker = machine.worker("ada", mib=1, preload=False)
         until(lambda m=machine: m.of("ada")["used_bytes"], "its memory")
         for _ in range(WAKE_ROUNDS):
-            assert machine.ask("suspend", lease="ada")["done"]
+            suspended = machine.ask("suspend", lease="ada")
+            assert suspended["done"], suspended
             worker.tell("check")
             until(lambda m=machine: m.of("ada")["stalled"], "the call is found")
-            assert machine.ask("resume", lease="ada")["done"]
+            resumed = machine.ask("resume", lease="ada")
+            assert resumed["done"], resumed
             assert worker.answer() == "check ok"
     print(f"\n{WAKE_ROUNDS} rounds with an uncounted call, none hung")
