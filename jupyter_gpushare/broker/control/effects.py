@@ -46,6 +46,8 @@ from jupyter_gpushare.protocol.wire import Text
 
 log = logging.getLogger("gpushare.broker")
 
+Effect = Callable[[LeaseRecord], Coroutine[Any, Any, None]]
+
 # Between two checks of a condition at the Hub.
 POLL_S = 1.0
 # Between two looks at a lease that starts or ends.
@@ -96,7 +98,7 @@ class Effects:
         observation = self.registry.observations[record.id]
         if record.id in self.tasks or now < observation.effect_retry_at:
             return
-        effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None = None
+        effect: Effect | None = None
         match record.state:
             case State.GRANTED if record.is_job:
                 effect = self._start_job
@@ -113,9 +115,7 @@ class Effects:
         if effect is not None:
             self._begin(effect, record)
 
-    def _corrective_effect(
-        self, record: LeaseRecord, observation: Observation, now: float
-    ) -> Callable[[LeaseRecord], Coroutine[Any, Any, None]] | None:
+    def _corrective_effect(self, record: LeaseRecord, observation: Observation, now: float) -> Effect | None:
         """Return the effect for a lease if its sample disagrees with its state; None: they agree."""
         job = self.registry.job_of(record)
         vanished = observation.gone_since_at is not None and now - observation.gone_since_at > GONE_S
@@ -135,13 +135,11 @@ class Effects:
             return self._reconcile_suspended
         return None
 
-    def _begin(self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord) -> None:
+    def _begin(self, effect: Effect, record: LeaseRecord) -> None:
         name = f"{effect.__name__} {record.handle}"
         self.tasks[record.id] = asyncio.create_task(self._effect(effect, record), name=name)
 
-    async def _effect(
-        self, effect: Callable[[LeaseRecord], Coroutine[Any, Any, None]], record: LeaseRecord
-    ) -> None:
+    async def _effect(self, effect: Effect, record: LeaseRecord) -> None:
         """Run one effect; after an error a later round starts it again."""
         observation = self.registry.observations.get(record.id)
         try:
