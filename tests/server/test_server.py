@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
+
+from jupyter_gpushare.messages import local
+from jupyter_gpushare.protocol.wire import Text
 from tests.waiting import PATIENCE_S
 
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
@@ -54,7 +58,9 @@ async def test_change_of_state_arrives_as_jupyter_event(server, broker, golden, 
         job = json.loads(await asyncio.wait_for(events.read_message(), PATIENCE_S))
     assert asleep["schema_id"] == LEASE_EVENT
     assert (asleep["previous"], asleep["state"], asleep["seq"]) == ("running", "suspended", 44)
-    assert asleep["sentence"] == golden("status_asleep")["leases"][0]["sentence"]
+    lease = golden("status_asleep")["leases"][0]
+    assert asleep["sentence"] == local("", msgspec.convert(lease["sentence_texts"], list[Text]))
+    assert asleep["sentence"].startswith("Asleep since ")
     assert (waking["previous"], waking["state"], waking["wanted"]) == ("suspended", "resuming", True)
     assert (back["previous"], back["state"]) == ("resuming", "running")
     assert job["schema_id"] == JOB_EVENT
