@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jupyter_gpushare import procfs
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 # linux/fuse.h, version 7.31
 _GETATTR, _OPEN, _READ, _INIT = 3, 14, 15, 26
@@ -64,7 +64,7 @@ class HangingFile:
     def unmount(self) -> None:
         """What waits for it goes on with an error."""
         self._libc.umount2(os.fsencode(self.path), _FORCE | _DETACH)
-        self._server.join()
+        self._server.join(PATIENCE_S)
         if self._fuse >= 0:
             os.close(self._fuse)
             self._fuse = -1

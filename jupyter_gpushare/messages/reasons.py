@@ -37,7 +37,10 @@ def _part(words: str) -> str | Text:
 def _known(reason: str) -> Text | None:
     for key, pattern in _patterns():
         if found := pattern.fullmatch(reason):
-            return text(key, *map(_part, found.groups()))
+            parts = list(map(_part, found.groups()))
+            if key == "reason.last_printed":
+                parts[-1] = found.groups()[-1]  # a program's words are no reason of ours
+            return text(key, *parts)
     return None
 
 

@@ -383,7 +383,10 @@ def local(sentence: str, texts: Iterable[Text]) -> str:
     It is the sentence as sent where the broker sent no texts, or a newer one sent unknown keys.
     """
     texts = tuple(texts)
-    return english(texts) if texts and all(map(_is_known, texts)) else sentence
+    try:
+        return english(texts) if texts and all(map(_is_known, texts)) else sentence
+    except (IndexError, ValueError):  # other arguments than this version knows
+        return sentence
 
 
 def _is_known(told: Text) -> bool:

@@ -151,10 +151,13 @@ class Watch:
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.ensure_future(self._fetch())
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
+        fetching = self._fetching
         try:
             async with asyncio.timeout(PAGE_S):
-                return await asyncio.shield(self._fetching)
+                return await asyncio.shield(fetching)
         except TimeoutError:
+            if fetching.done():  # both came while this process did not run
+                return await fetching
             silent = f"nothing for {PAGE_S:g} s"
             error = BrokerUnavailable("the GPU broker at %1 does not answer (%2)", self._client.url, silent)
             self._on_failure(error)

@@ -121,3 +121,9 @@ def test_any_other_reason_stays_as_it_is(reason):
 
 def test_the_reasons_are_found():
     assert len(FOUND) > 50
+
+
+def test_what_a_program_printed_is_never_read_as_a_reason():
+    told = reason_text("Ended with exit code 1. It last printed: not measured")
+    assert told.key == "reason.last_printed"
+    assert told.args[1] == "not measured"

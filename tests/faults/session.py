@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def compute(home: Path) -> None:
     code, context = worker.init()
-    done = -1
+    done = 0
     bad = code or worker.alloc(int(sys.argv[1]))
     while True:
         asked = int((home / "cells").read_text() or 0) if (home / "cells").exists() else 0

@@ -70,7 +70,7 @@ def settled(workload: Workload) -> None:
 
 
 @pytest.mark.long_form
-@pytest.mark.timeout(7200 if LONG else 600)
+@pytest.mark.timeout(7200 if LONG else 1800)
 def test_killed_at_sampled_system_calls(strace: None, workload: Workload) -> None:
     chance, services = random.Random(SEED), list(workload.site.services.values())
     points = [int(MOST_CALLS ** chance.random()) for _ in range(KILLS)]
@@ -93,7 +93,7 @@ def test_killed_at_sampled_system_calls(strace: None, workload: Workload) -> Non
 
 
 @pytest.mark.long_form
-@pytest.mark.timeout(7200 if LONG else 600)
+@pytest.mark.timeout(7200 if LONG else 1800)
 def test_killed_at_random_times(workload: Workload) -> None:
     processes, chance = workload.site, random.Random(SEED)
     for number in range(RANDOM_KILLS):

@@ -231,6 +231,7 @@ def alone(tmp_path: Path) -> Iterator[Machine]:
         assert machine.ask("suspend", lease="ada")["done"]
         worker.tell("check")
         assert worker.answer() == "check ok"
+        until(lambda machine=machine: phase_of(machine) == ("running", True), "it is awake")
         yield machine
 
 

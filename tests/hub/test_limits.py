@@ -23,7 +23,9 @@ GIB = 1 << 30
 def spawner(kind: type[Any] = GPUShareSimpleSpawner, lease: str = "", **limits: Any) -> Any:
     mem_limit = limits.pop("mem_limit", None)
     named = type("Named", (kind,), {"name": "b:c"})
-    made: Any = named(config=Config({"LimitedProcesses": limits, "Spawner": {"mem_limit": mem_limit}}))
+    homes = {"home_dir_template": "/dev/null/{username}"}  # none is made
+    given = {"LimitedProcesses": limits, "Spawner": {"mem_limit": mem_limit}}
+    made: Any = named(config=Config(given | {"SimpleLocalProcessSpawner": homes}))
     made.user = SimpleNamespace(name="ada/x")
     made._environment = {"GPUSHARE_LEASE": lease} if lease else {}
     return made

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,20 @@ async def test_a_broker_that_refuses_even_a_plain_question_is_unreachable(told):
     assert [schema for schema, _ in told.events] == [BROKER_EVENT]
 
 
+async def test_an_answer_that_arrives_while_the_server_does_not_run_is_an_answer(said, monkeypatch):
+    monkeypatch.setattr(module, "PAGE_S", 0.01)
+
+    async def get(*_: object, **__: object) -> Status:
+        time.sleep(0.05)
+        return said("status_active")
+
+    told: list[object] = []
+    client: Any = SimpleNamespace(get=get, url="http://broker")
+    watch = Watch(client, "", lambda *event: told.append(event), logging.getLogger("slow"))
+    assert (await watch.fresh()).seq == said("status_active").seq
+    assert (watch.unreachable_since, told) == (None, [])
+
+
 async def test_a_page_reads_that_a_silent_broker_does_not_answer_and_its_late_answer_ends_that(
     said, monkeypatch
 ):
@@ -152,6 +167,7 @@ async def test_a_page_reads_that_a_silent_broker_does_not_answer_and_its_late_an
     assert str(silent.value) == "the GPU broker at http://broker does not answer (nothing for 0.01 s)"
     assert told.get_nowait() == (BROKER_EVENT, {"unreachable_since": watch.unreachable_since})
     assert watch.unreachable_since
+    monkeypatch.setattr(module, "PAGE_S", 120)
     goes_on.set()
     async with asyncio.timeout(120):
         assert await told.get() == (BROKER_EVENT, {"unreachable_since": None})

@@ -2,6 +2,7 @@
 const now = new Date();
 for (const each of document.querySelectorAll('time')) {
   const at = new Date(each.dateTime);
+  if (Number.isNaN(at.getTime())) continue; // only looks like one
   const isToday = at.toDateString() === now.toDateString();
   const isThisYear = at.getFullYear() === now.getFullYear();
   each.title = each.textContent;
