@@ -98,6 +98,22 @@ def test_a_wanted_session_with_its_part_of_the_device_free_is_resumed(helper: He
     assert ada.unconfirmed
 
 
+def test_a_resume_that_raises_leaves_nothing_to_confirm(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = helper.asleep("ada")
+
+    def resume(*_: object) -> None:
+        assert ada.unconfirmed
+        raise OSError("no memory")
+
+    monkeypatch.setattr(helper.moves, "resume", resume)
+    with pytest.raises(OSError, match="no memory"):
+        helper.look()
+    assert not ada.unconfirmed
+    assert ada.moving.acquire(blocking=False)
+
+
 def test_a_device_that_is_its_own_as_a_whole_is_free_for_it(helper: Helper) -> None:
     helper.asleep("ada", 80 * GIB, devices=2)
     assert helper.look() == ["ada"]

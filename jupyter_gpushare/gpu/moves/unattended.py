@@ -57,9 +57,9 @@ class UnattendedResumes:
             if not self._registry.claim(lease):
                 return
             moved = self._mover.resume(lease, 0.0)
+        finally:
             if lease.phase is Phase.SUSPENDED:
                 lease.unconfirmed = False
-        finally:
             lease.moving.release()
         if moved.done:
             log.warning("lease=%s resumed while no broker answers", lease.name)

@@ -164,7 +164,8 @@ class Requests:
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
             return helper.MoveResult(done=False, refused=helper.Refusal.NO_MEMORY, reason=reason)
         moved = self._mover.resume(lease, timeout_s)
-        self._registry.confirm(lease)
+        if moved.done or moved.refused is helper.Refusal.LOST:  # else it may still be under way
+            self._registry.confirm(lease)
         return moved
 
     def _move(self, name: str, epoch: int, move: Callable[[Lease], helper.MoveResult]) -> helper.MoveResult:
