@@ -186,7 +186,7 @@ async def test_a_sleeping_session_is_woken_by_its_owner_and_only_then(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1")
-        with pytest.raises(Conflict, match="not asleep"):
+        with pytest.raises(Conflict, match="only a session that is asleep"):
             await broker.requests.wake(broker.lease(ada.handle))
         job = await site.submit("bo", "2", program=Program(work_s=500))
         await until(lambda: broker.state(job) == "running", 120)

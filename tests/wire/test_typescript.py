@@ -39,7 +39,7 @@ def test_every_error_that_reaches_a_page_has_a_template():
         if isinstance(made.template_of(node), ast.JoinedStr)
     ]
     assert put_together == []
-    assert "this lease is %1, not asleep" in made.refusals()
+    assert "only a session that is asleep can be woken" in made.refusals()
     assert "The disk of the GPU service is full" in " ".join(made.refusals())
 
 

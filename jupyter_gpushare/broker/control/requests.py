@@ -309,7 +309,7 @@ class RequestService:
             Conflict: it is not asleep.
         """
         if record.state is not State.SUSPENDED or record.is_job:
-            raise Conflict("this lease is %1, not asleep", record.state)
+            raise Conflict("only a session that is asleep can be woken")
         await self.registry.want(record)
 
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
@@ -351,9 +351,9 @@ class RequestService:
             Conflict: it is not awake.
         """
         if record.state is not State.RUNNING or record.is_job:
-            raise Conflict("this lease is %1: only a session that is awake can be lent", record.state)
-        if obstacle := self.registry.lending_switch.obstacle:
-            raise Conflict("no GPU is lent now: %1", obstacle, reason="lending_off")
+            raise Conflict("only a session that is awake can be lent")
+        if self.registry.lending_switch.obstacle:
+            raise Conflict("lending is switched off, or only watched, on this machine", reason="lending_off")
         await self.registry.edit(record, Lent())
 
     async def allow_sleep(self, record: LeaseRecord, allowed: bool) -> None:
