@@ -1,7 +1,7 @@
-"""The command line: ``gpushare status``, ``submit``, ``jobs``, ``logs``, ``wake``, ...
+"""The command line ``gpushare``: ``status``, ``submit``, ``jobs``, ``logs``, ``wake``, ...
 
 Exit codes: 0 done, 1 refused (or the job did not succeed) with a reason,
-2 usage, 3 the broker does not answer.  What was asked for goes to standard
+2 usage, 3 the broker does not answer.  The result goes to standard
 output, everything else to standard error.  With ``--json`` both are JSON.
 
 Verbs that talk to the broker need its address and a token: from ``--url`` and
@@ -64,6 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; nothing may be written at exit either.
+        # The reader (head, less) closed the pipe; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

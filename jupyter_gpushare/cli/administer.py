@@ -1,4 +1,4 @@
-"""The verbs of the command line for what administrators set while sessions run."""
+"""Verbs of the command line that change settings of a running broker, for administrators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODES: tuple[Mode, ...] = ("on", "watch", "off")
 
 
 def lending(args: argparse.Namespace) -> int:
-    """Print whether GPUs are lent; change it before, if a mode is given."""
+    """Print the lending mode, after setting it if one is given; return the exit code."""
     with closing(connect(args)) as client:
         if args.mode is None:
             answer = client.get("lending", wire.Lending)
@@ -32,7 +32,7 @@ def lending(args: argparse.Namespace) -> int:
 
 
 def quota(args: argparse.Namespace) -> int:
-    """Print the numbers of projects; change those of one before, if numbers are given."""
+    """Print quotas, limits and weights of projects, after changing one project's if values are given."""
     change = wire.ProjectChange(quota=args.quota, weight=args.weight, limit=args.limit, force=args.force)
     is_changed = (args.quota, args.weight, args.limit) != (None, None, None)
     if (is_changed or args.reset) and args.project is None:

@@ -1,4 +1,4 @@
-"""What ``gpushare doctor`` examines: one `Check` per thing that can be wrong.
+"""The checks of ``gpushare doctor``: one `Check` per possible fault.
 
 Each check is a pure function of collected facts; `examine` collects them.
 ``ok``: correct.  ``warn``: works with weaker guarantees.  ``fail``: needs a
@@ -143,7 +143,7 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
 
 
 def check_health(health: wire.Health) -> Check:
-    """Whether the broker says of itself that all is well."""
+    """Whether the broker's own health report is ``ok``."""
     if health.status == "ok" and not health.sockets_inherited:
         said = f"Version {health.version} answers. It bound its port itself: others can while it restarts."
         return _warn("broker", said, "run it by gpushare-broker.socket of systemd, or with --respawn")
@@ -310,7 +310,7 @@ def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -
 
 
 def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | None) -> Check:
-    """Whether the variables of a holder are all there and fit each other."""
+    """Whether the environment variables of a lease are complete and consistent."""
     name = "environment"
     lease_id = environment.get("GPUSHARE_LEASE", "")
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -33,7 +33,7 @@ class Source(Protocol):
     job: wire.Job | None  # as last seen; a caller that follows the log updates it
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (attempt, bytes) for what was not yielded before, in order."""
+        """Yield (attempt, bytes) of what was written since the last call, in order."""
         ...
 
 
@@ -69,7 +69,7 @@ def _is_own_account(job: wire.Job | None) -> bool:
 
 
 class LocalLog:
-    """Reads the files of all attempts (or one), each on from where it was."""
+    """Reads the files of all attempts (or one), each from the offset of the last read."""
 
     def __init__(self, folder: Path, job: wire.Job | None, only: int | None = None) -> None:
         self.job = job
@@ -151,11 +151,11 @@ class Printer:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._rest = b""  # a line without its end; only in JSON
+        self._rest = b""  # a line without its newline; only in JSON
         self.attempts: list[int] = []
 
     def print(self, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Return whether there was anything to write."""
+        """Write what is new; return whether there was anything."""
         wrote = False
         for attempt, piece in pieces:
             wrote = True
@@ -178,6 +178,6 @@ class Printer:
             print(json.dumps({"attempt": attempt, "line": line.decode(errors="replace")}))
 
     def finish(self) -> None:
-        """Write a last line that has no end."""
+        """Write a last line that has no newline."""
         if self._rest:
             self._print_lines(self.attempts[-1], b"\n")

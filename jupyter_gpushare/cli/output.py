@@ -1,4 +1,4 @@
-"""What people see of the command line: tables and lines, or JSON."""
+"""Output of the command line: tables and lines, or JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(job: wire.Job) -> str:
 
 
 def print_job(args: argparse.Namespace, job: wire.Job) -> None:
-    """Print one job, as JSON if that was asked for."""
+    """Print one job, with ``--json`` as JSON."""
     if args.json:
         print_json(job)
     else:
@@ -48,7 +48,7 @@ def print_jobs(jobs: Sequence[wire.Job]) -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print rows below a head, in columns as wide as they need; the last is wrapped in a terminal."""
+    """Print rows below a header, in aligned columns; the last wraps in a terminal."""
     table = [head, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)
@@ -74,7 +74,7 @@ def say(text: str, indent: str = "") -> None:
 
 
 def _width() -> int:
-    """Columns of the terminal, at least as many as a sentence can be read in."""
+    """Return the columns of the terminal, with a minimum at which sentences stay readable."""
     return max(_LEAST_COLUMNS, shutil.get_terminal_size().columns)
 
 
@@ -84,17 +84,17 @@ def day_and_time(at: str) -> str:
 
 
 def gpus(milli: int) -> str:
-    """Return a number of GPUs from thousandths."""
+    """Return thousandths of a GPU as a number of GPUs: ``1.25``."""
     return f"{milli / 1000:g}"
 
 
 def note(text: str) -> None:
-    """Say something beside what was asked for, on standard error."""
+    """Print a line to standard error, beside the result."""
     print(printable(text.rstrip()), file=sys.stderr, flush=True)
 
 
 def complain(args: argparse.Namespace, status: int, reason: str, message: str) -> None:
-    """Say what went wrong, as JSON if that was asked for."""
+    """Print an error to standard error, with ``--json`` as JSON."""
     if getattr(args, "json", False):
         answer = wire.ErrorAnswer(status=status, reason=reason, message=message)
         print(wire.encode(answer).decode(), file=sys.stderr)
@@ -103,7 +103,7 @@ def complain(args: argparse.Namespace, status: int, reason: str, message: str) -
 
 
 def project_text(project: wire.ProjectUse) -> str:
-    """Return the numbers of a project as a line."""
+    """Return quota, use, limit and weight of a project as a line."""
     limit = "" if project.limit_milli is None else f", limit {project.limit_milli / 1000:g}"
     changed = " (changed; --reset takes it back)" if project.overridden else ""
     return f"{project.name}: quota {project.quota_milli / 1000:g}, weight {project.weight}{limit}{changed}"

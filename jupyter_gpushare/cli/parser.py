@@ -1,4 +1,4 @@
-"""What people type: verbs and options, with an example of each."""
+"""Parsers of the command line: verbs and options, with an example of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = frozenset({"--wait", "--json", "--no-borrow", "--no-notify"})
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which word was probably meant."""
+    """An argument parser that suggests the closest verb for a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2, the usage and the message; a misspelt verb gets a suggestion."""

@@ -1,4 +1,4 @@
-"""The verbs of the command line about my own sessions: wake, keep, lend, sleep, and what they used."""
+"""Verbs of the command line for the user's own sessions: wake, keep, lend, sleep, usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOUR_S = 3600.0
 
 
 def wake(args: argparse.Namespace) -> int:
-    """Get the GPU of a session back that sleeps."""
+    """Request that a suspended session resumes; return the exit code."""
     return _act(args, "resume")
 
 
@@ -51,7 +51,7 @@ def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = 
 
 
 def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
-    """Return the lease of a server of mine; None: of the server that this runs in, or of my only one.
+    """Return the lease of a server of the user; None: of the server of this process, or of the only one.
 
     Raises:
         NotFound: that server holds no GPU, or there are several to choose from.
@@ -71,7 +71,7 @@ def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
 
 
 def usage(args: argparse.Namespace) -> int:
-    """Print my GPU-hours of the last seven days."""
+    """Print the user's GPU-hours of the last seven days."""
     with closing(connect(args)) as client:
         week = client.get("history", wire.History)
     if args.json:
@@ -91,6 +91,6 @@ def usage(args: argparse.Namespace) -> int:
 
 
 def _hours(gpu_s: float) -> str:
-    """Hours with as many digits as they need not to be nothing."""
+    """Return hours with enough digits that a small number is not printed as 0."""
     hours = gpu_s / _HOUR_S
     return f"{hours:.1f}" if hours >= 0.05 or not gpu_s else f"{hours:.3f}"

@@ -1,4 +1,4 @@
-"""``gpushare doctor --site``: is everything in place before users come?
+"""``gpushare doctor --site``: examine an installation before users log in.
 
 Reads the configurations of Hub and broker, as they read them, and this machine.
 Nothing is started, and neither Hub nor broker has to run.  Run it as root or as
@@ -37,7 +37,7 @@ _CHECKPOINT_DRIVER = 570
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the checks need of this machine; ``driver`` is empty where none is found."""
+    """Facts about this machine for the checks; ``driver`` is empty where none is found."""
 
     gpu_memory_bytes: tuple[int, ...]
     ram_bytes: int
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Both configurations, read, and the machine."""
+    """The configurations of Hub and broker, and the machine."""
 
     hub: Any  # JupyterHub with its configuration
     broker: GPUShareBroker
@@ -317,7 +317,7 @@ CHECKS: dict[str, Callable[[Site], _Found]] = {
 
 
 def this_machine() -> Machine:
-    """Return what the checks need of this machine, asked now."""
+    """Return the facts about this machine as they are now."""
     from jupyter_gpushare.errors import DeviceError
     from jupyter_gpushare.gpu.driver.nvml import Nvml
 

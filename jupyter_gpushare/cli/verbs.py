@@ -36,13 +36,13 @@ EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
 API_PATH = "/services/gpushare/api/v1"
 
-# A broker that restarts is back within seconds; one that is upgraded within minutes.
+# A restart of the broker takes seconds, an upgrade minutes.
 PATIENCE_S = 300.0
 POLL_S = 1.0
 
 
 def broker_url(given: str) -> str:
-    """Return the base of the broker's API for what a user gave: that, or the Hub's address."""
+    """Return the base URL of the broker's API, from that URL or from the Hub's."""
     url = given.rstrip("/")
     if url.endswith("/api/v1"):
         return url
@@ -75,7 +75,7 @@ def connect(args: argparse.Namespace) -> BlockingClient:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print my GPUs, projects and jobs."""
+    """Print the user's GPUs, projects and jobs."""
     with closing(connect(args)) as client:
         status = client.get("status", wire.Status)
     if args.json:
@@ -116,7 +116,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def jobs(args: argparse.Namespace) -> int:
-    """Print my training jobs."""
+    """Print the user's training jobs."""
     with closing(connect(args)) as client:
         answer = client.get("jobs", wire.JobList, params={"limit": args.limit})
     if args.json:
@@ -129,7 +129,7 @@ def jobs(args: argparse.Namespace) -> int:
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Queue a job; wait for its end if that was asked for."""
+    """Queue a job; with ``--wait`` return when it has ended."""
     if not args.command or not args.command[0]:
         args.parser.error("what is to run?  Put it behind --, like: gpushare submit -- python train.py")
     is_notebook = args.command[0].endswith(".ipynb") and len(args.command) == 1
@@ -159,7 +159,7 @@ def submit(args: argparse.Namespace) -> int:
         if args.wait:
             note(line(job))
             job = _wait(client, job)
-    print_job(args, job)  # the one line of standard output
+    print_job(args, job)  # the only line on standard output
     return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
 
 
@@ -347,4 +347,4 @@ def doctor(args: argparse.Namespace) -> int:
     return EXIT_REFUSED if any(c.result is doctor.Result.FAIL for c in checks) else EXIT_OK
 
 
-# ---- what people see ---------------------------------------------------------
+# ---- output ---------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Replay a trace against the policy: files in, figures out.
+"""Replay traces with the scheduler of the broker, and measure the result.
 
 `core.planner` decides, as in the broker.  `traces` reads files, `synthetic`
 generates load, `scenario` replays it, `metrics` measures, `report` prints, `run`

@@ -60,20 +60,20 @@ class Filled:
     allocated_percent: tuple[float, ...]
 
     def allocated_at(self, asked_percent: float) -> float:
-        """Per cent of all GPUs allocated when ``asked_percent`` was first reached."""
+        """Return the per cent of all GPUs allocated when ``asked_percent`` was first requested."""
         pairs = zip(self.asked_percent, self.allocated_percent, strict=True)
         return next((got for asked, got in pairs if asked >= asked_percent), self.allocated_percent[-1])
 
 
 def shape_of(pod: Pod) -> Shape:
-    """What decides where a pod fits."""
+    """Return the request of a pod, which pods of equal placement share."""
     return Shape(pod.gpus, pod.gpu_milli, pod.cpu_milli, pod.memory_mib, pod.models)
 
 
 def arrivals(pods: Sequence[Pod], capacity_milli: int, rng: random.Random) -> list[Pod]:
-    """The pods in the order of one run: all, shuffled, then drawn until the load is reached.
+    """Return the pods in the order of one run: all, shuffled, then drawn until the load is reached.
 
-    Without one that asks for a GPU there is nothing to draw for.
+    Each pod occurs once where none of them requests a GPU.
     """
     arriving = list(pods)
     rng.shuffle(arriving)
@@ -86,7 +86,7 @@ def arrivals(pods: Sequence[Pod], capacity_milli: int, rng: random.Random) -> li
 
 
 def options(stock: Stock, shape: Shape) -> list[Stock]:
-    """What can be left of a node after a pod of ``shape`` was placed there; empty: it does not fit."""
+    """Return the possible rests of a node after placing a pod of ``shape``; empty: it does not fit."""
     cpu, memory = stock.cpu_milli - shape.cpu_milli, stock.memory_mib - shape.memory_mib
     if cpu < 0 or memory < 0 or (shape.models and stock.model not in shape.models):
         return []
@@ -108,7 +108,7 @@ def options(stock: Stock, shape: Shape) -> list[Stock]:
 
 
 def best_fit(stock: Stock, shape: Shape) -> Choice:
-    """The node with the least left of CPU and GPU together, there the GPU with the least free."""
+    """Score by the rest of CPU and GPU together: best fit on the node, then on its GPUs."""
     able = options(stock, shape)
     if not able:
         return None

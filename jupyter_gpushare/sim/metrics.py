@@ -1,4 +1,4 @@
-"""Measure a replay: how long work took and waited, what was held, used, lent and shared.
+"""Metrics of a replay: completion and queue times, allocation, utilization, lending, fairness.
 
 A `Meter` receives every change (`core.replay.Watcher`) and integrates what is
 held between changes.  Terms:
@@ -43,13 +43,13 @@ DAY_HOURS = 24
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed; 0 of none."""
+    """Return the smallest value that at least ``percent`` of the values do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; 0 of no values."""
+    """Return the arithmetic mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -62,7 +62,7 @@ class Curve:
         self.hours: list[float] = []
 
     def advance(self, start_at: float, end_at: float) -> None:
-        """The rate was what it is from ``start_at`` to ``end_at``."""
+        """Integrate the present rate from ``start_at`` to ``end_at``."""
         self.total += self.rate * (end_at - start_at)
         hour = int(start_at // HOUR_S)
         while start_at < end_at:
@@ -117,7 +117,7 @@ class Meter(Watcher):
     # -- what the replay reports
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
-        """A lease came (``before`` is None) or changed."""
+        """Count a lease that was added (``before`` is None) or changed."""
         self.advance(now)
         if before is None:
             self.began_at = now if self.began_at is None else self.began_at
@@ -129,7 +129,7 @@ class Meter(Watcher):
         self._count_lending(before, after)
 
     def began(self, now: float, run: CellRun) -> None:
-        """A cell runs from now on."""
+        """Count a cell that begins now."""
         self.cells += 1
         self.cells_lent += run.lent
         self.cells_crowded += run.crowded
@@ -140,7 +140,7 @@ class Meter(Watcher):
         self.available_gpu_s += max(0.0, run.due_at - eligible) * gpus
 
     def advance(self, now: float) -> None:
-        """Nothing changed until ``now``."""
+        """Integrate all rates until ``now``."""
         if now <= self.now:
             return
         for curve in (self.allocated, self.used, self.lent):
@@ -200,7 +200,7 @@ class Meter(Watcher):
             self._idle[after.id] = now, math.inf if at is None else at
 
     def _count_lending(self, before: Lease | None, after: Lease) -> None:
-        """Capacity of suspended sessions that jobs hold, by device."""
+        """Count the capacity of suspended sessions that jobs hold, by device."""
         change = _holds(after) - _holds(before)
         slept, sleeps = _sleeps(before), _sleeps(after)
         if after.kind is Kind.TRAIN:
@@ -218,12 +218,12 @@ class Meter(Watcher):
 
 
 def _holds(lease: Lease | None) -> int:
-    """Thousandths of a GPU that are held, over all devices."""
+    """Return the thousandths of a GPU that are held, over all devices."""
     return size_of(lease) if lease is not None and lease.state in HOLDS_CAPACITY else 0
 
 
 def _computes(lease: Lease | None) -> int:
-    """Thousandths of a GPU on which work makes progress."""
+    """Return the thousandths of a GPU on which jobs make progress or cells run."""
     if lease is None or lease.state is not State.RUNNING or lease.idle_since_at is not None or lease.wanted:
         return 0
     return size_of(lease)

@@ -1,4 +1,4 @@
-"""A bar for long runs: on a terminal only, on standard error, gone when the run is over."""
+"""A progress bar for long runs: on a terminal only, on standard error, erased at the end."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Numbers = dict[str, object]
 
 
 def job_numbers(result: Result) -> Numbers:
-    """Figures of the training jobs; times in virtual seconds."""
+    """Return the figures of the training jobs; times in virtual seconds."""
     meter, replay = result.meter, result.replay
     makespan_s = replay.now - (meter.began_at or 0.0)
     gpu_s = max(result.fleet.gpus * makespan_s, 1e-9)
@@ -43,7 +43,7 @@ def job_numbers(result: Result) -> Numbers:
 
 
 def engine_numbers(result: Result) -> Numbers:
-    """Work of the planner."""
+    """Return the figures of the planner's work."""
     replay, wall_s = result.replay, result.wall_s
     return {
         "rounds": replay.rounds,
@@ -55,7 +55,7 @@ def engine_numbers(result: Result) -> Numbers:
 
 
 def notebook_numbers(result: Result) -> Numbers:
-    """Figures of the cells and of the idle time between them."""
+    """Return the figures of the cells and of the idle time between them."""
     meter = result.meter
     return {
         "sessions": meter.sessions,
@@ -72,7 +72,7 @@ def notebook_numbers(result: Result) -> Numbers:
 
 
 def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
-    """Allocation of the filled cluster."""
+    """Return the allocation of the filled cluster."""
     return {
         "pods": filled.pods,
         "dropped": filled.dropped,
@@ -84,7 +84,7 @@ def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
 
 
 def fairness(meter: Meter) -> list[Numbers]:
-    """Per project: GPU-hours, and its share of what is over quota against its weight.
+    """Return per project its GPU-hours, and its share of over-quota GPU time against its weight.
 
     ``share_percent``: of what was over quota on contested days, against
     ``entitled_percent``, its weight's part.  ``worst_day_percent``: over every
@@ -144,7 +144,7 @@ def _all_over(projects: Sequence[ProjectMeter], hour: int) -> float:
 
 
 def table(numbers: Mapping[str, object]) -> str:
-    """The numbers as people read them, one per line; lists follow as rows."""
+    """Return the figures as a table, one per line; lists follow as rows."""
     plain = {name: value for name, value in numbers.items() if not isinstance(value, list)}
     width = max(map(len, plain))
     lines = [f"{name.replace('_', ' '):<{width}}  {_said(value)}" for name, value in plain.items()]
@@ -184,7 +184,7 @@ SERIES = (("allocation", "#4c78a8"), ("utilization", "#f58518"))
 
 
 def plot(result: Result) -> str:
-    """An SVG of allocation against utilization over time, in per cent of all GPUs."""
+    """Return an SVG of allocation and utilization over time, in per cent of all GPUs."""
     meter, gpus = result.meter, result.fleet.gpus
     hours = max(len(meter.allocated.hours), 1)
     group = -(-hours // MOST_POINTS)
@@ -239,10 +239,10 @@ def _caption(result: Result) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        OSError: it cannot be written; what was there before stays.
+        OSError: it cannot be written; the previous file stays.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

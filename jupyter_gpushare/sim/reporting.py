@@ -1,4 +1,4 @@
-"""What simulated jobs report of their progress: some of them, with an error."""
+"""Progress reports of simulated jobs: by a share of them, with an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jupyter_gpushare.core.simulated_lease import Reports
 
 
 def with_error(factor: float) -> Reports:
-    """Reports by which the remaining work is always estimated ``factor`` times too large."""
+    """Return reports that overestimate the remaining work by ``factor``."""
     return lambda done: done / (done + factor * (1.0 - done)) if done < 1.0 else 1.0
 
 

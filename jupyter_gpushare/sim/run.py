@@ -1,6 +1,6 @@
-"""``gpushare simulate``: replay a trace against the policy, and say what came of it.
+"""``gpushare simulate``: replay a trace with the scheduler of the broker, and print the figures.
 
-Exit codes: 0 done, 2 for words or files that are not as expected.
+Exit codes: 0 done, 2 invalid arguments or files.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def _refuse(message: str) -> int:
     return EXIT_USAGE
 
 
-# ---- what people type --------------------------------------------------------
+# ---- arguments --------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpushare simulate",
         description="Replay a trace against the very policy that the broker runs, in virtual time.",
-        epilog="Exit codes: 0 done, 2 for words or files that are not as expected.",
+        epilog="Exit codes: 0 done, 2 invalid arguments or files.",
     )
     verbs = parser.add_subparsers(metavar="WHAT", required=True)
     _add_jobs(verbs)

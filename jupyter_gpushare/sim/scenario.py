@@ -40,7 +40,7 @@ Progress = Callable[[float], None]  # gets the part that is done, 0 to 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The GPUs; ``nodes`` None: they are only counted, any will do for anything."""
+    """The GPUs; ``nodes`` None: placement is ignored, only their number counts."""
 
     gpus: int
     nodes: int | None
@@ -48,7 +48,7 @@ class Fleet:
     memory_bytes: int = 80 * GIB
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs, spread over the nodes, and there over the islands, as evenly as it goes.
+        """Return the GPUs, spread evenly over the nodes, and there over the NVLink islands.
 
         Raises:
             InvalidRequest: a node or an island would have none.
@@ -74,7 +74,7 @@ class Fleet:
 
     @property
     def largest_node(self) -> int:
-        """GPUs of the largest node, or all of them where they are only counted."""
+        """Return the GPUs of the largest node, or all of them where placement is ignored."""
         return max(_parts(self.gpus, self.nodes or 1))
 
 
@@ -84,7 +84,7 @@ def _parts(total: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A replay that is over, and what was measured."""
+    """A finished replay and its metrics."""
 
     meter: Meter
     replay: Replay
@@ -219,12 +219,12 @@ class _UntilSessionsEnd(Meter):
         self._scheduled = 0  # of that size, added but not come
 
     def feed(self, source: Iterator[_Work], gpus: int) -> None:
-        """From now on keep `BACKLOG` jobs for ``gpus`` GPUs waiting, from an endless ``source``."""
+        """Keep `BACKLOG` jobs for ``gpus`` GPUs in the queue from now on, from an endless ``source``."""
         self._source, self._size = source, gpus * WHOLE_GPU
         self._top_up()
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
-        """Count, and add what is missing."""
+        """Count the change, and refill the queue."""
         super().changed(now, before, after)
         if after.kind is Kind.BUILD:
             self._left -= after.state is State.RELEASED

@@ -17,7 +17,7 @@ class TraceJob(Lease):
 
 
 class ShortestRemaining(JobOrder):
-    """The fewest GPU-seconds left; a job of unknown duration comes last."""
+    """Order by remaining GPU-seconds; a job of unknown duration comes last."""
 
     __slots__ = ()
 

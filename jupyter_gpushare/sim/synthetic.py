@@ -37,11 +37,11 @@ class LogNormal:
 
     @property
     def mean(self) -> float:
-        """The mean of the distribution."""
+        """Return the mean of the distribution."""
         return self.median * exp(self.spread**2 / 2)
 
     def draw(self, rng: random.Random) -> float:
-        """A random value of it."""
+        """Return a random value."""
         return self.median * exp(rng.gauss(0.0, self.spread))
 
 
@@ -54,7 +54,7 @@ SESSION_GPUS = {1: 60, 2: 20, 4: 15, 8: 5}
 
 
 def make_jobs(count: int, *, gpus: int, load: float, seed: int) -> list[TrainingJob]:
-    """``count`` jobs that on average ask for ``load`` of ``gpus`` GPUs as they come."""
+    """Return ``count`` jobs that on average request ``load`` of ``gpus`` GPUs."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable draw, no secret
     work_gpu_s = JOB_S.mean * sum(n * w for n, w in JOB_GPUS.items()) / sum(JOB_GPUS.values())
     every_s = work_gpu_s / (gpus * load)
@@ -67,7 +67,7 @@ def make_jobs(count: int, *, gpus: int, load: float, seed: int) -> list[Training
 
 
 def make_sessions(count: int, *, days: float, seed: int) -> list[NotebookSession]:
-    """``count`` sessions that begin within ``days``, the last to begin first."""
+    """Return ``count`` sessions that begin within ``days``, latest first."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable draw, no secret
     starts = sorted((rng.uniform(0.0, days * 86_400) for _ in range(count)), reverse=True)
     return [NotebookSession(0, _choose(rng, SESSION_GPUS), tuple(_cells(rng, at))) for at in starts]
@@ -85,13 +85,13 @@ def _choose(rng: random.Random, weights: dict[int, int]) -> int:
 
 
 def jobs_csv(jobs: Sequence[TrainingJob]) -> str:
-    """The jobs as `traces.read_jobs` reads them."""
+    """Return the jobs as CSV, as `traces.read_jobs` reads them."""
     rows = [f"{n},{job.gpus},{job.submit_at!r},{job.duration_s!r}" for n, job in enumerate(jobs)]
     return "\n".join(["job_id,num_gpu,submit_time,duration", *rows, ""])
 
 
 def cells_csv(sessions: Sequence[NotebookSession]) -> str:
-    """The cells as `traces.read_cells` reads them, in minutes.
+    """Return the cells as CSV in minutes, as `traces.read_cells` reads them.
 
     Every session begins before the one above it, so that times drop between them.
     """

@@ -1,8 +1,7 @@
 """Read traces: training jobs, notebook cells, pods and nodes; CSV, plain or gzip.
 
 A file is read to its end and checked before anything is simulated.  The first
-row that is not as expected is refused with file, row (1 is the header) and what
-was expected.
+invalid row is refused with file, row (1 is the header) and what was expected.
 
 ==========  ================================================================
 training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
@@ -168,7 +167,7 @@ def _gpus(row: _Row, most: int | None, owner: str) -> int:
 
 
 class _Row:
-    """One row by column names; says what is wrong with it."""
+    """One row by column names; its errors name file, row and column."""
 
     def __init__(self, path: Path, number: int, cells: Mapping[str, str]) -> None:
         self.number_in_file = number
@@ -222,7 +221,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[_Row]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole file as lines of text, whether it is compressed or not."""
+    """Return all lines of a file, plain or gzip."""
     try:
         data = path.read_bytes()
     except OSError as error:

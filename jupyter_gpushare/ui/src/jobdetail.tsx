@@ -176,8 +176,8 @@ function useLog(
         // Neither the page nor the tab is hidden.
         isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
         grows: PRINTS.has(job.state),
-        onRead: (isMore, told) => {
-          setRefusal(told);
+        onRead: (isMore, error) => {
+          setRefusal(error);
           setRead(n => (isMore ? n + 1 : n));
         }
       }),
@@ -302,7 +302,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     let over = false;
     props
       .timeline(job.id)
-      .then(told => !over && setMoments(told))
+      .then(timeline => !over && setMoments(timeline))
       .catch(error => !over && setMoments(error instanceof Error ? error.message : String(error)));
     return () => {
       over = true;

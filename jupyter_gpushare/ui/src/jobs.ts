@@ -162,11 +162,11 @@ export class JobsModel implements IDisposable {
     this._changed.emit();
   }
 
-  private _isBehind(told: readonly IJob[]): boolean {
+  private _isBehind(reported: readonly IJob[]): boolean {
     if (this._now() - this._fetchedAt < AGAIN_MS) {
       return false;
     }
-    const ids = new Set(told.map(job => job.id));
+    const ids = new Set(reported.map(job => job.id));
     return [...this._jobs.values()].some(job => !ENDED.has(job.state) && !ids.has(job.id));
   }
 

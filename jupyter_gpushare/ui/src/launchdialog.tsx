@@ -223,14 +223,14 @@ function More({ model, trans }: IPartProps): JSX.Element {
 function Unseen({ model, trans }: IPartProps): JSX.Element {
   const { fields } = model;
   const taken = takenFromServer(fields);
-  const told = [
+  const lines = [
     taken.length > 0 && trans.__('Variables with the value that this server has: %1', taken.join(', ')),
     fields.priority !== 0 && trans.__('Priority in its project: %1', fields.priority),
     fields.grace !== null && trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))
   ];
   return (
     <>
-      {told.map(
+      {lines.map(
         (text, n) =>
           text !== false && (
             <div key={n} className="gpushare-field gpushare-muted">

@@ -3,7 +3,7 @@
 import type { IDisposable } from '@lumino/disposable';
 
 export class Running<Cell extends Pick<IDisposable, 'isDisposed'>, Notebook> {
-  /** Notes a cell that was told to run: behind all others, also when it ran before. */
+  /** Notes a cell that was requested to run: behind all others, also when it ran before. */
   add(cell: Cell, notebook: Notebook): void {
     this._notebooks.delete(cell);
     this._notebooks.set(cell, notebook);

@@ -29,7 +29,7 @@ export const ANSWERS = {
   empty: ready(empty)
 };
 
-export const SILENT: StatusAnswer = {
+export const NO_ANSWER: StatusAnswer = {
   enabled: true,
   server: '',
   unreachable_since: '2031-05-06T14:02:00Z',

@@ -5,7 +5,7 @@ import { GpuModel } from '../src/model';
 import { IJob } from '../src/wire';
 import { StatusAnswer } from '../src/state';
 import { jobBadge } from '../src/messages';
-import { ANSWERS, JOBS, SILENT } from './answers';
+import { ANSWERS, JOBS, NO_ANSWER } from './answers';
 import { trans } from './trans';
 
 function job(change: Partial<IJob>): IJob {
@@ -98,7 +98,7 @@ describe('JobsModel', () => {
     expect(jobs.job(before.id)?.state).toBe('succeeded');
     expect(jobs.job('old')).toEqual(old);
     expect(fetched).toBe(1);
-    answer = SILENT;
+    answer = NO_ANSWER;
     await gpu.refresh();
     answer = ANSWERS.active;
     await gpu.refresh();

@@ -22,7 +22,7 @@ import {
   wantsAttention,
   weekText
 } from '../src/messages';
-import { ANSWERS, HISTORY, JOB, SILENT } from './answers';
+import { ANSWERS, HISTORY, JOB, NO_ANSWER } from './answers';
 import { trans } from './trans';
 
 describe('a refusal', () => {
@@ -117,7 +117,7 @@ describe('status bar', () => {
     expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
     expect(statusText(trans, stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
-    expect(statusText(trans, stateOf(SILENT))).toBe('GPU: no data');
+    expect(statusText(trans, stateOf(NO_ANSWER))).toBe('GPU: no data');
     expect(statusText(trans, { kind: 'off' })).toBe('');
   });
 
@@ -130,7 +130,7 @@ describe('status bar', () => {
     ]);
     expect(wantsAttention(ready, 'warned')).toBe(true);
     expect(wantsAttention(ready, 'lost')).toBe(true);
-    expect(wantsAttention(stateOf(SILENT), null)).toBe(true);
+    expect(wantsAttention(stateOf(NO_ANSWER), null)).toBe(true);
   });
 });
 
@@ -140,7 +140,7 @@ describe('sentences', () => {
   });
 
   it('say since when the broker is silent', () => {
-    expect(sentence(trans, stateOf(SILENT))).toMatch(
+    expect(sentence(trans, stateOf(NO_ANSWER))).toMatch(
       /^No news from the GPU broker since .*\d\d.*\. Your kernel keeps running\.$/
     );
   });

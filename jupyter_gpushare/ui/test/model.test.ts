@@ -5,7 +5,7 @@ import { GpuState, jobNotices, leaseNotice, Notice, phaseOf, seenJobs, stateOf }
 import { IJob, ILeaseStatus } from '../src/wire';
 import { StatusAnswer } from '../src/state';
 import { noticeText } from '../src/messages';
-import { ANSWERS, SILENT } from './answers';
+import { ANSWERS, NO_ANSWER } from './answers';
 import { trans } from './trans';
 
 function lease(name: keyof typeof ANSWERS, change: Partial<ILeaseStatus> = {}): ILeaseStatus {
@@ -158,7 +158,7 @@ describe('stateOf', () => {
   });
 
   it('has no numbers beside a silence', () => {
-    expect(stateOf(SILENT)).toEqual({ kind: 'unreachable', since: new Date('2031-05-06T14:02:00Z'), source: 'broker' });
+    expect(stateOf(NO_ANSWER)).toEqual({ kind: 'unreachable', since: new Date('2031-05-06T14:02:00Z'), source: 'broker' });
     expect(stateOf({ enabled: false })).toEqual({ kind: 'off' });
   });
 });
@@ -279,7 +279,7 @@ describe('GpuModel', () => {
     await say(awakeFor(0));
     expect(notices).toMatchObject([{ kind: 'waking' }, { kind: 'back', seconds: null }]);
     await say(ANSWERS.asleep);
-    await say(SILENT);
+    await say(NO_ANSWER);
     await say(ANSWERS.waking);
     expect(model.wakingSince).toBeNull();
     await say(ANSWERS.asleep);
@@ -371,7 +371,7 @@ describe('GpuModel', () => {
       await say(ANSWERS.active);
     }
     expect(model.samples.all.length).toBe(121);
-    await say(SILENT);
+    await say(NO_ANSWER);
     expect(model.samples.all).toEqual([]);
     await say(ANSWERS.empty);
     expect(model.samples.all).toEqual([]);
@@ -379,7 +379,7 @@ describe('GpuModel', () => {
 
   it('has no numbers while the broker is silent, and tells afterwards what was missed', async () => {
     const notices = await start(ANSWERS.active);
-    await say(SILENT);
+    await say(NO_ANSWER);
     expect(model.state).toEqual({ kind: 'unreachable', since: new Date('2031-05-06T14:02:00Z'), source: 'broker' });
     await say(ANSWERS.asleep);
     expect(model.state.kind).toBe('ready');
