@@ -39,6 +39,7 @@ from jupyter_gpushare.broker.http import metrics, openapi
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
 from jupyter_gpushare.broker.http.certificate import tls_context
+from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
 from jupyter_gpushare.broker.http.listener import SHARE, Listener, connections_allowed
 from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv
@@ -205,7 +206,11 @@ class GPUShareBroker(Settings):
 
     def _listen(self, application: web.Application, sockets: Sockets) -> list[Listener]:
         most = connections_allowed()
-        limits: dict[str, Any] = {"max_connections": most, "max_per_source": max(1, most // SHARE)}
+        limits: dict[str, Any] = {
+            "max_connections": most,
+            "max_per_source": max(1, most // SHARE),
+            "proxies": Proxies.at(self.proxies),
+        }
         plain = Listener(application, **limits)
         plain.add_sockets(sockets.plain)
         if not sockets.tls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,14 @@ class Settings(Application):
         "none by default. They accept no certificate but api-certificate.pem of state_dir, which is made "
         "when it is missing (c.GPUShareMixin.broker_certificate_file).",
     ).tag(config=True)
+    proxies = List(
+        Unicode(),
+        help="Addresses or networks, such as 10.0.0.5 or 10.0.1.0/24, of proxies between browsers and the "
+        "broker, whose X-Forwarded-For is believed: what stands before the Hub's proxy (nginx on this "
+        "machine: 127.0.0.1), and the Hub's proxy where it runs on another machine or as another user than "
+        "root and the broker's. Requests are counted by the client that they name; without them all clients "
+        "behind such a proxy count as one.",
+    ).tag(config=True)
     spawner_token_file = Unicode(
         help="File (mode 0600) with the token that the Hub's spawner uses; by default spawner-token in "
         "state_dir. It is made when it is missing."
@@ -187,6 +196,17 @@ class Settings(Application):
         if proposal.value and not (host and port.isdecimal() and 0 < int(port) < 65_536):
             raise TraitError(f"tls_address is HOST:PORT, such as 10.0.0.5:8004, not {proposal.value!r}")
         return str(proposal.value)
+
+    @validate("proxies")
+    def _addresses(self, proposal: Any) -> list[str]:
+        for each in proposal.value:
+            try:
+                ipaddress.ip_network(each, strict=False)
+            except ValueError:
+                raise TraitError(
+                    f"proxies are addresses or networks such as 10.0.0.5, not {each!r}"
+                ) from None
+        return list(proposal.value)
 
     @validate("las_thresholds")
     def _ascending(self, proposal: Any) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +18,9 @@ from jupyter_gpushare.broker.http import metrics, openapi
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
 from jupyter_gpushare.broker.http.base import Control, Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
+from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
+from jupyter_gpushare.broker.http.listener import SHARE, Listener
 from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.views.overview import Overview
@@ -49,11 +53,13 @@ TOKENS: dict[str, dict[str, Any]] = {
 class _HubUser(web.RequestHandler):
     """The Hub's answer about the owner of a token."""
 
-    def get(self) -> None:
+    async def get(self) -> None:
         known = self.application.settings["tokens"]
         token = self.request.headers.get("Authorization", "").partition(" ")[2]
         if token == "hub-is-down":
             raise web.HTTPError(503)
+        if token == "hub-waits":
+            await self.application.settings["goes_on"].wait()
         if token not in known:
             raise web.HTTPError(403)
         self.write(known[token])
@@ -62,8 +68,11 @@ class _HubUser(web.RequestHandler):
 class Http:
     """A broker that listens, on a site in memory, in real time."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, max_per_source: int = 500, proxies: Sequence[str] = ()) -> None:
         self.site = site
+        self.max_per_source = max_per_source
+        self.proxies = Proxies.at(proxies)
+        self.hub_goes_on = asyncio.Event()  # with the answer about the token "hub-waits"
         self.tokens = dict(TOKENS)
         self.servers: list[httpserver.HTTPServer] = []
 
@@ -71,7 +80,14 @@ class Http:
         self.broker = await self.site.start_broker(running=False)
         await self.broker.loop.observer.measure()
         hub_url = self._listen(
-            web.Application([("/hub/api/user", _HubUser)], tokens=self.tokens, log_function=_silent)
+            httpserver.HTTPServer(
+                web.Application(
+                    [("/hub/api/user", _HubUser)],
+                    tokens=self.tokens,
+                    goes_on=self.hub_goes_on,
+                    log_function=_silent,
+                )
+            )
         )
         auth = HubOAuth(
             api_url=f"{hub_url}/hub/api",
@@ -97,19 +113,19 @@ class Http:
             site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
         )
         options = {"service": self.service}
+        application = web.Application(
+            [
+                *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
+                (PREFIX + "metrics", Metrics, options),
+                (PREFIX + "?", AdminPage, options),
+                (PREFIX + "decisions.csv", DecisionsCsv, options),
+                (".*", NoSuchPath, options),
+            ],
+            cookie_secret=b"secret",
+            log_function=_silent,
+        )
         self.url = self._listen(
-            web.Application(
-                [
-                    *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
-                    (PREFIX + "metrics", Metrics, options),
-                    (PREFIX + "?", AdminPage, options),
-                    (PREFIX + "decisions.csv", DecisionsCsv, options),
-                    (".*", NoSuchPath, options),
-                ],
-                cookie_secret=b"secret",
-                log_function=_silent,
-            ),
-            max_body_size=wire.MAX_BODY_BYTES,
+            Listener(application, SHARE * self.max_per_source, self.max_per_source, self.proxies)
         )
         # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
         self._folder = tempfile.TemporaryDirectory(prefix="gpushare-")
@@ -124,9 +140,8 @@ class Http:
         self.api = f"{self.url}{PREFIX}api/v1"
         self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=PATIENCE_S)
 
-    def _listen(self, application: web.Application, **options: Any) -> str:
+    def _listen(self, server: httpserver.HTTPServer) -> str:
         socket, port = bind_unused_port()
-        server = httpserver.HTTPServer(application, **options)
         server.add_socket(socket)
         self.servers.append(server)
         return f"http://127.0.0.1:{port}"
@@ -145,6 +160,8 @@ class Http:
     ) -> httpx.Response:
         headers = {"Authorization": f"token {identity}"} if identity else {}
         headers |= options.pop("headers", {})
+        if method == "GET":
+            options.pop("json", None)  # a body is refused there
         client = self.by_socket if path.startswith("spawner/") else self.client
         return await client.request(method, path, headers=headers, **options)
 

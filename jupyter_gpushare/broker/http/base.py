@@ -24,6 +24,7 @@ from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
+from jupyter_gpushare.broker.http.listener import GUARDS
 from jupyter_gpushare.broker.http.rates import Rate, Turns
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.overview import Overview
@@ -103,10 +104,8 @@ class Guarded(web.RequestHandler):
 
     def set_default_headers(self) -> None:
         """Set the headers that keep other pages from showing an answer inside themselves."""
-        # On JSON and CSV too: all users' servers are one origin with this service, unless the Hub has
-        # subdomains, and a frame of the same origin can be read and clicked by the page around it.
-        self.set_header("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
-        self.set_header("X-Content-Type-Options", "nosniff")
+        for name, value in GUARDS.items():
+            self.set_header(name, value)
 
     def refuse_frames(self) -> None:
         """Return unless a browser loads this into a part of another page.
@@ -155,14 +154,18 @@ class Base(HubOAuthenticated, Guarded):
 
         Raises:
             TooLarge: the announced body is larger than `wire.MAX_BODY_BYTES`.
+            InvalidRequest: a body where none belongs: it would be read without a token.
             NotAllowed: as `refuse_frames` and `authorize` say; other errors of `authorize` too.
         """
         self.refuse_frames()
-        length = self.request.headers.get("Content-Length", "0")
+        method, headers = self.request.method, self.request.headers
+        length = headers.get("Content-Length", "0")
         if length.isascii() and length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
             raise TooLarge("a body has at most %1 bytes", wire.MAX_BODY_BYTES)
-        if self.request.method in ("POST", "PUT", "DELETE", "PATCH"):
+        if method in ("POST", "PUT", "DELETE", "PATCH"):
             await self.authorize()
+        elif length != "0" or "Transfer-Encoding" in headers:
+            raise InvalidRequest("a request %1 has no body: send it without one", method)
         self._is_prepared = True
 
     def data_received(self, chunk: bytes) -> None:
