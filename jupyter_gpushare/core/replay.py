@@ -114,8 +114,7 @@ class Replay:
         self._planner = Planner(cluster.devices, cluster.projects, settings)
         self._ledger: Ledger | None = None  # with several projects only
         if settings.fairness_horizon_s and len(cluster.projects) > 1:
-            capacity_milli = WHOLE_GPU * sum(device.usable for device in cluster.devices)
-            self._ledger = Ledger(cluster.projects, capacity_milli, cluster.lags_gpu_s, now=now)
+            self._ledger = Ledger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
         self._leases: dict[str, SimulatedLease] = {}
         self._heap: list[tuple[float, EventKind, int, str, int]] = []
         self._scheduled = 0

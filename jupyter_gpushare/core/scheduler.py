@@ -45,7 +45,7 @@ from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
 from jupyter_gpushare.core.reservations import Reservations
 
-# Shares are reviewed this often while a project lags behind its share and a job waits.
+# Shares are reviewed this often while several projects have jobs and one waits.
 REVIEW_S = 900.0
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 _BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
@@ -68,7 +68,6 @@ class SchedulingRound:
         self.state = state
         self.queues = queues
         self.placer = placer
-        self.lags_gpu_s = lags_gpu_s
         self.now = now
         self.settings = state.settings
         self.order = order.order_of(self.settings)
@@ -85,7 +84,8 @@ class SchedulingRound:
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
         self.next_at: float | None = None
-        self.shared = len(self.queues.by_project) > 1  # several projects compete
+        competing = [queue for queue in self.queues.by_project.values() if queue.waiting or queue.running]
+        self.shared = len(competing) > 1  # several projects have jobs
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
         self._unplaceable: dict[tuple[str, Shape], Why] = {}
@@ -106,7 +106,7 @@ class SchedulingRound:
         if self.waiting:
             self._wake_planner(self.queues.next_at())
             self._wake_planner(self.reclaimer.victim_index.next_at)
-            if any(self.lags_gpu_s.values()):
+            if self.shared and self.settings.fairness_horizon_s:
                 self._wake_planner(self.now + REVIEW_S)
         return self
 
@@ -431,11 +431,18 @@ PASSES = (
 
 
 def _waiting_milli(queues: JobQueues, state: ClusterState) -> dict[str, int]:
-    """Least capacity that the waiting jobs of each project take, in thousandths of a GPU."""
-    return {
-        name: sum(_size(queues.leases[ranks[0][-1]], state) * len(ranks) for ranks in queue.waiting.values())
-        for name, queue in queues.by_project.items()
-    }
+    """Least capacity that the waiting jobs of each project take, in thousandths of a GPU.
+
+    Those that do not borrow take no more than the quota leaves them.
+    """
+    found = {}
+    for name, queue in queues.by_project.items():
+        wanted = {True: 0, False: 0}  # by whether they borrow
+        for ranks in queue.waiting.values():
+            lease = queues.leases[ranks[0][-1]]
+            wanted[lease.borrow] += _size(lease, state) * len(ranks)
+        found[name] = wanted[True] + min(wanted[False], max(0, state.quotas.account(name).unborrowed_left))
+    return found
 
 
 def _size(job: Lease, state: ClusterState) -> int:

@@ -20,7 +20,7 @@ HOUR_S = 3600.0
 
 def ledger(*leases, gpus=4, quota=0.0, weights=(1, 1), **lags):
     projects = [project(name, quota, weight=w) for name, w in zip("pq", weights, strict=True)]
-    made = Ledger(projects, gpus * 1000, lags, now=0.0)
+    made = Ledger(projects, [device(n) for n in range(gpus)], lags, now=0.0)
     made.recount(leases)
     return made
 
@@ -91,6 +91,60 @@ def test_the_lags_add_up_to_nothing(jobs):
     assert sum(book.lags_gpu_s.values()) == pytest.approx(0.0, abs=1e-6)
 
 
+OTHERS = (train("a", 1000, "0"), train("b", 1000, "1 2 3", project="q"), train("w", 1000, project="q"))
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        train("x", 1000, borrow=False),
+        train("x", 1000, retry_at=1000.0),
+        train("x", 1000, cancelled=True),
+        train("x", 1000, device_count=5),
+        train("x", 1000, profile="1g.10gb"),
+        train("x", 1000, "9", state=State.SUSPENDED),
+        build("x", 1000),
+    ],
+    ids=["does-not-borrow", "backs-off", "cancelled", "too-large", "no-such-profile", "broken", "session"],
+)
+def test_a_job_that_could_not_run_puts_no_project_behind(waiting):
+    book = ledger(*OTHERS, waiting)
+    book.advance(60.0)
+    assert book.lags_gpu_s == {"p": 0.0, "q": 0.0}
+    could = ledger(*OTHERS, train("x", 1000))
+    could.advance(60.0)
+    assert could.lags_gpu_s["p"] == pytest.approx(60.0)
+
+
+def test_a_job_on_a_device_that_is_not_usable_puts_no_project_behind():
+    asleep = train("x", 1000, "3", state=State.SUSPENDED)
+    leases = train("a", 1000, "0"), train("b", 1000, "1 2", project="q"), asleep
+    broken = Ledger(
+        [project("p", 0), project("q", 0)], [device(n, usable=n < 3) for n in range(4)], {}, now=0.0
+    )
+    broken.recount(leases)
+    broken.advance(60.0)
+    assert broken.lags_gpu_s == {"p": 0.0, "q": 0.0}
+    whole = ledger(*leases)
+    whole.advance(60.0)
+    assert whole.lags_gpu_s["p"] > 0
+
+
+def test_a_job_counts_from_the_end_of_its_back_off():
+    x = train("x", 1000, retry_at=60.0)
+    book = ledger(*OTHERS, x)
+    book.advance(100.0)
+    assert book.lags_gpu_s["p"] == pytest.approx(40.0, rel=1e-3)
+    book.count(x, -1)
+    book.advance(200.0)
+    assert book.lags_gpu_s["p"] == pytest.approx(40.0, rel=2e-3)
+    book.count(x, 1)
+    book.count(later := replace(x, id="y", retry_at=900.0), 1)
+    book.count(later, -1)
+    book.advance(300.0)
+    assert book.lags_gpu_s["p"] == pytest.approx(140.0, rel=3e-3)
+
+
 def contest(**more):
     """Two projects without quota on 4 GPUs, 2 each; p has a gang of 4 waiting."""
     q = [train(f"q{n}", 1000, f"{n}", project="q", survival=CheckpointMode.SIGTERM) for n in range(4)]
@@ -138,9 +192,11 @@ def test_a_lagging_project_comes_first_where_capacity_is_free():
     assert grants == (Grant("b", ("gpu0",), 1000, Why.FREE_CAPACITY, borrowed=True),)
 
 
-def test_while_a_lagging_project_waits_the_shares_are_computed_again():
+def test_while_several_projects_have_jobs_and_one_waits_the_shares_are_computed_again():
     assert plan(contest(lags_gpu_s={"p": 1.0, "q": -1.0}), NOW).next_at == NOW + REVIEW_S
-    assert plan(contest(), NOW).next_at is None
+    assert plan(contest(), NOW).next_at == NOW + REVIEW_S
+    only_q = tuple(x for x in contest().leases if x.project == "q")
+    assert plan(contest(leases=only_q), NOW).next_at is None
 
 
 class Held(Watcher):

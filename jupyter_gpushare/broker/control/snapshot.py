@@ -38,7 +38,7 @@ def cluster(
         projects=projects(registry, engine),
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
-            *registry.index.waiting(registry.hub_backoff_until, partial(_waiting, registry)),
+            *registry.index.waiting(registry.hub_backoff_until, partial(_with_retry, registry)),
             *extra,
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
@@ -65,8 +65,10 @@ def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
     known = projects(registry, engine)
     if len(known) < 2 or not registry.policy.fairness_horizon_s:
         return
-    capacity = WHOLE_GPU * sum(device.usable for device in registry.devices.for_planner())
-    registry.fairness.update(known, capacity, registry.index, now)
+    index, devices = registry.index, tuple(registry.devices.for_planner())
+    version = index.changes, registry.hub_backoff_until
+    leases = partial(map, partial(_with_retry, registry), index.all.values())
+    registry.fairness.update(known, devices, version, leases, now)
 
 
 def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lending: bool = False) -> Lease:
@@ -91,7 +93,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
     )
 
 
-def _waiting(registry: Registry, record: LeaseRecord) -> Lease:
+def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
     """Return the lease of a job in the queue: only when it may start is not in its record."""
     retry_at = max(registry.observations[record.id].retry_at, registry.hub_backoff_until)
     return record.lease if record.lease.retry_at == retry_at else replace(record.lease, retry_at=retry_at)

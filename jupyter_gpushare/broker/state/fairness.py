@@ -5,12 +5,11 @@ A crash loses minutes of a horizon of a day.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from jupyter_gpushare.broker.state.lease_index import LeaseIndex
 from jupyter_gpushare.broker.state.records import Lags
 from jupyter_gpushare.core.fairshare import Ledger
-from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.core.model import Device, Lease, Project
 
 
 class FairnessTracker:
@@ -19,7 +18,8 @@ class FairnessTracker:
     def __init__(self, stored: Lags) -> None:
         self.stored = stored
         self._ledger: Ledger | None = None
-        self._counted = -1  # `LeaseIndex.changes`
+        self._built_from: tuple[object, ...] = ()
+        self._counted: object = None
 
     @property
     def lags_gpu_s(self) -> Mapping[str, float]:
@@ -27,19 +27,27 @@ class FairnessTracker:
         return self._ledger.lags_gpu_s if self._ledger else {}
 
     def update(
-        self, projects: tuple[Project, ...], capacity_milli: int, index: LeaseIndex, now: float
+        self,
+        projects: tuple[Project, ...],
+        devices: tuple[Device, ...],
+        version: object,
+        leases: Callable[[], Iterable[Lease]],
+        now: float,
     ) -> None:
-        """Bring the lags up to ``now``; from there on these projects, devices and leases count."""
-        ledger = self._ledger
+        """Bring the lags up to ``now``; from there on these projects, devices and leases count.
+
+        ``leases`` are asked for when ``version`` is another than at the last call.
+        """
+        ledger, built_from = self._ledger, (projects, devices)
         if ledger is not None:
             ledger.advance(now)
-        if ledger is None or (ledger.projects, ledger.capacity_milli) != (projects, capacity_milli):
+        if ledger is None or built_from != self._built_from:
             lags = ledger.lags_gpu_s if ledger else self.stored.gpu_s
-            ledger = self._ledger = Ledger(projects, capacity_milli, lags, now=now)
-            self._counted = -1
-        if self._counted != index.changes:
-            ledger.recount(record.lease for record in index.all.values())
-            self._counted = index.changes
+            ledger = self._ledger = Ledger(projects, devices, lags, now=now)
+            self._built_from, self._counted = built_from, None
+        if self._counted != version:
+            ledger.recount(leases())
+            self._counted = version
 
     def to_store(self) -> Lags | None:
         """Return the lags, or None where nothing is new."""
