@@ -38,6 +38,8 @@ class Settings(Application):
         * ``weight``: share of what is over, 1 by default;
         * ``limit``: hard cap in GPUs, none by default;
         * ``priority``: among projects below their quota the higher comes first, 0 by default;
+        * ``priority_max``: the highest priority that its members may give to their jobs, 0 to 100, 0 by
+          default; everybody may give less;
         * ``groups``: the Hub groups of its members, by default the group of the same name;
         * ``never_sleep``: True lets its members mark sessions that are never put to sleep.
         """

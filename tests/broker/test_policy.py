@@ -16,6 +16,8 @@ from jupyter_gpushare.errors import InvalidRequest
         ({"groups": ["vision", 1]}, "groups is a list of names"),
         ({"priority": "high"}, "priority is a whole number"),
         ({"priority": 0.5}, "priority is a whole number"),
+        ({"priority_max": 101}, "priority_max is a whole number from 0 to 100"),
+        ({"priority_max": True}, "priority_max is a whole number from 0 to 100"),
         (2, "quota, weight"),
     ],
 )

@@ -33,6 +33,26 @@ async def test_a_job_of_higher_priority_goes_first_inside_its_project(tmp_path):
 
 
 @in_virtual_time
+async def test_priority_above_0_is_a_right_of_the_project(tmp_path):
+    projects = tuple(
+        ProjectConfig(name=n, quota_milli=1000, groups=(n,), priority_max=m)
+        for n, m in (("vision", 0), ("nlp", 5))
+    )
+    async with Site(tmp_path, policy=Policy(projects=projects)) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "1", priority=5)  # of nlp
+        await site.submit("ada", "1", priority=-100)  # of vision: everybody may give less
+        for user, group, priority in (("bo", "nlp", 6), ("ada", "vision", 1)):
+            request = wire.JobRequest(command=["true"], project=group, priority=priority)
+            with pytest.raises(
+                InvalidRequest, match=f"priority is at most {priority - 1} in project {group}"
+            ):
+                await broker.requests.submit(user, (group,), request, None)
+            with pytest.raises(InvalidRequest, match="priority is at most"):
+                await broker.requests.outlook(user, request)
+
+
+@in_virtual_time
 async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(tmp_path):
     """Least attained service: the long job has had its share, the short one comes first, nothing is lost."""
     async with Site(tmp_path) as site:

@@ -111,6 +111,7 @@ async def test_a_session_with_an_impossible_size_is_refused(tmp_path, options, s
         ({"name": "x" * 101}, "1 to 100"),
         ({"name": "a\0b"}, "NUL"),
         ({"priority": 101}, "-100 to 100"),
+        ({"priority": 1}, "priority is at most 0 in project nlp"),
         ({"retries": 11}, "0 to 10"),
         ({"retries": -1}, "0 to 10"),
         ({"grace_s": -0.5}, "0 to 3600"),

@@ -68,6 +68,21 @@ class RequestPolicy:
                 "ask for at least %1 GPU: less is not given out here", f"{least / WHOLE_GPU:g}"
             )
 
+    def check_priority(self, project: str, priority: int) -> None:
+        """Enforce the highest priority that members of a project may give to their jobs.
+
+        Raises:
+            InvalidRequest: it is higher.
+        """
+        config = self.registry.policy.project_config(project)
+        most = config.priority_max if config else 0
+        if priority > most:
+            raise InvalidRequest(
+                "priority is at most %1 in project %2 (priority_max in GPUShareBroker.projects)",
+                most,
+                project,
+            )
+
     async def known(self) -> None:
         """Return when the devices are known; a broker that has just started measures first.
 

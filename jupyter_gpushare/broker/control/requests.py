@@ -76,6 +76,7 @@ class RequestService:
                 return registry.jobs.get(stored.id, stored)
         check_job(request)
         project = self.request_policy.choose_project(groups, request.project)
+        self.request_policy.check_priority(project, request.priority)
         await self.request_policy.known()
         # No other task runs from here until the job is in the registry.
         mine = (j for j in registry.jobs.values() if j.user == user and j.idempotency_key == key)
@@ -145,11 +146,13 @@ class RequestService:
 
         Raises:
             Conflict: the devices are not known.
-            InvalidRequest: it could never run, or its size is none.
+            InvalidRequest: it could never run, its size is none, or its priority is above its project's.
         """
+        project = request.project or ""
+        self.request_policy.check_priority(project, request.priority)
         await self.request_policy.known()
         now = self.registry.clock()
-        lease = job_lease("j-", user, request.project or "", request, now)
+        lease = job_lease("j-", user, project, request, now)
         cluster = snapshot.cluster(self.registry, self.engine, now, extra=(lease,))
         self.engine.check_request(cluster, lease)
         outlook = self.engine.outlook(cluster, now)

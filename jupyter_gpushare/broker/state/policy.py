@@ -22,6 +22,7 @@ class ProjectConfig:
     weight: int = 1
     limit_milli: int | None = None
     priority: int = 0
+    priority_max: int = 0  # the highest that its members may give to their jobs
     groups: tuple[str, ...] = ()  # members of these Hub groups belong to it
     never_sleep: bool = False  # its members may mark sessions that are not suspended
 
@@ -117,7 +118,7 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     """
     if not isinstance(config, Mapping):
         raise InvalidRequest(f"project {name}: a dict of quota, weight, ..., not {config!r}")
-    unknown = set(config) - {"quota", "weight", "limit", "priority", "groups", "never_sleep"}
+    unknown = set(config) - {"quota", "weight", "limit", "priority", "priority_max", "groups", "never_sleep"}
     if unknown:
         raise InvalidRequest(f"project {name}: unknown key {sorted(unknown)[0]!r}")
     if not name or len(name) > 255:
@@ -140,6 +141,11 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     priority, groups = config.get("priority", 0), config.get("groups", (name,))
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequest(f"project {name}: priority is a whole number, not {priority!r}")
+    priority_max = config.get("priority_max", 0)
+    if isinstance(priority_max, bool) or not isinstance(priority_max, int) or not 0 <= priority_max <= 100:
+        raise InvalidRequest(
+            f"project {name}: priority_max is a whole number from 0 to 100, not {priority_max!r}"
+        )
     if isinstance(groups, str) or not all(isinstance(group, str) for group in groups):
         raise InvalidRequest(f"project {name}: groups is a list of names, not {groups!r}")
     limit, never_sleep = config.get("limit"), config.get("never_sleep", False)
@@ -152,6 +158,7 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
         weight=weight,
         limit_milli=None if limit is None else gpus_to_milli(limit, f"project {name}: limit"),
         priority=priority,
+        priority_max=priority_max,
         groups=tuple(groups),
         never_sleep=never_sleep,
     )

@@ -348,6 +348,7 @@ export const CATALOGUE: {
   'only the server of this attempt may report about it': (trans, args) => trans.__('only the server of this attempt may report about it', ...args),
   'parameters are for Python notebooks, and this is one in %1': (trans, args) => trans.__('parameters are for Python notebooks, and this is one in %1', ...args),
   'priority is a whole number from -100 to 100': (trans, args) => trans.__('priority is a whole number from -100 to 100', ...args),
+  'priority is at most %1 in project %2 (priority_max in GPUShareBroker.projects)': (trans, args) => trans.__('priority is at most %1 in project %2 (priority_max in GPUShareBroker.projects)', ...args),
   'project %1 may not keep sessions from sleep: the administrator gives that right (never_sleep in GPUShareBroker.projects)': (trans, args) => trans.__('project %1 may not keep sessions from sleep: the administrator gives that right (never_sleep in GPUShareBroker.projects)', ...args),
   'retries is a whole number from 0 to 10': (trans, args) => trans.__('retries is a whole number from 0 to 10', ...args),
   'send JSON, with Content-Type: application/json': (trans, args) => trans.__('send JSON, with Content-Type: application/json', ...args),
