@@ -92,6 +92,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
     checks += [
         check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
         check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
+        *check_device_files(_read(_DRIVER_SETTINGS), devices),
         check_environment(environment, lease),
         check_origin(environment),
         check_memory_limit(environment, limit_bytes(0)),
@@ -215,13 +216,17 @@ def check_ladders(devices: wire.Devices) -> list[Check]:
 def check_ladder(device: wire.DeviceStatus) -> Check:
     """The levels of one device, each seen to hold by its self-test, or why not."""
     name = "enforcement"
-    said = f"{device.name} ({device.uuid}): " + "; ".join(
-        f"{rung.level}: {'yes' if rung.offered else 'no, ' + rung.reason}" for rung in device.ladder
-    )
+    said = f"{device.name} ({device.uuid}): " + "; ".join(map(_rung, device.ladder))
     if device.level == "hints":
         advice = "a part of this device is a request only; see docs/isolation.md for what each level needs"
         return _warn(name, f"{said}.", advice)
     return _ok(name, f"{said}.")
+
+
+def _rung(rung: wire.Rung) -> str:
+    if not rung.offered:
+        return f"{rung.level}: no, {rung.reason}"
+    return f"{rung.level}: yes" + (f", by {rung.by}" if rung.by else "")
 
 
 def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wire.LeaseStatus | None:
@@ -279,6 +284,33 @@ def check_scrubbing(params: str | None, simulated: bool) -> Check:
         "The driver is told not to erase freed memory: one user may read another's data.",
         "remove RMDisableScrubOnFree from the options of the nvidia kernel module and reload it",
     )
+
+
+def check_device_files(params: str | None, devices: wire.Devices | None) -> list[Check]:
+    """Whether only users of leases can open whole GPUs, and whether the driver leaves it so."""
+    name = "device files"
+    rungs = [
+        rung
+        for device in (devices.devices if devices else ())
+        for rung in device.ladder
+        if rung.level == "whole_gpu" and (rung.by or "open to every user" in rung.reason)
+    ]
+    if not rungs:
+        return []
+    if is_open := [rung.reason for rung in rungs if not rung.offered]:
+        advice = "start the device helper with --own-device-files (docs/isolation.md, Device files)"
+        return [_warn(name, f"Whole GPUs are not enforced: {'; '.join(is_open)}.", advice)]
+    modifies = re.search(r"ModifyDeviceFiles\s*[=:]\s*(\w+)", params or "")
+    if modifies is None or modifies[1] in ("0", "0x0"):
+        return [_ok(name, f"Closed to users without a lease by {rungs[0].by}.")]
+    return [
+        _warn(
+            name,
+            f"Closed to users without a lease by {rungs[0].by}, but the driver may open them for a moment.",
+            "set NVreg_ModifyDeviceFiles=0 in the options of the nvidia kernel module, and make the "
+            "files at boot (docs/isolation.md, Device files)",
+        )
+    ]
 
 
 def check_origin(environment: Mapping[str, str]) -> Check:

@@ -124,6 +124,7 @@ class Rung:
     level: Level
     offered: bool
     reason: str = ""
+    by: str = ""  # of a whole GPU: what keeps other users from opening it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -333,6 +333,26 @@ def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypat
     assert gpushare("doctor", "--url", "http://127.0.0.1:9", "--token", "x").code == 3
 
 
+@pytest.mark.parametrize(
+    ("rung", "params", "result", "said"),
+    [
+        ({"by": "the access list of /dev/nvidia0"}, "ModifyDeviceFiles: 0", "ok", "Closed to users without"),
+        ({"by": "the access list of /dev/nvidia0"}, None, "ok", "Closed to users without"),
+        ({"by": "the access list of /dev/nvidia0"}, "ModifyDeviceFiles: 1", "warn", "open them for a moment"),
+        ({"offered": False, "reason": "/dev/nvidia0 is open to every user"}, None, "warn", "not enforced"),
+    ],
+)
+def test_device_files_that_others_may_open_are_told(rung, params, result, said):
+    whole = wire.Rung(**{"level": "whole_gpu", "offered": True, "reason": ""} | rung)
+    devices = wire.replace(DEVICES, devices=[wire.replace(DEVICES.devices[0], ladder=[whole])])
+    (check,) = doctor.check_device_files(params, devices)
+    assert (check.result, said in check.message) == (result, True)
+    if rung.get("by"):
+        (ladder,) = doctor.check_ladders(devices)
+        assert "whole_gpu: yes, by the access list of /dev/nvidia0" in ladder.message
+    assert doctor.check_device_files(params, None) == []
+
+
 def test_the_ladder_of_each_device_is_told_with_reasons():
     second = changed(DEVICE, uuid="GPU-2", ladder=RUNGS[:2] + RUNGS[3:], level="hints")
     devices = changed(DEVICES, devices=[changed(DEVICE, ladder=RUNGS), second, changed(DEVICE, ladder=[])])

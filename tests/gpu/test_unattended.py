@@ -14,6 +14,7 @@ from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.gpu.leases import registry as leases
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.lease import Lease
@@ -54,6 +55,7 @@ class Helper:
         parts = SimpleNamespace(
             nvml=SimpleNamespace(gpus=gpus), state=self.state, processes=SimpleNamespace()
         )
+        parts.files = DeviceFiles(None, gpus, folder / "device-files", "boot", owns=False)
         machine = cast("Parts", parts)
         parts.processes.scan = lambda uids: dict.fromkeys(uids, ())
         cgroups = Cgroups(None, machine.nvml, machine.processes)

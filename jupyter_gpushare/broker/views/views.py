@@ -317,7 +317,7 @@ class Views:
                     ),
                     claimed_milli=claims.get(device.uuid, 0),
                     ladder=[
-                        wire.Rung(level=str(rung.level), offered=rung.offered, reason=rung.reason)
+                        wire.Rung(level=str(rung.level), offered=rung.offered, reason=rung.reason, by=rung.by)
                         for rung in device.ladder
                     ],
                 )

@@ -146,7 +146,8 @@ class Canary:
             limit_bytes += probe.TORCH_BYTES
         try:
             files.create(uid, {gpu.uuid: limit_bytes}, PagePhase.RUNNING)
-            with self._child(gpu, limit_bytes, uid, files) as (child, digest, denied):
+            may_open = self._machine.files.tested_by(gpu.uuid, uid)
+            with may_open, self._child(gpu, limit_bytes, uid, files) as (child, digest, denied):
                 cycle = self._cycle(child, digest, gpu)
         finally:
             files.revoke()

@@ -71,7 +71,8 @@ class Gpu:
     name: str
     memory_bytes: int
     mig: bool
-    island: str
+    island: str = ""
+    minor: int = -1  # of its device file /dev/nvidiaN, or of its parent's
     profile: str = ""  # of a MIG instance, such as 1g.10gb
     parent: str = ""  # UUID of the GPU that reports this device's events
     instance: int = _ALL_INSTANCES  # of a MIG instance: its GPU instance there
@@ -309,6 +310,9 @@ def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             parent = _text(pynvml.nvmlDeviceGetUUID(handle))
             instances = _instances(handle)
+            minor = -1
+            with suppress(pynvml.NVMLError):  # WSL has none
+                minor = int(pynvml.nvmlDeviceGetMinorNumber(handle))
             for each in instances or [handle]:
                 gpu = Gpu(
                     uuid=_text(pynvml.nvmlDeviceGetUUID(each)),
@@ -316,15 +320,12 @@ def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
                     name=_text(pynvml.nvmlDeviceGetName(each)),
                     memory_bytes=int(_memory(each).total),
                     mig=bool(instances),
-                    island="",
+                    minor=minor,
                     parent=parent,
                 )
                 if instances:
-                    gpu = replace(
-                        gpu,
-                        profile=gpu.name.rpartition(" MIG ")[2],
-                        instance=int(pynvml.nvmlDeviceGetGpuInstanceId(each)),
-                    )
+                    profile = gpu.name.rpartition(" MIG ")[2]
+                    gpu = replace(gpu, profile=profile, instance=int(pynvml.nvmlDeviceGetGpuInstanceId(each)))
                 found.append((gpu, each))
     except pynvml.NVMLError as error:
         raise _device_error("nvmlInit", error) from None

@@ -14,6 +14,7 @@ from typing import Any
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.device_files import Access, DeviceFiles
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Level, Rung
@@ -51,7 +52,8 @@ class Verdict:
 class DeviceStates:
     """State of every device by UUID; safe to read from several threads."""
 
-    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+    def __init__(self, gpus: tuple[Gpu, ...], files: DeviceFiles | None = None) -> None:
+        self._files = files
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._verdicts: dict[str, Verdict] = {}
         self._out_of_service: dict[str, str] = {}
@@ -72,6 +74,12 @@ class DeviceStates:
         """Replace the verdict on a device."""
         self._verdicts[uuid] = verdict
         self._doubted.discard(uuid)
+
+    def ladder(self, uuid: str) -> tuple[Rung, ...]:
+        """All levels of a device: what its self-test saw, and whether others may open its file now."""
+        verdict = self._verdicts.get(uuid)
+        rungs = verdict.ladder if verdict else ()
+        return with_access(rungs, self._files.access(uuid)) if self._files else rungs
 
     def all_final(self) -> bool:
         """Whether no tested device waits for another test."""
@@ -163,10 +171,8 @@ class DeviceStates:
         levels = []
         for uuid, limit_bytes in lease.limits.items():
             if gpu := self._gpus.get(uuid):
-                verdict = self._verdicts.get(uuid)
-                rungs = verdict.ladder if verdict else ()
                 whole = limit_bytes >= gpu.memory_bytes - self.reserve_bytes(gpu)
-                levels.append(level_of(rungs, whole=whole, in_cgroup=lease.in_cgroup))
+                levels.append(level_of(self.ladder(uuid), whole=whole, in_cgroup=lease.in_cgroup))
         return weakest(levels)
 
     # What outlives the helper
@@ -193,6 +199,16 @@ class DeviceStates:
                 count = by_uuid.get(uuid) if isinstance(by_uuid, dict) else None
                 if type(count) is int and count >= 0:
                     counts[uuid] = count
+
+
+def with_access(rungs: tuple[Rung, ...], access: Access) -> tuple[Rung, ...]:
+    """The rungs of a device with the one of a whole device as its file allows."""
+    return tuple(
+        replace(rung, offered=not access.reason, reason=access.reason, by=access.by)
+        if rung.level is Level.WHOLE_GPU and rung.offered
+        else rung
+        for rung in rungs
+    )
 
 
 def _verdict(saved: dict[str, Any], uuid: str) -> Verdict | None:

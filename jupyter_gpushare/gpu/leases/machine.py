@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.processes import Processes
@@ -14,7 +15,7 @@ from jupyter_gpushare.gpu.leases.processes import Processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine: driver, processes, state directory, host memory, events."""
+    """One machine: driver, processes, state directory, host memory, events, device files."""
 
     nvml: Nvml
     checkpoint: Checkpoint
@@ -22,6 +23,7 @@ class Machine:
     state: StateDirectory
     host: HostMemory
     events: Events
+    files: DeviceFiles
 
     @property
     def simulated(self) -> bool:

@@ -50,6 +50,7 @@ class LeaseRegistry:
         self._cgroups = cgroups
         self._guard = threading.Lock()
         self._epoch_guard = threading.Lock()
+        self._access_guard = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._heard_at = time.monotonic()
         # Set when a lease may be suspended that was not before.
@@ -201,10 +202,12 @@ class LeaseRegistry:
                 self._note_holder(request.uid)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
                 self._enforce(lease)
+                self.let_in()
                 self.suspended.set()
                 return LeaseFiles(directory=str(lease.files.path))
             with self.hold(lease, epoch):
                 self._change(lease, request)
+            self.let_in()
         except OSError as error:
             raise HelperError(ErrorKind.STATE, f"the lease cannot be written: {error}") from None
         return LeaseFiles(directory=str(lease.files.path))
@@ -215,6 +218,15 @@ class LeaseRegistry:
             for lease in self.all():
                 if uuid in lease.limits and not lease.in_cgroup:
                     self._enforce(lease)
+
+    def let_in(self) -> None:
+        """Let the users of leases, and no others, open the devices of their leases (`device_files`)."""
+        with self._access_guard:
+            users: dict[str, set[int]] = {}
+            for lease in self.all():
+                for uuid in lease.limits:
+                    users.setdefault(uuid, set()).add(lease.uid)
+            self._machine.files.let_in(users)
 
     def phase_changed(self, lease: Lease) -> None:
         """Adapt the driver's limits to a new phase, and let the wake detector look."""
@@ -246,6 +258,7 @@ class LeaseRegistry:
             self._machine.state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
+        self.let_in()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
 
@@ -279,6 +292,7 @@ class LeaseRegistry:
             lease.processes = living[lease.name]
             lease.was_alive = bool(lease.processes)
             lease.files.reopen()
+        self.let_in()
 
     def _note_holder(self, uid: int) -> None:
         try:

@@ -30,6 +30,7 @@ from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
@@ -64,6 +65,8 @@ class Options:
     unleased: StopRules = field(default_factory=StopRules)
     host_budget_percent: int = 50
     cgroup_root: Path | None = None
+    own_device_files: bool = False
+    device_dir: Path | None = None  # None: /dev; of the simulated driver: there are none
     park_before_kill: bool = False
     sample_s: float = 1.0
 
@@ -79,18 +82,26 @@ class Helper:
         """
         self._options = options
         state = StateDirectory(options.state_dir, boot_id(), options.lease_dir)
-        checkpoint = Checkpoint()
+        checkpoint, nvml = Checkpoint(), Nvml()
+        is_real = checkpoint.simulated_host_memory() is None
         self._machine = Machine(
-            nvml=Nvml(),
+            nvml=nvml,
             checkpoint=checkpoint,
             processes=Processes(state.leases),
             state=state,
             host=HostMemory(options.host_budget_percent, checkpoint),
             events=Events(),
+            files=DeviceFiles(
+                options.device_dir or (Path("/dev") if is_real else None),
+                nvml.gpus,
+                options.state_dir / "device-files",
+                state.boot_id,
+                options.own_device_files,
+            ),
         )
         machine, own_pids = self._machine, {os.getpid()}
         cgroups = Cgroups(options.cgroup_root, machine.nvml, machine.processes)
-        self._devices = DeviceStates(machine.nvml.gpus)
+        self._devices = DeviceStates(machine.nvml.gpus, machine.files)
         self._registry = LeaseRegistry(machine, self._devices, cgroups)
         self._health = Health(machine.nvml, machine.events, self._registry, self._devices)
         canary = Canary(machine, cgroups, own_pids)
@@ -142,7 +153,11 @@ class Helper:
         )  # fmt: skip
 
     def stop(self) -> None:
-        """Stop serving; suspended leases stay suspended, lease files stay in place."""
+        """Stop serving; suspended leases stay suspended, lease files stay in place.
+
+        Device files get the rights back that they had.
+        """
+        self._machine.files.restore()
         self._self_tests.stop()
         self._health.stop()
         self._server.stop()
@@ -222,6 +237,15 @@ def _parser() -> argparse.ArgumentParser:
         help="a cgroup (v2) below which the helper creates one per lease: for drivers that limit them (r615)",
     )  # fmt: skip
     parser.add_argument(
+        "--own-device-files", action="store_true",
+        help="let only root and the users of leases open /dev/nvidiaN, each until the lease ends; off by "
+        "default, because tools of other users, such as nvidia-smi, see no GPU then (docs/isolation.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device-dir", type=Path, metavar="PATH",
+        help="where the device files are (default: /dev; none with the simulated driver)",
+    )  # fmt: skip
+    parser.add_argument(
         "--park-before-kill", action="store_true",
         help="checkpoint the processes of a lease before it is killed: for drivers on which the end of a "
         "restored process hangs the machine (docs/isolation.md, Drivers)",
@@ -259,6 +283,8 @@ def parse(argv: Sequence[str]) -> Options:
         host_budget_percent=given.host_budget_percent,
         park_before_kill=given.park_before_kill,
         cgroup_root=given.cgroup_root.absolute() if given.cgroup_root else None,
+        own_device_files=given.own_device_files,
+        device_dir=given.device_dir.absolute() if given.device_dir else None,
         sample_s=given.sample_s,
     )
 

@@ -137,7 +137,7 @@ class Requests:
             healthy=not reason,
             reason=reason,
             level=verdict.level if verdict else Level.HINTS,
-            ladder=verdict.ladder if verdict else (),
+            ladder=self._devices.ladder(gpu.uuid),
             profile=gpu.profile,
             suspendable=verdict.suspendable if verdict else False,
             suspend_reason=self._devices.suspend_blocker(gpu.uuid),

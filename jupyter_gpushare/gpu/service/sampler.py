@@ -159,6 +159,7 @@ class Sampler:
         for lease in leases:
             self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._machine.host.available_bytes()
+        self._registry.let_in()  # the driver's tools may have opened the files again
         self._at = time.monotonic()
         self._watchdog.compare(usages, leases)
 

@@ -189,6 +189,7 @@ class Rung(Answer, frozen=True):
     level: str
     offered: bool  # its self-test passed there
     reason: str  # why not
+    by: str = ""  # of a whole GPU: what keeps other users from opening its device file
 
 
 class DeviceStatus(Answer, frozen=True):

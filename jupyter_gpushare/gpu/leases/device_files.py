@@ -1,0 +1,227 @@
+"""Access to the device files of GPUs (``/dev/nvidiaN``): their users, and what enforces it.
+
+NVIDIA's driver makes them with mode 0666, so that every user may open every GPU.  With
+``--own-device-files`` the helper closes them, and lets in the users of leases, each on the
+devices of its leases and until the lease ends, by what the file system allows:
+
+    access list  root and the users of leases there (system.posix_acl_access, acl(5))
+    owner        without access lists: the only user with leases there owns the file, 0600
+    none         without access lists, and several users have leases there: 0666
+
+Without it the helper only looks.  Files that are open already stay open, also after a lease ends.
+A lease that is suspended keeps its access: cuInit of its new processes does not wait for it to wake.
+
+What the driver's own tools need of all users stays as it is: ``nvidiactl`` and ``nvidia-uvm`` give
+no memory of a GPU without its own file, and every program opens them.  The module's parameter
+ModifyDeviceFiles (kernel-open/nvidia/nv-reg.h of NVIDIA/open-gpu-kernel-modules) lets the driver
+and nvidia-modprobe set the modes again, so each sample looks at them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import stat
+import struct
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jupyter_gpushare.gpu.driver.nvml import Gpu
+
+log = logging.getLogger(__name__)
+
+_ACL = "system.posix_acl_access"
+# linux/posix_acl_xattr.h: version, then tag, permissions and id of each entry, ascending by tag and id.
+_HEAD, _ENTRY, _VERSION, _NO_ID = struct.Struct("<I"), struct.Struct("<HHI"), 2, 0xFFFFFFFF
+_OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
+_READ_WRITE = 6
+_WITHOUT_LISTS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Owner, mode and access list (hexadecimal, empty: none) of a file."""
+
+    uid: int
+    gid: int
+    mode: int
+    acl: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> Rights:
+        """Return those of a file.
+
+        Raises:
+            OSError: it is not there.
+        """
+        found, acl = path.stat(), b""
+        with contextlib.suppress(OSError):
+            acl = os.getxattr(path, _ACL)
+        return cls(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), acl.hex())
+
+    def put(self, path: Path) -> None:
+        """Give them to a file.
+
+        Raises:
+            OSError: it is not there, or does not take them.
+        """
+        found = path.stat()
+        if (found.st_uid, found.st_gid) != (self.uid, self.gid):
+            os.chown(path, self.uid, self.gid)
+        if self.acl:
+            os.setxattr(path, _ACL, bytes.fromhex(self.acl))
+        else:
+            with contextlib.suppress(OSError):
+                os.removexattr(path, _ACL)
+        path.chmod(self.mode)
+
+
+def _listed(users: Collection[int]) -> str:
+    """The access list that lets the owner and ``users`` in."""
+    entries = [(_OWNER, _READ_WRITE, _NO_ID), *((_USER, _READ_WRITE, uid) for uid in sorted(users))]
+    entries += [(_GROUP, 0, _NO_ID), (_MASK, _READ_WRITE, _NO_ID), (_OTHER, 0, _NO_ID)]
+    return (_HEAD.pack(_VERSION) + b"".join(_ENTRY.pack(*entry) for entry in entries)).hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may open the file of a device: ``by`` enforces it, or ``reason`` says why every user may."""
+
+    by: str = ""
+    reason: str = ""
+
+
+class DeviceFiles:
+    """The device files of this machine; safe to use from several threads."""
+
+    def __init__(self, folder: Path | None, gpus: Collection[Gpu], saved: Path, boot_id: str, owns: bool):
+        """``folder`` is /dev, or None: there are no device files (the simulated driver).
+
+        ``saved`` keeps the rights that the files had before, until `restore`.
+        """
+        self._owns = owns
+        self._saved, self._boot_id = saved, boot_id
+        self._paths = {gpu.uuid: folder / f"nvidia{gpu.minor}" for gpu in gpus} if folder else {}
+        self._guard = threading.Lock()
+        self._users: Mapping[str, Collection[int]] = {}
+        self._tested: tuple[str, int] | None = None  # the device that is tested, and the test's user
+        self._seen: dict[Path, tuple[tuple[int, int], Rights]] = {}
+        self._access: dict[str, Access] = {}
+        self._originals = self._load()
+        if not owns:
+            self.restore()
+
+    def access(self, uuid: str) -> Access:
+        """Who may open the file of a device, as last seen."""
+        return self._access.get(uuid, Access())
+
+    def let_in(self, users: Mapping[str, Collection[int]]) -> None:
+        """Let in the users of leases, by device, and no others; nothing is changed without ``owns``."""
+        with self._guard:
+            self._users = users
+            self._apply()
+
+    @contextmanager
+    def tested_by(self, uuid: str, uid: int) -> Iterator[None]:
+        """Let in a user for the self-test of a device."""
+        with self._guard:
+            self._tested = uuid, uid
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._tested = None
+                self._apply()
+
+    def restore(self) -> None:
+        """Give the files the rights that they had before the first helper of this boot closed them."""
+        with self._guard:
+            self._owns = False
+            for path, rights in self._originals.items():
+                try:
+                    rights.put(path)
+                except OSError as error:
+                    log.warning("%s keeps its rights: %s", path, error.strerror)
+            self._originals = {}
+            self._saved.unlink(missing_ok=True)
+
+    def _apply(self) -> None:
+        for path in set(self._paths.values()):
+            uuids = [uuid for uuid, each in self._paths.items() if each == path]
+            try:
+                access = self._close(path, uuids) if self._owns else _look(path)
+            except OSError as error:
+                access = Access(reason=f"{path} cannot be closed to other users: {error.strerror}")
+            if access != self._access.get(uuids[0]):
+                log.info("%s: %s", path, access.reason or f"closed by {access.by}")
+            self._access |= dict.fromkeys(uuids, access)
+
+    def _close(self, path: Path, uuids: list[str]) -> Access:
+        found, lists = path.stat(), _has_lists(path)
+        users = {uid for uuid in uuids for uid in self._users.get(uuid, ())}
+        if lists and self._tested is not None and self._tested[0] in uuids:
+            users.add(self._tested[1])
+        wanted = _closed(users - {0, os.geteuid()}, lists)
+        mark = found.st_ino, found.st_ctime_ns
+        if (mark, wanted) != self._seen.get(path):
+            before = Rights.of(path)
+            if path not in self._originals:
+                self._save(self._originals | {path: before})
+            elif path in self._seen and before != self._seen[path][1]:
+                log.warning("%s was opened to others (mode %04o): it is closed again", path, before.mode)
+            wanted.put(path)
+            found = path.stat()
+            self._seen[path] = (found.st_ino, found.st_ctime_ns), wanted
+        if wanted.mode & 0o006:
+            return Access(reason=f"the file system of {path} has no access lists, and several users need it")
+        return Access(by=f"{'the access list' if lists else 'the owner'} of {path}")
+
+    def _load(self) -> dict[Path, Rights]:
+        try:
+            written = json.loads(self._saved.read_bytes())
+            if written["boot_id"] != self._boot_id:
+                return {}
+            return {Path(path): Rights(**rights) for path, rights in written["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _save(self, originals: dict[Path, Rights]) -> None:
+        files = {str(path): asdict(rights) for path, rights in originals.items()}
+        new = self._saved.with_name(f".{self._saved.name}.new")
+        new.write_text(json.dumps({"boot_id": self._boot_id, "files": files}))
+        new.rename(self._saved)
+        self._originals = originals
+
+
+def _closed(users: set[int], lists: bool) -> Rights:
+    uid, gid = os.geteuid(), os.getegid()
+    if not users:
+        return Rights(uid, gid, 0o600)
+    if lists:
+        return Rights(uid, gid, 0o660, _listed(users))
+    return Rights(users.pop(), gid, 0o600) if len(users) == 1 else Rights(uid, gid, 0o666)
+
+
+def _has_lists(path: Path) -> bool:
+    try:
+        os.getxattr(path, _ACL)
+    except OSError as error:
+        return error.errno not in _WITHOUT_LISTS
+    return True
+
+
+def _look(path: Path) -> Access:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        return Access(reason=f"{path} is not there: {error.strerror}")
+    if mode & 0o006:
+        return Access(reason=f"{path} is open to every user (mode {mode:04o}): see --own-device-files")
+    return Access(by=f"the mode of {path} ({mode:04o})")
