@@ -133,7 +133,9 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     async def drop(self, handle: str) -> None:
-        """Delete the record of a lease that has no process left; unknown leases are ignored.
+        """Delete a lease that has no process left; unknown leases are ignored.
+
+        A process that has begun since is killed, and a runner that begins later starts nothing.
 
         Raises:
             HelperError: no answer, or a newer broker is at work.

@@ -151,7 +151,7 @@ class LocalDevices(Devices):
                 raise
 
     async def drop(self, handle: str) -> None:
-        await self._helper.ask("drop", helper.Drop(lease=handle), Any)
+        await self._helper.ask("drop", helper.Drop(lease=handle, end_processes=True), Any)
 
     async def close(self) -> None:
         """Nothing stays open: each request has a connection of its own."""

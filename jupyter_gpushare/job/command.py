@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
+from jupyter_gpushare.protocol import LIMIT_NAME
 from jupyter_gpushare.protocol.wire import JobSpec
 
 CANNOT_USE = 126
@@ -30,6 +31,16 @@ class CannotStart(GpuShareError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def lease_has_ended(runner: Mapping[str, str]) -> bool:
+    """Return whether the device helper has removed the lease of this attempt.
+
+    It does so when an attempt is stopped whose server the Hub still starts, and then ends the
+    processes of the lease: a command that was started before is ended, none is started after.
+    """
+    folder = runner.get("GPUSHARE_LEASE_DIR", "")
+    return bool(folder) and not os.path.exists(os.path.join(folder, LIMIT_NAME))
 
 
 def command_environment(runner: Mapping[str, str], spec: JobSpec, progress_socket: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 0. Read the records of earlier starts: an attempt that was started before is not
    started again, also after the broker or this runner was killed; its outcome is reported.
+   Nor is an attempt whose lease has ended.
 1. Answer HTTP.  The Hub counts a server that does not answer as a failed spawn,
    also when its command has already ended.
 2. Start the command with its output going to a bounded log; report ``started``.
@@ -50,6 +51,7 @@ from jupyter_gpushare.job.command import (
     NOT_FOUND,
     CannotStart,
     command_environment,
+    lease_has_ended,
     why_not,
     working_directory,
 )
@@ -146,12 +148,14 @@ class Runner:
         activity = asyncio.create_task(keep_active(self._env))
         try:
             before = unseen_outcome(self._log_path.parent, self._spec.settled, self._spec.attempt)
-            if before is None:
-                await self._run_once(reports)
+            if before is None and lease_has_ended(self._env):
+                # Neither file nor report: the broker has stopped this attempt and knows how it ended.
+                self._record = replace(self._record, reported=True)
+                log.warning("job=%s: not started: the lease of its attempt has ended", self._spec.id)
             else:
-                self._observe(before)
-            if await reports.ended(self._final_report()):
-                self._keep(replace(self._record, reported=True))
+                await self._run_once(reports) if before is None else self._observe(before)
+                if await reports.ended(self._final_report()):
+                    self._keep(replace(self._record, reported=True))
             await self._stay_until_seen(began_at)
         finally:
             activity.cancel()

@@ -303,9 +303,14 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Forget a lease: revoke its page, remove its files.  An unknown lease is no error."""
+    """Forget a lease: revoke its page, remove its files.  An unknown lease is no error.
+
+    ``end_processes``: then kill the processes that name it, such as a job's runner that
+    started a moment before.
+    """
 
     lease: str
+    end_processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

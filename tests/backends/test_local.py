@@ -148,7 +148,7 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
         protocol.Suspend(lease="j-1", calls="calls"),
         protocol.Resume(lease="j-1"),
         protocol.Signal(lease="j-1", number=15, to="leader"),
-        protocol.Drop(lease="j-1"),
+        protocol.Drop(lease="j-1", end_processes=True),
     ]
     assert {a["epoch"] for a in helper.asked} == {7}
 

@@ -1,12 +1,14 @@
 """The contract of `Hub` on a `Site`, for one broker.
 
 Imitates JupyterHub's REST API: a server that is asked for twice starts once, and one that
-starts cannot be stopped (jupyterhub/apihandlers/users.py: "is pending spawn").
+starts cannot be stopped (jupyterhub/apihandlers/users.py: "is pending spawn").  The request to
+start one is answered when it has started, or after `SLOW_SPAWN_S` (jupyterhub/handlers/base.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
@@ -14,6 +16,10 @@ from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
 if TYPE_CHECKING:
     from tests.broker.brokers import Broker
     from tests.broker.site import Site
+
+
+# JupyterHub's `slow_spawn_timeout`.
+SLOW_SPAWN_S = 10.0
 
 
 class SiteHub(Hub):
@@ -28,6 +34,10 @@ class SiteHub(Hub):
         if key not in self.site.servers:
             self.site.servers[key] = "spawn"
             self.site.later(self.site.spawn_job(key))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_SPAWN_S):
+                while self.site.servers.get(key) == "spawn":
+                    await asyncio.sleep(0.1)
         await self.broker.step()
 
     async def stop_server(self, key: ServerKey) -> None:

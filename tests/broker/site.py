@@ -236,13 +236,17 @@ class Site:
             return
         await asyncio.sleep(self.spawn_s)
         self.servers[key] = "ready"
+        held = self.held.get(grant.lease)
+        if held is None:  # the runner finds no lease: it starts nothing
+            self.servers.pop(key, None)
+            await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            return
         run = Run(job=grant.job, user=key.user)
         run.task = asyncio.current_task()
         if any(r.job.id == run.job.id for r in self.runs):
             self.wrong.append(f"two attempts of {run.job.id} at once")
         self.runs.append(run)
         self.started[run.job.id] += 1
-        held = self.held.get(grant.lease) or Held(grant.lease, 0, {})
         try:
             await self._work(run, held)
         finally:

@@ -134,6 +134,26 @@ async def test_an_owner_who_returns_while_the_borrower_starts_waits_for_no_grace
         assert broker.job(job).preemptions == 1
 
 
+@pytest.mark.parametrize("spawn_s", [8.0, 300.0])  # half before the broker is asked, half after it
+@in_virtual_time
+async def test_an_owner_who_returns_does_not_wait_for_the_hub_to_start_the_borrower(tmp_path, spawn_s):
+    async with Site(tmp_path) as site:
+        site.spawn_s, site.move_s = spawn_s / 2, 0.1
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=30))
+        await until(lambda: f"prepare j{job.id}-1" in site.effects, 600)
+        assert broker.state(job) == "granted"
+        asked = site.now
+        await site.gpu_cell(ada)
+        assert site.now - asked <= 5
+        assert broker.job(job).preemptions == 1
+        # What the Hub was still starting finds no lease, and is removed; the next attempt runs.
+        site.spawn_s = 0.2
+        await until(lambda: broker.job(job).result, 600)
+        assert site.started[job.id] == 1
+
+
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
 @in_virtual_time
 async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_path, after_s):

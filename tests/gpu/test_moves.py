@@ -217,6 +217,14 @@ def test_a_dropped_lease_may_allocate_no_more(machine: Machine) -> None:
     assert machine.ask("sample")["leases"] == []
 
 
+def test_what_began_just_before_a_lease_ended_is_killed_with_it(machine: Machine) -> None:
+    machine.lease("ada")
+    worker, other = machine.worker("ada"), machine.worker()
+    assert machine.ask("drop", lease="ada", end_processes=True) == {"known": True}
+    assert worker.process.wait(PATIENCE_S) == -9
+    assert other.process.poll() is None
+
+
 def test_what_is_left_asleep_of_a_dropped_lease_is_ended(machine: Machine) -> None:
     machine.lease("ada")
     worker = machine.worker("ada", mib=64)

@@ -257,6 +257,22 @@ def test_the_command_sees_its_lease_but_no_token(start: Start) -> None:
     assert (seen["GPUSHARE_JOB_ID"], seen["GPUSHARE_JOB_ATTEMPT"]) == ("0123456789", "1")
 
 
+def test_an_attempt_whose_lease_has_ended_starts_nothing(
+    start: Start, tmp_path: Path, others: HubAndBroker
+) -> None:
+    lease = tmp_path / "lease"
+    lease.mkdir()
+    gone = start("touch", str(tmp_path / "ran"), runner_env={"GPUSHARE_LEASE_DIR": str(lease)})
+    assert gone.exited() == 0  # after the Hub has seen it
+    assert not (tmp_path / "ran").exists()
+    # Neither a record, which the next attempt would take for an outcome, nor a report of an end.
+    assert not gone.folder.exists() or not list(gone.folder.iterdir())
+    assert not others.reports
+    (lease / "limit").touch()
+    start("touch", str(tmp_path / "ran"), runner_env={"GPUSHARE_LEASE_DIR": str(lease)}).ended()
+    assert (tmp_path / "ran").exists()
+
+
 def test_the_command_has_no_input(start: Start) -> None:
     assert start("cat").ended()["exit_code"] == 0
 

@@ -181,6 +181,11 @@ class ServerAdmission:
         if record.uid != request.uid:
             record = await self.registry.edit(record, OwnedBy(uid=request.uid))
         grant = await self._prepare(record, asleep=False, borrowed=False)
+        current = self.registry.by_handle(request.server)
+        if current is None or current.state is not State.GRANTED:
+            # It was stopped meanwhile; with its files back, its runner would start the command.
+            await self.devices.drop(record.handle)
+            raise Conflict("the attempt %1 was stopped while its server started", request.server)
         return wire.SpawnGrant(
             lease=grant.lease,
             kind=grant.kind,

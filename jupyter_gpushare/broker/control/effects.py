@@ -268,8 +268,14 @@ class Effects:
     async def _start_job(self, record: LeaseRecord) -> None:
         """Ask the Hub to start a job's server, then wait until it runs or has failed to start."""
         key = ServerKey(record.lease.user, record.handle)
+        request = asyncio.create_task(self.hub.start_server(key))
         try:
-            await self.hub.start_server(key)
+            # The Hub answers after seconds; an attempt that is stopped meanwhile does not wait for it.
+            while not request.done() and self._still(record, State.GRANTED):
+                await asyncio.wait((request,), timeout=LOOK_S)
+            if not request.done():
+                return
+            request.result()
         except HubError as error:
             if error.not_now:
                 await self._hub_busy(record, str(error))
@@ -280,6 +286,8 @@ class Effects:
                 return
         else:
             self._hub_backoff_s = 1.0
+        finally:
+            request.cancel()
         until = self.registry.clock() + START_S
         while self._still(record, State.GRANTED):
             sample = self.registry.observations[record.id].sample
@@ -354,23 +362,12 @@ class Effects:
         else:
             kill_after_s = grace_s + EXIT_S
         await self._until_gone(record, observation, kill_after_s)
-        if not observation.seen_alive and job is not None and job.exit_code is None:
-            await self._until_server_removed(record, observation)
+        # From here on a server of this attempt that the Hub still starts runs nothing.
         await self.devices.drop(record.handle)
         if job is None:
             await registry.advance(record, Released())
             return
         await self._settle(record, registry.jobs[job.id])
-
-    async def _until_server_removed(self, record: LeaseRecord, observation: Observation) -> None:
-        """Return when the Hub has no server of this attempt; what it still starts has no grace period."""
-        key = ServerKey(record.lease.user, record.handle)
-        while await self.hub.has_server(key):
-            with contextlib.suppress(HubError):  # refused while the server starts
-                await self.hub.stop_server(key)
-                await self._until_gone(record, observation, LEFTOVER_S)
-            await asyncio.sleep(POLL_S / 2)
-        await self._until_gone(record, observation, LEFTOVER_S)
 
     async def _stop_session(self, record: LeaseRecord) -> None:
         """Release a session after its last process has ended and its device memory is free."""

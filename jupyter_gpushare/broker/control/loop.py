@@ -222,8 +222,9 @@ class Loop:
         ended = self.effects.ended_servers
         while True:
             for key in list(ended):
-                await self.hub.stop_server(key)
-                ended.pop(key, None)
+                with contextlib.suppress(HubError):  # refused while the server starts: asked again
+                    await self.hub.stop_server(key)
+                    ended.pop(key, None)
             await asyncio.sleep(SAMPLE_S)
 
     def _expected(self, key: ServerKey) -> bool:

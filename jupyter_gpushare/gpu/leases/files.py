@@ -32,6 +32,7 @@ from pathlib import Path
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
 SLOTS = 256
@@ -39,7 +40,6 @@ VERSION = 2
 LIMIT_MAGIC = 0x4C535047
 ACCOUNT_MAGIC = 0x41535047
 
-LIMIT_NAME = "limit"
 ACCOUNT_NAME = "account"
 
 # struct gpushare_limit_page

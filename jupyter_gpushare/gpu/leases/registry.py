@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_LEASES = 256
 # How long a change of a lease waits for a move in progress.
 HOLD_WAIT_S = 5.0
+# How long to wait for killed processes; one stuck in the kernel is left to the watchdog.
+END_PROCESSES_S = 1.0
 # A broker asks for a sample every second; one that has been silent for so long does not answer.
 SILENT_S = 5.0
 
@@ -254,6 +256,8 @@ class LeaseRegistry:
             killed = [key for key in lease.parked if signal_all(key, signal.SIGKILL)]
             lease.dropped = True
             lease.files.revoke()
+            if request.end_processes:
+                killed += self._end_processes(lease)
             self._cgroups.remove(lease.name, lease.limits)
             self._machine.state.forget(lease.name)
             with self._guard:
@@ -261,6 +265,15 @@ class LeaseRegistry:
         self.let_in()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
+
+    def _end_processes(self, lease: Lease) -> list[tuple[int, int]]:
+        """Kill the processes that name a lease, until none does; return their identities."""
+        processes, killed = self._machine.processes, []
+        until = time.monotonic() + END_PROCESSES_S
+        while (left := processes.scan({lease.name: lease.uid})[lease.name]) and time.monotonic() < until:
+            killed += [process.key for process in left if processes.signal(process.key, signal.SIGKILL)]
+            time.sleep(0.01)
+        return killed
 
     def adopt(self) -> None:
         """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
