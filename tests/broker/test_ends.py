@@ -118,7 +118,7 @@ async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
 
 
 @in_virtual_time
-async def test_an_owner_who_returns_while_the_borrower_starts_waits_for_no_grace(tmp_path):
+async def test_a_returning_owner_waits_for_no_grace_of_a_borrower_that_starts(tmp_path):
     async with Site(tmp_path) as site:
         site.policy = replace(site.policy, max_grace_s=60.0)
         site.spawn_s, site.move_s = 0.5, 0.1
@@ -136,7 +136,7 @@ async def test_an_owner_who_returns_while_the_borrower_starts_waits_for_no_grace
 
 @pytest.mark.parametrize("spawn_s", [8.0, 300.0])  # half before the broker is asked, half after it
 @in_virtual_time
-async def test_an_owner_who_returns_does_not_wait_for_the_hub_to_start_the_borrower(tmp_path, spawn_s):
+async def test_a_returning_owner_does_not_wait_until_the_hub_has_started_the_borrower(tmp_path, spawn_s):
     async with Site(tmp_path) as site:
         site.spawn_s, site.move_s = spawn_s / 2, 0.1
         broker = await site.start_broker()

@@ -41,7 +41,7 @@ async def test_priority_above_0_is_a_right_of_the_project(tmp_path):
     async with Site(tmp_path, policy=Policy(projects=projects)) as site:
         broker = await site.start_broker()
         await site.submit("bo", "1", priority=5)  # of nlp
-        await site.submit("ada", "1", priority=-100)  # of vision: everybody may give less
+        await site.submit("ada", "1", priority=-100)  # of vision: each user may give less
         for user, group, priority in (("bo", "nlp", 6), ("ada", "vision", 1)):
             request = wire.JobRequest(command=["true"], project=group, priority=priority)
             with pytest.raises(

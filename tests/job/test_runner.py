@@ -257,7 +257,7 @@ def test_the_command_sees_its_lease_but_no_token(start: Start) -> None:
     assert (seen["GPUSHARE_JOB_ID"], seen["GPUSHARE_JOB_ATTEMPT"]) == ("0123456789", "1")
 
 
-def test_an_attempt_whose_lease_has_ended_starts_nothing(
+def test_an_attempt_with_an_ended_lease_starts_nothing(
     start: Start, tmp_path: Path, others: HubAndBroker
 ) -> None:
     lease = tmp_path / "lease"
