@@ -360,6 +360,7 @@ export const CATALOGUE: {
   'the GPUs of this machine cannot be reached just now; a server without GPU starts anyway': (trans, args) => trans.__('the GPUs of this machine cannot be reached just now; a server without GPU starts anyway', ...args),
   'the Hub does not answer, so no token can be checked': (trans, args) => trans.__('the Hub does not answer, so no token can be checked', ...args),
   'the Hub does not know this token': (trans, args) => trans.__('the Hub does not know this token', ...args),
+  'the attempt %1 was stopped while its server started': (trans, args) => trans.__('the attempt %1 was stopped while its server started', ...args),
   'the body has %1 bytes; at most %2 are read': (trans, args) => trans.__('the body has %1 bytes; at most %2 are read', ...args),
   'the body is not JSON: %1': (trans, args) => trans.__('the body is not JSON: %1', ...args),
   'the command and environment of this job take %1 KiB, and at most %2 KiB reach its process: put them into a file that it reads': (trans, args) => trans.__('the command and environment of this job take %1 KiB, and at most %2 KiB reach its process: put them into a file that it reads', ...args),
