@@ -24,7 +24,7 @@ from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, read_log
 
 # Read at once: bounds memory, whatever the size of the log.
 CHUNK_BYTES = 1 << 20
-ENDED = frozenset({"succeeded", "failed", "cancelled"})
+ENDED = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 
 
 class Source(Protocol):

@@ -16,6 +16,9 @@ from jupyter_gpushare.cli.administer import MODES
 from jupyter_gpushare.core.model import CheckpointMode
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+# As JupyterLab's dialog reads them (`ui/src/times.ts`).
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 # Options of `submit` that have no value.
 _FLAGS = frozenset({"--wait", "--json", "--no-borrow", "--no-notify"})
 
@@ -240,6 +243,12 @@ def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
     )
     submit.add_argument("--grace", type=float, metavar="S", help="seconds between SIGTERM and SIGKILL")
     submit.add_argument(
+        "--max-run",
+        type=_seconds,
+        metavar="TIME",
+        help="stop it after so much run time, like 30m, 4h or 2d; pauses do not count",
+    )
+    submit.add_argument(
         "--wait", action="store_true", help="until it ends; exit code 1 if it did not succeed"
     )
     submit.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -280,6 +289,13 @@ def _count(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _seconds(text: str) -> float:
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit, like 30m, 4h or 2d")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -150,6 +150,7 @@ def submit(args: argparse.Namespace) -> int:
         priority=args.priority,
         retries=args.retries,
         grace_s=args.grace,
+        max_run_s=args.max_run,
     )
     if is_notebook:
         request = _of_notebook(args, request)

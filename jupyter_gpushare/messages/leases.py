@@ -54,6 +54,8 @@ class LeaseFacts:
     reference: str = ""  # finds it in the logs
     lost: bool = False  # its GPU memory could not be brought back
     left_s: float | None = None  # a job still runs for so long, by its progress
+    runs_until: str | Text | None = None  # a job with a maximum run time
+    is_timed_out: bool = False  # it has run for its maximum
     doubt: Doubt | None = None  # why the progress of a job does not count
     damaged: bool = False  # a failed checkpoint may have damaged one of its processes
 
@@ -204,10 +206,11 @@ def _idle_sentence(facts: LeaseFacts, idle: Text) -> Text:
 
 
 def _progress(facts: LeaseFacts) -> Texts:
-    """Return what the progress of a running job says, or why it is not counted."""
+    """Return what the progress of a running job says, or why it is not counted, and its latest end."""
+    until = () if facts.runs_until is None else (text("job.runs_until", facts.runs_until),)
     if facts.doubt is not None:
-        return (text("job.doubt", text(f"part.doubt_{facts.doubt}")),)
-    return () if facts.left_s is None else (text("job.left", duration_text(facts.left_s)),)
+        return text("job.doubt", text(f"part.doubt_{facts.doubt}")), *until
+    return until if facts.left_s is None else (text("job.left", duration_text(facts.left_s)), *until)
 
 
 def _job_sentence(facts: LeaseFacts) -> Texts:
@@ -234,6 +237,8 @@ def _job_sentence(facts: LeaseFacts) -> Texts:
             return text("job.requeued" if facts.damaged else "job.paused", facts.since, because), *number
         case State.RESUMING:
             return (text("job.resuming"),)
+        case State.STOPPING if facts.is_timed_out:
+            return (text("job.stopping_time"),)
         case State.STOPPING:
             return (text("job.stopping_because", because) if is_preempted else text("job.stopping"),)
         case State.RELEASED | State.FAILED:

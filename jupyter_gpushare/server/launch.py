@@ -229,6 +229,7 @@ def job_of(
         priority=asked.priority,
         retries=asked.retries,
         grace_s=asked.grace_s,
+        max_run_s=asked.max_run_s,
         source=wire.JobSource(
             path=asked.path.strip("/"),
             kernel=kernel,

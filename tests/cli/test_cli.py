@@ -54,7 +54,7 @@ def test_submit_without_a_command_is_a_usage_error_that_shows_how(gpushare, brok
         (["submit", "--checkpoint", "pray", "--", "x"], "pray"),
         (["submit", "--env", "SEED", "--", "x"], "NAME=VALUE"),
         (["submit", "--gpus", "1", "--memory", "20GiB", "--", "x"], "not allowed with"),
-        (["submit", "--retries", "11", "--", "x"], "0 to 10"),
+        (["submit", "--max-run", "4h", "--retries", "11", "--", "x"], "0 to 10"),
         (["submit", "python", "--", "x"], "'python' stands before --"),
         (["submit", "--cwd", "no/such/place", "--", "x"], "no directory"),
         (["logs", "../../etc/passwd"], "not the id of a job"),
@@ -154,6 +154,13 @@ def test_jobs_are_a_table_with_aligned_columns(gpushare, broker, golden):
     assert gpushare("jobs", "--json").json == golden("job_list")
 
 
+@pytest.mark.parametrize("given", ["4", "h", "4weeks", "-1h"])
+def test_a_maximum_run_time_has_its_unit(gpushare, given):
+    ran = gpushare("submit", f"--max-run={given}", "--", "true")
+    assert ran.code == 2
+    assert "is not a time with its unit, like 30m, 4h or 2d" in ran.err
+
+
 def test_names_of_other_people_cannot_move_the_cursor(gpushare, broker, golden):
     jobs = golden("job_list")
     jobs["jobs"][0]["name"] = "\x1b[2Jevil\nline"
@@ -171,7 +178,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
 ):
     monkeypatch.chdir(tmp_path)
     broker.answer("POST jobs", golden("job"), 201)
-    options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2"
+    options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --max-run 4h"
     options += " --no-borrow --no-notify --json"
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
@@ -193,6 +200,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "priority": 0,
         "retries": 2,
         "grace_s": None,
+        "max_run_s": 14400.0,
         "notify": False,
         "source": None,
     }

@@ -20,6 +20,7 @@ from tests.ui.pages import (
     run_command,
     use_theme,
 )
+from tests.waiting import until
 
 pytestmark = needs_browser
 
@@ -158,6 +159,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     ended = running | {"state": "failed", "reason": "Ended with exit code 1.", "exit_code": 1}
     broker.answer(f"DELETE jobs/{running['id']}", ended)
     await detail.get_by_role("button", name="Stop").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Stop job").click()
     lab.say(golden("status_active") | {"jobs": [ended]})
     await expect(page.locator(".Toastify")).to_contain_text("night: Failed")
     broker.answer(f"POST jobs/{running['id']}/retry", golden("job"), 201)
@@ -173,6 +175,63 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await accessible(page, ".gpushare-launch-dialog")
     await picture(page, "dialog-duplicate")
     await page.keyboard.press("Escape")
+
+
+async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker, golden):
+    running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z", "done": 3.0}
+    running |= {"ran_s": 4 * 3600.0, "total": 10.0}
+    broker.answer("GET jobs", {"jobs": [running]})
+    lab.say(golden("status_active") | {"jobs": [running]})
+    await run_command(page, "gpushare:jobs", {"job": running["id"]})
+    detail = page.get_by_role("region", name="Job night")
+    stop = detail.get_by_role("button", name="Stop")
+    place = await stop.bounding_box()
+    await stop.dblclick()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text("Stop night?")
+    await expect(dialog).to_contain_text("It ran for 4 h (3 of 10).")
+    await expect(dialog).to_contain_text("Its last checkpoint is not known")
+    for theme in THEMES[:2]:
+        await use_theme(page, theme)
+        await accessible(page, ".jp-Dialog")
+        await picture(page, f"stop-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    await dialog.get_by_role("button", name="Let it go on").click()
+    await expect(dialog).to_have_count(0)
+    assert broker.asked(f"DELETE jobs/{running['id']}") == []
+    ended = running | {"state": "cancelled", "reason": "Stopped by its owner."}
+    broker.answer(f"DELETE jobs/{running['id']}", running | {"state": "stopping"})
+    await stop.click()
+    await expect(dialog.get_by_role("button", name="Let it go on")).to_be_focused()
+    await dialog.get_by_role("button", name="Stop job").click()
+    await expect(dialog).to_have_count(0)
+    lab.say(golden("status_active") | {"jobs": [ended]})
+    await expect(stop).to_have_attribute("aria-disabled", "true")
+    assert await stop.bounding_box() == place
+    await stop.click(force=True)
+    await expect(dialog).to_have_count(0)
+    assert len(broker.asked(f"DELETE jobs/{running['id']}")) == 1
+    assert broker.asked(f"POST jobs/{running['id']}/retry") == []
+
+
+async def test_a_job_that_has_not_begun_leaves_the_queue_and_comes_back(page, lab, broker, golden):
+    queued = golden("job") | {"state": "queued", "attempt": 0, "started_at": None, "position": 2}
+    broker.answer("GET jobs", {"jobs": [queued]})
+    lab.say(golden("status_active") | {"jobs": [queued]})
+    broker.answer(f"DELETE jobs/{queued['id']}", queued | {"state": "cancelled"})
+    await run_command(page, "gpushare:jobs", {"job": queued["id"]})
+    stop = page.get_by_role("region", name="Job night").get_by_role("button", name="Stop")
+    await stop.click()
+    await expect(page.locator(".Toastify")).to_contain_text("night leaves the queue.")
+    await expect(stop).to_have_attribute("aria-disabled", "true")
+    await picture(page, "stop-undo")
+    await page.locator(".Toastify").get_by_role("button", name="Undo").click()
+    await expect(stop).to_have_attribute("aria-disabled", "false")
+    assert broker.asked(f"DELETE jobs/{queued['id']}") == []
+    await stop.click()
+    # The page goes before the time to undo is over.
+    await page.goto("about:blank")
+    until(lambda: broker.asked(f"DELETE jobs/{queued['id']}"))
 
 
 async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):

@@ -33,8 +33,12 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.locator("summary").click()
     retries = dialog.get_by_label("Tries after a failure")
     await retries.fill("11")
+    await dialog.get_by_label("Maximum run time").fill("4")
     await expect(dialog).to_contain_text("A number from 0 to 10")
     await retries.fill("0")
+    await expect(dialog).to_contain_text("A time with its unit, like: 30 min, 4 h or 2 d")
+    await picture(page, "dialog-max-run")
+    await dialog.get_by_label("Maximum run time").fill("4 h")
     await expect(dialog).not_to_contain_text("A number from 0 to 10")
     await expect(retries).to_be_visible()
     for theme in THEMES:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
-from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
@@ -350,9 +350,7 @@ class Effects:
         """Terminate a job within its grace period, release its lease, and end or requeue it."""
         registry = self.registry
         job, observation = registry.job_of(record), registry.observations[record.id]
-        grace_s = (
-            min(job.grace_s, registry.policy.max_grace_s) if job is not None else registry.policy.grace_s
-        )
+        grace_s = min(job.grace_s, registry.policy.max_grace_s) if job else registry.policy.grace_s
         if observation.sample is not None and observation.sample.runner_ended:
             await self.devices.signal(record.handle, signal.SIGTERM, "all")
             kill_after_s = LEFTOVER_S  # what is left reports no result, whatever it saves
@@ -405,6 +403,8 @@ class Effects:
                 own = messages.reason_text(job.reason) if job.reason else None
                 code = messages.text("job.ended_with", job.exit_code)
                 await self._failed_attempt(record, job, own or code)
+        elif (over := time_limit.why_over(job)) is not None:
+            await self.finish(record, "timed_out", over)
         elif record.requeue or job.stopped:
             if record.requeue:
                 job = replace(job, preemptions=job.preemptions + 1)
@@ -443,5 +443,5 @@ class Effects:
                 attempts=record.attempt,
             )
         why = messages.english(reason)
-        ended = Failed(reason=why) if result == "failed" else Released(reason=why)
+        ended = Failed(reason=why) if result in ("failed", "timed_out") else Released(reason=why)
         await registry.advance(record, ended, job=job)

@@ -102,6 +102,6 @@ class Forecast:
         ran = (
             j.ran_s
             for j in reversed(tuple(self._registry.jobs.values()))
-            if j.result in ("succeeded", "failed")
+            if j.result in ("succeeded", "failed", "timed_out")
         )
         return list(islice((seconds for seconds in ran if seconds > 0), MAX_SAMPLES))

@@ -10,6 +10,7 @@ from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 
+MAX_RUN_S = 365 * 86_400.0
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
@@ -64,6 +65,8 @@ def check_job(request: wire.JobRequest) -> None:
         raise InvalidRequest("retries is a whole number from 0 to 10")
     if request.grace_s is not None and not 0 <= request.grace_s <= 3600:
         raise InvalidRequest("grace_s is a number of seconds from 0 to 3600")
+    if request.max_run_s is not None and not 1 <= request.max_run_s <= MAX_RUN_S:
+        raise InvalidRequest("the maximum run time is 1 second to 365 days")
 
 
 def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, now: float) -> Lease:

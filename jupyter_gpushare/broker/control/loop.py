@@ -21,6 +21,7 @@ from jupyter_gpushare.broker.control.effects import START_S, Effects
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Observer
+from jupyter_gpushare.broker.control.time_limit import TimeLimits
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -47,6 +48,7 @@ class Loop:
         self.observer = Observer(registry, devices)
         self.effects = Effects(registry, devices, self.hub, self.observer)
         self.lending = LendingControl(registry, engine)
+        self.time_limits = TimeLimits(registry)
         self._next_at: float | None = None
 
     async def run(self) -> None:
@@ -124,6 +126,7 @@ class Loop:
             self.effects.wake_unrecorded(now)
             return
         await self.lending.apply(now)
+        await self.time_limits.apply(now)
         for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
         snapshot.update_fairness(registry, self.engine, now)

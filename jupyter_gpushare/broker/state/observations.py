@@ -67,6 +67,7 @@ class Observation:
     active_at: float = 0.0  # last sign of work on the GPU
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
     woken_by_stall: bool = False  # in the present cell
+    end_announced: bool = False  # of its maximum run time
     kernel_active_at: float = 0.0
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
     wanted_at: float | None = None  # its owner needs it since; only `want` and `enter` write it

@@ -104,7 +104,7 @@ class JobRecord:
     submitted_at: str  # wall clock, like the next two
     started_at: str | None = None
     ended_at: str | None = None
-    result: str = ""  # "", "succeeded", "failed", "cancelled"
+    result: str = ""  # "", "succeeded", "failed", "cancelled", "timed_out"
     exit_code: int | None = None  # of the current attempt, as its runner reported it
     stopped: bool = False  # ... after a request to stop
     reason: str = ""  # English

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.control.forecast import Forecast
 from jupyter_gpushare.broker.state.lending import lent_milli
 from jupyter_gpushare.broker.state.records import LeaseRecord
@@ -40,6 +40,7 @@ class SentenceInputs:
         obstacle = snapshot.suspend_obstacle(registry, record)
         wakes = registry.wake_times.usual()
         job = registry.job_of(record)
+        run_left_s = time_limit.left_s(job, record, registry.clock()) if job else None
         return messages.LeaseFacts(
             kind=lease.kind,
             state=lease.state,
@@ -75,6 +76,8 @@ class SentenceInputs:
             position=view.outlook.position.get(record.id),
             reference=record.handle,
             left_s=messages.left_s(lease, job.measure, view.at) if job else None,
+            runs_until=self._time_in(run_left_s or 0.0),
+            is_timed_out=job is not None and time_limit.why_over(job) is not None,
             doubt=messages.doubt(lease, job.measure, view.at) if job else None,
         )
 

@@ -190,6 +190,7 @@ class Views:
             notify=request.notify,
             priority=request.priority,
             grace_s=request.grace_s,
+            max_run_s=request.max_run_s,
         )
 
     def _standing(
@@ -441,5 +442,7 @@ def _ended(job: JobRecord) -> wire.JobState:
             return "succeeded"
         case "cancelled":
             return "cancelled"
+        case "timed_out":
+            return "timed_out"
         case _:
             return "failed"

@@ -48,6 +48,7 @@ class JobRequest(Message, frozen=True):
     priority: int = 0  # -100 to 100, within the project; above 0 as far as its ``priority_max`` allows
     retries: int = 0  # attempts after a failure, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL
+    max_run_s: float | None = None  # then it is stopped with grace; pauses do not count
     source: JobSource | None = None
     notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
 
@@ -93,6 +94,7 @@ class LaunchRequest(Message, frozen=True):
     retries: int = 0
     priority: int = 0
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
+    max_run_s: float | None = None  # None: no maximum
     notify: bool = True
 
 
@@ -124,7 +126,7 @@ class JobSpec(Answer, frozen=True):
 
 
 JobState = Literal[
-    "queued", "starting", "running", "suspended", "stopping", "succeeded", "failed", "cancelled"
+    "queued", "starting", "running", "suspended", "stopping", "succeeded", "failed", "cancelled", "timed_out"
 ]
 
 
@@ -174,6 +176,7 @@ class Job(Answer, frozen=True):
     notify: bool = True
     priority: int = 0
     grace_s: float | None = None  # None: the site's
+    max_run_s: float | None = None  # None: no maximum
     size_texts: list[Text] = []  # ``size`` for translation
     reason_texts: list[Text] = []  # ``reason`` for translation
 

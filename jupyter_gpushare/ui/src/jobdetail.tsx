@@ -1,11 +1,13 @@
 /** One job: what it is, what can be done with it, what it prints, and every pause with its reason. */
 
 import { TranslationBundle } from '@jupyterlab/translation';
+import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Button } from './button';
 import { ILogPiece, keepReading, Log } from './log';
 import { ENDED } from './state';
+import { Stops } from './stops';
 import { chosenVariables } from './variables';
 import { IJob, IJobMoment } from './wire';
 import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './messages';
@@ -17,7 +19,7 @@ const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping'])
 export interface IDetailProps {
   readonly job: IJob;
   readonly trans: TranslationBundle;
-  readonly stop: (job: IJob) => Promise<void>;
+  readonly stops: Stops;
   readonly retry: (job: IJob) => Promise<void>;
   readonly duplicate: (job: IJob) => void;
   /** Opens the notebook that the job writes. */
@@ -96,15 +98,23 @@ function Buttons(props: IDetailProps): JSX.Element {
     </Button>
   );
   const output = job.source?.output ?? '';
+  const isOver = ENDED.has(job.state);
+  // Every button keeps its place, so that a second click never meets another one.
   return (
     <span className="gpushare-actions">
-      {output !== '' &&
-        job.started_at !== null &&
-        button(trans.__('Open output'), () => props.openOutput(output))}
-      {ENDED.has(job.state)
-        ? button(trans.__('Retry'), () => void run(props.retry))
-        : button(trans.__('Stop'), () => void run(props.stop), job.state === 'stopping')}
+      <UseSignal signal={props.stops.changed}>
+        {() =>
+          button(
+            trans.__('Stop'),
+            () => void props.stops.stop(job),
+            isOver || job.state === 'stopping' || props.stops.isStopping(job)
+          )
+        }
+      </UseSignal>
+      {button(trans.__('Retry'), () => void run(props.retry), !isOver)}
       {button(trans.__('Duplicate'), () => props.duplicate(job))}
+      {output !== '' &&
+        button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
     </span>
   );
 }
@@ -334,6 +344,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Submitted'), timeText(new Date(job.submitted_at))],
     [trans.__('Waited'), duration(trans, job.waited_s)],
     [trans.__('Ran'), duration(trans, job.ran_s)],
+    [trans.__('Maximum run time'), job.max_run_s === null ? '' : duration(trans, job.max_run_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
     [trans.__('Attempts'), String(job.attempt)],
     [trans.__('Environment'), environmentText(trans, job)],

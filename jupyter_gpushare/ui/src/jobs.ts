@@ -29,10 +29,11 @@ export type JobsState =
 /** Living ones first, newest first. */
 export const FIRST_VIEW: IView = { text: '', show: 'all', column: 'state', descending: false };
 
+const FAILED: ReadonlySet<string> = new Set(['failed', 'timed_out']);
 const MOST_JOBS = 2000;
 /** Between two fetches for jobs that the status does not tell of. */
 const AGAIN_MS = 30_000;
-const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed', 'succeeded', 'cancelled'];
+const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed', 'timed_out', 'succeeded', 'cancelled'];
 
 const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
   state: job => ORDER.indexOf(job.state),
@@ -67,7 +68,7 @@ export function viewOf(
   const shown = jobs.filter(job => {
     const state =
       view.show === 'all' ||
-      (view.show === 'failed' ? job.state === 'failed' : (view.show === 'ended') === ENDED.has(job.state));
+      (view.show === 'failed' ? FAILED.has(job.state) : (view.show === 'ended') === ENDED.has(job.state));
     const texts = [job.name, job.id, job.project, ...job.command, job.state, badge(job)];
     const text = texts.join(' ').toLowerCase();
     return state && words.every(word => text.includes(word));

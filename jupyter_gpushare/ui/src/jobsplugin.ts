@@ -2,9 +2,11 @@
 
 import { ILayoutRestorer, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import {
+  Dialog,
   ICommandPalette,
   MainAreaWidget,
   Notification,
+  showDialog,
   WidgetTracker
 } from '@jupyterlab/apputils';
 import type { IDocumentWidget } from '@jupyterlab/docregistry';
@@ -15,7 +17,9 @@ import { SplitPanel, Widget } from '@lumino/widgets';
 
 import type { IFields } from './launch';
 import type { JobList } from './joblist';
+import type { Stops } from './stops';
 import { chipIcon, CommandIDs, IGpuModel } from './tokens';
+import { stopText } from './messages';
 import { IJob } from './wire';
 
 const RUNNABLE = /\.(ipynb|py|sh)$/;
@@ -102,6 +106,9 @@ class Jobs {
     private readonly _browsers: IFileBrowserFactory | null
   ) {}
 
+  /** Of all lists of jobs, one after the other: what is held back outlives a list. */
+  private _stops: Stops | null = null;
+
   readonly tracker = new WidgetTracker<MainAreaWidget<JobList>>({ namespace: 'gpushare-jobs' });
 
   /** The file that is selected in the file browser, if it can be run. */
@@ -171,19 +178,25 @@ class Jobs {
   }
 
   private async _create(): Promise<MainAreaWidget<JobList>> {
-    const [{ JobsModel }, { JobList }, { fieldsOf }] = await Promise.all([
+    const [{ JobsModel }, { JobList }, { fieldsOf }, { Stops }] = await Promise.all([
       import('./jobs'),
       import('./joblist'),
-      import('./launch')
+      import('./launch'),
+      import('./stops')
     ]);
     const { model, requests } = this._gpu;
+    this._stops ??= new Stops(model, {
+      send: job => this._try(() => requests.cancelJob(job.id)),
+      confirm: job => this._confirmStop(job),
+      offerUndo: (job, undo) => this._offerUndo(job, undo)
+    });
     const jobs = new JobsModel(model, limit => requests.jobs(limit));
     const content = new JobList(
       model,
       jobs,
       {
         submit: () => void this.launch({}),
-        stop: job => this._try(() => requests.cancelJob(job.id)),
+        stops: this._stops,
         retry: job => this._try(async () => this._submitted(await requests.retryJob(job.id))),
         duplicate: job => void this.launch(fieldsOf(job)),
         openOutput: path => void this._app.commands.execute('docmanager:open', { path }),
@@ -201,6 +214,33 @@ class Jobs {
     // The toolbar of a main area widget would be empty.
     (widget.toolbar as Widget).hide();
     return widget;
+  }
+
+  /** Asks whether to stop a job, with what would be lost. */
+  private async _confirmStop(job: IJob): Promise<boolean> {
+    const trans = this._trans;
+    const answer = await showDialog({
+      title: trans.__('Stop %1?', job.name),
+      body: stopText(trans, job),
+      // The second of two clicks on "Stop" falls beside the dialog: it must not close it.
+      hasClose: false,
+      defaultButton: 0,
+      buttons: [
+        Dialog.cancelButton({ label: trans.__('Let it go on') }),
+        Dialog.warnButton({ label: trans.__('Stop job') })
+      ]
+    });
+    return answer.button.accept;
+  }
+
+  /** Offers to undo a stop; returns what takes the offer away. */
+  private _offerUndo(job: IJob, undo: () => void): () => void {
+    const trans = this._trans;
+    const id = Notification.info(trans.__('%1 leaves the queue.', job.name), {
+      autoClose: false,
+      actions: [{ label: trans.__('Undo'), displayType: 'accent', callback: undo }]
+    });
+    return () => Notification.dismiss(id);
   }
 
   private async _submitted(job: IJob): Promise<void> {

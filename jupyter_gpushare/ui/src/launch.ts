@@ -6,6 +6,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOffersQuery } from './requests';
 import { GPUS, MEMORY } from './sizes';
+import { durationOf, secondsOf } from './times';
 import { chosenVariables } from './variables';
 import { CheckpointMode, IJob, ILaunchForm, ILaunchRequest, IOffers, IJobOutlook } from './wire';
 
@@ -33,6 +34,8 @@ export interface IFields {
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
   readonly retries: string;
+  /** A duration such as `4 h`; empty: none. */
+  readonly maxRun: string;
   /** Within the project; no form field, set only when a job is duplicated. */
   readonly priority: number;
   /** Seconds between SIGTERM and SIGKILL; null: the site's default. No form field either. */
@@ -64,6 +67,7 @@ export const BLANK: IFields = {
   checkpoint: 'suspend',
   notify: true,
   retries: '0',
+  maxRun: '',
   priority: 0,
   grace: null
 };
@@ -100,6 +104,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     checkpoint: job.checkpoint,
     notify: job.notify,
     retries: String(job.retries),
+    maxRun: durationOf(job.max_run_s),
     priority: job.priority,
     grace: job.grace_s
   };
@@ -168,6 +173,9 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   if (!/^(\d|10)$/.test(fields.retries.trim())) {
     problems.retries = trans.__('A number from 0 to 10');
   }
+  if (fields.maxRun.trim() !== '' && secondsOf(fields.maxRun) === null) {
+    problems.maxRun = trans.__('A time with its unit, like: 30 min, 4 h or 2 d');
+  }
   return problems;
 }
 
@@ -191,6 +199,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
     checkpoint: fields.checkpoint,
     notify: fields.notify,
     retries: Number(fields.retries),
+    max_run_s: secondsOf(fields.maxRun),
     priority: fields.priority,
     grace_s: fields.grace
   };

@@ -194,10 +194,10 @@ function More({ model, trans }: IPartProps): JSX.Element {
   const [more, setMore] = React.useState(false);
   return (
     <details
-      open={more || ['cwd', 'variables', 'retries', 'name'].some(field => field in model.problems)}
+      open={more || ['cwd', 'variables', 'retries', 'maxRun', 'name'].some(field => field in model.problems)}
       onToggle={event => setMore(event.currentTarget.open)}
     >
-      <summary>{trans.__('Name, environment, retries')}</summary>
+      <summary>{trans.__('Name, environment, retries, maximum run time')}</summary>
       <Text model={model} field="name" label={trans.__('Name')} placeholder={path.replace(/^.*\//, '')} />
       {runsInKernel(path) && (
         <Select
@@ -215,6 +215,13 @@ function More({ model, trans }: IPartProps): JSX.Element {
       <Text model={model} field="cwd" label={trans.__('Folder')} />
       <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder="SEED=1" />
       <Text model={model} field="retries" label={trans.__('Tries after a failure')} />
+      <Text
+        model={model}
+        field="maxRun"
+        label={trans.__('Maximum run time')}
+        placeholder={trans.__('none')}
+        hint={trans.__('Like 4 h. Then it is stopped, with time to save; pauses do not count.')}
+      />
     </details>
   );
 }

@@ -189,6 +189,8 @@ export function jobBadge(trans: TranslationBundle, job: IJob): string {
       return trans.__('Failed');
     case 'cancelled':
       return trans.__('Cancelled');
+    case 'timed_out':
+      return trans.__('Timed out');
   }
 }
 
@@ -208,6 +210,20 @@ export function progressAndTimeText(trans: TranslationBundle, job: IJob): string
   return job.left_s === null
     ? progress
     : trans.__('%1, about %2 left', progress, duration(trans, job.left_s));
+}
+
+/** What stopping a job that has begun would lose. */
+export function stopText(trans: TranslationBundle, job: IJob): string {
+  const ran = duration(trans, job.ran_s);
+  const parts = [
+    job.done === null
+      ? trans.__('It ran for %1.', ran)
+      : trans.__('It ran for %1 (%2).', ran, progressText(trans, job)),
+    job.checkpoint === 'none'
+      ? trans.__('It keeps no checkpoint: what it has computed is lost, unless it wrote files.')
+      : trans.__('Its last checkpoint is not known: what it has computed since then is lost.')
+  ];
+  return parts.join(' ');
 }
 
 /** Returns the environment of a job; empty: the command decides. */

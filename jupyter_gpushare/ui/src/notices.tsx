@@ -37,7 +37,7 @@ export class Toasts {
       return;
     }
     if (notice.kind === 'job-ended' || notice.kind === 'job-paused') {
-      const type = { failed: 'warning', succeeded: 'success' } as const;
+      const type = { failed: 'warning', timed_out: 'warning', succeeded: 'success' } as const;
       const state = notice.job.state as keyof typeof type;
       Notification.emit(noticeText(trans, notice), type[state] ?? 'info', {
         autoClose: 8000,

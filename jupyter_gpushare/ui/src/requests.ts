@@ -117,7 +117,9 @@ export class Requests {
     body?: unknown,
     headers?: Record<string, string>
   ): Promise<T> {
-    const init = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
+    // A job that is stopped while the page goes is stopped all the same.
+    const keepalive = method === 'DELETE';
+    const init = { method, headers, keepalive, body: body === undefined ? undefined : JSON.stringify(body) };
     return translated(this._trans, (await (await this._fetch(path, init)).json()) as T);
   }
 

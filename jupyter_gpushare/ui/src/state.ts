@@ -55,7 +55,7 @@ export type Notice =
   /** More than `MOST_NOTICES` events in one answer. */
   | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
 
-export const ENDED: ReadonlySet<string> = new Set(['succeeded', 'failed', 'cancelled']);
+export const ENDED: ReadonlySet<string> = new Set(['succeeded', 'failed', 'cancelled', 'timed_out']);
 
 export function phaseOf(lease: ILeaseStatus): Phase {
   switch (lease.state) {

@@ -107,6 +107,8 @@ export interface IJob {
   readonly priority: number;
   /** None: the site's */
   readonly grace_s: number | null;
+  /** None: no maximum */
+  readonly max_run_s: number | null;
   /** `size` for translation */
   readonly size_texts: readonly IText[];
   /** `reason` for translation */
@@ -198,6 +200,8 @@ export interface ILaunchRequest {
   readonly priority: number;
   /** between SIGTERM and SIGKILL; None: the site's */
   readonly grace_s: number | null;
+  /** None: no maximum */
+  readonly max_run_s: number | null;
   readonly notify: boolean;
 }
 
@@ -339,7 +343,7 @@ export interface IText {
   readonly args: readonly (string | IText)[];
 }
 
-export type JobState = 'queued' | 'starting' | 'running' | 'suspended' | 'stopping' | 'succeeded' | 'failed' | 'cancelled';
+export type JobState = 'queued' | 'starting' | 'running' | 'suspended' | 'stopping' | 'succeeded' | 'failed' | 'cancelled' | 'timed_out';
 
 export type Kind = 'build' | 'train';
 

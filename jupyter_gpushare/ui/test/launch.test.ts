@@ -58,7 +58,8 @@ describe('what is typed', () => {
     [{ size: 'memory', memory: '20 apples' }, 'memory'],
     [{ size: 'memory', memory: '20kiB' }, 'memory'],
     [{ name: 'x'.repeat(101) }, 'name'],
-    [{ retries: '11' }, 'retries']
+    [{ retries: '11' }, 'retries'],
+    [{ maxRun: '4' }, 'maxRun']
   ] as [Partial<IFields>, string][])('says what is wrong with %j', (change, field) => {
     expect(Object.keys(problemsOf(trans, fields(change)))).toEqual([field]);
   });
@@ -105,15 +106,16 @@ describe('a duplicate', () => {
     });
   });
 
-  it('has the MIG profile, the priority and the grace of the first one', () => {
-    const job = { ...JOB, gpus: '1', profile: '1g.10gb', priority: -5, grace_s: 90 };
+  it('has the MIG profile, the priority, the grace and the maximum run time of the first one', () => {
+    const job = { ...JOB, gpus: '1', profile: '1g.10gb', priority: -5, grace_s: 90, max_run_s: 5400 };
     const duplicate = { ...BLANK, ...fieldsOf(job) };
     expect(requestOf(duplicate)).toMatchObject({
       profile: '1g.10gb',
       gpus: '1',
       memory: null,
       priority: -5,
-      grace_s: 90
+      grace_s: 90,
+      max_run_s: 5400
     });
     expect(requestOf({ ...duplicate, size: 'gpus', gpus: '2' })).toMatchObject({ profile: null, gpus: '2' });
     expect(requestOf({ ...duplicate, size: 'memory', memory: '1GiB' })).toMatchObject({ profile: null });
