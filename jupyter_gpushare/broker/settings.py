@@ -57,6 +57,12 @@ class Settings(Application):
         help="Seconds without a busy kernel and without GPU activity after which a session's GPU may be "
         "lent, if a lease waits. Shorter lends more and wakes more often (see docs/concepts.md).",
     ).tag(config=True)
+    notice = Float(
+        DEFAULT_POLICY.notice_s,
+        help="Seconds for which the owner of an idle session within its guarantee is told before it is put "
+        "to sleep for a waiting job, at most a third of idle_timeout; 0: no notice. Longer gives more time "
+        "to keep the GPU, and delays the job. An owner who comes back never waits for it.",
+    ).tag(config=True)
     adaptive_idle = Bool(
         False,
         help="Learn from the pauses of each session when its GPU may be lent (after 10 min to 4 h), instead "
@@ -219,6 +225,7 @@ class Settings(Application):
 
     @validate(
         "idle_timeout",
+        "notice",
         "grace",
         "max_grace",
         "keep_minutes_per_day",
@@ -260,6 +267,7 @@ class Settings(Application):
         return Policy(
             projects=tuple(parse_project(name, config) for name, config in self.projects.items()),
             idle_timeout_s=self.idle_timeout,
+            notice_s=self.notice,
             adaptive_idle=self.adaptive_idle,
             order=Order(self.order),
             las_thresholds_gpu_s=tuple(self.las_thresholds),

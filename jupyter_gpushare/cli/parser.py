@@ -129,8 +129,11 @@ def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "keep the GPU of my idle session for a while, out of today's budget",
         "gpushare keep",
         "gpushare keep --minutes 60",
+        "gpushare keep --minutes 0         undo it",
     )
-    keep.add_argument("--minutes", type=_count(1, 1_440), default=30, metavar="N", help="default 30")
+    keep.add_argument(
+        "--minutes", type=_count(0, 1_440), default=30, metavar="N", help="default 30; 0: not any more"
+    )
     lend = _verb(verbs, "lend", sessions.lend, "lend the GPU of my session now", "gpushare lend")
     for verb in (wake, keep, lend):
         verb.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import closing
+from math import floor
 from typing import TYPE_CHECKING
 
 from jupyter_gpushare.cli.output import print_json, print_table, say
@@ -26,7 +27,13 @@ def wake(args: argparse.Namespace) -> int:
 
 def keep(args: argparse.Namespace) -> int:
     """Keep the GPU of an idle session for a while."""
-    return _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
+    code = _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
+    if not args.json:
+        with closing(connect(args)) as client:
+            left = client.get("status", wire.Status).keep_left_minutes
+        if left is not None:
+            say(f"{floor(left)} min of that are left today; `gpushare keep --minutes 0` undoes it.")
+    return code
 
 
 def lend(args: argparse.Namespace) -> int:

@@ -73,6 +73,11 @@ def idle_timeout_s(lease: Lease, settings: Settings) -> float:
     return settings.idle_timeout_s if lease.idle_timeout_s is None else lease.idle_timeout_s
 
 
+def notice_s(lease: Lease, settings: Settings) -> float:
+    """Seconds between the notice to a session's owner and its suspension, at most a third of its timeout."""
+    return min(settings.notice_s, idle_timeout_s(lease, settings) / 3)
+
+
 def eligible_at(lease: Lease, settings: Settings) -> float | None:
     """Time from which a running session may be suspended to lend its devices; None: not in this state."""
     if lease.kind is not Kind.BUILD or lease.state is not State.RUNNING or not lease.suspendable:

@@ -255,6 +255,7 @@ class Settings:
     """
 
     idle_timeout_s: float = 900.0
+    notice_s: float = 0.0  # an owner is told so long before an idle session is suspended (`notice`)
     host_budget_bytes: int = 1 << 62  # host memory for all suspended state
     order: Order | JobOrder = Order.LAS
     las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # ascending; where queues 1, 2, ... begin
@@ -278,6 +279,7 @@ class Settings:
 DEFAULT_ORDER = Order.PROGRESS
 DEFAULT_POLICY = Settings(
     order=DEFAULT_ORDER,
+    notice_s=30.0,
     min_run_s=600.0,
     preempt_cost_s=30.0,
     starvation_guard_s=14 * 86_400.0,
@@ -372,8 +374,18 @@ Action = Grant | Suspend | Resume | Requeue
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """The owner of ``lease`` is told that it is suspended for ``for_lease``, not before ``until_at``."""
+
+    lease: str
+    for_lease: str
+    until_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """``actions``, most important first; ``next_at``: when to plan again if nothing changes until then."""
 
     actions: tuple[Action, ...]
     next_at: float | None = None
+    notices: tuple[Notice, ...] = ()

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import Cluster, Device, Lease, Plan, Project, Settings
+from jupyter_gpushare.core.notice import Notices
 from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.scheduler import SchedulingRound
@@ -38,6 +39,7 @@ class Planner:
         self.queues = JobQueues(settings)
         self.placer = Placer(self.state, settings.workload)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
+        self.notices = Notices()
         self._changed: dict[str, Lease] = {}
 
     @classmethod
@@ -64,7 +66,7 @@ class Planner:
         """Return the actions of now; ``now`` never goes back."""
         done = self.begin(now).run()
         self.state.undo()
-        return Plan(tuple(done.actions), done.next_at)
+        return self.notices.hold_back(Plan(tuple(done.actions), done.next_at), self.state, now)
 
     def begin(self, now: float, *, explain_all: bool = False) -> SchedulingRound:
         """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
@@ -85,6 +87,7 @@ class IncrementalPlanner:
         self._planner: Planner | None = None
         self._built_from: tuple[object, ...] = ()
         self._leases: dict[str, Lease] = {}
+        self._notices = Notices()
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what `plan` returns; ``now`` never goes back."""
@@ -101,6 +104,7 @@ class IncrementalPlanner:
         planner = self._planner
         if planner is None or built_from != self._built_from:
             planner = Planner.of(cluster)
+            planner.notices = self._notices
         else:
             for id in self._leases.keys() - leases.keys():
                 planner.drop(id)

@@ -148,7 +148,7 @@ class JobQueues:
         self._stamps[lease.id] = next(self._count)
         waits = lease.state in _WAITING
         if lease.kind is Kind.BUILD:
-            self._file_session(lease, insert)
+            self._file_session(lease, now, insert)
         elif waits and (lease.devices or lease.state is State.PENDING):
             self._file_waiting(lease, now, insert)
         elif lease.state in HOLDS_CAPACITY and lease.state not in LEAVING:
@@ -156,14 +156,15 @@ class JobQueues:
         if lease.retry_at > now and (waits or lease.state is State.RUNNING):
             self._set_timer(lease.retry_at, lease, insert)
 
-    def _file_session(self, lease: Lease, insert: _Insert) -> None:
+    def _file_session(self, lease: Lease, now: float, insert: _Insert) -> None:
         if lease.state is State.PENDING:
             self.new_sessions[lease.id] = lease
         elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
             self.waking_sessions[lease.id] = lease
         elif (at := eligible_at(lease, self.settings)) is not None:
             self.idle[lease.id] = lease
-            self._set_timer(at, lease, insert)
+            if at > now:
+                self._set_timer(at, lease, insert)
 
     def _file_waiting(self, lease: Lease, now: float, insert: _Insert) -> None:
         queue = self._queue_of(lease.project)

@@ -75,11 +75,18 @@ _NEEDS: Mapping[str, str] = {
 
 
 def waiting(
-    why: str, *, needs: str | Text, free_milli: int, position: int | None, largest: int | None = None
+    why: str,
+    *,
+    needs: str | Text,
+    free_milli: int,
+    position: int | None,
+    largest: int | None = None,
+    told_until: Text | None = None,
 ) -> Texts:
     """Return why a job waits: ``Number 3. Needs 2 GPUs together; 1.25 are free.``
 
-    ``largest`` is the number of GPUs of the largest machine.
+    ``largest`` is the number of GPUs of the largest machine; ``told_until``: when the idle session
+    gives its GPU whose owner was told of this job.
     """
     number = (text("job.number", position),) if position else ()
     if why == Why.TOO_LARGE:
@@ -89,6 +96,8 @@ def waiting(
         return *number, text("waiting.project_limit")
     if why == Why.BACKING_OFF:
         return *number, text("waiting.backing_off")
+    if told_until is not None:
+        return *number, text("waiting.told", needs, told_until)
     if why in _NEEDS:
         return (text(_NEEDS[why], needs),) if why == "" else (*number, text(_NEEDS[why], needs))
     if free_milli == WHOLE_GPU:

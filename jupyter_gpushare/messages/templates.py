@@ -288,6 +288,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         ),
         "waiting.too_large": "Cannot start: asks for %1; the largest machine has %2.",
         "waiting.being_freed": "Needs %1; GPUs are being freed for it.",
+        "waiting.told": "Needs %1; the owner of an idle session was told, and it starts at %2 or soon after.",
         "waiting.host_memory": "Needs %1; there is not enough RAM to put more idle sessions to sleep.",
         "waiting.reserved": "Needs %1; it has waited for long, so no job behind it gets those GPUs first.",
         "waiting.in_order": "Needs %1; the job before it starts first.",

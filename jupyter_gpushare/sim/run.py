@@ -26,6 +26,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim import fractions, report, synthetic, traces
+from jupyter_gpushare.sim.arguments import count, numbers, positive, seconds, seconds_or, share_and_error
 from jupyter_gpushare.sim.progress import Bar
 from jupyter_gpushare.sim.reporting import some
 from jupyter_gpushare.sim.scenario import (
@@ -126,14 +127,14 @@ def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_policy(jobs)
     jobs.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="seconds from telling a job to stop until its GPUs are free (default 0)",
     )
     jobs.add_argument(
         "--progress",
-        type=_share_and_error,
+        type=share_and_error,
         default=(0.0, 0.0),
         metavar="SHARE,SIGMA",
         help="with order progress: this share of the jobs reports progress, by which the remaining work is "
@@ -141,13 +142,13 @@ def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     jobs.add_argument(
         "--weights",
-        type=_numbers(1, 1_000),
+        type=numbers(1, 1_000),
         metavar="W,W,...",
         help="as many projects with these weights; job n belongs to project n mod their number",
     )
     jobs.add_argument(
         "--quotas",
-        type=_numbers(0, 1_000_000),
+        type=numbers(0, 1_000_000),
         metavar="G,G,...",
         help="guaranteed GPUs of these projects (default: all GPUs to one, 0 to several)",
     )
@@ -177,22 +178,30 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     notebooks.add_argument(
         "--idle-timeout",
-        type=_seconds_or("adaptive"),
+        type=seconds_or("adaptive"),
         default=DEFAULT_POLICY.idle_timeout_s,
         metavar="S",
         help="idle seconds after which a session's GPUs may be lent (default 900);"
         " adaptive: learned from each session's past",
     )
     notebooks.add_argument(
+        "--notice",
+        type=seconds,
+        default=DEFAULT_POLICY.notice_s,
+        metavar="S",
+        help="seconds for which an owner is told before the GPUs are lent, at most a third of the idle"
+        " timeout (default 30)",
+    )
+    notebooks.add_argument(
         "--state-gib",
-        type=_positive,
+        type=positive,
         default=16.0,
         metavar="G",
         help="GPU memory in use per GPU (default 16)",
     )
     notebooks.add_argument(
         "--copy-gbps",
-        type=_positive,
+        type=positive,
         default=8.0,
         metavar="R",
         help="GB/s of each GPU to host memory and back (default 8)",
@@ -205,17 +214,17 @@ def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
     )
     notebooks.add_argument(
-        "--host-gib", type=_positive, metavar="G", help="host memory for what sleeps (default: enough)"
+        "--host-gib", type=positive, metavar="G", help="host memory for what sleeps (default: enough)"
     )
 
 
 def _add_cluster(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--gpus", type=_count, required=True, metavar="N", help="of the cluster")
+    verb.add_argument("--gpus", type=count, required=True, metavar="N", help="of the cluster")
     verb.add_argument(
-        "--nodes", type=_count, metavar="M", help=f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)"
+        "--nodes", type=count, metavar="M", help=f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)"
     )
     verb.add_argument(
-        "--islands", type=_count, default=1, metavar="K", help="groups linked by NVLink, per node (default 1)"
+        "--islands", type=count, default=1, metavar="K", help="groups linked by NVLink, per node (default 1)"
     )
     verb.add_argument(
         "--placement-nodes",
@@ -234,7 +243,7 @@ def _add_policy(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--preempt-cost",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="seconds that a preempted job holds its GPUs before it goes on (default 0)",
@@ -243,7 +252,7 @@ def _add_policy(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(
             f"--{option}",
             dest=field,
-            type=_seconds_or("none"),
+            type=seconds_or("none"),
             default=argparse.SUPPRESS,
             metavar="S",
             help=f"{text} (default {getattr(DEFAULT_POLICY, field):g}); none: off, as with "
@@ -278,64 +287,15 @@ def _add_make(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     verb.add_argument("kind", choices=["jobs", "cells"])
     verb.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
-    verb.add_argument("--count", type=_count, default=1_000, metavar="N", help="jobs or sessions")
+    verb.add_argument("--count", type=count, default=1_000, metavar="N", help="jobs or sessions")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    verb.add_argument("--gpus", type=_count, default=64, metavar="N", help="that the jobs load (default 64)")
+    verb.add_argument("--gpus", type=count, default=64, metavar="N", help="that the jobs load (default 64)")
     verb.add_argument(
-        "--load", type=_positive, default=0.9, metavar="L", help="part of these GPUs asked for (default 0.9)"
+        "--load", type=positive, default=0.9, metavar="L", help="part of these GPUs asked for (default 0.9)"
     )
     verb.add_argument(
-        "--days", type=_positive, default=14.0, metavar="D", help="within which sessions begin (default 14)"
+        "--days", type=positive, default=14.0, metavar="D", help="within which sessions begin (default 14)"
     )
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) <= 8):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 0.0, "a number of seconds, 0 or more")
-
-
-def _positive(text: str) -> float:
-    return _number(text, 1e-9, "a number above 0")
-
-
-def _number(text: str, least: float, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value <= traces.LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-    return value
-
-
-def _share_and_error(text: str) -> tuple[float, float]:
-    try:
-        share, sigma = map(float, text.split(","))
-    except ValueError:
-        share, sigma = -1.0, 0.0
-    if not (0 <= share <= 1 and 0 <= sigma <= 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share and an error like 0.5,0.3")
-    return share, sigma
-
-
-def _seconds_or(word: str) -> Callable[[str], float | None]:
-    """Parses seconds, or ``word`` as None."""
-    return lambda text: None if text == word else _seconds(text)
-
-
-def _numbers(least: int, most: int) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        parts = text.split(",")
-        if not all(p.isascii() and p.isdigit() and len(p) <= 8 and least <= int(p) <= most for p in parts):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list like {least},1,2")
-        return [int(p) for p in parts]
-
-    return parse
 
 
 # ---- verbs -------------------------------------------------------------------
@@ -358,6 +318,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         order=_ORDERS[args.order],
         preempt_cost_s=args.preempt_cost,
         idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
+        notice_s=getattr(args, "notice", 0.0),
         host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
         **given,
     )

@@ -33,6 +33,7 @@ def main(timeouts: list[str]) -> None:
         adaptive = timeout == "adaptive"
         settings = Settings(
             idle_timeout_s=0.0 if adaptive else float(timeout),
+            notice_s=DEFAULT_POLICY.notice_s,
             min_run_s=DEFAULT_POLICY.min_run_s,
             starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
             max_bypass_s=DEFAULT_POLICY.max_bypass_s,

@@ -56,7 +56,8 @@ async def test_off_wakes_every_session_and_puts_none_to_sleep(tmp_path):
         with pytest.raises(Conflict, match="switched off"):
             await broker.requests.lend(broker.lease(ada.handle))
         await broker.loop.lending.set(LendingMode.ON, "root")
-        await until(lambda: broker.state(ada.handle) != "running", IN_FORCE_S)
+        await until(lambda: broker.views.lease(broker.lease(ada.handle)).warned, IN_FORCE_S)
+        await until(lambda: broker.state(ada.handle) != "running", 60)
 
 
 @in_virtual_time

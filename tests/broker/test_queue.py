@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -202,6 +203,7 @@ async def test_every_round_decides_as_one_that_looks_at_everything_anew(tmp_path
     of_the_keeper = IncrementalPlanner.plan
     monkeypatch.setattr(IncrementalPlanner, "plan", both)
     async with Site(tmp_path) as site:
+        site.policy = replace(site.policy, notice_s=0.0)  # a planner remembers the notices that it gave
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
         jobs = [await site.submit("bo", size, program=Program(work_s=100)) for size in ("2", "1", "1/2")]

@@ -19,6 +19,7 @@ from jupyter_gpushare.errors import (
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import seconds_between
 from tests.broker.machine import Program
 from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import in_virtual_time, until
@@ -148,7 +149,7 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
-        for minutes in (0.5, 0, -1, 241, float("inf"), float("nan")):
+        for minutes in (0.5, -1, 241, float("inf"), float("nan")):
             with pytest.raises(InvalidRequest, match="from 1 to 240"):
                 await broker.requests.keep(broker.lease(ada.handle), minutes)
         await broker.requests.keep(broker.lease(ada.handle), 100)
@@ -164,6 +165,23 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(tmp_path):
             await broker.requests.keep(broker.lease(ada.handle), 125)
         await broker.requests.keep(broker.lease(ada.handle), 119)
         assert broker.requests.keep_left("ada") == pytest.approx(1, abs=0.1)
+
+
+@in_virtual_time
+async def test_keeping_a_gpu_can_be_undone_and_counts_no_more_than_it_lasted(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+        await broker.requests.keep(broker.lease(ada.handle), 0)
+        assert broker.requests.keep_left("ada") == 120
+        await broker.requests.keep(broker.lease(ada.handle), 30)
+        told = broker.views.lease(broker.lease(ada.handle))
+        assert seconds_between(broker.registry.iso_now(), told.keep_until) == pytest.approx(1800, abs=1)
+        await asyncio.sleep(300)
+        await broker.requests.keep(broker.lease(ada.handle), 0)
+        assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+        assert broker.requests.keep_left("ada") == pytest.approx(115, abs=0.1)
 
 
 @in_virtual_time

@@ -35,7 +35,8 @@ def test_a_verb_acts_on_the_session_of_the_server_it_runs_in(
     broker.answer(f"POST leases/bother/{path}", leases[1])
     ran = gpushare(*words)
     assert ran.code == 0, ran.err
-    assert ran.out == "Active: Your 1/2 GPU is in use.\n"
+    left = "90 min of that are left today; `gpushare keep --minutes 0` undoes it.\n"
+    assert ran.out == "Active: Your 1/2 GPU is in use.\n" + (left if words[0] == "keep" else "")
     (request,) = broker.asked(f"POST leases/bother/{path}")
     assert (request.json if request.body else None) == body
 

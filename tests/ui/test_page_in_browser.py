@@ -334,6 +334,32 @@ async def test_what_is_set_holds(lab, broker, golden, open_page):
     mine.unlink()
 
 
+async def test_keeping_a_gpu_gives_a_receipt_with_a_way_back(page, lab, broker, golden):
+    warned = golden("status_warned")
+    lab.say(warned)
+    banner = page.locator(".gpushare-banner")
+    await expect(banner).to_contain_text("Lent in 5 min")
+    kept = golden("status_active")
+    kept["leases"][0] |= {"keep_until": "2031-05-06T14:50:00Z"}
+    kept["keep_left_minutes"] = 90.0
+    keep = f"POST leases/{kept['leases'][0]['id']}/keep"
+    broker.answer(keep, kept["leases"][0])
+    lab.say(kept)
+    await expect(banner).to_be_hidden()
+    await page.locator(".gpushare-status button").click()
+    await page.get_by_role("region", name="Shared GPU").get_by_role("button", name="Keep it").click()
+    toasts = page.locator(".Toastify")
+    await expect(toasts).to_contain_text("Your GPU stays with you until 6 May 2031")
+    await expect(toasts).to_contain_text("90 min of that are left today.")
+    for theme in THEMES[:2]:
+        await use_theme(page, theme)
+        await picture(page, f"keep-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    await toasts.get_by_role("button", name="Undo").click()
+    await asyncio.to_thread(eventually, lambda: len(broker.asked(keep)) == 2)
+    assert [request.json["minutes"] for request in broker.asked(keep)] == [30.0, 0.0]
+
+
 async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
     running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
     broker.answer("GET jobs", {"jobs": [running]})

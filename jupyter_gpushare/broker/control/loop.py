@@ -134,6 +134,10 @@ class Loop:
         plan = self.engine.decide(cluster, now)
         await registry.store_sums(now)
         self._next_at = plan.next_at
+        notices = {notice.lease: notice for notice in plan.notices}
+        if notices != registry.notices:
+            registry.notices = notices
+            await registry.notify()
         moved: list[LeaseRecord] = []
         changes: list[Change] = []
         for action in plan.actions:

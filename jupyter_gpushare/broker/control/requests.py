@@ -318,17 +318,20 @@ class RequestService:
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
         """Protect a session from suspension for ``minutes``, within the user's daily budget.
 
-        Only the extension of an earlier protection counts.
+        Only the extension of an earlier protection counts; 0 ends it, and what was left of it does not count.
 
         Raises:
-            InvalidRequest: not 1 to 240 minutes.
+            InvalidRequest: neither 0 nor 1 to 240 minutes.
             TooMany: the day's budget is used up.
         """
-        if not 1 <= minutes <= 240:
-            raise InvalidRequest("minutes is a number from 1 to 240, not %1", minutes)
+        if minutes and not 1 <= minutes <= 240:
+            raise InvalidRequest("minutes is a number from 1 to 240, or 0, not %1", minutes)
         lease, now = record.lease, self.registry.clock()
         until = max(lease.keep_until_at, now + 60 * minutes)
         longer_s = until - max(lease.keep_until_at, now)
+        if not minutes:
+            used_s = self.registry.usage.kept_s(self._today(), lease.user)
+            until, longer_s = now, -min(used_s, max(0.0, lease.keep_until_at - now))
         left = self.keep_left(lease.user)
         if longer_s > 60 * left:
             raise TooMany(

@@ -54,6 +54,7 @@ class Policy:
 
     projects: tuple[ProjectConfig, ...]
     idle_timeout_s: float = DEFAULT_POLICY.idle_timeout_s
+    notice_s: float = DEFAULT_POLICY.notice_s
     adaptive_idle: bool = False  # each session's own idle timeout, learnt from its pauses
     order: Order = DEFAULT_ORDER
     las_thresholds_gpu_s: tuple[float, ...] = DEFAULT_POLICY.las_thresholds_gpu_s
@@ -85,6 +86,7 @@ class Policy:
         """Return the knobs that `core` reads."""
         return Settings(
             idle_timeout_s=self.idle_timeout_s,
+            notice_s=self.notice_s,
             host_budget_bytes=host_budget_bytes,
             order=self.order,
             las_thresholds_gpu_s=self.las_thresholds_gpu_s,

@@ -42,7 +42,7 @@ from jupyter_gpushare.broker.state.store import Loaded, Store
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition
 from jupyter_gpushare.broker.state.usage import Usage, use_of
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.model import Event, Kind, Lease, State, advance
+from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
 from jupyter_gpushare.errors import Conflict, NotFound, StoreError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
@@ -86,6 +86,7 @@ class Registry:
         self.meter = Meter(clock())
         self.devices = DeviceState()
         self.hub_backoff_until = float("-inf")  # no job is started before
+        self.notices: dict[str, Notice] = {}  # by the session whose owner is told
         self.notifications = Notifications(store.epoch)
         self.journal = Journal(store, self._roll_back)
         self.changed = asyncio.Event()  # wakes the loop

@@ -11,13 +11,12 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.cluster_view import ClusterView, ClusterViewCache
 from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, Kind, Lease, State
+from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
 _CLOSE_S = 120.0
-# An eligible session that is not lent this long after is not useful to any waiting job.
-_OVERDUE_S = 5.0
 
 
 class SentenceInputs:
@@ -90,8 +89,11 @@ class SentenceInputs:
         eligible_at = idle.eligible_at(measured, view.cluster.settings) if is_idle else None
         if eligible_at is None or measured.idle_since_at is None:
             return 0.0, None, False
+        if (notice := self._registry.notices.get(measured.id)) is not None:
+            lend_in_s = max(0.0, notice.until_at - view.at)
+            return lend_in_s, lend_in_s, True
         stays_s = eligible_at - view.at
-        if not view.waiting or stays_s < -_OVERDUE_S:
+        if not view.waiting or stays_s < -OVERDUE_S:
             return stays_s, None, False
         warn_at = idle.warn_at(measured, view.cluster.settings)
         return stays_s, max(0.0, stays_s), warn_at is not None and view.at >= warn_at
@@ -142,6 +144,7 @@ class SentenceInputs:
             free_milli=view.outlook.free_milli,
             position=view.outlook.position.get(record.id),
             largest=len(view.cluster.devices),
+            told_until=self._told_until(record),
         )
         if (found := self._forecast.estimate(record.id)) is not None:
             waits += (messages.starts_in(found.low_s, found.likely_s, found.high_s),)
@@ -155,6 +158,12 @@ class SentenceInputs:
             because = messages.reason_text(record.note)
         since = messages.time_text(record.since_at)
         return messages.requeued(since, because, checkpoint, waits)
+
+    def _told_until(self, record: LeaseRecord) -> wire.Text | None:
+        """Return when the last of the sessions that were told gives its GPU to a job; None: none was."""
+        notices = self._registry.notices.values()
+        until = [notice.until_at for notice in notices if notice.for_lease == record.id]
+        return self._time_in(max(until) - self._registry.clock()) if until else None
 
     def _time_in(self, seconds: float) -> wire.Text | None:
         """Return the time in so many seconds; None for a past one."""

@@ -21,7 +21,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.wall_clock import seconds_between
+from jupyter_gpushare.wall_clock import before, seconds_between
 
 _JOB_STATES: Mapping[State, wire.JobState] = {
     State.PENDING: "queued",
@@ -31,6 +31,11 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
     State.SUSPENDED: "suspended",
     State.RESUMING: "suspended",
     State.STOPPING: "stopping",
+}
+_RESULTS: Mapping[str, wire.JobState] = {
+    "succeeded": "succeeded",
+    "cancelled": "cancelled",
+    "timed_out": "timed_out",
 }
 MAX_EVENTS = 20
 # Health reports a lease when its processes have not answered for so long.
@@ -92,6 +97,7 @@ class Views:
             idle_s=facts.idle_s,
             lend_in_s=facts.lend_in_s,
             warned=facts.warned,
+            keep_until=self._kept_until(lease),
             since_at=record.since_at,
             job=record.id[1:] if record.is_job else None,
             processes=[
@@ -105,6 +111,10 @@ class Views:
                 for p in (sample.processes if sample else ())
             ],
         )
+
+    def _kept_until(self, lease: Lease) -> str | None:
+        left_s = lease.keep_until_at - self.registry.clock()
+        return before(self.registry.iso_now(), seconds=-left_s) if left_s > 0 else None
 
     def _utilization(self, lease: Lease) -> int | None:
         if lease.state is not State.RUNNING or lease.held_milli != WHOLE_GPU:
@@ -437,12 +447,4 @@ def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
 
 
 def _ended(job: JobRecord) -> wire.JobState:
-    match job.result:
-        case "succeeded":
-            return "succeeded"
-        case "cancelled":
-            return "cancelled"
-        case "timed_out":
-            return "timed_out"
-        case _:
-            return "failed"
+    return _RESULTS.get(job.result, "failed")

@@ -32,7 +32,7 @@ class ActivityReport(Message, frozen=True):
 class KeepRequest(Message, frozen=True):
     """Body of ``POST leases/{id}/keep``."""
 
-    minutes: float = 30
+    minutes: float = 30  # from now on; 0: not any more
 
 
 class ErrorAnswer(Answer, frozen=True):
@@ -143,6 +143,7 @@ class LeaseStatus(Answer, frozen=True):
     job: str | None = None
     processes: list[ProcessUse] = []
     lost: bool = False  # its GPU memory could not be restored; until the affected processes have ended
+    keep_until: str | None = None  # kept by its owner until then, idle or not
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
     size_texts: list[Text] = []  # ``size`` for translation
     badge_texts: list[Text] = []  # ``badge`` for translation

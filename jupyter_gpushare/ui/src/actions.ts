@@ -3,6 +3,7 @@
 import { Notification } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
 
+import { keptText } from './messages';
 import { GpuModel } from './model';
 import { phaseOf } from './state';
 import type { LeaseVerb } from './requests';
@@ -50,7 +51,7 @@ export class Actions {
       label: this._trans.__('Wake now'),
       caption: this._trans.__('Get the GPU back now, before a cell needs it'),
       accent: true,
-      run: () => this._do('resume')
+      run: async () => void (await this._do('resume'))
     };
   }
 
@@ -61,7 +62,11 @@ export class Actions {
       label: this._trans.__('Keep it %1 min', minutes),
       caption: this._keepCaption(minutes),
       accent,
-      run: () => this._do('keep')
+      run: async () => {
+        if (await this._do('keep')) {
+          this._receipt();
+        }
+      }
     };
   }
 
@@ -71,7 +76,7 @@ export class Actions {
       label: this._trans.__('Lend it now'),
       caption: this._trans.__('Let waiting jobs use the GPU; your variables stay'),
       accent: false,
-      run: () => this._do('lend')
+      run: async () => void (await this._do('lend'))
     };
   }
 
@@ -97,13 +102,34 @@ export class Actions {
         );
   }
 
-  private async _do(verb: LeaseVerb): Promise<void> {
+  /** Says until when the GPU is kept and what is left of the day's minutes, and offers to undo it. */
+  private _receipt(): void {
+    const state = this._model.state;
+    if (state.kind !== 'ready' || state.lease === null || state.lease.keep_until === null) {
+      return;
+    }
+    Notification.success(keptText(this._trans, state.lease.keep_until, this._left()), {
+      autoClose: 8000,
+      actions: [
+        {
+          label: this._trans.__('Undo'),
+          caption: this._trans.__('Do not keep it; the minutes count no more'),
+          callback: () => void this._do('keep', 0)
+        }
+      ]
+    });
+  }
+
+  /** Returns whether it was done. */
+  private async _do(verb: LeaseVerb, minutes = this._minutes()): Promise<boolean> {
     try {
-      await this._model.change(verb, this._minutes());
+      await this._model.change(verb, minutes);
+      return true;
     } catch (error) {
       Notification.error(error instanceof Error ? error.message : String(error), {
         autoClose: 8000
       });
+      return false;
     }
   }
 }

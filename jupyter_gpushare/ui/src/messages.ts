@@ -212,6 +212,14 @@ export function progressAndTimeText(trans: TranslationBundle, job: IJob): string
     : trans.__('%1, about %2 left', progress, duration(trans, job.left_s));
 }
 
+/** The receipt for keeping a GPU. */
+export function keptText(trans: TranslationBundle, until: string, leftMinutes: number | null): string {
+  const time = timeText(new Date(until));
+  return leftMinutes === null
+    ? trans.__('Your GPU stays with you until %1.', time)
+    : trans.__('Your GPU stays with you until %1. %2 min of that are left today.', time, Math.floor(leftMinutes));
+}
+
 /** What stopping a job that has begun would lose. */
 export function stopText(trans: TranslationBundle, job: IJob): string {
   const ran = duration(trans, job.ran_s);

@@ -242,6 +242,8 @@ export interface ILeaseStatus {
   readonly processes: readonly IProcessUse[];
   /** its GPU memory could not be restored; until the affected processes have ended */
   readonly lost: boolean;
+  /** kept by its owner until then, idle or not */
+  readonly keep_until: string | null;
   /** the GPU may be lent in `lend_in_s`, and its owner is told now */
   readonly warned: boolean;
   /** `size` for translation */

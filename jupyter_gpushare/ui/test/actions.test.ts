@@ -1,7 +1,15 @@
 import { describe, expect, it, vi } from 'vitest';
 
 // Its widgets need a browser; nothing is shown here.
-vi.mock('@jupyterlab/apputils', () => ({ Notification: {} }));
+const shown = vi.hoisted(() => ({ texts: [] as string[], undo: (): void => undefined }));
+vi.mock('@jupyterlab/apputils', () => ({
+  Notification: {
+    success: (text: string, { actions }: { actions: { callback: () => void }[] }) => {
+      shown.texts.push(text);
+      shown.undo = actions[0]!.callback;
+    }
+  }
+}));
 
 import { Actions } from '../src/actions';
 import { GpuModel } from '../src/model';
@@ -28,5 +36,17 @@ describe('keeping a GPU', () => {
 
   it('lets the broker refuse where nothing is left', async () => {
     expect(await keep(0.5).minutes).toBe(30);
+  });
+
+  it('gives a receipt, with a way back', async () => {
+    const active = ANSWERS.active as Extract<typeof ANSWERS.active, { leases: unknown }>;
+    const lease = { ...active.leases[0]!, keep_until: '2031-05-06T14:50:00Z' };
+    const state = stateOf({ ...active, leases: [lease], keep_left_minutes: 90 });
+    const asked: number[] = [];
+    const model = { state, change: async (_: string, minutes: number) => void asked.push(minutes) };
+    await new Actions(model as unknown as GpuModel, () => 30, trans).keep().run();
+    expect(shown.texts.slice(-1)[0]).toMatch(/^Your GPU stays with you until .*\. 90 min of that are left today\.$/);
+    shown.undo();
+    expect(asked).toEqual([30, 0]);
   });
 });
