@@ -65,7 +65,7 @@ def test_submit_without_a_command_is_a_usage_error_that_shows_how(gpushare, brok
         (["stauts"], "did you mean status?"),
         (["submit", "-p", "steps=5", "--", "x"], "-p is for notebooks"),
         (["submit", "run.ipynb"], "from a terminal or notebook of the Hub's servers only"),
-        (["keep", "--minutes", "0"], "1 to 1440"),
+        (["keep", "--minutes", "-1"], "0 to 1440"),
         (["show", "../x"], "not the id of a job"),
         ([], "VERB"),
     ],
