@@ -69,7 +69,7 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
 
 def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     _verb(verbs, "status", run.status, "my GPUs, my projects, my jobs", "gpushare status --json")
-    jobs = _verb(verbs, "jobs", run.jobs, "my training jobs, newest first", "gpushare jobs --limit 50")
+    jobs = _verb(verbs, "jobs", run.jobs, "my training jobs, the next first", "gpushare jobs --limit 50")
     jobs.add_argument(
         "--limit", type=_count(1, 1_000), default=20, metavar="N", help="at most N (default 20)"
     )

@@ -360,6 +360,33 @@ async def test_keeping_a_gpu_gives_a_receipt_with_a_way_back(page, lab, broker, 
     assert [request.json["minutes"] for request in broker.asked(keep)] == [30.0, 0.0]
 
 
+async def test_utilization_is_a_line_with_its_axes_and_memory_the_meter_above(page, lab, broker, golden):
+    busy = golden("status_active")
+    busy["leases"][0] |= {"utilization_percent": 40}
+    lab.say(busy)
+    await page.locator(".gpushare-status button").click()
+    history = page.locator(".gpushare-history")
+    for percent in (60, 80, 70):
+        busy["leases"][0]["utilization_percent"] = percent
+        lab.say(busy)
+        await expect(history).to_contain_text(f"{percent} %")
+    await expect(history).to_contain_text("GPU utilization")
+    await expect(history.locator("svg")).to_have_attribute(
+        "aria-label", "Utilization of the last ten minutes, now 70 %"
+    )
+    for text in ("100 %", "0 %", "10 min ago", "now"):
+        await expect(history.get_by_text(text, exact=True)).to_be_visible()
+    for theme in THEMES:
+        await use_theme(page, theme)
+        await accessible(page, ".gpushare-panel")
+        await picture(page, f"utilization-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+    # A shared GPU has no figure of one server alone.
+    busy["leases"][0]["utilization_percent"] = None
+    lab.say(busy)
+    await expect(history).to_have_count(0)
+
+
 async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
     running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
     broker.answer("GET jobs", {"jobs": [running]})

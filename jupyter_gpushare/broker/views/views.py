@@ -10,6 +10,7 @@ from jupyter_gpushare.broker.control.forecast import Forecast
 from jupyter_gpushare.broker.engine import Engine, Offer
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.views import job_order
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
 from jupyter_gpushare.core.model import (
@@ -132,21 +133,9 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs: started, requeued, queued, ended; each group newest first.
-
-        A fifth of ``limit`` is reserved for ended jobs, so that their owners see the results.
-        """
-        mine = [j for j in self.registry.jobs.values() if user is None or j.user == user]
-        living = sorted((j for j in mine if not j.result), key=self._how_far, reverse=True)
-        ended = sorted((j for j in mine if j.result), key=lambda j: j.ended_at or "", reverse=True)
-        shown = living[: limit - min(len(ended), limit // 5)]
-        return [self.job(j) for j in (*shown, *ended[: limit - len(shown)])]
-
-    def _how_far(self, job: JobRecord) -> tuple[bool, bool, str]:
-        record = self.registry.leases.get(job.lease_id)
-        if record is None:
-            return False, False, job.submitted_at
-        return record.state is not State.PENDING, record.attempt > 0, job.submitted_at
+        """Return jobs: started, requeued, queued with the next to start first, ended (`job_order`)."""
+        mine = (j for j in self.registry.jobs.values() if user is None or j.user == user)
+        return [self.job(j) for j in job_order.listed(mine, self.registry, self.cluster_views, limit)]
 
     def job(self, job: JobRecord, *, is_new: bool = False) -> wire.Job:
         """Return one job with its sentence, position and times.

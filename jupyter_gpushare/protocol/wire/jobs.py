@@ -182,7 +182,7 @@ class Job(Answer, frozen=True):
 
 
 class JobList(Answer, frozen=True):
-    """Answer to ``GET jobs``: started, requeued, queued, ended; each group newest first."""
+    """Answer to ``GET jobs``: started, requeued, queued (the next to start first), ended."""
 
     jobs: list[Job]
 

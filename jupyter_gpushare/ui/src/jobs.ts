@@ -26,7 +26,7 @@ export type JobsState =
   | { readonly kind: 'refused'; readonly message: string }
   | { readonly kind: 'ready'; readonly jobs: readonly IJob[] };
 
-/** Living ones first, newest first. */
+/** Living ones first, waiting ones in the order in which they start, others newest first. */
 export const FIRST_VIEW: IView = { text: '', show: 'all', column: 'state', descending: false };
 
 const FAILED: ReadonlySet<string> = new Set(['failed', 'timed_out']);
@@ -58,7 +58,7 @@ export function gpusOf(job: IJob): number {
   return Number(part) / Number(whole);
 }
 
-/** Returns the jobs that a view shows, in its order; equals stay newest first. `badge`: how a state is shown. */
+/** Returns the jobs that a view shows, in its order; equals: the next to start first, then the newest. `badge`: how a state is shown. */
 export function viewOf(
   jobs: readonly IJob[],
   view: IView,
@@ -79,6 +79,11 @@ export function viewOf(
     const [x, y] = [key(a), key(b)];
     if (x !== y) {
       return x < y ? -sign : sign;
+    }
+    // The next to start comes first.
+    const [m, n] = [a.position ?? Infinity, b.position ?? Infinity];
+    if (m !== n) {
+      return m - n;
     }
     return a.submitted_at < b.submitted_at ? 1 : a.submitted_at > b.submitted_at ? -1 : 0;
   });

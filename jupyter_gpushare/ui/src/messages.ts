@@ -335,28 +335,33 @@ export function gpuHours(seconds: number): string {
   return hours > 0 && hours < 9.95 ? hours.toFixed(1) : hours.toFixed(0);
 }
 
-/** Would be rounded to 0.0 hours. */
-const LITTLE_GPU_S = 180;
+/** `6.4 GPU-hours`, `12 GPU-minutes`: what was used or given, never nothing. */
+function gpuTime(trans: TranslationBundle, seconds: number): string {
+  if (seconds < 60) {
+    return trans.__('less than 1 GPU-minute');
+  }
+  return seconds < 3600
+    ? trans._n('%1 GPU-minute', '%1 GPU-minutes', Math.floor(seconds / 60))
+    : trans.__('%1 GPU-hours', gpuHours(seconds));
+}
 
 /** A week in one or two sentences. */
 export function weekText(trans: TranslationBundle, week: IHistory): string {
   const used =
     week.used_gpu_s <= 0
       ? trans.__('You used no GPU.')
-      : week.used_gpu_s < LITTLE_GPU_S
-      ? trans.__('You used less than 0.1 GPU-hours.')
-      : trans.__('You used %1 GPU-hours.', gpuHours(week.used_gpu_s));
-  if (week.lent_gpu_s < LITTLE_GPU_S) {
+      : trans.__('You used %1.', gpuTime(trans, week.used_gpu_s));
+  if (week.lent_gpu_s <= 0) {
     return used;
   }
-  const lent = gpuHours(week.lent_gpu_s);
+  const lent = gpuTime(trans, week.lent_gpu_s);
   return (
     used +
     ' ' +
     (week.helped_jobs === 0
-      ? trans.__('Your idle time gave %1 GPU-hours to others.', lent)
+      ? trans.__('Your idle time gave %1 to others.', lent)
       : trans.__(
-          'Your idle time gave %1 GPU-hours to others; %2 of them had waited for your GPU.',
+          'Your idle time gave %1 to others; %2 of them had waited for your GPU.',
           lent,
           week.helped_jobs
         ))

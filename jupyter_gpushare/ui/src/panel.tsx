@@ -228,28 +228,38 @@ function Memory(props: {
   );
 }
 
-/** Utilization where it is this server's alone, else memory. */
+/** Utilization, where it is measured for this server alone; memory is the meter above. */
 function History(props: {
   lease: ILeaseStatus;
   samples: readonly ISample[];
   trans: TranslationBundle;
-}): JSX.Element {
+}): JSX.Element | null {
   const { lease, samples, trans } = props;
   const utilization = lease.utilization_percent;
-  return utilization === null ? (
-    <Sparkline
-      samples={samples}
-      value={sample => sample.memoryBytes}
-      max={lease.memory_limit_bytes}
-      text={trans.__('GPU memory of the last ten minutes, now %1 GB', gigabytes(lease.memory_used_bytes))}
-    />
-  ) : (
-    <Sparkline
-      samples={samples}
-      value={sample => sample.utilizationPercent ?? 0}
-      max={100}
-      text={trans.__('Utilization of the last ten minutes, now %1 %', utilization)}
-    />
+  if (utilization === null || samples.length < 2) {
+    return null;
+  }
+  return (
+    <figure className="gpushare-history">
+      <figcaption className="gpushare-row">
+        <span>{trans.__('GPU utilization')}</span>
+        <span>{trans.__('%1 %', utilization)}</span>
+      </figcaption>
+      <div className="gpushare-axes gpushare-muted">
+        <Sparkline
+          samples={samples}
+          value={sample => sample.utilizationPercent ?? 0}
+          max={100}
+          text={trans.__('Utilization of the last ten minutes, now %1 %', utilization)}
+        />
+        <span aria-hidden="true">{trans.__('100 %')}</span>
+        <span aria-hidden="true">{trans.__('0 %')}</span>
+      </div>
+      <div className="gpushare-row gpushare-muted" aria-hidden="true">
+        <span>{trans.__('10 min ago')}</span>
+        <span>{trans.__('now')}</span>
+      </div>
+    </figure>
   );
 }
 

@@ -115,7 +115,7 @@ export interface IJob {
   readonly reason_texts: readonly IText[];
 }
 
-/** Answer to `GET jobs`: started, requeued, queued, ended; each group newest first. */
+/** Answer to `GET jobs`: started, requeued, queued (the next to start first), ended. */
 export interface IJobList {
   readonly jobs: readonly IJob[];
 }

@@ -30,6 +30,13 @@ describe('viewOf', () => {
     expect(ids({})).toBe('abcd');
   });
 
+  it('has the next to start before those behind it, however new they are', () => {
+    const queued = [3, 1, null, 2].map((position, n) =>
+      job({ id: String(position), state: 'queued', position, submitted_at: String(n) })
+    );
+    expect(viewOf(queued, FIRST_VIEW).map(each => each.id)).toEqual(['1', '2', '3', 'null']);
+  });
+
   it('filters by state and by every word, in name, command and state', () => {
     expect(ids({ show: 'living' })).toBe('ab');
     expect(ids({ show: 'ended' })).toBe('cd');

@@ -181,10 +181,12 @@ describe('sentences', () => {
       'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to others; 3 of them had waited for your GPU.'
     );
     expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/gave 6\.4 GPU-hours to others\.$/);
-    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 179 })).toBe('You used 14 GPU-hours.');
-    expect(weekText(trans, { ...HISTORY, used_gpu_s: 100, lent_gpu_s: 0 })).toBe(
-      'You used less than 0.1 GPU-hours.'
+    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 0 })).toBe('You used 14 GPU-hours.');
+    const little = { ...HISTORY, used_gpu_s: 719, lent_gpu_s: 1, helped_jobs: 0 };
+    expect(weekText(trans, little)).toBe(
+      'You used 11 GPU-minutes. Your idle time gave less than 1 GPU-minute to others.'
     );
+    expect(weekText(trans, { ...HISTORY, used_gpu_s: 60, lent_gpu_s: 0 })).toBe('You used 1 GPU-minute.');
   });
 
   it('say what each day of a week was', () => {
