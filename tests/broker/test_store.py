@@ -362,6 +362,29 @@ async def test_moments_of_another_boot_start_anew(database):
     store.close()
 
 
+async def test_a_long_queue_is_stored_at_once_after_a_reboot(database):
+    store, queue = (
+        database("one"),
+        [replace(LEASE, lease=replace(LEASE.lease, id=f"j{n}")) for n in range(50)],
+    )
+    await store.commit(queue)
+    before = store.load().leases
+    written: list[bool] = []
+
+    def note(_connection, _cursor, statement, _parameters, _context, executemany):
+        if "UPDATE leases" in statement:
+            written.append(executemany)
+
+    sa.event.listen(store._engine, "before_cursor_execute", note)
+    later = [replace(record, entered_at=9.0) for record in before]
+    store.begin_boot("two", later)
+    loaded = store.load()
+    assert written == [True]
+    assert loaded.boot_id == "two"
+    assert {each.id: each for each in loaded.leases} == {each.id: each for each in later}
+    store.close()
+
+
 async def test_moments_of_this_boot_survive_a_second_start(database):
     """Else the second broker would take moments of the old boot for this one's."""
     store = database("one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import sqlalchemy as sa
@@ -106,6 +107,17 @@ def write(connection: Connection, change: Change) -> None:
     column = table.c[key]
     if not connection.execute(table.update().where(column == row[key]).values(row)).rowcount:
         connection.execute(table.insert().values(row))
+
+
+def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> None:
+    """Write leases that the database has, with one prepared statement, inside the connection's transaction.
+
+    Raises:
+        SQLAlchemyError: the database refused it.
+    """
+    if records:
+        changed = leases.update().where(leases.c.id == sa.bindparam("known_id"))
+        connection.execute(changed, [{**lease_row(each), "known_id": each.id} for each in records])
 
 
 def _forget_days(connection: Connection) -> None:

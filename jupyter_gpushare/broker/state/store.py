@@ -46,7 +46,7 @@ from jupyter_gpushare.broker.state.records import (
     ProjectOverride,
     UsageRecord,
 )
-from jupyter_gpushare.broker.state.rows import Change, read_meta, write, write_meta
+from jupyter_gpushare.broker.state.rows import Change, read_meta, update_leases, write, write_meta
 from jupyter_gpushare.broker.state.tables import (
     decision_of,
     decisions,
@@ -330,7 +330,7 @@ class Store:
         Raises:
             StoreError: they may not be durable; the broker must end.
         """
-        self._write(tuple(leases), boot_id=boot_id)
+        self._write((), boot_id=boot_id, leases=leases)
 
     def raise_epoch(self, epoch: int) -> None:
         """Take a higher epoch; possible only while the database has this broker's own.
@@ -341,7 +341,14 @@ class Store:
         self._write((), epoch=epoch)
         self.epoch = epoch
 
-    def _write(self, changes: tuple[Change, ...], *, epoch: int = 0, boot_id: str = "") -> None:
+    def _write(
+        self,
+        changes: tuple[Change, ...],
+        *,
+        epoch: int = 0,
+        boot_id: str = "",
+        leases: Sequence[LeaseRecord] = (),
+    ) -> None:
         try:
             if self._is_full or self._free_bytes() < MIN_FREE_BYTES:
                 raise DiskFull
@@ -351,6 +358,7 @@ class Store:
                     raise StoreError("a newer broker uses the database: this one ends")
                 if boot_id:
                     write_meta(connection, "boot_id", boot_id)
+                    update_leases(connection, leases)
                 for change in changes:
                     write(connection, change)
         except DiskFull:
