@@ -1,8 +1,10 @@
 """Limits of memory and processes for servers and jobs that are local processes.
 
 With `cgroup_root` each server has a cgroup (v2) of its own, with `mem_limit` as its
-memory.max and `processes_limit` as its pids.max; the kernel keeps all its descendants
-there.  It belongs to the Hub, so a server with another uid cannot leave it.
+memory.max, no swap beside it, and `processes_limit` as its pids.max; the kernel keeps all its
+descendants there.  It belongs to the Hub, so a server with another uid cannot leave it.  It is
+removed after the server; one in which processes were left is removed at a later start, once
+it is empty.
 
 Without `cgroup_root` the kernel counts processes per user (RLIMIT_NPROC), where the server
 has a uid of its own, and memory is not limited: RLIMIT_AS would count what CUDA only
@@ -14,16 +16,20 @@ from __future__ import annotations
 import inspect
 import os
 import resource
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from traitlets import Integer, Unicode
 from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.hub.refusals import NO_LIMITS, refusal
+
+# A process joins its cgroup well within this time after that was made.
+START_S = 60.0
 
 
 class LimitedProcesses(LoggingConfigurable):
@@ -60,6 +66,7 @@ class LimitedProcesses(LoggingConfigurable):
     _environment: dict[str, str]
 
     _cgroup = ""
+    _left: ClassVar[set[str]] = set()  # cgroups of ended servers that could not be removed
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
         """Return what the new process runs first: it takes its limits, then goes on as before.
@@ -102,16 +109,42 @@ class LimitedProcesses(LoggingConfigurable):
         user, server = (quote(name, safe="") for name in (self.user.name, self.name))
         own = f"gpushare-{lease}" if lease else f"server-{user}:{server}"
         _write(root / "cgroup.subtree_control", "+memory +pids")
+        self._remove_left(root)
         (root / own).mkdir(exist_ok=True)
+        self._left.discard(str(root / own))
         _write(root / own / "memory.max", str(self.mem_limit or "max"))
+        with suppress(FileNotFoundError):  # a kernel without swap
+            _write(root / own / "memory.swap.max", "0" if self.mem_limit else "max")
         _write(root / own / "pids.max", str(self.processes_limit or "max"))
         return root / own
+
+    def _remove_left(self, root: Path) -> None:
+        """Remove cgroups of ended servers; the kernel refuses one with processes.
+
+        Those that this Hub could not remove, and those without a lease that an earlier Hub left: an
+        empty one of a lease may be the device helper's.
+        """
+        for folder in root.glob("server-*"):
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime > START_S:
+                    self._left.add(str(folder))
+        for left in list(self._left):
+            self._remove(left)
+
+    def _remove(self, cgroup: str) -> None:
+        try:
+            os.rmdir(cgroup)
+        except FileNotFoundError:
+            self._left.discard(cgroup)
+        except OSError:  # processes are still in it
+            self._left.add(cgroup)
+        else:
+            self._left.discard(cgroup)
 
     async def run_post_stop_hook(self) -> None:
         """Remove the cgroup, then run the site's hook."""
         if self._cgroup:
-            with suppress(OSError):  # processes are still in it
-                os.rmdir(self._cgroup)
+            self._remove(self._cgroup)
         result = super().run_post_stop_hook()  # type: ignore[misc]
         if inspect.isawaitable(result):
             await result
@@ -128,4 +161,6 @@ class LimitedProcesses(LoggingConfigurable):
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="ascii")
+    # Never creates: a file that the kernel does not have is missing here.
+    with open(os.open(path, os.O_WRONLY), "w", encoding="ascii") as file:
+        file.write(text)

@@ -50,9 +50,21 @@ def test_servers_with_the_hubs_uid_do_not_share_one_limit() -> None:
     assert processes_of_a_child(spawner(processes_limit=4096)) == processes_of_a_child(spawner())
 
 
+FILES = ("cgroup.procs", "memory.max", "memory.swap.max", "pids.max")
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which each new one has the files that the kernel puts into a cgroup."""
     (tmp_path / "cgroup.subtree_control").touch()
+    mkdir = Path.mkdir
+
+    def made(folder: Path, *given: Any, **named: Any) -> None:
+        mkdir(folder, *given, **named)
+        for name in FILES if folder.parent == tmp_path else ():
+            (folder / name).touch()
+
+    monkeypatch.setattr(Path, "mkdir", made)
     return tmp_path
 
 
@@ -63,7 +75,9 @@ def read(folder: Path) -> dict[str, str]:
 def test_each_server_joins_a_cgroup_with_its_limits(root: Path) -> None:
     made = spawner(cgroup_root=str(root), processes_limit=100, mem_limit="2G")
     processes_of_a_child(made)
-    limits = {"cgroup.procs": "0", "memory.max": str(2 * GIB), "pids.max": "100"}
+    limits = {
+        "cgroup.procs": "0", "memory.max": str(2 * GIB), "memory.swap.max": "0", "pids.max": "100"
+    }  # fmt: skip
     assert read(root / "server-ada%2Fx:b%3Ac") == limits
     assert (root / "cgroup.subtree_control").read_text() == "+memory +pids"
     # With a lease it is the one where the device helper looks for it.
@@ -81,6 +95,40 @@ def test_the_cgroup_is_removed_after_the_server_even_by_a_new_hub(root: Path) ->
     later.load_state(made.get_state())
     asyncio.run(LimitedProcesses.run_post_stop_hook(later))
     assert not folder.exists()
+
+
+def test_a_cgroup_with_processes_left_is_removed_at_a_later_start(root: Path) -> None:
+    for lease in ("", "ada-1"):
+        made = spawner(cgroup_root=str(root), processes_limit=100, lease=lease)
+        made.make_preexec_fn("ada")
+        asyncio.run(LimitedProcesses.run_post_stop_hook(made))  # rmdir fails: the folder is not empty
+    left = [folder for folder in root.iterdir() if folder.is_dir()]
+    assert len(left) == 2
+    empty(*left)
+    spawner(cgroup_root=str(root), mem_limit="2G", lease="bo-1").make_preexec_fn("bo")
+    assert [folder.name for folder in root.iterdir() if folder.is_dir()] == ["gpushare-bo-1"]
+
+
+def test_a_new_hub_removes_what_an_earlier_one_left_without_a_lease(root: Path) -> None:
+    names = ("server-ada:", "server-starts:", "gpushare-ada-1", "others")
+    for name in names:
+        (root / name).mkdir()
+        empty(root / name)
+    for name in names[:1] + names[2:]:
+        os.utime(root / name, (0, 0))
+    spawner(cgroup_root=str(root), mem_limit="2G", lease="bo-1").make_preexec_fn("bo")
+    assert {folder.name for folder in root.iterdir() if folder.is_dir()} == {"gpushare-bo-1", *names[1:]}
+
+
+def test_a_kernel_without_swap_needs_no_limit_of_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.FILES", tuple(name for name in FILES if "swap" not in name))
+    spawner(cgroup_root=str(root), mem_limit="2G").make_preexec_fn("ada")
+
+
+def empty(*folders: Path) -> None:
+    for folder in folders:
+        for path in folder.iterdir():
+            path.unlink()
 
 
 def test_no_server_starts_without_the_limits_that_are_set(tmp_path: Path) -> None:
