@@ -21,6 +21,7 @@ from pathlib import Path
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _COULD_NOT_LOOK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _STAT_BYTES = 2048
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 # Indexes in what `stat_fields` returns; proc(5) counts from 1 and has pid and name before.
 STATE = 0
@@ -94,6 +95,11 @@ def start_ticks(pid: int) -> int:
     """
     fields = stat_fields(pid)
     return int(fields[START_TICKS]) if fields else -1
+
+
+def ticks(since_boot_s: float) -> int:
+    """A time since boot in clock ticks, as `start_ticks` counts."""
+    return int(since_boot_s * _TICKS_PER_S)
 
 
 def is_running(pid: int, started_ticks: int) -> bool:

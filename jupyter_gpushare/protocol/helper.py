@@ -180,6 +180,7 @@ class LeaseSample:
 
     lease: str
     phase: Phase
+    measured_at: float  # it and all of its devices; before that of the sample where a device is late
     # Per device UUID, contexts included, as NVML shows it; where it does not, as the library counts it.
     used_bytes: dict[str, int]
     saved_bytes: dict[str, int]  # per device UUID, parked in host memory
@@ -196,10 +197,15 @@ class LeaseSample:
     devices: tuple[str, ...] = ()  # UUIDs of those it may use
     runner_ended: bool = False  # of a job: what ends its processes and reports its result is gone
     damaged: bool = False  # a failed checkpoint may have damaged a process that lives
-    # Since when processes that may be its own do not answer: it has not ended, if not alive; 0: all answer.
+    # Since when processes on its devices that may be its own do not answer; 0: all answer.
     unread_since: float = 0.0
     # The helper resumed it while no broker answered; the next `resume` confirms that.
     unconfirmed: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has no process, none that may be its own, and no device memory."""
+        return not (self.alive or self.unread_since or any(self.used_bytes.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +297,7 @@ class Signal:
     lease: str
     number: int
     # leader: the oldest process that carries the lease, with a parent that does not.
-    to: str = "leader"  # or "all"
+    to: str = "leader"  # or "all", or "others": all but the runner of a job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
+import signal
+import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from jupyter_gpushare.gpu.leases import own_memory
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
 from jupyter_gpushare.gpu.leases.processes import Processes
-from tests.gpu.machine import GIB, Machine, until
+from tests.gpu.machine import GIB, PATIENCE_S, WORKER, Machine, Worker, until
 from tests.hanging import HangingFile, hanging_process, why_not
 
 EVE_UID = 40_000_000 + os.getpid()  # of no process of another run
@@ -31,14 +34,20 @@ def threads() -> int:
     return sum(thread.name == "own-memory" for thread in threading.enumerate())
 
 
-def test_a_user_holds_four_threads_at_most_and_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_memory, "LOOK_S", 0.2)
+def test_a_user_holds_four_threads_at_most_and_no_other_user() -> None:
     answers, before = threading.Event(), threads()
     reader = OwnMemoryReader(lambda pid: pid < 100 and answers.wait())
     eves, others = {(pid, 1): 1 for pid in range(1, 10)}, {(101, 1): 2, (102, 1): 3}
-    for _ in range(6):
+
+    def hold_all() -> bool:
+        assert reader.read(eves | others).keys() <= others.keys()
+        return threads() - before == own_memory.THREADS_PER_USER
+
+    until(hold_all, "they hold all that they may")
+    for _ in range(3):
+        time.sleep(own_memory.LOOK_S)
         until(lambda: reader.read(eves | others).keys() == others.keys(), "others are read")
-    until(lambda: threads() - before == own_memory.THREADS_PER_USER, "the others have ended")
+    until(hold_all, "the others have ended")
     answers.set()
     until(lambda: reader.read(eves | others).keys() == eves.keys() | others.keys(), "all are read")
     until(lambda: threads() == before, "no thread is left")
@@ -51,53 +60,157 @@ def test_a_process_that_holds_its_memory_delays_no_scan(tmp_path: Path) -> None:
     try:
         with hanging_process(EVE_UID, {**os.environ, "GPUSHARE_LEASE": eve}) as (pid, file):
             assert processes.scan({eve: EVE_UID}) == {eve: ()}
-            assert EVE_UID in processes.unread_users
+            assert EVE_UID in {process.uid for process in processes.unread}
             process = processes.find(pid)
             assert process is not None
             assert (process.unread, process.uid) == (True, EVE_UID)
             file.unmount()
             until(lambda: processes.scan({eve: EVE_UID})[eve], "it is read once it answers")
-            assert EVE_UID not in processes.unread_users
+            assert EVE_UID not in {process.uid for process in processes.unread}
     finally:
         processes.close()
 
 
 @with_fuse
-def test_the_leases_of_others_are_measured_and_moved_beside_it(bare: Machine) -> None:
-    with hanging_process(EVE_UID, dict(os.environ)) as (_, file):
+def test_leases_are_measured_and_moved_beside_it(bare: Machine) -> None:
+    with hanging_process(EVE_UID, dict(os.environ)):
         bare.start()
         limits = {bare.uuids()[0]: 8 * GIB}
         bare.ask("set_limit", lease="eve", uid=EVE_UID, limits=limits)
         bare.lease("ada", 8 * GIB)
         worker = bare.worker("ada", mib=64)
-        until(lambda: bare.of("eve")["unread_since"] > 0, "the helper says that eve's do not answer")
-        assert bare.of("ada")["unread_since"] == 0
+        bare.settled("eve")
+        # It uses no device: eve's lease may end.
+        assert [bare.of(lease)["unread_since"] for lease in ("eve", "ada")] == [0, 0]
         assert bare.ask("suspend", lease="ada", calls=bare.settled("ada"))["done"]
         assert bare.ask("resume", lease="ada")["done"]
         assert worker.do("check") == "ok"
-        file.unmount()
-        until(lambda: bare.of("eve")["unread_since"] == 0, "they answer")
 
 
-def test_nothing_is_judged_gone_while_a_process_of_its_user_does_not_answer(bare: Machine) -> None:
-    answers = bare.folder / "answers"
-    silent = bare.folder / "silent"
-    silent.symlink_to(shutil.which("sleep") or "sleep")
-    bare.start(before=SILENT.format(answers=str(answers)))
-    bare.lease("ada", 8 * GIB)
-    worker, events = bare.worker("ada", mib=64), bare.watch()
-    sleeps = bare.worker(command=(str(silent), "600"), wait=False)
-    until(lambda: bare.of("ada")["unread_since"] > 0, "the helper says that a process does not answer")
+class Silent:
+    """A machine on which the processes named ``silent`` do not answer until `answer`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._answers = machine.folder / "answers"
+        self._python = machine.folder / "silent"
+        self._python.symlink_to(os.path.realpath(sys.executable))
+        self.start()
+
+    def start(self) -> None:
+        self.machine.start(before=SILENT.format(answers=str(self._answers)))
+
+    def worker(self, lease: str = "", **how: Any) -> Worker:
+        worker = self.machine.worker(lease, command=(str(self._python), str(WORKER)), wait=False, **how)
+        assert worker.answer() == "ready 0"
+        return worker
+
+    def answer(self) -> None:
+        self._answers.touch()
+
+
+@pytest.fixture
+def silent(bare: Machine) -> Silent:
+    return Silent(bare)
+
+
+def test_a_lease_with_a_process_on_its_device_that_does_not_answer_is_not_judged_gone(
+    silent: Silent,
+) -> None:
+    machine = silent.machine
+    machine.lease("ada", 8 * GIB)
+    worker, events = machine.worker("ada", mib=64), machine.watch()
+    hidden = silent.worker()
+    until(lambda: machine.of("ada")["unread_since"] > 0, "the helper says that a process does not answer")
     worker.kill()
-    bare.settled("ada")
-    assert bare.of("ada")["alive"]
-    bare.lease("bo", 8 * GIB)
-    bare.worker("bo")  # is seen
-    answers.touch()
+    machine.settled("ada")
+    assert machine.of("ada")["alive"]
+    machine.lease("bo", 8 * GIB)
+    machine.worker("bo")  # is seen
+    silent.answer()
     ended = events.event("ended", "ada")
     assert ended is not None
-    assert not bare.of("ada")["alive"]
-    sleeps.kill()
+    assert (machine.of("ada")["alive"], machine.of("ada")["unread_since"]) == (False, 0)
+    hidden.kill()
+
+
+def test_a_process_that_uses_no_device_and_does_not_answer_keeps_no_lease_from_ending(
+    silent: Silent,
+) -> None:
+    machine = silent.machine
+    machine.lease("ada", 8 * GIB)
+    worker, events = machine.worker("ada", mib=64), machine.watch()
+    silent.machine.worker(command=(str(machine.folder / "silent"), "-c", "input()"), wait=False)
+    machine.settled("ada")
+    worker.kill()
+    assert events.event("ended", "ada") is not None
+
+
+@pytest.mark.parametrize("preload", [True, False], ids=["counted in the account", "not counted"])
+def test_a_new_helper_does_not_take_a_lease_as_gone_whose_processes_do_not_answer(
+    silent: Silent, preload: bool
+) -> None:
+    machine = silent.machine
+    machine.lease("ada", 8 * GIB)
+    worker = silent.worker("ada", preload=preload)
+    assert worker.do("alloc 64") == "0"
+    machine.stop(signal.SIGKILL)
+    silent.start()
+    machine.settled("ada")
+    ada = machine.of("ada")
+    assert ada["alive"] if preload else ada["unread_since"] > 0
+
+
+def test_a_new_helper_knows_the_suspended_processes_of_a_lease_that_do_not_answer(silent: Silent) -> None:
+    machine = silent.machine
+    machine.lease("ada", 8 * GIB)
+    worker = silent.worker("ada")
+    assert worker.do("alloc 64") == "0"
+    until(lambda: machine.of("ada")["processes"], "the account names it")
+    assert machine.ask("suspend", lease="ada", calls=machine.settled("ada"))["done"]
+    (machine.state_dir / "leases" / "ada" / "account").unlink()
+    machine.stop(signal.SIGKILL)
+    silent.start()
+    machine.settled("ada")
+    assert machine.of("ada")["alive"]
+    assert machine.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_late_answer_is_used_by_the_next_look() -> None:
+    answers, asked = threading.Event(), {(1, 1): 1}
+    reader = OwnMemoryReader(lambda pid: answers.wait())
+    assert reader.read(asked, 0.0) == {}
+    before = time.monotonic()
+    answers.set()
+    answer = until(lambda: reader.read(asked, 0.0), "it is kept")
+    assert answer[1, 1].value is True
+    assert reader.read({}, 0.0) == {}
+    assert answer[1, 1].began_at <= before or reader.read(asked)
+
+
+def test_no_scan_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    processes = Processes(tmp_path)
+    waiting = threading.Event()
+
+    def read(users: Mapping[Any, int], within_s: float) -> dict[Any, Any]:
+        if within_s == PATIENCE_S:
+            waiting.set()
+            answers.wait(within_s)
+        return {}
+
+    monkeypatch.setattr(processes._memory, "read", read)
+    first = threading.Thread(target=processes.scan, args=({}, PATIENCE_S))
+    first.start()
+    try:
+        assert waiting.wait(PATIENCE_S)
+        processes.scan({})
+        assert first.is_alive()
+    finally:
+        answers.set()
+        first.join()
+        processes.close()
 
 
 # Run in the helper: the memory of processes named "silent" does not answer before the file is there.

@@ -46,9 +46,13 @@ class Scene:
         self.lease(OTHER)
         self.child: subprocess.Popen[bytes]
 
-    def lease(self, uid: int) -> None:
-        record = Record(boot_id="", lease="eve", uid=uid, limits={UUID: GIB}, phase=Phase.RUNNING)
-        self.leases = [Lease(record, LeaseDirectory(Path("/nonexistent"), "eve"))]
+    def lease(self, *uids: int) -> None:
+        """Lease the device to these users, and to no other."""
+        records = [
+            Record(boot_id="", lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}, phase=Phase.RUNNING)
+            for uid in uids
+        ]
+        self.leases = [Lease(each, LeaseDirectory(Path("/nonexistent"), each.lease)) for each in records]
 
     def begin(self, *command: str, uid: int = USER) -> None:
         asked = {"user": uid} if os.geteuid() == 0 else {}
@@ -212,9 +216,60 @@ def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) ->
     assert [worker.do("check") for worker in workers] == ["ok", "ok"]
 
 
-def test_a_process_that_does_not_answer_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.processes._memory, "read", lambda users: {})
-    scene.begin()
-    scene.minutes()
-    assert scene.alive
-    assert "it does not answer" in scene.events_so_far()[0].reason
+@pytest.fixture
+def silent(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A scene in which no process answers."""
+    monkeypatch.setattr(scene.processes._memory, "read", lambda users, within_s: {})
+    return scene
+
+
+def test_a_process_that_does_not_answer_is_stopped_where_its_user_has_no_lease(silent: Scene) -> None:
+    silent.begin()
+    silent.minutes()
+    assert silent.child.wait(PATIENCE_S) == -signal.SIGTERM
+    assert [event.fields["action"] for event in silent.events_so_far()] == ["warn", "stop"]
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["within its lease", "beyond its lease"])
+def test_a_process_that_does_not_answer_may_hold_what_its_user_was_granted(silent: Scene, over: bool) -> None:
+    silent.lease(OTHER, USER)
+    silent.begin()
+    silent.minutes()
+    assert silent.alive
+    assert "may be in lease" in silent.events_so_far()[0].reason
+    if over:
+        for at in (120.0, 121.0):
+            silent.sample(at, used=2 * GIB)
+        assert silent.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_a_process_that_does_not_answer_ends_with_the_lease_that_it_may_be_in(silent: Scene) -> None:
+    silent.lease(USER)  # the device is leased to no other user
+    silent.begin()
+    silent.minutes()
+    assert silent.alive
+    silent.leases[0].killed = True
+    for at in (120.0, 121.0):
+        silent.sample(at)
+    assert silent.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("spared", ["system", "record", "older", "report"])
+def test_a_process_that_does_not_answer_is_left_alone_where_a_rule_spares_it(
+    silent: Scene, spared: str
+) -> None:
+    match spared:
+        case "system":
+            silent.rules["first_uid"] = USER + 1
+        case "record":
+            silent.holders.lose_record()
+        case "older":
+            silent.holders.since_ticks = 1 << 60
+        case "report":
+            silent.rules["stops"] = False
+    silent.lease(OTHER, USER)
+    silent.leases[1].killed = True
+    silent.begin()
+    silent.minutes()
+    assert silent.alive
+    assert "left alone" in silent.events_so_far()[0].reason

@@ -22,7 +22,8 @@ def test_the_largest_sample_is_one_line() -> None:
         kernel="0" * 36,
     )  # fmt: skip
     lease = helper.LeaseSample(
-        lease="j" * 13, phase=helper.Phase.SUSPENDED, used_bytes={}, alive=True, active_at=1234567.123456,
+        lease="j" * 13, phase=helper.Phase.SUSPENDED, measured_at=1234567.123456, used_bytes={}, alive=True,
+        active_at=1234567.123456,
         saved_bytes={f"GPU-{'0' * 36}": 1 << 40}, calls="c" * 60, suspendable=False,
         suspend_reason="r" * 300, processes=(process,) * each,
     )  # fmt: skip
@@ -44,7 +45,8 @@ def test_the_largest_sample_is_one_line() -> None:
             devices=(helper.DeviceSample(uuid="GPU-1", used_bytes=1, utilization_percent=2, healthy=True),),
             leases=(
                 helper.LeaseSample(
-                    lease="ada", phase=helper.Phase.SUSPENDED, used_bytes={}, saved_bytes={"GPU-1": 4},
+                    lease="ada", phase=helper.Phase.SUSPENDED, measured_at=0.5, used_bytes={},
+                    saved_bytes={"GPU-1": 4},
                     calls="c", active_at=1.5, suspendable=True, suspend_reason="", alive=True,
                     processes=(
                         helper.ProcessSample(pid=1, started_at=0.5, name="python", used_bytes=0, calls=-1),

@@ -6,9 +6,14 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * its user is no system user (`StopRules.first_uid`) and holds a lease here, or held one since boot;
 * the device is leased to another user;
 * it held memory in the last two samples, and was reported `NOTICE_S` before;
-* its environment could be read: it names no lease;
+* its environment names no lease;
 * it runs in the pid namespace of the helper: a container without the host's pids is not ours;
 * no record of a lease was lost since boot (`Holders`): it might have been in that lease.
+
+A process whose environment does not answer (`processes`: unread) may be in a lease of its user
+on that device.  It is stopped only if it cannot be, or if that lease is to end: its user has no lease
+there, or processes there hold more than the leases allow, or the broker had all processes of
+such a lease killed, which then does not end before this one (the device counts as leased to another).
 
 Never stopped: processes of root, MPS servers, and names or cgroups of ``--watchdog-ignore``.
 A process chooses its own name, so a name only spares what need not be stopped; a cgroup
@@ -37,6 +42,8 @@ log = logging.getLogger(__name__)
 NOTICE_S = 30.0
 REPEAT_S = 3600.0
 GRACE_S = 5.0
+# Allocations are rounded up and counted a moment later than made.
+TOLERANCE_BYTES = 64 << 20
 # nvidia-cuda-mps-server and nvidia-cuda-mps-control, as /proc/PID/comm cuts them (15 characters).
 MPS_NAME = "nvidia-cuda-mps"
 
@@ -56,7 +63,7 @@ class _Seen:
 
     first_at: float
     reported_at: float
-    samples: int = 0  # in a row that show memory
+    samples: int = 0  # in a row that show memory, and no reason to leave it alone
     stopped_at: float | None = None
 
 
@@ -73,6 +80,7 @@ class UnleasedProcesses:
         self._holders = holders
         self._own_pids = own_pids
         self._seen: dict[tuple[Key, str], _Seen] = {}
+        self._unread: set[Key] = set()  # in the last sample
 
     def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
         """Report, and where the conditions hold stop, processes without a lease in one sample."""
@@ -80,20 +88,23 @@ class UnleasedProcesses:
         in_leases = {process.pid for lease in leases for process in lease.processes}
         present: set[tuple[Key, str]] = set()
         for uuid, usage in usages.items():
-            holders = {lease.uid for lease in leases if uuid in lease.limits}
+            here = [lease for lease in leases if uuid in lease.limits]
             for pid, shown in usage.processes.items():
                 if pid in in_leases or pid in self._own_pids:
                     continue
                 process = self._processes.find(pid)
                 # The driver may list a process that has just ended, or one of another pid namespace.
-                if process is not None and self._processes.alive(process.key):
+                # One that does not answer may only be late, once.
+                is_late = process is not None and process.unread and process.key not in self._unread
+                if process is not None and not is_late and self._processes.alive(process.key):
                     present.add((process.key, uuid))
-                    self._judge(process, uuid, shown or 0, holders, now)
+                    spared = self._spared(process, here) or self._may_be_leased(process, uuid, usage, here)
+                    self._judge(process, uuid, shown or 0, spared, now)
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
+        self._unread = {process.key for process in self._processes.unread}
 
-    def _judge(self, process: Process, uuid: str, used_bytes: int, holders: set[int], now: float) -> None:
-        spared = self._spared(process, holders)
+    def _judge(self, process: Process, uuid: str, used_bytes: int, spared: str, now: float) -> None:
         seen = self._seen.get((process.key, uuid))
         if seen is None:
             seen = self._seen[process.key, uuid] = _Seen(now, now)
@@ -101,7 +112,7 @@ class UnleasedProcesses:
         elif now - seen.reported_at >= REPEAT_S:
             seen.reported_at = now
             self._report(process, uuid, used_bytes, spared)
-        seen.samples = seen.samples + 1 if used_bytes else 0
+        seen.samples = seen.samples + 1 if used_bytes and not spared else 0
         if spared:
             seen.stopped_at = None
         elif seen.stopped_at is not None:
@@ -115,18 +126,16 @@ class UnleasedProcesses:
             seen.stopped_at = now
             self._report(process, uuid, used_bytes, "", action="stop")
 
-    def _spared(self, process: Process, holders: set[int]) -> str:
-        """Return why a process is not stopped; empty: it is, after `NOTICE_S`."""
+    def _spared(self, process: Process, here: Iterable[Lease]) -> str:
+        """Return why a process without a lease is not stopped; empty: it is, after `NOTICE_S`."""
         rules = self._rules
         if not rules.stops:
             return "the watchdog only reports"
         if process.uid == 0 or process.uid < rules.first_uid:
             return "it belongs to a system user"
-        if process.unread:
-            return "it does not answer, and may be in a lease"
         if process.uid not in self._holders.uids:
             return "its user held no lease since boot"
-        if not holders - {process.uid}:
+        if not any(lease.uid != process.uid or (lease.killed and process.unread) for lease in here):
             return "the device is leased to no other user"
         if self._holders.record_lost:
             return "the record of a lease was lost, which it may have been in"
@@ -138,6 +147,22 @@ class UnleasedProcesses:
             if path.startswith("/") and any(each.startswith(f"{path.rstrip('/')}/") for each in paths):
                 return f"its cgroup is below {path}"
         return "" if _shares_pids(process.pid) else "it runs in a container with pids of its own"
+
+    def _may_be_leased(self, process: Process, uuid: str, usage: Usage, here: Iterable[Lease]) -> str:
+        """Return why a process that does not answer may be in a lease on this device that goes on; or ""."""
+        if not process.unread or process.lease:
+            return ""
+        if process.start_ticks < self._holders.since_ticks:
+            return "it does not answer, and is older than the record of leases"
+        own = [lease for lease in here if lease.uid == process.uid]
+        if not own or any(lease.killed for lease in own):
+            return ""
+        unread = {each.pid for each in self._processes.unread if each.uid == process.uid}
+        theirs = unread.union(each.pid for lease in own for each in lease.processes)
+        used = sum(usage.processes.get(pid) or 0 for pid in theirs)
+        if used > sum(lease.allowed_bytes(uuid) for lease in own) + TOLERANCE_BYTES:
+            return ""
+        return f"it does not answer, and may be in lease {own[0].name}"
 
     def _report(
         self, process: Process, uuid: str, used_bytes: int, spared: str, *, action: str = "warn"

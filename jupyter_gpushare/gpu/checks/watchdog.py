@@ -27,7 +27,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 
-from jupyter_gpushare.gpu.checks.unleased import UnleasedProcesses
+from jupyter_gpushare.gpu.checks.unleased import TOLERANCE_BYTES, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import Usage
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
@@ -36,8 +36,6 @@ from jupyter_gpushare.protocol.helper import EventKind, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)
 
-# Allocations are rounded up and counted a moment later than made.
-TOLERANCE_BYTES = 64 << 20
 # A context holds 0.3-0.6 GiB on H100/H200; memory beyond that was not counted by the library.
 CONTEXT_BYTES = 1 << 30
 GRACE_S = 5.0
@@ -76,7 +74,7 @@ class Watchdog:
                     by_lease[name] = by_lease.get(name, 0) + count
             for lease in leases:
                 used = by_lease.get(lease.name, 0)
-                if used > _allowed(lease, uuid) + TOLERANCE_BYTES:
+                if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over.add((lease.name, uuid))
                     if (lease.name, uuid) in self._over:
                         self._over_limit(lease, uuid, used, usage, now)
@@ -92,7 +90,7 @@ class Watchdog:
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
             reason = f"uses {used} bytes of a device that is lent"
         else:
-            reason = f"uses {used} bytes, {_allowed(lease, uuid)} are granted"
+            reason = f"uses {used} bytes, {lease.allowed_bytes(uuid)} are granted"
         victim, action = _victim(lease, uuid, usage), "warn"
         stops = self._action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
@@ -123,12 +121,6 @@ class Watchdog:
             elif now - since >= GRACE_S:
                 self._processes.signal(key, signal.SIGKILL)
                 del self._stopping[key]
-
-
-def _allowed(lease: Lease, uuid: str) -> int:
-    if lease.phase is Phase.SUSPENDED:
-        return 0
-    return lease.limits.get(uuid, 0)
 
 
 def _victim(lease: Lease, uuid: str, usage: Usage) -> Process | None:

@@ -7,7 +7,10 @@ and none after a record was lost: it does not know then which processes were in 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+
+from jupyter_gpushare import procfs
 
 # Users of one boot; of further ones no process is stopped.
 MAX_UIDS = 10_000
@@ -22,9 +25,12 @@ class Holders:
         self._boot_id = boot_id
         self.uids: frozenset[int] = frozenset()
         self.record_lost = False
+        # A process that began earlier may have been in a lease that is not known here.
+        self.since_ticks = procfs.ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
         try:
             stored = json.loads(path.read_bytes())
             if stored["boot_id"] == boot_id:
+                self.since_ticks = int(stored.get("since_ticks", 0))
                 self.uids = frozenset(int(uid) for uid in stored["uids"])
                 self.record_lost = bool(stored["record_lost"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -52,6 +58,11 @@ class Holders:
 
     def _save(self) -> None:
         new = self._path.with_name(f".{self._path.name}.new")
-        stored = {"boot_id": self._boot_id, "uids": sorted(self.uids), "record_lost": self.record_lost}
+        stored = {
+            "boot_id": self._boot_id,
+            "since_ticks": self.since_ticks,
+            "uids": sorted(self.uids),
+            "record_lost": self.record_lost,
+        }
         new.write_text(json.dumps(stored), encoding="ascii")
         new.rename(self._path)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import Parked, Record
-from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.protocol.helper import Phase
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Lease:
         self.compared_account = b""  # the account as the wake detector last compared it
 
         # As last measured.
+        self.measured_at = 0.0
         self.processes: tuple[Process, ...] = ()
         self.used_bytes: dict[str, int] = {}
         self.by_process: dict[int, int] = {}
@@ -103,8 +104,9 @@ class Lease:
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
         self.was_alive = False
-        # Since when processes of its user, which may be its own, do not answer; 0: they do.
+        # Since when processes of its user on its devices, which may be its own, do not answer; 0: they do.
         self.unread_since = 0.0
+        self.killed = False  # the broker ends it: every process of it that was found got SIGKILL
         self.had_runner = False  # of a job: it was seen
         self.contexts: dict[str, int] = {}  # bytes by device as charged in the limit page
         self.in_cgroup = False  # whether the driver itself limits it
@@ -142,6 +144,25 @@ class Lease:
         held = account.held()
         counted = {key: held[key][index] for key in keys if key in held}
         return counted if sum(counted.values()) <= self.peak_limits[uuid] else {}
+
+    def claim(self, processes: Processes) -> bool:
+        """Claim unread processes of its user that its account or its record names; returns whether it did.
+
+        The owner can write any process into the account.
+        """
+        unread = {process.key for process in processes.unread if process.uid == self.uid}
+        if not unread:
+            return False
+        account = self.files.account()
+        slots = account.held().keys() if account else ()
+        claimed = unread.intersection({*slots, *self.parked, *self.lost, *self.damaged})
+        for key in claimed:
+            processes.claim(key, self.name)
+        return bool(claimed)
+
+    def allowed_bytes(self, uuid: str) -> int:
+        """What it may hold on a device now."""
+        return 0 if self.phase is Phase.SUSPENDED else self.limits.get(uuid, 0)
 
     def borrows(self, uuid: str) -> bool:
         """Whether any of its memory on a device may be reclaimed."""

@@ -24,9 +24,10 @@ A process that could not be looked at for want of descriptors or memory has not
 ended: that raises `OSError`, and the caller changes nothing.
 
 Environment and arguments lie in the process's own memory, and a process can keep a reader of
-them waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup or its
-parent says; if neither does, it may belong to any lease of its user (`unread_users`), and
-none of these may be taken as ended.
+them waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup, its
+parent or `claim` says; if none of them does, it may belong to any lease of its user
+(`unread`), and none of these that is on the same devices may be taken as ended.  No scan
+waits for it longer than `own_memory.LOOK_S`, and none waits for another scan.
 
 A scan must be cheap, because it runs every second: the names and inodes in /proc
 are one directory read; only a (pid, inode) that is new is opened, or one younger
@@ -45,10 +46,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, Words, words
+from jupyter_gpushare.gpu.leases.own_memory import LOOK_S, Key, OwnMemoryReader, Words, words
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +84,22 @@ class Process:
     unread: bool = False  # its environment and arguments did not answer
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         """Pid and start time, which together name one process of this boot."""
         return self.pid, self.start_ticks
+
+
+class _Known(NamedTuple):
+    """What the scans know about a pid."""
+
+    inode: int  # of its directory in /proc
+    process: Process
+    read_at: float  # when the read of its memory that was used last began; 0: none was
+
+    def is_settled(self) -> bool:
+        """Whether its memory needs no further look."""
+        named = bool(self.process.carries) or self.read_at - self.process.started_at >= SETTLES_S
+        return named and not self.process.unread
 
 
 class Processes:
@@ -107,15 +122,17 @@ class Processes:
         self._most_held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         # Both spellings of the path; a path that a process names is never resolved, which may block for ever.
         self._leases = frozenset({leases, leases.resolve()})
-        self._known: dict[int, tuple[int, Process]] = {}  # pid -> inode, process
+        self._known: dict[int, _Known] = {}  # by pid
         self._memory = OwnMemoryReader(words)
-        # Users with leases that have an unread process of no known lease, in the last scan.
-        self.unread_users: frozenset[int] = frozenset()
-        self._guard = threading.Lock()
-        self._pidfds: dict[tuple[int, int], int] = {}
+        # Unread processes of no known lease, in the last scan.
+        self.unread: tuple[Process, ...] = ()
+        self._guard = threading.Lock()  # held for moments only
+        self._begun = 0  # scans; each has a number
+        self._latest = 0  # the one that `_known` is of
+        self._pidfds: dict[Key, int] = {}
         self._exits = select.epoll()
-        self._by_fd: dict[int, tuple[int, int]] = {}
-        self._exit_statuses: dict[tuple[int, int], int | None] = {}  # the newest `EXITS_KEPT`
+        self._by_fd: dict[int, Key] = {}
+        self._exit_statuses: dict[Key, int | None] = {}  # the newest `EXITS_KEPT`
 
     def close(self) -> None:
         """Close every pidfd."""
@@ -126,23 +143,41 @@ class Processes:
             self._by_fd.clear()
             self._exits.close()
 
-    def scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+    def scan(self, owners: Mapping[str, int], within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of each lease, oldest first; ``owners`` has the uid of each lease.
+
+        Processes that do not answer are waited for at most ``within_s``.
 
         Raises:
             OSError: no descriptor or memory is left to look.
         """
         with self._guard:
-            return self._scan(owners)
+            self._begun += 1
+            number, present = self._begun, procfs.pids()
+            before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
+        fresh = [pid for pid in present if pid not in before or not before[pid].is_settled()]
+        looked = self._look(fresh, before, set(owners.values()), within_s)
+        with self._guard:
+            if number > self._latest:  # else a scan that began later has seen more
+                self._latest = number
+                self._learn(present, fresh, looked)
+            return self._find(owners)
+
+    def claim(self, key: Key, lease: str) -> None:
+        """Note that an unread process belongs to a lease, unless it names another itself later."""
+        with self._guard:
+            known = self._known.get(key[0])
+            if known is not None and known.process.key == key and known.process.unread:
+                self._known[key[0]] = known._replace(process=replace(known.process, lease=lease))
 
     def named(self) -> set[str]:
         """The leases that processes of the last scan name: a user can name one that never was."""
-        return {process.carries for _, process in self._known.values() if process.carries}
+        return {known.process.carries for known in self._known.values() if known.process.carries}
 
     def find(self, pid: int) -> Process | None:
         """The process with this pid, as the last scan saw it."""
         known = self._known.get(pid)
-        return known[1] if known else None
+        return known.process if known else None
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Whether a process of a lease ended within ``timeout_s``; its status is kept for `exit_status`."""
@@ -157,7 +192,7 @@ class Processes:
             return False
         return True
 
-    def exit_status(self, key: tuple[int, int]) -> int | None:
+    def exit_status(self, key: Key) -> int | None:
         """The status of a process of a lease that ended, as wait(2) encodes it; None: not known.
 
         Raises:
@@ -167,7 +202,7 @@ class Processes:
             self._keep_status(key)
             return self._exit_statuses.get(key)
 
-    def alive(self, key: tuple[int, int]) -> bool:
+    def alive(self, key: Key) -> bool:
         """Whether this process has not ended (a zombie has).
 
         Raises:
@@ -181,7 +216,7 @@ class Processes:
         finally:
             os.close(pidfd)
 
-    def signal(self, key: tuple[int, int], number: int) -> bool:
+    def signal(self, key: Key, number: int) -> bool:
         """Send a signal to this process; False when it has ended.
 
         Raises:
@@ -189,7 +224,7 @@ class Processes:
         """
         return procfs.send_signal(*key, number)
 
-    def core_filter(self, key: tuple[int, int]) -> int:
+    def core_filter(self, key: Key) -> int:
         """The bit mask of mappings that a process writes into a core file (core(5)); -1 when unknown."""
         try:
             with open(procfs.path(key[0], "coredump_filter"), encoding="ascii") as file:
@@ -198,7 +233,7 @@ class Processes:
             return -1
         return value if self.alive(key) else -1
 
-    def set_core_filter(self, key: tuple[int, int], value: int) -> None:
+    def set_core_filter(self, key: Key, value: int) -> None:
         """Set the bit mask of core(5); with 0 a core file holds no memory.  A failure is only logged."""
         try:
             with open(procfs.path(key[0], "coredump_filter"), "w", encoding="ascii") as file:
@@ -208,32 +243,48 @@ class Processes:
         except OSError as error:
             log.warning("process %d: coredump_filter cannot be set: %s", key[0], error)
 
-    def _scan(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+    def _look(
+        self, fresh: list[int], before: Mapping[int, _Known], users: set[int], within_s: float
+    ) -> list[tuple[Process, float]]:
+        """These processes as they are now, each with the time of the read that says so.
+
+        One that did not answer since ``before`` is unread.  ``users`` have leases.
+        """
         now = time.monotonic()
-        present = procfs.pids()
-        for pid in [pid for pid in self._known if pid not in present]:
-            del self._known[pid]
-        fresh = {
-            pid: inode
-            for pid, inode in present.items()
-            if (known := self._known.get(pid)) is None
-            or known[0] != inode
-            or known[1].unread
-            or (not known[1].carries and now - known[1].started_at < SETTLES_S)
-        }
-        read = self._read([process for pid in fresh if (process := _look(pid, now))], set(owners.values()))
-        for pid in fresh.keys() - {process.pid for process in read}:
+        found = [process for pid in fresh if (process := _of_kernel(pid, now))]
+        said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in found}, within_s)
+        looked = []
+        for process in found:
+            known, answer = before.get(process.pid), said.get(process.key)
+            read_at = known.read_at if known and known.process.key == process.key else 0.0
+            if answer is not None and answer.began_at > read_at:
+                looked.append((_told(process, answer.value, self._leases), answer.began_at))
+            else:
+                looked.append((replace(process, unread=True), read_at))
+        return looked
+
+    def _learn(
+        self, present: Mapping[int, int], fresh: list[int], looked: list[tuple[Process, float]]
+    ) -> None:
+        """Replace what is known by what a scan saw."""
+        for pid in (self._known.keys() - present) | (set(fresh) - {process.pid for process, _ in looked}):
             self._known.pop(pid, None)
         # Parents first, so that a whole new tree finds its lease in one scan.
-        for process in sorted(read, key=lambda process: process.start_ticks):
-            self._known[process.pid] = (fresh[process.pid], self._placed(process))
-        self.unread_users = frozenset(
-            process.uid for _, process in self._known.values() if process.unread and not process.lease
+        for process, read_at in sorted(looked, key=lambda each: each[0].start_ticks):
+            self._known[process.pid] = _Known(present[process.pid], self._placed(process), read_at)
+        self.unread = tuple(
+            known.process
+            for known in self._known.values()
+            if known.process.unread and not known.process.lease
         )
+
+    def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
+        """The processes of each lease that have not ended."""
         ended = self._ended()
         found: dict[str, list[Process]] = {lease: [] for lease in owners}
-        held: set[tuple[int, int]] = set()
-        for _, process in self._known.values():
+        held: set[Key] = set()
+        for known in self._known.values():
+            process = known.process
             if owners.get(process.lease) != process.uid or process.key in ended:
                 continue
             if self._hold(process.key):
@@ -244,17 +295,7 @@ class Processes:
             lease: tuple(sorted(each, key=lambda p: (p.start_ticks, p.pid))) for lease, each in found.items()
         }
 
-    def _read(self, processes: list[Process], users: set[int]) -> list[Process]:
-        """These processes with what their own memory says, or as unread; ``users`` have leases."""
-        said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in processes})
-        return [
-            _told(process, said[process.key], self._leases)
-            if process.key in said
-            else replace(process, unread=True)
-            for process in processes
-        ]
-
-    def _keep_status(self, key: tuple[int, int]) -> None:
+    def _keep_status(self, key: Key) -> None:
         """Note how a held process ended; once it was waited for, older kernels have no status."""
         pidfd = self._pidfds.get(key)
         if pidfd is None or self._exit_statuses.get(key) is not None or not procfs.has_ended(pidfd):
@@ -265,13 +306,13 @@ class Processes:
 
     def _placed(self, process: Process) -> Process:
         before = self._known.get(process.pid)
-        if before and before[1].key == process.key and before[1].lease and not process.carries:
-            return replace(process, lease=before[1].lease)
+        if before and before.process.key == process.key and before.process.lease and not process.carries:
+            return replace(process, lease=before.process.lease)
         parent = self._known.get(process.parent)
-        inherited = parent[1].lease if parent and parent[1].uid == process.uid else ""
+        inherited = parent.process.lease if parent and parent.process.uid == process.uid else ""
         return replace(process, lease=process.carries or inherited)
 
-    def _hold(self, key: tuple[int, int]) -> bool:
+    def _hold(self, key: Key) -> bool:
         """Open a pidfd to watch for its exit, up to the bound; False when the process has ended."""
         if key in self._pidfds:
             return True
@@ -288,7 +329,7 @@ class Processes:
         self._exits.register(pidfd, select.EPOLLIN)
         return True
 
-    def _release(self, held: set[tuple[int, int]]) -> None:
+    def _release(self, held: set[Key]) -> None:
         for key in [key for key in self._pidfds if key not in held]:
             self._keep_status(key)
             pidfd = self._pidfds.pop(key)
@@ -296,7 +337,7 @@ class Processes:
             self._exits.unregister(pidfd)
             os.close(pidfd)
 
-    def _ended(self) -> set[tuple[int, int]]:
+    def _ended(self) -> set[Key]:
         """The held processes that have ended, zombies included."""
         return {self._by_fd[fd] for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._by_fd)))}
 
@@ -319,7 +360,7 @@ def shares_memory_of_nccl(pid: int) -> bool:
         return False
 
 
-def _look(pid: int, now: float) -> Process | None:
+def _of_kernel(pid: int, now: float) -> Process | None:
     """A process by what the kernel alone answers."""
     fields = procfs.stat_fields(pid)
     uid = _field(procfs.read(pid, "status", 4096), b"Uid:") if fields else -1

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
@@ -25,10 +24,12 @@ from contextlib import contextmanager
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, uuid_bytes
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, Record
 from jupyter_gpushare.gpu.leases.lease import PAGE, Lease
+from jupyter_gpushare.gpu.leases.limit_checks import check_limits
 from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
 
@@ -39,6 +40,8 @@ MAX_LEASES = 256
 HOLD_WAIT_S = 5.0
 # How long to wait for killed processes; one stuck in the kernel is left to the watchdog.
 END_PROCESSES_S = 1.0
+# How long the first look at all processes may take: nothing is measured yet.
+FIRST_LOOK_S = 1.0
 # A broker asks for a sample every second; one that has been silent for so long does not answer.
 SILENT_S = 5.0
 
@@ -68,13 +71,19 @@ class LeaseRegistry:
         with self._guard:
             return self._leases.get(name)
 
-    def scan(self) -> dict[str, tuple[Process, ...]]:
+    def scan(self, within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of every lease, looked up now, oldest first.
+
+        A process that does not answer belongs to a lease whose account or record names it.
 
         Raises:
             OSError: no descriptor or memory is left to look.
         """
-        return self._machine.processes.scan({lease.name: lease.uid for lease in self.all()})
+        processes, leases = self._machine.processes, self.all()
+        owners = {lease.name: lease.uid for lease in leases}
+        found = processes.scan(owners, within_s)
+        claimed = [lease.claim(processes) for lease in leases]
+        return processes.scan(owners) if any(claimed) else found
 
     def living(self, name: str) -> tuple[Process, ...]:
         """The living processes of a lease, looked up now, oldest first.
@@ -92,7 +101,10 @@ class LeaseRegistry:
         """
         if self.living(lease.name):
             return True
-        return lease.was_alive and lease.uid in self._machine.processes.unread_users
+        return lease.was_alive and self._has_unread(lease.uid)
+
+    def _has_unread(self, uid: int) -> bool:
+        return any(process.uid == uid for process in self._machine.processes.unread)
 
     def fence(self, epoch: int) -> None:
         """Accept this epoch and newer ones only, from now on and after a restart.
@@ -192,7 +204,7 @@ class LeaseRegistry:
             InvalidRequest: the limits make no sense on this machine.
             HelperError: it cannot be done now, or the state directory cannot be written.
         """
-        self._check(request)
+        check_limits(request, self._machine.nvml.gpus)
         try:
             with self._guard:
                 lease = self._leases.get(request.lease)
@@ -270,7 +282,7 @@ class LeaseRegistry:
         """Kill the processes that name a lease, until none does; return their identities."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
-        while (left := processes.scan({lease.name: lease.uid})[lease.name]) and time.monotonic() < until:
+        while (left := self.living(lease.name)) and time.monotonic() < until:
             killed += [process.key for process in left if processes.signal(process.key, signal.SIGKILL)]
             time.sleep(0.01)
         return killed
@@ -279,11 +291,12 @@ class LeaseRegistry:
         """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
         state = self._machine.state
         records = {record.lease: record for record in state.records()}
-        living = self._machine.processes.scan({name: record.uid for name, record in records.items()})
+        owners = {name: record.uid for name, record in records.items()}
+        living = self._machine.processes.scan(owners, FIRST_LOOK_S)
         for record in records.values():
             files = LeaseDirectory(state.leases, record.lease)
             if files.phase() in (None, PagePhase.REVOKED):
-                if not living[record.lease] and record.uid not in self._machine.processes.unread_users:
+                if not living[record.lease] and not self._has_unread(record.uid):
                     # Not finished being created, or not finished being dropped.
                     files.revoke()
                     state.forget(record.lease)
@@ -301,6 +314,7 @@ class LeaseRegistry:
             self._lose_record()
         self._remove_leftovers()
         self._cgroups.sweep(self._leases)
+        living = self.scan()
         for lease in self.all():
             lease.processes = living[lease.name]
             lease.was_alive = bool(lease.processes)
@@ -347,25 +361,6 @@ class LeaseRegistry:
     def _enforce(self, lease: Lease) -> None:
         if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
             self._cgroups.limit(lease)
-
-    def _check(self, request: SetLimit) -> None:
-        if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
-            raise HelperError(
-                ErrorKind.NOT_ALLOWED,
-                f"a helper of uid {os.geteuid()} cannot create files for uid {request.uid}: run it as root",
-            )
-        if not 1 <= len(request.limits) <= DEVICES:
-            raise InvalidRequest(f"a lease has 1 to {DEVICES} devices")
-        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._machine.nvml.gpus}
-        for uuid, limit_bytes in request.limits.items():
-            if uuid not in memory:
-                raise InvalidRequest(f"no device {uuid[:80]!r} here")
-            uuid_bytes(uuid)
-            if not 0 < limit_bytes <= memory[uuid]:
-                raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
-        for uuid, soft_bytes in request.guaranteed.items():
-            if not 0 <= soft_bytes <= request.limits.get(uuid, -1):
-                raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
 
     def _record(self, request: SetLimit) -> Record:
         return Record(

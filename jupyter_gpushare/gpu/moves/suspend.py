@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # A process that appears between the list and the page is caught by the next round.
 ROUNDS = 3
+# How long a suspension waits for what lies in the memory of its processes.
+SHARING_WAIT_S = 1.0
 IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 LOST = "its GPU memory could not be brought back: restart the kernel or job"
 
@@ -218,7 +220,9 @@ class Mover:
         under_mps = self._machine.nvml.under_mps
         if any(pid in under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
-        sharing = self._sharing.read(dict.fromkeys(found, lease.uid))
+        asked_at = time.monotonic()
+        said = self._sharing.read(dict.fromkeys(found, lease.uid), SHARING_WAIT_S)
+        sharing = {key: answer.value for key, answer in said.items() if answer.began_at >= asked_at}
         if silent := found.keys() - sharing.keys():
             raise MoveRefused(Refusal.BUSY, f"process {min(silent)[0]} does not answer")
         if any(sharing.values()):

@@ -187,8 +187,8 @@ class Requests:
         return moved
 
     def _signal(self, request: helper.Signal, epoch: int) -> helper.Signalled:
-        if request.to not in ("leader", "all"):
-            raise InvalidRequest("a signal goes to 'leader' or 'all'")
+        if request.to not in ("leader", "all", "others"):
+            raise InvalidRequest("a signal goes to 'leader', 'all' or 'others'")
         try:
             number = signal.Signals(request.number)
         except ValueError:
@@ -198,13 +198,17 @@ class Requests:
             raise HelperError(ErrorKind.UNKNOWN_LEASE, f"no lease {request.lease} on this machine")
         if number is signal.SIGKILL and request.to == "all" and self._mover.parks_before_kill:
             self._park(lease, epoch)
+        if number is signal.SIGKILL and request.to == "all":
+            lease.killed = True
         sent: set[tuple[int, int]] = set()
         # A process that forks while it is signalled leaves a child for the next round.
-        for _ in range(SIGNAL_ROUNDS if request.to == "all" else 1):
+        for _ in range(1 if request.to == "leader" else SIGNAL_ROUNDS):
             targets = self._registry.living(request.lease)
             if request.to == "leader":
                 first = leader(targets)
                 targets = (first,) if first else ()
+            elif request.to == "others":
+                targets = tuple(each for each in targets if not each.is_runner)
             new = [each.key for each in targets if each.key not in sent]
             if not new:
                 break

@@ -77,6 +77,7 @@ class Sampler:
         self._stopped = False
         self._devices: dict[str, DeviceSample] = {}
         self._last: dict[str, Usage] = {}
+        self._late: set[str] = set()  # devices that had not answered when the last pass ended
         self._at = 0.0
         self._host_available_bytes = 0
         self._end = threading.Event()
@@ -129,7 +130,7 @@ class Sampler:
                 self._ended = self._begun
                 self._pass.notify_all()
                 self._pass.wait_for(lambda: self._asked or self._stopped, self._period_s)
-            time.sleep(max(0.0, self._at + PAUSE_S - time.monotonic()))
+            self._end.wait(PAUSE_S)
 
     def run_exits(self) -> None:
         """Request a pass whenever a process of a lease ended, until stopped."""
@@ -146,7 +147,8 @@ class Sampler:
                 log.exception("leases could not be settled")
 
     def measure(self) -> None:
-        """One pass."""
+        """One pass; it shows what was true when it began."""
+        began_at = time.monotonic()
         answers = self._machine.nvml.usages()
         for gpu in self._machine.nvml.gpus:
             self._device(gpu, answers[gpu.uuid])
@@ -156,11 +158,18 @@ class Sampler:
         self._last = shown
         leases = list(self._registry.all())
         living = self._registry.scan()
+        # A call of an earlier pass may have seen what was true then.
+        now_late = {uuid for uuid, answer in answers.items() if answer is None}
+        fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in self._late}
         for lease in leases:
+            unread = self._may_hold_unread(lease, fresh)
+            lease.unread_since = (lease.unread_since or began_at) if unread else 0.0
+            if not lease.limits.keys() & (now_late | self._late):
+                lease.measured_at = began_at
             self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._machine.host.available_bytes()
         self._registry.let_in()  # the driver's tools may have opened the files again
-        self._at = time.monotonic()
+        self._late, self._at = now_late, began_at
         self._watchdog.compare(usages, leases)
 
     # One pass
@@ -187,18 +196,26 @@ class Sampler:
         """A device's measurement with what is known about the device by now."""
         reason = self._states.out_of_service(device.uuid)
         last = self._last.get(device.uuid)
-        is_blind = self._states.is_blind(device.uuid) or (
-            last is not None and None in last.processes.values()
-        )
+        is_blind = last is not None and self._is_blind(device.uuid, last)
         return replace(device, healthy=not reason, reason=reason, blind=is_blind)
 
+    def _is_blind(self, uuid: str, usage: Usage) -> bool:
+        """Whether the driver does not say how many bytes each process holds on a device."""
+        return self._states.is_blind(uuid) or None in usage.processes.values()
+
+    def _may_hold_unread(self, lease: Lease, usages: dict[str, Usage]) -> bool:
+        """Whether a process of its user that does not answer uses a device of a lease, or may."""
+        pids = {process.pid for process in self._machine.processes.unread if process.uid == lease.uid}
+        return bool(pids) and any(
+            # What a device does not say now is not known.
+            (usage := usages.get(uuid)) is None
+            or self._is_blind(uuid, usage)
+            or pids & usage.processes.keys()
+            for uuid in lease.limits
+        )
+
     def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
-        other_unread = lease.uid in self._machine.processes.unread_users
-        if not other_unread and not any(process.unread for process in living):
-            lease.unread_since = 0.0
-        elif not lease.unread_since:
-            lease.unread_since = time.monotonic()
-        if other_unread and lease.was_alive and not living:
+        if lease.unread_since and lease.was_alive and not living:
             return  # it keeps its last values: a process that does not answer may be its own
         lease.processes = living
         lease.had_runner |= any(process.is_runner for process in living)
@@ -278,6 +295,7 @@ class Sampler:
         return LeaseSample(
             lease=lease.name,
             phase=phase,
+            measured_at=lease.measured_at,
             devices=tuple(lease.limits),
             used_bytes={} if suspended else lease.used_bytes,
             saved_bytes=lease.kept_bytes if suspended or phase is Phase.RESUMING else {},
