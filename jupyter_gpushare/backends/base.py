@@ -124,8 +124,10 @@ class Devices(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def signal(self, handle: str, number: int, to: str) -> None:
-        """Send a signal to the ``leader`` or to ``all`` processes of a lease; unknown leases are ignored.
+    async def signal(self, handle: str, number: int, to: str) -> int:
+        """Signal processes of a lease and return how many: its ``leader``, ``all``, or ``others``.
+
+        ``others`` are all but the runner of a job.  An unknown lease has none.
 
         Raises:
             HelperError: no answer, or a newer broker is at work.

@@ -143,12 +143,14 @@ class LocalDevices(Devices):
             "resume", helper.Resume(lease=handle), helper.MoveResult, timeout_s=_MOVE_S
         )
 
-    async def signal(self, handle: str, number: int, to: str) -> None:
+    async def signal(self, handle: str, number: int, to: str) -> int:
+        request = helper.Signal(lease=handle, number=number, to=to)
         try:
-            await self._helper.ask("signal", helper.Signal(lease=handle, number=number, to=to), Any)
+            return (await self._helper.ask("signal", request, helper.Signalled)).count
         except HelperError as error:
             if error.kind != helper.ErrorKind.UNKNOWN_LEASE:
                 raise
+            return 0
 
     async def drop(self, handle: str) -> None:
         await self._helper.ask("drop", helper.Drop(lease=handle, end_processes=True), Any)

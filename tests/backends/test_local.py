@@ -22,6 +22,7 @@ SAMPLE = protocol.Sample(
         protocol.LeaseSample(
             lease="b-1",
             phase=protocol.Phase.SUSPENDED,
+            measured_at=1.25,
             used_bytes={},
             saved_bytes={"GPU-0": 5},
             calls="opaque",

@@ -102,6 +102,7 @@ class SiteDevices(Devices):
                 helper.LeaseSample(
                     lease=h.handle,
                     phase=h.phase,
+                    measured_at=site.now,
                     devices=tuple(h.limits),
                     used_bytes=dict(h.used),
                     saved_bytes=dict(h.saved),
@@ -201,14 +202,17 @@ class SiteDevices(Devices):
         self.site.use(held, back)
         return MoveResult(done=True)
 
-    async def signal(self, handle: str, number: int, to: str) -> None:
+    async def signal(self, handle: str, number: int, to: str) -> int:
         await self.effect(f"signal {signal.Signals(number).name} {to}", handle)
+        held = self.site.held.get(handle)
+        count = int(held is not None and held.alive)
         for run in [r for r in self.site.runs if f"j{r.job.id}-{r.job.attempt}" == handle]:
-            if number == signal.SIGKILL:
+            if number == signal.SIGKILL and to == "others":
+                run.command_killed.set()
+            elif number == signal.SIGKILL:
                 self.site.kill_job(run.job.id)
             else:
                 run.told_to_stop = True
-        held = self.site.held.get(handle)
         if (
             number == signal.SIGKILL
             and held is not None
@@ -216,6 +220,7 @@ class SiteDevices(Devices):
         ):
             held.alive, held.used = False, {}
         await self.broker.step()
+        return count
 
     async def drop(self, handle: str) -> None:
         await self.effect("drop", handle)

@@ -47,6 +47,7 @@ class Program:
     memory: float = 0.5  # of its limit
     dies_of_loss: bool = False  # when its GPU memory was lost
     heeds_sigterm: bool = True
+    records_s: float = 0.0  # its runner takes so long to write down how it ended
     vanishes_after_s: float | None = None  # killed from outside
     lingers_s: float = 0.0  # its memory is still on the device so long after its end
 
@@ -58,5 +59,6 @@ class Run:
     job: wire.JobSpec
     user: str
     told_to_stop: bool = False
+    command_killed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False  # its processes are gone; their memory may linger
     task: asyncio.Task[None] | None = None

@@ -9,6 +9,7 @@ book, loop and requests on it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import signal
@@ -262,9 +263,13 @@ class Site:
         try:
             await self._report(run, state="started")
             while done_s < program.work_s:
-                await asyncio.sleep(0.5)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(run.command_killed.wait(), 0.5)
                 if run.told_to_stop and program.heeds_sigterm:
                     code = -signal.SIGTERM
+                    break
+                if run.command_killed.is_set():
+                    code = -signal.SIGKILL
                     break
                 if held.phase is Phase.LOST and program.dies_of_loss:
                     code = 1
@@ -279,6 +284,7 @@ class Site:
                 if program.vanishes_after_s is not None and done_s >= program.vanishes_after_s:
                     return
             stopped = run.told_to_stop and done_s < program.work_s
+            await asyncio.sleep(program.records_s)
             await self._report(run, state="ended", exit_code=code, stopped=stopped)
             await asyncio.sleep(0.3)
         finally:

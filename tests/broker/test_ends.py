@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal as signals
 from dataclasses import replace
 
 import pytest
@@ -244,3 +245,35 @@ async def test_the_removal_of_an_ended_server_that_the_hub_refuses_is_tried_agai
         await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
         assert asked == 2
         await until(lambda: not broker.loop.effects.ended_servers, 3)
+
+
+@in_virtual_time
+async def test_a_job_whose_first_process_appears_just_after_the_stop_gets_sigterm(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", grace_s=60, program=Program(work_s=1000))
+        await until(lambda: broker.state(job) == "running", 60)
+        signalled, sent = broker.devices.signal, []
+
+        async def signal(handle, number, to):
+            sent.append((number, to))
+            return await signalled(handle, number, to) if len(sent) > 1 else 0
+
+        monkeypatch.setattr(broker.devices, "signal", signal)
+        began = site.now
+        await broker.requests.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result == "cancelled", 60)
+        assert site.now - began < 10
+        assert broker.job(job).exit_code == -signals.SIGTERM
+
+
+@in_virtual_time
+async def test_a_runner_writes_down_the_end_of_a_job_without_grace(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        program = Program(work_s=1000, heeds_sigterm=False, records_s=1.0)
+        job = await site.submit("bo", "1", grace_s=0, program=program)
+        await until(lambda: broker.state(job) == "running", 60)
+        await broker.requests.cancel(broker.job(job))
+        await until(lambda: broker.job(job).result == "cancelled", 60)
+        assert broker.job(job).exit_code == -signals.SIGKILL

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot, time_limit
+from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
@@ -50,19 +50,11 @@ Effect = Callable[[LeaseRecord], Coroutine[Any, Any, None]]
 
 # Between two checks of a condition at the Hub.
 POLL_S = 1.0
-# Between two looks at a lease that starts or ends.
-LOOK_S = 0.2
 # A server without a process this long after its grant has not started.
 START_S = 60.0
 MAX_TRIES = 5
 # A Hub that starts no server is asked again after 2, 4, ... seconds, at most:
 HUB_BACKOFF_MAX_S = 60.0
-# All processes are killed this long after the grace period; the runner kills its own at the end of it.
-KILL_MARGIN_S = 0.4
-# A runner that has reported its end, or was killed, exits within this time or is killed (again).
-EXIT_S = 5.0
-# Processes that outlive the runner of their job, or have just begun, are killed this long after SIGTERM.
-LEFTOVER_S = 2.0
 # Seconds until a suspension is tried again, by the reason of the refusal.
 _BACKOFF_S: Mapping[Refusal, float] = {
     Refusal.NONE: 10.0,
@@ -90,7 +82,7 @@ class Effects:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         # Of attempts that have ended; the Hub lists them until they are removed.
         self.ended_servers: dict[ServerKey, None] = {}
-        self._observer = observer
+        self._ending = Ending(registry, devices, observer)
         self._hub_backoff_s = 1.0
 
     def reconcile(self, record: LeaseRecord, now: float) -> None:
@@ -118,8 +110,7 @@ class Effects:
     def _corrective_effect(self, record: LeaseRecord, observation: Observation, now: float) -> Effect | None:
         """Return the effect for a lease if its sample disagrees with its state; None: they agree."""
         job = self.registry.job_of(record)
-        vanished = observation.gone_since_at is not None and now - observation.gone_since_at > GONE_S
-        if record.is_job and (vanished or job is None or job.exit_code is not None):
+        if record.is_job and (observation.vanished_s >= GONE_S or job is None or job.exit_code is not None):
             return self._end_job
         sample = observation.sample
         phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
@@ -320,18 +311,20 @@ class Effects:
 
     async def on_start_failed(self, record: LeaseRecord) -> None:
         """End a granted attempt that the Hub has given up; its processes must be gone before the next one."""
-        await self._observer.measure()
-        if not self._still(record, State.GRANTED):
-            return
-        sample = self.registry.observations[record.id].sample
-        if sample is not None and (sample.alive or any(sample.used_bytes.values())):
-            await self.registry.advance(record, Stopping(reason="the Hub could not start its server"))
-        else:
-            await self.start_failed(record, "the Hub could not start its server")
+        await self.start_failed(record, "the Hub could not start its server")
 
     async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
-        """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it."""
+        """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it.
+
+        If something of it may be on the machine, the attempt is stopped first.
+        """
         registry = self.registry
+        gone = await self._ending.is_gone_now(record)
+        if not self._still(record, State.GRANTED):
+            return
+        if not gone:
+            await registry.advance(record, Stopping(reason=reason))
+            return
         await self.devices.drop(record.handle)
         tries = record.tries + 1
         if for_good or tries >= MAX_TRIES:
@@ -348,46 +341,20 @@ class Effects:
 
     async def _stop_job(self, record: LeaseRecord) -> None:
         """Terminate a job within its grace period, release its lease, and end or requeue it."""
-        registry = self.registry
-        job, observation = registry.job_of(record), registry.observations[record.id]
-        grace_s = min(job.grace_s, registry.policy.max_grace_s) if job else registry.policy.grace_s
-        if observation.sample is not None and observation.sample.runner_ended:
-            await self.devices.signal(record.handle, signal.SIGTERM, "all")
-            kill_after_s = LEFTOVER_S  # what is left reports no result, whatever it saves
-        elif job is None or job.exit_code is None:
-            await self.devices.signal(record.handle, signal.SIGTERM, "leader")
-            kill_after_s = grace_s + KILL_MARGIN_S
-        else:
-            kill_after_s = grace_s + EXIT_S
-        await self._until_gone(record, observation, kill_after_s)
+        job = self.registry.job_of(record)
+        await self._ending.of_job(record)
         # From here on a server of this attempt that the Hub still starts runs nothing.
         await self.devices.drop(record.handle)
         if job is None:
-            await registry.advance(record, Released())
+            await self.registry.advance(record, Released())
             return
-        await self._settle(record, registry.jobs[job.id])
+        await self._settle(record, self.registry.jobs[job.id])
 
     async def _stop_session(self, record: LeaseRecord) -> None:
         """Release a session after its last process has ended and its device memory is free."""
-        await self._until_gone(record, self.registry.observations[record.id], self.registry.policy.grace_s)
+        await self._ending.until_gone(record, self.registry.policy.grace_s)
         await self.devices.drop(record.handle)
         await self.registry.advance(record, Released())
-
-    async def _until_gone(self, record: LeaseRecord, observation: Observation, kill_after_s: float) -> None:
-        """Return when a lease has no process and the driver shows no memory of it."""
-        kill_at = self.registry.clock() + kill_after_s
-        while True:
-            await self._observer.measure()
-            sample = observation.sample
-            gone = sample is None or not (sample.alive or any(sample.used_bytes.values()))
-            if gone and snapshot.sampled_since_entry(self.registry, record):
-                return
-            now = self.registry.clock()
-            if now >= kill_at:
-                log.warning("lease=%s still has processes after its grace: killing them", record.handle)
-                await self.devices.signal(record.handle, signal.SIGKILL, "all")
-                kill_at = now + EXIT_S
-            await asyncio.sleep(min(LOOK_S, kill_at - now))
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""

@@ -48,6 +48,8 @@ class Observer:
             state.inventory = await self._devices.inventory()
             self._inventory_due = False
         sample = await self._devices.sample()
+        if sample.at < state.sampled_at:
+            return  # a newer one was answered meanwhile
         before, now = state.sample, registry.clock()
         # The time of the measurement: a helper whose sampler is stuck answers the last one from memory.
         state.sample, state.sampled_at = sample, min(now, sample.at)
@@ -58,14 +60,16 @@ class Observer:
         observed = [*registry.index.placed, *(x.id for x in map(registry.by_handle, by_handle) if x)]
         for lease_id in dict.fromkeys(observed):
             if (record := registry.leases.get(lease_id)) is not None:
-                await self._observe_lease(record, by_handle.pop(record.handle, None), now)
+                found = by_handle.pop(record.handle, None)
+                if record.state is not State.PENDING:  # else it is of an attempt that is over
+                    await self._observe_lease(record, found, now)
         self._observe_machine(sample)
         orphans = []
         for lease in by_handle.values():
-            if lease.alive or any(lease.used_bytes.values()):
-                orphans.append(lease)
-            else:
+            if lease.is_gone:
                 await self._devices.drop(lease.lease)
+            else:
+                orphans.append(lease)
         await self._fence_orphans(orphans)
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await registry.notify()
@@ -90,14 +94,18 @@ class Observer:
     async def _observe_lease(self, record: LeaseRecord, sample: LeaseSample | None, now: float) -> None:
         observation = self.registry.observations[record.id]
         observation.sample = sample
+        at = self.registry.devices.sampled_at
+        observation.measured_at = at if sample is None else min(at, sample.measured_at)
         if sample is None or not sample.alive or (record.is_job and sample.runner_ended):
             # Processes that do not answer may be its own; a runner that ended is known to have.
-            unread = sample is not None and sample.unread_since > 0 and not sample.runner_ended
-            missing = not unread and (observation.seen_alive or now - record.entered_at > GONE_S)
-            if record.state in (State.PENDING, State.GRANTED):
+            ended = record.is_job and sample is not None and sample.runner_ended
+            unread = sample is not None and sample.unread_since > 0
+            aged = observation.measured_at - record.entered_at > GONE_S
+            missing = ended or (not unread and (observation.seen_alive or aged))
+            if record.state is State.GRANTED:
                 observation.gone_since_at = None  # its processes have not started yet
             elif missing and observation.gone_since_at is None:
-                observation.gone_since_at = now
+                observation.gone_since_at = observation.measured_at
                 self.registry.changed.set()
         else:
             observation.seen_alive, observation.gone_since_at = True, None

@@ -182,9 +182,8 @@ def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: 
 
 
 def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the last sample was taken after the lease entered its present state."""
-    sample = registry.devices.sample
-    return sample is not None and sample.at > record.entered_at
+    """Return whether the lease was measured after it entered its present state."""
+    return registry.observations[record.id].measured_at > record.entered_at
 
 
 def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:

@@ -60,9 +60,10 @@ STALLED_BUSY_S = 5.0
 class Observation:
     """Measurements and hints about one lease; not stored."""
 
-    sample: LeaseSample | None = None
+    sample: LeaseSample | None = None  # None: not measured, or unknown to the helper
+    measured_at: float = float("-inf")
     seen_alive: bool = False
-    gone_since_at: float | None = None  # its processes are gone since
+    gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
@@ -76,6 +77,16 @@ class Observation:
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     progress_stored_at: float = float("-inf")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the last measurement shows no process of the lease, none that may be, and no memory."""
+        return self.sample is None or self.sample.is_gone
+
+    @property
+    def vanished_s(self) -> float:
+        """For how long measurements have missed its processes, in seconds; the newest one counts."""
+        return 0.0 if self.gone_since_at is None else self.measured_at - self.gone_since_at
 
     @property
     def kernel_busy(self) -> bool:
@@ -115,6 +126,7 @@ class Observation:
         """
         if state is State.PENDING:
             self.seen_alive, self.gone_since_at, self.sample = False, None, None
+            self.measured_at = float("-inf")
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at = None
 

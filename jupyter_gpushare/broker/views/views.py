@@ -402,8 +402,8 @@ class Views:
             for uuid, lease in devices.orphaned.items()
         ]
         reasons += [
-            f"Lease {lease.lease}: processes of its user have not let the device helper look at them for "
-            f"{now - lease.unread_since:.0f} s. It shows its last values, and does not count as ended."
+            f"Lease {lease.lease}: processes of its user on its GPU have not let the device helper look at "
+            f"them for {now - lease.unread_since:.0f} s. It does not count as ended."
             for lease in (devices.sample.leases if devices.sample else ())
             if lease.unread_since and now - lease.unread_since > UNREAD_S
         ]
