@@ -87,6 +87,7 @@ class UnleasedProcesses:
         now, leases = time.monotonic(), list(leases)
         in_leases = {process.pid for lease in leases for process in lease.processes}
         present: set[tuple[Key, str]] = set()
+        unread: set[Key] = set()
         for uuid, usage in usages.items():
             here = [lease for lease in leases if uuid in lease.limits]
             for pid, shown in usage.processes.items():
@@ -95,14 +96,17 @@ class UnleasedProcesses:
                 process = self._processes.find(pid)
                 # The driver may list a process that has just ended, or one of another pid namespace.
                 # One that does not answer may only be late, once.
-                is_late = process is not None and process.unread and process.key not in self._unread
-                if process is not None and not is_late and self._processes.alive(process.key):
+                if process is not None and process.unread:
+                    unread.add(process.key)
+                    if process.key not in self._unread:
+                        continue
+                if process is not None and self._processes.alive(process.key):
                     present.add((process.key, uuid))
                     spared = self._spared(process, here) or self._may_be_leased(process, uuid, usage, here)
                     self._judge(process, uuid, shown or 0, spared, now)
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
-        self._unread = {process.key for process in self._processes.unread}
+        self._unread = unread
 
     def _judge(self, process: Process, uuid: str, used_bytes: int, spared: str, now: float) -> None:
         seen = self._seen.get((process.key, uuid))

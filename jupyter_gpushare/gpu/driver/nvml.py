@@ -115,7 +115,7 @@ class Nvml:
         self._workers = {gpu.uuid: BoundedWorker(gpu.uuid) for gpu, _ in found}
         self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
         self.gpus = _with_islands(found, self._system)
-        self._pending: dict[str, Job[Usage]] = {}
+        self.pending: dict[str, Job[Usage]] = {}  # calls of `usages` that go on
 
     def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, Usage | DeviceError | None]:
         """The usage of each device; all are asked at once, and none is waited for longer than ``within_s``.
@@ -126,16 +126,16 @@ class Nvml:
         """
         found: dict[str, Usage | DeviceError | None] = {}
         for uuid in self._handles:
-            if uuid not in self._pending:
+            if uuid not in self.pending:
                 try:
-                    self._pending[uuid] = self._begin_usage(uuid)
+                    self.pending[uuid] = self._begin_usage(uuid)
                 except DeviceError as error:
                     # Another thread's call is under way: not yet an error.
                     found[uuid] = error if self._workers[uuid].stuck_in else None
         deadline = time.monotonic() + within_s
-        for uuid, job in list(self._pending.items()):
+        for uuid, job in list(self.pending.items()):
             if job.done.wait(max(0.0, deadline - time.monotonic())):
-                del self._pending[uuid]
+                del self.pending[uuid]
                 try:
                     found[uuid] = job.result()
                 except pynvml.NVMLError as error:

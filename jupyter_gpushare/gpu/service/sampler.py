@@ -77,7 +77,7 @@ class Sampler:
         self._stopped = False
         self._devices: dict[str, DeviceSample] = {}
         self._last: dict[str, Usage] = {}
-        self._late: set[str] = set()  # devices that had not answered when the last pass ended
+        self._late: frozenset[str] = frozenset()  # devices with a call that the last pass began
         self._at = 0.0
         self._host_available_bytes = 0
         self._end = threading.Event()
@@ -159,17 +159,17 @@ class Sampler:
         leases = list(self._registry.all())
         living = self._registry.scan()
         # A call of an earlier pass may have seen what was true then.
-        now_late = {uuid for uuid, answer in answers.items() if answer is None}
-        fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in self._late}
+        late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
+        fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in late}
         for lease in leases:
             unread = self._may_hold_unread(lease, fresh)
             lease.unread_since = (lease.unread_since or began_at) if unread else 0.0
-            if not lease.limits.keys() & (now_late | self._late):
+            if not lease.limits.keys() & late:
                 lease.measured_at = began_at
             self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._machine.host.available_bytes()
         self._registry.let_in()  # the driver's tools may have opened the files again
-        self._late, self._at = now_late, began_at
+        self._late, self._at = frozenset(self._machine.nvml.pending), began_at
         self._watchdog.compare(usages, leases)
 
     # One pass
