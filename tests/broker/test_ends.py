@@ -248,7 +248,7 @@ async def test_the_removal_of_an_ended_server_that_the_hub_refuses_is_tried_agai
 
 
 @in_virtual_time
-async def test_a_job_whose_first_process_appears_just_after_the_stop_gets_sigterm(tmp_path, monkeypatch):
+async def test_a_job_with_a_first_process_just_after_the_stop_gets_sigterm(tmp_path, monkeypatch):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         job = await site.submit("bo", "1", grace_s=60, program=Program(work_s=1000))

@@ -147,7 +147,7 @@ def test_a_process_that_uses_no_device_and_does_not_answer_keeps_no_lease_from_e
 
 
 @pytest.mark.parametrize("preload", [True, False], ids=["counted in the account", "not counted"])
-def test_a_new_helper_does_not_take_a_lease_as_gone_whose_processes_do_not_answer(
+def test_a_new_helper_takes_no_lease_as_gone_with_processes_that_do_not_answer(
     silent: Silent, preload: bool
 ) -> None:
     machine = silent.machine
