@@ -36,6 +36,7 @@ class Scene:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
+        self.silent = False  # nothing that is read answers
         monkeypatch.setattr(unleased, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.holders = Holders(folder / "holders", "boot")
         self.holders.add(USER)
@@ -63,9 +64,14 @@ class Scene:
 
     def sample(self, at: float, used: int = GIB) -> None:
         self.now = at
-        self.processes.scan({})
+        until(self._scanned, "the child answers")
         usage = Usage(used, 0, 0, processes={self.child.pid: used}, computing=None)
         self.watch.compare({UUID: usage}, self.leases)
+
+    def _scanned(self) -> bool:
+        self.processes.scan({})
+        found = self.processes.find(self.child.pid)
+        return self.silent or found is None or not found.unread
 
     def minutes(self, count: int = 2) -> None:
         for at in range(0, 60 * count, 10):
@@ -220,6 +226,7 @@ def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) ->
 def silent(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A scene in which no process answers."""
     monkeypatch.setattr(scene.processes._memory, "read", lambda users, within_s: {})
+    scene.silent = True
     return scene
 
 
