@@ -318,6 +318,28 @@ def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> N
     until(lambda: not bare.of("ada")["alive"], "its end")
 
 
+def test_a_child_of_a_runner_is_none_after_its_exec(machine: Machine) -> None:
+    """A forked child has its parent's arguments until it calls exec, and may be seen just then."""
+    machine.lease("j1-1")
+    code = "import os; input(); os.execv('/bin/sleep', ['sleep', '600'])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"],
+        env={**os.environ, "GPUSHARE_LEASE": "j1-1"},
+        stdin=subprocess.PIPE,
+    )
+    try:
+        until(lambda: machine.of("j1-1")["alive"], "it is found")
+        assert not machine.of("j1-1")["runner_ended"]
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        until(lambda: machine.of("j1-1")["runner_ended"], "it is no runner any more")
+        assert machine.of("j1-1")["alive"]
+    finally:
+        child.kill()
+        child.wait(PATIENCE_S)
+
+
 def test_a_lease_says_when_the_runner_of_its_job_has_ended_and_others_live(machine: Machine) -> None:
     machine.lease("j1-1")
     code = (

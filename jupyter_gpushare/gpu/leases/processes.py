@@ -98,7 +98,9 @@ class _Known(NamedTuple):
 
     def is_settled(self) -> bool:
         """Whether its memory needs no further look."""
-        named = bool(self.process.carries) or self.read_at - self.process.started_at >= SETTLES_S
+        # A child of a runner has the runner's arguments until it calls exec.
+        named = bool(self.process.carries) and not self.process.is_runner
+        named |= self.read_at - self.process.started_at >= SETTLES_S
         return named and not self.process.unread
 
 
