@@ -42,6 +42,13 @@ class LocalOutlook(Outlook):
     def _round(self) -> SchedulingRound:
         return dry_run(self._cluster, self._now).run()
 
+    def holds(self, now: float) -> bool:
+        """Return whether the answers are those of ``now``; a round that has not run yet will be."""
+        if "_round" not in self.__dict__:
+            self._now = now
+            return True
+        return self._round.next_at is None or now < self._round.next_at
+
     @property
     def why(self) -> Mapping[str, Why]:
         return self._round.waiting
@@ -139,7 +146,9 @@ class LocalEngine(Engine):
 
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
         known = self._outlook.about(cluster, now)
-        return known or self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
+        if known is not None and known.holds(now):
+            return known
+        return self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
 
     def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
         return estimate.estimates(cluster, now, durations_s)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
@@ -17,6 +18,7 @@ from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
+from tests.core.build import NOW, build, cluster, train
 
 
 @in_virtual_time
@@ -215,3 +217,14 @@ async def test_every_round_decides_as_one_that_looks_at_everything_anew(tmp_path
         await until(lambda: all(broker.job(job).result for job in jobs), 2_000)
         assert {broker.job(job).result for job in jobs} == {"succeeded"}
     assert sum(bool(planned.actions) for planned in rounds) >= 4
+
+
+def test_an_outlook_changes_when_time_alone_changes_it():
+    engine, site = LocalEngine(), cluster(build("nb", 1000, "0", idle_s=595), train("job", 1000))
+    next_at = plan(site, NOW).next_at
+    assert next_at is not None
+    assert NOW < next_at < NOW + KEEP_S
+    before = engine.outlook(site, NOW)
+    assert not before.suspends
+    assert engine.outlook(site, NOW + 1) is before
+    assert engine.outlook(site, next_at).suspends
