@@ -8,6 +8,7 @@ server, and signals it.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from subprocess import Popen
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
+ENVIRON_S = 1.0
 _STATE_KEY = "gpushare_process"
 _ENVIRON_BYTES = 2 << 20  # a quarter of the default stack limit: the most that execve(2) takes
 
@@ -54,9 +56,21 @@ class ProcessIdentity:
 
 
 def started_for(pid: int, user: str, server: str) -> bool:
-    """Return whether the environment of a process names this user and server."""
-    env = procfs.read(pid, "environ", _ENVIRON_BYTES).split(b"\0")
-    return f"JUPYTERHUB_USER={user}".encode() in env and f"JUPYTERHUB_SERVER_NAME={server}".encode() in env
+    """Return whether the environment of a process names this user and server.
+
+    It lies in the process's own memory, and a process can keep its readers waiting for ever: one that
+    does not answer within `ENVIRON_S` is not taken for the server.
+    """
+    found: list[bytes] = []
+
+    def read() -> None:
+        found.extend(procfs.read(pid, "environ", _ENVIRON_BYTES).split(b"\0"))
+
+    reader = threading.Thread(target=read, name="environ", daemon=True)
+    reader.start()
+    reader.join(ENVIRON_S)
+    named = {f"JUPYTERHUB_USER={user}".encode(), f"JUPYTERHUB_SERVER_NAME={server}".encode()}
+    return named <= set(found)
 
 
 class PidCheckedSpawner(_SpawnerBase):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ class Watch:
         self._emit = emit
         self._log = log
         self._fetching: asyncio.Task[Status] | None = None
+        self._failed_at = float("-inf")
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -137,7 +139,6 @@ class Watch:
                 await _pause(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
-            self._on_answer(status)
             after, pause_s = status.seq, 1.0
             await asyncio.sleep(GATHER_S)
 
@@ -165,7 +166,7 @@ class Watch:
 
     async def _fetch(self) -> Status:
         try:
-            return self._on_answer(await self._ask(None))
+            return await self._ask(None)
         except (BrokerUnavailable, RequestError) as error:
             self._on_failure(error)
             raise
@@ -177,25 +178,34 @@ class Watch:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     async def _ask(self, after: int | None) -> Status:
+        asked_at = time.monotonic()
         if after is None:
-            return await self._client.get("status", Status, timeout_s=ANSWER_S)
+            return self._on_answer(await self._client.get("status", Status, timeout_s=ANSWER_S), asked_at)
         params = {"after": after, "wait": WAIT_S}
-        return await self._client.get("status", Status, params=params, timeout_s=WAIT_S + ANSWER_S)
+        status = await self._client.get("status", Status, params=params, timeout_s=WAIT_S + ANSWER_S)
+        return self._on_answer(status, asked_at)
 
-    def _on_answer(self, status: Status) -> Status:
-        """Return ``status``, or a newer answer that arrived first."""
+    def _on_answer(self, status: Status, asked_at: float) -> Status:
+        """Return ``status``, or a newer answer that arrived first.
+
+        A broker that was asked after a failure may be one with lower numbers: its answer counts.
+        """
+        newer = self.status if self.status is not None and status.seq < self.status.seq else None
+        if newer is not None and asked_at <= self._failed_at:
+            return newer
         if self.unreachable_since is not None:
             self._log.info("gpushare: the broker answers again")
             self.unreachable_since = None
             self._emit(BROKER_EVENT, {"unreachable_since": None})
-        elif self.status is not None and status.seq < self.status.seq:
-            return self.status
+        elif newer is not None:
+            return newer
         for schema, data in changes(self.status, status, self._server):
             self._emit(schema, data)
         self.status = status
         return status
 
     def _on_failure(self, error: Exception) -> None:
+        self._failed_at = time.monotonic()
         if self.unreachable_since is None:
             self.unreachable_since = iso_now()
             self._log.warning("gpushare: the broker is unreachable: %s", error)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub import process
 from jupyter_gpushare.hub.broker_access import read_token
 from jupyter_gpushare.hub.process import ProcessIdentity, started_for
 from tests.hub.conftest import wait_for
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -104,3 +107,12 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, 12345, 12345)
     with pytest.raises(GpuShareError, match="belongs to uid 12345"):
         read_token(path)
+
+
+def test_a_process_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(process, "ENVIRON_S", 0.1)
+    monkeypatch.setattr(process.procfs, "read", lambda *_: answers.wait(PATIENCE_S) and b"")
+    assert not process.started_for(1, "ada", "")
+    assert not answers.is_set()
+    answers.set()

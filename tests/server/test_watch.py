@@ -174,3 +174,33 @@ async def test_a_page_reads_that_a_silent_broker_does_not_answer_and_its_late_an
     assert watch.unreachable_since is None
     assert asked == [1], "the second poll waited for the first one's request"
     assert (await watch.fresh()).seq == said("status_active").seq
+
+
+async def test_an_answer_asked_before_an_outage_replaces_no_newer_one(said, monkeypatch):
+    status = said("status_active")
+    older, answer = msgspec.structs.replace(status, seq=status.seq - 1), asyncio.Event()
+    watch = Watch(SimpleNamespace(url="http://broker"), "", lambda *_: None, logging.getLogger("told"))
+
+    async def late(*_: object, **__: object) -> Status:
+        await answer.wait()
+        return older
+
+    async def refused(*_: object, **__: object) -> Status:
+        raise BrokerUnavailable("it restarts")
+
+    async def now(*_: object, **__: object) -> Status:
+        return status
+
+    watch._client.get = now
+    await watch.fresh()
+    watch._client.get = late
+    asked = asyncio.create_task(watch._ask(status.seq))
+    await asyncio.sleep(0)
+    watch._client.get = refused
+    with pytest.raises(BrokerUnavailable):
+        await watch._fetch()
+    answer.set()
+    assert await asked == watch.status == status
+    answers = late
+    watch._client.get = answers  # of a broker with another database, asked after the outage
+    assert await watch.fresh() == watch.status == older
