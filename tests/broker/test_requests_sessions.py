@@ -116,14 +116,14 @@ async def test_an_old_measurement_judges_no_lease_and_grants_nothing(tmp_path, m
         ada = await site.session("ada", "1/2")
         await until(lambda: broker.state(ada.handle) == "running", 30)
         # The helper answers from memory while its sampler is stuck; ada's processes are not in it.
+        await asyncio.sleep(6)
         stuck = replace(broker.registry.devices.sample, leases=())
 
         async def from_memory():
             return stuck
 
-        await asyncio.sleep(6)
         monkeypatch.setattr(broker.devices, "sample", from_memory)
-        await asyncio.sleep(600)
+        await asyncio.sleep(606)
         assert broker.state(ada.handle) == "running"
         with pytest.raises(Conflict) as refused:
             await broker.admission.start(spawn("bo", "1/4"))
