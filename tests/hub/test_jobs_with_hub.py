@@ -29,6 +29,11 @@ def expect_job(hub: Hub, *command: str, attempt: int = 1, **spec: Any) -> None:
     }
     # Without a preload library: there is none at that path, and the linker would say so in the log.
     env = {key: value for key, value in GRANT["env"].items() if key != "LD_PRELOAD"}
+    # Its lease exists, as the device helper has made it.
+    lease = hub.folder / "lease"
+    lease.mkdir(exist_ok=True)
+    (lease / "limit").touch()
+    env["GPUSHARE_LEASE_DIR"] = str(lease)
     hub.broker.grant = {**GRANT, "env": env, "kind": "train", "job": job}
     shutil.rmtree(hub.folder / "home/ada/.local", ignore_errors=True)
 
