@@ -152,7 +152,7 @@ def test_a_session_wakes_while_the_broker_hangs_and_the_broker_follows(hub: Demo
         brokers[0].resume()
         until("the broker has followed", lambda: ada.state() == "running")
         assert ada.ask("health")["epoch"] == epoch
-        assert stored_state(hub, lease_id) == "running"
+        until("the state is stored", lambda: stored_state(hub, lease_id) == "running")
         until("the helper knows it", lambda: not sample_of(hub, ada)["unconfirmed"])
     finally:
         for process in brokers:

@@ -168,15 +168,21 @@ async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page,
     await expect(detail.get_by_role("tab", name="Timeline")).to_be_focused()
     await expect(detail.locator(".gpushare-timeline li")).to_have_count(5)
 
-    # The button that was pressed keeps the focus, whatever it becomes.
+    # The button that was pressed keeps its place and the focus.
     await walk(page, "Shift+Tab", stop)
+    await page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_role("button", name="Let it go on")).to_be_focused()
+    await walk(page, "Tab", dialog.get_by_role("button", name="Stop job"))
     await page.keyboard.press("Enter")
     await expect(stop).to_be_enabled()
     await expect(stop).to_be_focused()
     assert len(broker.asked(f"DELETE jobs/{night['id']}")) == 1
     broker.answer(f"POST jobs/{night['id']}/retry", night, 201)
     lab.say(golden("status_active") | {"jobs": [night | {"state": "cancelled", "reason": "Cancelled."}]})
-    await expect(detail.get_by_role("button", name="Retry")).to_be_focused()
+    await expect(stop).to_be_disabled()
+    await expect(stop).to_be_focused()
+    await walk(page, "Tab", detail.get_by_role("button", name="Retry"))
     await page.keyboard.press("Enter")
     await expect(page.locator(".Toastify")).to_contain_text("Submitted night")
     assert len(broker.asked(f"POST jobs/{night['id']}/retry")) == 1
