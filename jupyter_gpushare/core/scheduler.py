@@ -84,8 +84,7 @@ class SchedulingRound:
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
         self.next_at: float | None = None
-        competing = [queue for queue in self.queues.by_project.values() if queue.waiting or queue.running]
-        self.shared = len(competing) > 1  # several projects have jobs
+        self.shared = sum(bool(q.waiting or q.running) for q in self.queues.by_project.values()) > 1
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
         self._unplaceable: dict[tuple[str, Shape], Why] = {}
@@ -431,10 +430,7 @@ PASSES = (
 
 
 def _waiting_milli(queues: JobQueues, state: ClusterState) -> dict[str, int]:
-    """Least capacity that the waiting jobs of each project take, in thousandths of a GPU.
-
-    Those that do not borrow take no more than the quota leaves them.
-    """
+    """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""
     found = {}
     for name, queue in queues.by_project.items():
         wanted = {True: 0, False: 0}  # by whether they borrow
