@@ -25,7 +25,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -43,6 +43,9 @@ _LOOK_S = 0.2
 _STOP_S = 2.0
 # A child that ends sooner is started again only after this pause, and then at most once a second.
 _PAUSE_S = 0.5
+# What Python, the driver and its simulation read.
+_HELPER_NAMES = frozenset({"HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV"})
+_HELPER_PREFIXES = ("CUDA_", "GPUSHARE_SIM", "GPUSHARE_TEST_", "LC_", "LD_", "NVIDIA_", "PYTHON")
 
 
 def helper_pid(path: Path) -> int | None:
@@ -67,8 +70,10 @@ class _Child:
         own_session: bool,
         sockets: Sequence[socket.socket] = (),
         is_watched: bool = False,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         """``is_watched``: it sends signs of life (`heartbeat`), and is killed when it hangs."""
+        self._environment = environment
         self._is_watched = is_watched
         self._command = list(command)
         self._own_session = own_session
@@ -94,7 +99,7 @@ class _Child:
                 self._heartbeat.close()
                 self._heartbeat = None
         if self._process is None and now >= self._not_before and not self.is_superseded:
-            environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+            environment = {**self._environment, PARENT_VARIABLE: str(os.getpid())}
             passed = pass_on(self._sockets, environment) if self._sockets else ()
             if self._is_watched:
                 self._heartbeat = heartbeat.Monitor()
@@ -136,6 +141,7 @@ def run(
     helper = _Child(
         [*module, "helper", "--state-dir", str(helper_state_dir), "--socket", str(helper_socket)],
         own_session=True,
+        environment=_helper_environment(os.environ),
     )
     asked_to_stop = False
 
@@ -169,6 +175,14 @@ def run(
             break
         time.sleep(_LOOK_S)
     return SUPERSEDED_STATUS if broker.is_superseded else 0
+
+
+def _helper_environment(given: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in given.items()
+        if name in _HELPER_NAMES or name.startswith(_HELPER_PREFIXES)
+    }
 
 
 def _bound(addresses: Addresses) -> list[socket.socket]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -13,10 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jupyter_gpushare.broker import respawn
 from jupyter_gpushare.broker.http.secret_files import secret_file
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import StoreError
 from tests.ports import free_ports
+from tests.simulator import Simulator
 from tests.waiting import PATIENCE_S, until
 
 BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
@@ -189,6 +192,27 @@ def test_a_killed_broker_is_started_again_and_goes_with_its_parent(brokers):
     until(lambda: brokers.answers(parent), "it answers again")
     os.kill(parent.pid, signal.SIGKILL)  # as the Hub's end would leave it
     until(lambda: not Path(f"/proc/{second}").exists(), "the broker ends with its parent")
+
+
+def test_the_helper_of_a_broker_gets_no_secret_of_its_environment(brokers, tmp_path):
+    simulator = Simulator(tmp_path)
+    names = ("GPUSHARE_SIMULATE", "GPUSHARE_SIM_STATE", "LD_LIBRARY_PATH")
+    driver = {name: value for name, value in simulator.env().items() if name in names}
+    parent = brokers.start("--respawn", "--with-helper", **driver, PGPASSWORD="of-the-database")
+    path = tmp_path / "state" / "helper.sock"
+    pid = None
+    try:
+        pid = until(lambda: respawn.helper_pid(path), "the helper listens", process=parent)
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert f"GPUSHARE_SIM_STATE={simulator.state_path}".encode() in environment
+        secret = re.compile(b"JUPYTERHUB|TOKEN|SECRET|PASSWORD")
+        assert not [each for each in environment if secret.search(each.split(b"=")[0])]
+        until(lambda: (brokers.answers(parent) or {}).get("status") == "ok", "the devices are examined")
+    finally:
+        # The helper has a session of its own, and outlives its parent.
+        os.killpg(parent.pid, signal.SIGKILL)
+        if pid is not None:
+            os.killpg(pid, signal.SIGKILL)
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path):
