@@ -23,6 +23,7 @@ from jupyter_gpushare.errors import (
     Conflict,
     DiskFull,
     InvalidRequest,
+    KeyReused,
     NotAllowed,
     NotFound,
     RequestError,
@@ -46,6 +47,7 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
     404: NotFound,
     409: Conflict,
     413: InvalidRequest,
+    422: KeyReused,
     507: DiskFull,
 }
 

@@ -7,6 +7,7 @@ GpuShareError
 |   +-- NotFound            404  no such lease, job or project (or another's)
 |   +-- Conflict            409  not in a state where this is possible
 |   +-- TooLarge            413  a body beyond the limit
+|   +-- KeyReused           422  an Idempotency-Key of another request
 |   +-- TooMany             429  a bound is reached: try later, or release something
 |   +-- DiskFull            507  the broker's disk takes no change: try later
 +-- BrokerUnavailable   503  the broker did not answer: callers retry, then degrade
@@ -89,6 +90,13 @@ class TooLarge(RequestError):
 
     status = 413
     default_reason = "too_large"
+
+
+class KeyReused(RequestError):
+    """The Idempotency-Key belongs to an earlier request with another body."""
+
+    status = 422
+    default_reason = "key_reused"
 
 
 class TooMany(RequestError):

@@ -144,6 +144,22 @@ async def test_the_same_idempotency_key_is_the_same_job(http):
     assert len(http.broker.registry.jobs) == 1
 
 
+async def test_the_same_idempotency_key_with_another_body_is_refused(http):
+    async def submit(**body):
+        return await http.ask("POST", "jobs", json=body, headers={"Idempotency-Key": "k"})
+
+    first, other = await asyncio.gather(submit(command=["a"]), submit(command=["b"]))
+    job = first.json()["id"]
+    assert (first.status_code, other.status_code) == (201, 422)
+    assert (await submit(command=["a"], retries=1)).json() == other.json()
+    assert other.json()["reason"] == "key_reused"
+    assert job in other.json()["message"]
+    assert other.json()["message_texts"][0]["args"] == [job]
+    same = await submit(retries=0, command=["a"])  # the same request in other words
+    assert (same.status_code, same.json()["id"]) == (201, job)
+    assert len(http.broker.registry.jobs) == 1
+
+
 async def test_a_cancelled_job_can_be_submitted_again(http):
     job = await http.submit("bo", name="x", env={"A": "é"})
     assert (await http.refused("POST", f"jobs/{job.id}/retry")).status == 409

@@ -13,6 +13,7 @@ from jupyter_gpushare.core.model import CheckpointMode
 from jupyter_gpushare.errors import (
     Conflict,
     InvalidRequest,
+    KeyReused,
     NotAllowed,
     NotFound,
     TooMany,
@@ -44,6 +45,8 @@ async def test_an_idempotency_key_is_known_long_after_its_job_left_the_memory(tm
         first = await site.submit("bo", "1", key="k", program=Program(work_s=1))
         await until(lambda: broker.job(first).result)
         del broker.registry._jobs[first.id]
+        with pytest.raises(KeyReused, match=first.id):
+            await site.submit("bo", "1/2", key="k")
         again = await site.submit("bo", "1", key="k")
         assert again.id == first.id
         assert again.result == "succeeded"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import httpx
 import pytest
 
@@ -149,6 +152,34 @@ def test_a_dialog_for_a_script_becomes_a_job(server, broker, golden, folder):
     assert asked.headers["Idempotency-Key"] == "k"
     refused = server.request("POST", "gpushare/launch", json={"path": "none.py"})
     assert (refused.status_code, refused.json()["reason"]) == (404, "not_found")
+
+
+def test_a_repeated_request_of_the_dialog_is_the_same_job_a_second_later(server, broker, golden, folder):
+    (folder / "work" / "a.ipynb").write_text(json.dumps({"cells": [], "metadata": {}}))
+    broker.answer("POST jobs", golden("job"), 201)
+
+    def launch(key, **more):
+        body = {"path": "a.ipynb", **more}
+        answer = server.request("POST", "gpushare/launch", json=body, headers={"Idempotency-Key": key})
+        assert answer.status_code == 201, answer.text
+        return broker.asked("POST jobs")[-1].json
+
+    first = launch("k")
+    time.sleep(1.1)  # the name of the output has the second in it
+    assert launch("k") == first
+    assert launch("k", gpus="0.5")["gpus"] == "0.5"
+    assert launch("other")["source"]["output"] != first["source"]["output"]
+
+
+def test_a_refused_key_is_told_in_words(server, broker, folder):
+    (folder / "work" / "train.py").write_text("print(1)")
+    error = {"status": 422, "reason": "key_reused", "message": "this Idempotency-Key belongs to job x"}
+    broker.answer("POST jobs", error, 422)
+    answer = server.request(
+        "POST", "gpushare/launch", json={"path": "train.py"}, headers={"Idempotency-Key": "k"}
+    )
+    assert (answer.status_code, answer.json()["reason"]) == (422, "key_reused")
+    assert answer.json()["message"] == error["message"]
 
 
 def test_the_output_of_a_retry_is_the_notebook_that_it_really_writes(server, broker, golden, folder):

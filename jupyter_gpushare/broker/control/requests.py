@@ -27,6 +27,7 @@ from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.errors import (
     Conflict,
     InvalidRequest,
+    KeyReused,
     NotAllowed,
     NotFound,
     TooMany,
@@ -62,9 +63,10 @@ class RequestService:
     async def submit(
         self, user: str, groups: Sequence[str], request: wire.JobRequest, key: str | None
     ) -> JobRecord:
-        """Accept a job into the queue; the same ``key`` again returns the first one.
+        """Accept a job into the queue; the same request under the same ``key`` returns the first one.
 
         Raises:
+            KeyReused: another request of this user has this key.
             RequestError: it cannot be accepted; the text says what to change.
         """
         registry = self.registry
@@ -73,7 +75,7 @@ class RequestService:
                 raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
             stored = await registry.store.job_by_key(user, key)
             if stored is not None:
-                return registry.jobs.get(stored.id, stored)
+                return _same(registry.jobs.get(stored.id, stored), request)
         check_job(request)
         project = self.request_policy.choose_project(groups, request.project)
         self.request_policy.check_priority(project, request.priority)
@@ -82,7 +84,7 @@ class RequestService:
         mine = (j for j in registry.jobs.values() if j.user == user and j.idempotency_key == key)
         if key is not None and (same := next(mine, None)) is not None:
             await registry.journal.durable()
-            return same
+            return _same(same, request)
         self._check_bounds(user, request)
         job_id, now = random_id(), registry.clock()
         lease = job_lease(f"j{job_id}", user, project, request, now)
@@ -381,3 +383,13 @@ class RequestService:
         record = await self.registry.edit(record, SleepAllowed(allowed=allowed))
         if not allowed:
             await self.registry.want(record)
+
+
+def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:
+    # Compared as values: an older version may have stored the request without new fields.
+    if wire.decode(job.request.encode(), wire.JobRequest) != request:
+        raise KeyReused(
+            "this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key",
+            job.id,
+        )
+    return job

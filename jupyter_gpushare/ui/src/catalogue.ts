@@ -385,6 +385,7 @@ export const CATALOGUE: {
   'there is no project %1 for you; yours: %2': (trans, args) => trans.__('there is no project %1 for you; yours: %2', ...args),
   'there is no such lease (it may have ended)': (trans, args) => trans.__('there is no such lease (it may have ended)', ...args),
   'there is no such path: see openapi.json': (trans, args) => trans.__('there is no such path: see openapi.json', ...args),
+  'this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key': (trans, args) => trans.__('this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key', ...args),
   'this job has not ended: cancel it first': (trans, args) => trans.__('this job has not ended: cancel it first', ...args),
   'this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same': (trans, args) => trans.__('this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same', ...args),
   'this needs a token of the Hub (or a login)': (trans, args) => trans.__('this needs a token of the Hub (or a login)', ...args),
