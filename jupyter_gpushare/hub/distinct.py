@@ -9,7 +9,7 @@ start (`GPUShareMixin.start`), which also covers names that a class computes lat
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 import os
 import pwd
@@ -92,25 +92,27 @@ def sample(spawner_class: type, config: Any, server: str) -> Any:
     return spawner_class(config=config, user=user, orm_spawner=orm_spawner, hub=Hub())
 
 
-def check_at_start(spawner_class: type) -> None:
-    """Check a class once its Hub has read the configuration; without a Hub in this process, do nothing.
+def check_at_start() -> None:
+    """Have the Hub of this process check its spawner class before it serves; without a Hub, do nothing.
 
-    Called when a class is defined: JupyterHub makes no object of it before the first
-    server.  Classes of installed entry points are defined before the Hub's event loop
-    runs, and are not checked here: `GPUShareMixin.start` refuses their clashes.
+    The Hub has no hook for it: it imports installed classes before it reads its configuration,
+    and makes no object of its class before the first server starts.
     """
     app = sys.modules.get("jupyterhub.app")
-    if app is None or not app.JupyterHub.initialized():
+    inner = getattr(app and app.JupyterHub, "init_tornado_settings", None)
+    if app is None or inner is None:
         return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    # The rest of the configuration is read before the Hub waits for the first time.
-    loop.call_soon(_check_of_hub, spawner_class, app.JupyterHub.instance())
+
+    @functools.wraps(inner)
+    def init_tornado_settings(hub: Any) -> None:
+        _check_of_hub(hub)
+        inner(hub)
+
+    app.JupyterHub.init_tornado_settings = init_tornado_settings
 
 
-def _check_of_hub(spawner_class: type, hub: Any) -> None:
-    if hub.spawner_class is spawner_class and (said := check_class(spawner_class, hub.config)):
+def _check_of_hub(hub: Any) -> None:
+    ours = hasattr(hub.spawner_class, "server_resource")
+    if ours and (said := check_class(hub.spawner_class, hub.config)):
         hub.log.critical("%s A training job would replace its owner's session.", said)
         sys.exit(1)

@@ -208,10 +208,6 @@ class GPUShareMixin(SpawnPage):
         """
         return distinct.resource_name(self)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        distinct.check_at_start(cls)
-
     def _refuse_shared_resource(self) -> None:
         """Raise where this start would replace another running server of the user.
 
@@ -434,3 +430,6 @@ class GPUShareMixin(SpawnPage):
 
     def _set_stop_grace(self, grace_s: float | None) -> None:
         self.stop_grace_s = 0.0 if grace_s is None else grace_s + _RUNNER_MARGIN_S
+
+
+distinct.check_at_start()

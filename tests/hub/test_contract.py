@@ -156,12 +156,35 @@ def test_a_site_runs_the_contract_on_its_own_configuration(tmp_path):
     assert "put {SERVERNAME} into c.SystemdSpawner.unit_name_template" in done.stdout
 
 
-def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("spawner", "setting", "remedy"),
+    [
+        pytest.param(
+            SIMPLE, OWN_CLASS, "{SERVERNAME} into c.SystemdSpawner.unit_name_template", id="own class"
+        ),
+        pytest.param(
+            "gpushare-systemd",
+            'c.SystemdSpawner.unit_name_template = "jupyter-{USERNAME}"',
+            "{SERVERNAME} into c.SystemdSpawner.unit_name_template",
+            id="entry point",
+        ),
+        pytest.param(
+            "jupyter_gpushare.hub.docker.GPUShareDockerSpawner",
+            'c.DockerSpawner.name_template = "jupyter-{username}"',
+            "{servername} into c.DockerSpawner.name_template",
+            id="installed class",
+        ),
+    ],
+)
+def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(
+    tmp_path, monkeypatch, spawner, setting, remedy
+):
     # It is the end of the Hub that is waited for, however long a busy machine takes.
     monkeypatch.setattr(conftest, "wait_for", partial(conftest.wait_for, patience_s=120))
-    with pytest.raises(pytest.fail.Exception) as ended, running_hub(SIMPLE, tmp_path, extra=OWN_CLASS):
+    with pytest.raises(pytest.fail.Exception) as ended, running_hub(spawner, tmp_path, extra=setting):
         pass
     assert "the Hub ended" in str(ended.value)
     log = (tmp_path / "hub.log").read_text()
-    assert "put {SERVERNAME} into c.SystemdSpawner.unit_name_template" in log
+    assert f"put {remedy}" in log
     assert "A training job would replace its owner's session" in log
+    assert "Traceback" not in log
