@@ -11,15 +11,25 @@ Every question takes the snapshot that it is about (`core.model.Cluster`).  Only
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jupyter_gpushare.core.estimate import Estimate
+from jupyter_gpushare.core.estimate import Estimate, Work
+from jupyter_gpushare.core.estimate import Forecast as JobForecast
 from jupyter_gpushare.core.explain import Offer, Use
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.size import Size
 
-__all__ = ["Engine", "Estimate", "Explanation", "Offer", "Outlook", "Use"]
+__all__ = [
+    "Engine",
+    "Estimate",
+    "Explanation",
+    "JobForecast",
+    "Offer",
+    "Outlook",
+    "Use",
+    "Work",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +145,10 @@ class Engine(abc.ABC):
         """Return queue positions, reasons, free capacity and usage of a snapshot."""
 
     @abc.abstractmethod
-    def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
-        """Return by lease in how many seconds waiting jobs start; leases without an estimate are missing.
+    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
+        """Return when jobs start and end, and when GPUs become free.
 
-        ``durations_s``: run times of ended jobs.  Called in a thread of its own.
+        ``work``: what is known of the work of jobs.  Called in a thread of its own.
         """
 
     @abc.abstractmethod

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from jupyter_gpushare.broker.engine import Engine, Estimate, Explanation, Offer, Outlook, Use
+from jupyter_gpushare.broker.engine import Engine, Explanation, JobForecast, Offer, Outlook, Use, Work
 from jupyter_gpushare.core import estimate, explain
 from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
@@ -150,8 +150,8 @@ class LocalEngine(Engine):
             return known
         return self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
 
-    def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
-        return estimate.estimates(cluster, now, durations_s)
+    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
+        return estimate.forecast(cluster, now, work)
 
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
         return configured

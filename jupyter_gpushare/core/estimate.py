@@ -1,113 +1,145 @@
-"""Estimate when waiting jobs start: a range, from replays of running and waiting work.
+"""Estimates that people see: ranges of when jobs start and end, and when GPUs become free.
 
-Durations of jobs are unknown; those of ended jobs are known.  Three futures are
-replayed (`core.replay`): every job takes the first quartile, the median, or the
-third quartile of comparable jobs.  For a running job only ended jobs count that
-took longer than it has run.  With fewer than `LEAST` samples there is no
-estimate.
+The work that a job has left is, in this order: what its measured progress says
+(`measure`); the median of the ended jobs of its project that took longer than it has
+run; the same of all ended jobs.  Fewer than `LEAST` ended jobs say nothing: while a
+running job may end at any time, only the ends of measured running jobs are told.
 
-Busy sessions are taken to stay busy, suspended ones to stay suspended, and no
-new lease to come: the range is about the work that is there.
+One future (`future`) gives a number of seconds for every question.  `BANDS` says by
+which factors outcomes differ from that number in the middle 80 % of the cases, on
+jittered copies of the Philly traces (docs/benchmarks.md).  A question with a wider
+band has no answer: when a job in a later group of the order starts, and when a job
+without measured progress ends.
 """
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, inf
+from dataclasses import dataclass, field
+from math import exp
+from types import MappingProxyType
 
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.order import attained_gpu_s, gpus
-from jupyter_gpushare.core.replay import Replay, Watcher
+from jupyter_gpushare.core.future import replayed
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, Settings
+from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting, order_of
 
 # Fewer ended jobs than this say nothing.
 LEAST = 10
-QUARTILES = (25, 50, 75)
-# Beyond it an estimate is of no use.
-HORIZON_S = 30 * 86_400.0
+# Factors count from here: seconds do not matter where minutes are told.
+OFFSET_S = 60.0
+
+
+class Basis(enum.StrEnum):
+    """What the error of an estimate depends on."""
+
+    START = "start"  # of a job in the first group of the order, and of a session
+    START_OF_GANG = "start of gang"
+    END_OF_RUNNING = "end of running"  # with measured progress, like the next
+    END_OF_WAITING = "end of waiting"
+
+
+# Logarithms of outcome / prediction, both plus `OFFSET_S`, between which 80 % of the outcomes are.
+BANDS: Mapping[Basis, tuple[float, float]] = MappingProxyType(
+    {
+        Basis.START: (-0.55, 0.8),
+        Basis.START_OF_GANG: (-0.3, 0.9),
+        Basis.END_OF_RUNNING: (-0.45, 0.75),
+        Basis.END_OF_WAITING: (-0.35, 1.35),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds until a lease starts: ``likely_s``, between ``low_s`` and ``high_s``."""
+    """Seconds until something happens: in 80 % of the cases between ``low_s`` and ``high_s``."""
 
     low_s: float
-    likely_s: float
     high_s: float
 
 
-def estimates(
-    cluster: Cluster,
-    now: float,
-    durations_s: Sequence[float],
-    *,
-    most_events: int = 2_000,
-) -> Mapping[str, Estimate]:
-    """Return the estimates of waiting jobs, by id.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is known of the work of jobs."""
 
-    ``durations_s``: durations of ended jobs.  ``most_events`` bounds the work per
-    future; a job that does not start within it, or within `HORIZON_S`, in each
-    of them gets no estimate.
+    left_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by lease, of measured jobs
+    ran_s: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of ended jobs, by project
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Estimates by lease, all from one future; leases without one are missing."""
+
+    starts: Mapping[str, Estimate] = field(default_factory=dict)  # of waiting jobs
+    ends: Mapping[str, Estimate] = field(default_factory=dict)  # of jobs, their pauses included
+    free: tuple[tuple[Estimate, float], ...] = ()  # when so many GPUs are free at once, ascending
+
+    def free_in(self, count: float) -> Estimate | None:
+        """Return when ``count`` GPUs are free at once for a session; None: not in sight."""
+        return next((at for at, free in self.free if free >= count - 1 / WHOLE_GPU), None)
+
+
+def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_000) -> Forecast:
+    """Return the estimates for ``cluster``; ``most_events`` bounds the work.
+
+    No new work comes in the future, and sessions keep what they hold.
     """
-    samples = sorted(durations_s)
-    waiting = [x for x in cluster.leases if _waits(x)]
-    if len(samples) < LEAST or not waiting:
-        return {}
-    futures = [_starts(cluster, now, samples, percent, most_events) for percent in QUARTILES]
-    found = {}
-    for lease in waiting:
-        moments = sorted(starts[lease.id] - now for starts in futures if lease.id in starts)
-        if len(moments) == len(QUARTILES):
-            found[lease.id] = Estimate(*moments)
-    return found
+    jobs = [x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled]
+    samples = _Samples(work)
+    left = {x.id: found for x in jobs if (found := samples.left_gpu_s(x, now)) is not None}
+    future = replayed(cluster, now, left, most_events=most_events)
+    is_open = any(x.id not in left for x in jobs if x.state in HOLDS_CAPACITY)
+    starts, ends = {}, {}
+    for lease in jobs:
+        start, end = future.starts_at.get(lease.id), future.ends_at.get(lease.id)
+        if is_open and is_waiting(lease):
+            continue
+        if start is not None and _is_first(lease, now, cluster.settings):
+            basis = Basis.START_OF_GANG if gpus(lease) > 1 else Basis.START
+            starts[lease.id] = around(start - now, basis)
+        if end is not None and lease.id in work.left_gpu_s:
+            basis = Basis.END_OF_WAITING if is_waiting(lease) else Basis.END_OF_RUNNING
+            ends[lease.id] = around(end - now, basis)
+    free = tuple((around(at - now, Basis.START), count) for at, count in future.free_at)
+    return Forecast(starts, ends, () if is_open else free)
 
 
-def _waits(lease: Lease) -> bool:
-    waits = lease.state is State.PENDING or lease.state is State.SUSPENDED
-    return waits and lease.kind is Kind.TRAIN and not lease.cancelled
+def around(seconds: float, basis: Basis) -> Estimate:
+    """Return the range around a prediction."""
+    low, high = BANDS[basis]
+    from_s = seconds + OFFSET_S
+    return Estimate(max(0.0, from_s * exp(low) - OFFSET_S), from_s * exp(high) - OFFSET_S)
 
 
-class _Starts(Watcher):
-    """Notes when each lease first starts, and ends the replay with the last."""
-
-    replay: Replay
-
-    def __init__(self, waiting: int) -> None:
-        self.at: dict[str, float] = {}
-        self._left = waiting
-
-    def changed(self, now: float, before: Lease | None, after: Lease) -> None:
-        if before is None or not _waits(before) or after.state not in HOLDS_CAPACITY or after.id in self.at:
-            return
-        self.at[after.id] = now
-        self._left -= 1
-        self.replay.stopped = not self._left
+def _is_first(lease: Lease, now: float, settings: Settings) -> bool:
+    return order_of(settings).group(lease, now, settings) <= 0
 
 
-def _starts(
-    cluster: Cluster, now: float, samples: Sequence[float], percent: int, most_events: int
-) -> Mapping[str, float]:
-    watcher = _Starts(sum(map(_waits, cluster.leases)))
-    replay = Replay(cluster, now=now, watcher=watcher)
-    watcher.replay = replay
-    for lease in cluster.leases:
-        left_s = inf
-        if lease.kind is Kind.TRAIN:
-            left_s = remaining_s(
-                attained_gpu_s(lease, now) / max(gpus(lease), 1 / WHOLE_GPU), samples, percent
-            )
-        replay.adopt(lease, left_s)
-    replay.run(now + HORIZON_S, most_events=most_events)
-    return watcher.at
+class _Samples:
+    """Run times of ended jobs, ascending."""
+
+    def __init__(self, work: Work) -> None:
+        self._measured = work.left_gpu_s
+        self._of_all = sorted(seconds for ran_s in work.ran_s.values() for seconds in ran_s)
+        self._of = {name: sorted(ran_s) for name, ran_s in work.ran_s.items() if len(ran_s) >= LEAST}
+
+    def left_gpu_s(self, lease: Lease, now: float) -> float | None:
+        """Return the GPU-seconds that a job has left; None: nothing is known."""
+        if (measured := self._measured.get(lease.id)) is not None:
+            return measured
+        samples = self._of.get(lease.project, self._of_all)
+        if len(samples) < LEAST:
+            return None
+        count = max(gpus(lease), 1 / WHOLE_GPU)
+        return count * median_left_s(attained_gpu_s(lease, now) / count, samples)
 
 
-def remaining_s(ran_s: float, samples: Sequence[float], percent: float) -> float:
-    """Percentile ``percent`` of the remaining seconds of ended jobs that took longer than ``ran_s``.
+def median_left_s(ran_s: float, samples: Sequence[float]) -> float:
+    """Return the median of the remaining seconds of ended jobs that took longer than ``ran_s``.
 
     ``samples`` ascend.  A job that outlasts them all is taken to be in its middle.
     """
-    longer = samples[bisect_right(samples, ran_s) :]
-    if not longer:
-        return ran_s
-    return longer[max(0, ceil(len(longer) * percent / 100) - 1)] - ran_s
+    first = bisect_right(samples, ran_s)
+    longer = len(samples) - first
+    return samples[first + longer // 2] - ran_s if longer else ran_s

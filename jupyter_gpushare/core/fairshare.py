@@ -85,6 +85,10 @@ class Ledger:
             self._fitting[key] = found is not None
         return lease.state is State.PENDING and self._fitting[key]
 
+    def demand_milli(self) -> dict[str, int]:
+        """Return what the leases of each project hold and wait for, by its name."""
+        return {name: use + self._waiting[name] for name, use in self._use.items()}
+
     def advance(self, now: float) -> None:
         """Add up the lags until ``now``; nothing counted changed since the last call."""
         due = sorted((x.retry_at, x.id) for x in self._backing_off.values() if x.retry_at <= now)
@@ -106,8 +110,7 @@ class Ledger:
         """Thousandths of a GPU by which each project falls behind now."""
         if not any(self._waiting.values()):
             return {}
-        demand = {name: use + self._waiting[name] for name, use in self._use.items()}
-        shares = fair_shares(self.projects, demand, WHOLE_GPU * len(self.devices))
+        shares = fair_shares(self.projects, self.demand_milli(), WHOLE_GPU * len(self.devices))
         due = {p.name: max(0, shares[p.name] - p.quota_milli) for p in self.projects}
         had = {p.name: max(0, self._use[p.name] - p.quota_milli) for p in self.projects}
         if not any(due.values()):

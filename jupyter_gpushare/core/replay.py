@@ -1,4 +1,4 @@
-"""Replay work through the policy in virtual time, for estimates and for the simulator.
+"""Replay work through the policy in virtual time, for the simulator.
 
 A `Replay` holds leases and a heap of events.  Time jumps from event to event;
 after the events of one moment the broker's planner plans, and its actions are
@@ -100,7 +100,7 @@ class Replay:
         adaptive: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
-        """``cluster``: as it is at ``now``; its leases come in by `adopt`.
+        """``cluster``: without leases; they come in by `add_job` and `add_session`.
 
         ``adaptive``: each session's idle timeout follows from its own history (`idle`).
         """
@@ -132,21 +132,6 @@ class Replay:
         """Add a session that comes with the first of ``cells``, which are sorted by submission."""
         self._leases[lease.id] = SimulatedLease(lease, 0.0, cells)
         self._schedule(max(cells[0].submit_at, self.now), EventKind.CAME, lease.id)
-
-    def adopt(self, lease: Lease, left_s: float = inf) -> None:
-        """Add a lease in its present state, with ``left_s`` seconds of work left.
-
-        A transition that has begun takes as long as if it began now.
-        """
-        sim = self._leases[lease.id] = SimulatedLease(lease, left_s)
-        self._changed(None, lease)
-        self._due = True
-        if _waits(lease):
-            self._waiting.add(lease.id)
-        elif lease.state is State.RUNNING:
-            self._run_from_now(sim)
-        elif lease.state is not State.SUSPENDED:
-            self._schedule(self.now + self._takes(sim), EventKind.MOVED, lease.id)
 
     def run(self, until_at: float = inf, *, most_events: float = inf) -> bool:
         """Run until ``until_at``, or for about ``most_events``; False: nothing is left to do."""
@@ -402,8 +387,7 @@ class Replay:
 
     def _run_from_now(self, sim: SimulatedLease) -> None:
         sim.runs_from_at = self.now
-        if sim.left_s < inf:
-            self._schedule(self.now + sim.left_s, EventKind.ENDED, sim.lease.id)
+        self._schedule(self.now + sim.left_s, EventKind.ENDED, sim.lease.id)
         if sim.reports is not None:
             self._report(sim)
 

@@ -181,12 +181,19 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
         value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
         label=offer.label,
         detail=f"{messages.gigabytes(offer.memory_bytes)}{of}",
-        starts={"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts],
+        starts=_starts(offer),
         promise="" if disabled else promise,
         reason=_sentence(offer.reason),
         disabled=disabled,
         checked=not disabled and _comparable(offer.options) == wanted,
     )
+
+
+def _starts(offer: Offer) -> str:
+    found = offer.starts_in
+    if offer.starts == "no" and found is not None:
+        return f"may start in {messages.english(messages.range_text(found.low_s, found.high_s))}"
+    return {"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts]
 
 
 def _gpus(milli: int) -> str:

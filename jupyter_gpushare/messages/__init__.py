@@ -19,7 +19,6 @@ from jupyter_gpushare.messages.queue import (
     because_of,
     is_preemption,
     requeued,
-    starts_in,
     usually,
     waiting,
 )
@@ -33,6 +32,7 @@ from jupyter_gpushare.messages.units import (
     memory,
     needs_of,
     printable,
+    range_text,
     size_text,
     time_text,
 )

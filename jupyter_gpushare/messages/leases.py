@@ -47,7 +47,9 @@ class LeaseFacts:
     lend_now: bool = False  # its owner offers it to the next waiting lease
     usually_wakes: Text | None = None  # `usually`
     held_up_s: float | None = None  # longest time until the work on its GPU, which is stopping, has ended
-    copy_s: float | None = None  # bringing its memory back takes about so long
+    starts_in: Text | None = None  # estimates (`range_text`); None: not known well enough
+    ends_in: Text | None = None
+    back_in: Text | None = None  # its GPU, once it is wanted
     given_to: str = ""  # the project that its GPU was taken for
     taken_back_by: str = ""  # the project that lends the GPU; empty: several
     position: int | None = None  # in the queue
@@ -125,13 +127,11 @@ def _session_sentence(facts: LeaseFacts) -> Texts:
         case State.SUSPENDING:
             return (text("session.suspending", memory(facts.memory_used_bytes)),)
         case State.SUSPENDED if facts.wanted:
-            return (_waking_sentence(facts, saved),)
+            return _waking_sentence(facts, saved), *_back_in(facts)
         case State.SUSPENDED:
             return _asleep_sentence(facts)
-        case State.RESUMING if facts.copy_s is None:
-            return (text("session.copying", saved),)
         case State.RESUMING:
-            return (text("session.copying_about", saved, duration_text(max(1.0, facts.copy_s or 0.0))),)
+            return text("session.copying", saved), *_back_in(facts)
         case State.STOPPING:
             return (text("session.stopping"),)
         case State.FAILED:
@@ -149,6 +149,8 @@ def _asleep_sentence(facts: LeaseFacts) -> Texts:
         wake = text("session.how_to_wake_empty")
     elif facts.usually_wakes:
         wake = text("session.how_to_wake_usually", facts.usually_wakes)
+    elif facts.back_in and not facts.damaged:
+        wake = text("session.how_to_wake_in", facts.back_in)
     return text("session.asleep", facts.since), lent, wake
 
 
@@ -161,12 +163,13 @@ def _waking_sentence(facts: LeaseFacts, saved: Text) -> Text:
         if facts.lent_to:
             return text("session.waking_empty_from", facts.lent_to)
         return text("session.waking_empty")
-    size = saved
-    if facts.copy_s is not None:
-        size = text("part.size_about", saved, duration_text(max(1.0, facts.copy_s)))
     if facts.lent_to:
-        return text("session.waking_from", facts.lent_to, size)
-    return text("session.waking", size)
+        return text("session.waking_from", facts.lent_to, saved)
+    return text("session.waking", saved)
+
+
+def _back_in(facts: LeaseFacts) -> Texts:
+    return (text("session.back_in", facts.back_in),) if facts.back_in else ()
 
 
 def _running_sentence(facts: LeaseFacts) -> Texts:
@@ -210,6 +213,8 @@ def _progress(facts: LeaseFacts) -> Texts:
     until = () if facts.runs_until is None else (text("job.runs_until", facts.runs_until),)
     if facts.doubt is not None:
         return text("job.doubt", text(f"part.doubt_{facts.doubt}")), *until
+    if facts.ends_in is not None:
+        return text("job.ends_in", facts.ends_in), *until
     return until if facts.left_s is None else (text("job.left", duration_text(facts.left_s)), *until)
 
 
@@ -234,7 +239,9 @@ def _job_sentence(facts: LeaseFacts) -> Texts:
             return (text("job.pausing", because),)
         case State.SUSPENDED:
             number = (text("job.number", facts.position),) if facts.position else ()
-            return text("job.requeued" if facts.damaged else "job.paused", facts.since, because), *number
+            paused = text("job.requeued" if facts.damaged else "job.paused", facts.since, because)
+            goes_on = (text("job.goes_on_in", facts.starts_in),) if facts.starts_in else ()
+            return paused, *number, *goes_on
         case State.RESUMING:
             return (text("job.resuming"),)
         case State.STOPPING if facts.is_timed_out:

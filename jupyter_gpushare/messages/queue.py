@@ -42,17 +42,6 @@ def requeued(since: str | Text, because: str | Text, checkpoint: str, waits: Tex
     return text("job.requeued", since, because), text(goes_on), *waits
 
 
-_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"))
-
-
-def starts_in(low_s: float, likely_s: float, high_s: float) -> Text:
-    """Return the estimate of a start: ``Starts in about 25 min (10-50).``, one unit for all three."""
-    found = ((size, unit) for size, unit in _UNITS if likely_s < 90 * size)
-    size, unit = next(found, (86_400, "days"))
-    low, likely, high = (max(1, round(s / size)) for s in (low_s, likely_s, high_s))
-    return text(f"job.starts_in_{unit}", likely, low, high)
-
-
 def usually(low_s: float, likely_s: float, high_s: float) -> Text:
     """Return how long something took before: ``usually 8 s (5-12)``."""
     low, likely, high = (max(1, round(s)) for s in (low_s, likely_s, high_s))

@@ -26,6 +26,15 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "duration.seconds": "%1 s",
         "duration.minutes": "%1 min",
         "duration.hours": "%1 h",
+        "duration.days": "%1 days",
+        # Estimates: from %1 to %2 of a unit, and of two durations.
+        "range.seconds": "%1 to %2 s",
+        "range.minutes": "%1 to %2 min",
+        "range.hours": "%1 to %2 h",
+        "range.days": "%1 to %2 days",
+        "range.mixed": "%1 to %2",
+        "range.about": "about %1",
+        "range.up_to": "at most %1",
         "memory": "%1 GB",
         "part.list": "%1, %2",
         # ---- reasons, read by the first template that matches (`reasons`) -----
@@ -193,6 +202,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.how_to_wake_empty": "It comes back with your next GPU cell.",
         "session.how_to_wake_damaged": "Run any GPU cell to wake it.",
         "session.how_to_wake_usually": "Run any GPU cell to wake it, %1.",
+        "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
+        "session.back_in": "It is back in %1.",
         "session.waits_for_capacity": (
             "Your GPU was borrowed and others use it: it comes back when there is free capacity, "
             "then your cell runs."
@@ -205,7 +216,6 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.waking_empty_from": "Getting the GPU back from %1. Your cell runs after that.",
         "session.waking_from": "Getting the GPU back from %1, then copying %2. Your cell runs after that.",
         "session.copying": "Copying %1 back to the GPU. Your cell runs after that.",
-        "session.copying_about": "Copying %1 back to the GPU (about %2). Your cell runs after that.",
         "session.lost": (
             "Your GPU memory could not be brought back, so the kernels that used it have to restart. "
             "Files are safe. Reference %1."
@@ -228,7 +238,6 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         ),
         # ---- parts of sentences ----------------------------------------------
         "part.jobs_waiting": ("%1 job is waiting", "%1 jobs are waiting"),
-        "part.size_about": "%1 (about %2)",
         "part.usually": "usually %1 s",
         "part.usually_range": "usually %1 s (%2-%3)",
         "part.job_of_project": "a training job of project %1",
@@ -274,10 +283,9 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.now": "Would start now.",
         "job.now_borrowed": ("Would start now on a borrowed GPU; it may be paused when its owner needs it."),
         "job.smaller": "With %1 it would start now.",
-        "job.starts_in_seconds": "Starts in about %1 s (%2-%3).",
-        "job.starts_in_minutes": "Starts in about %1 min (%2-%3).",
-        "job.starts_in_hours": "Starts in about %1 h (%2-%3).",
-        "job.starts_in_days": "Starts in about %1 days (%2-%3).",
+        "job.starts_in": "Starts in %1.",
+        "job.goes_on_in": "Goes on in %1.",
+        "job.ends_in": "Ends in %1.",
         # ---- why a job waits -------------------------------------------------
         "waiting.next": "Needs %1; there is free capacity, so it starts in a moment.",
         "waiting.project_limit": (

@@ -59,6 +59,28 @@ def duration(seconds: float) -> str:
     return english(duration_text(seconds))
 
 
+_UNITS = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def range_text(low_s: float, high_s: float) -> Text:
+    """Return an estimate: ``20 to 50 min``, ``40 s to 3 min``, ``about 5 min``, ``at most 30 s``."""
+    high = _rounded(high_s)
+    if low_s < 1:
+        return text("range.up_to", text(*high))
+    low = _rounded(low_s)
+    if low == high:
+        return text("range.about", text(*high))
+    if low[0] == high[0]:
+        return text(low[0].replace("duration.", "range."), low[1], high[1])
+    return text("range.mixed", text(*low), text(*high))
+
+
+def _rounded(seconds: float) -> tuple[str, int]:
+    """Return template and number of a duration, in the largest unit of which it has at least 1.5."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 1.5 * size), (1, "seconds"))
+    return f"duration.{unit}", max(1, round(seconds / size))
+
+
 def duration_text(seconds: float) -> Text:
     """Return `duration` for translation."""
     if seconds < 90:

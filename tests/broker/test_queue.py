@@ -117,14 +117,14 @@ async def test_however_many_wait_those_that_ran_and_those_that_ended_last_are_to
 
 
 @in_virtual_time
-async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path):
+async def test_a_start_is_told_as_a_range_once_ten_jobs_have_ended(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         forecast = broker.views.forecast
         for _ in range(10):
             ended = await site.submit("bo", "2", program=Program(work_s=60))
             await forecast.refresh()
-            assert broker.seen(ended).estimate is None
+            assert broker.seen(ended).starts_in is None
             asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
             assert "Starts in" not in (await broker.requests.outlook("bo", asked)).sentence
             await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
@@ -133,16 +133,37 @@ async def test_a_start_is_foretold_as_a_range_once_ten_jobs_have_ended(tmp_path)
         await asyncio.sleep(10)
         await forecast.refresh()
         seen = broker.seen(job)
-        assert seen.estimate.low_s <= seen.estimate.likely_s <= seen.estimate.high_s
-        assert 30 < seen.estimate.likely_s < 70
-        assert re.search(r"Starts in about \d+ s \(\d+-\d+\)\.", seen.reason)
+        assert seen.starts_in.low_s < 60 < seen.starts_in.high_s < 240
+        assert re.search(r"Starts in (\d+ s to \d+ min|\d+ to \d+ s)\.", seen.reason)
         # So is that of a job that is not submitted yet: it would be behind both.
         asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
         answers = await asyncio.gather(*(broker.requests.outlook("bo", asked) for _ in range(2)))
-        assert answers[0].sentence.endswith("Starts in about 2 min (2-2).")
+        assert answers[0].starts_in.low_s < 120 < answers[0].starts_in.high_s
+        assert re.search(r"Starts in .* min\.$", answers[0].sentence)
         assert answers[0].position == 2
-        await asyncio.sleep(20)
-        assert broker.seen(job).estimate.likely_s == seen.estimate.likely_s - 20
+        await asyncio.sleep(3)
+        assert broker.seen(job).starts_in.high_s == pytest.approx(seen.starts_in.high_s - 3, abs=1)
+
+
+@in_virtual_time
+async def test_measured_progress_tells_the_end_and_the_next_start_from_the_first_job_on(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "2", program=Program(work_s=4_000))
+        await until(lambda: broker.state(job) == "running", 120)
+        for done in range(1, 17):
+            report = wire.JobReport(state="progress", done=done, total=80)
+            await broker.requests.report("bo", job.id, 1, report)
+            await asyncio.sleep(50)
+        await broker.views.forecast.refresh()
+        ends, says = broker.seen(job).ends_in, broker.seen(job).reason
+        other = await site.submit("bo", "2")
+        await broker.views.forecast.refresh()
+        starts = broker.seen(other).starts_in
+        assert ends.low_s < 3_200 < ends.high_s < 8 * ends.low_s
+        assert re.search(r"Ends in \d+ (min to \d+ h|to \d+ (min|h))\.", says)
+        assert starts is not None
+        assert "Starts in" in broker.seen(other).reason
 
 
 @in_virtual_time

@@ -109,15 +109,17 @@ def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
     )
 
 
-def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_the_copy_takes():
-    gives = facts(State.SUSPENDED, wanted=True, copy_s=4.6)
+def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_that_takes():
+    gives = facts(State.SUSPENDED, wanted=True, back_in=messages.range_text(5, 42))
     assert said(messages.sentence, gives) == (
-        "Getting the GPU back from a training job of project nlp, then copying 6.5 GB (about 5 s). "
-        "Your cell runs after that."
+        "Getting the GPU back from a training job of project nlp, then copying 6.5 GB. "
+        "Your cell runs after that. It is back in 5 to 42 s."
     )
     assert said(messages.badge, gives) == "Waking up"
-    copies = facts(State.RESUMING, copy_s=None)
+    copies = facts(State.RESUMING)
     assert said(messages.sentence, copies) == "Copying 6.5 GB back to the GPU. Your cell runs after that."
+    asleep = facts(State.SUSPENDED, back_in=messages.range_text(5, 42))
+    assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(messages.sentence, asleep)
 
 
 def test_an_owner_that_has_to_wait_reads_for_which_job_and_how_long():
@@ -274,14 +276,18 @@ def test_a_size_reads_the_same_before_and_after_translation(size):
 @pytest.mark.parametrize(
     ("seconds", "says"),
     [
-        ((600, 1500, 3000), "Starts in about 25 min (10-50)."),
-        ((0, 10, 20), "Starts in about 10 s (1-20)."),
-        ((3600, 7200, 90_000), "Starts in about 2 h (1-25)."),
-        ((86_400, 400_000, 900_000), "Starts in about 5 days (1-10)."),
+        ((1200, 3000), "20 to 50 min"),
+        ((0.4, 20), "at most 20 s"),
+        ((0, 0), "at most 1 s"),
+        ((40, 180), "40 s to 3 min"),
+        ((290, 310), "about 5 min"),
+        ((7200, 29_000), "2 to 8 h"),
+        ((86_400, 900_000), "24 h to 10 days"),
+        ((200_000, 900_000), "2 to 10 days"),
     ],
 )
-def test_a_start_is_told_as_a_range_in_one_unit(seconds, says):
-    assert said(messages.starts_in, *seconds) == says
+def test_an_estimate_is_told_as_a_range(seconds, says):
+    assert said(messages.range_text, *seconds) == says
 
 
 @pytest.mark.parametrize(

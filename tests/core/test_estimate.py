@@ -1,15 +1,25 @@
-"""When will it start: a range out of three futures."""
+"""Ranges of when jobs start and end, out of one future."""
 
 from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.estimate import Estimate, estimates, remaining_s
-from jupyter_gpushare.core.model import CheckpointMode, Order
-from tests.core.build import ASLEEP, NOW, build, cluster, train
+from jupyter_gpushare.core.estimate import (
+    BANDS,
+    OFFSET_S,
+    Basis,
+    Estimate,
+    Work,
+    around,
+    forecast,
+    median_left_s,
+)
+from jupyter_gpushare.core.model import Order
+from tests.core.build import ASLEEP, NOW, build, cluster, project, train
 
-# Quartiles: 300, 500, 800.
+# Median: 600.
 RAN_S = [100.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0, 800.0, 900.0, 1000.0]
+SITE = Work(ran_s={"p": RAN_S})
 
 
 def queue(*leases, **more):
@@ -26,47 +36,112 @@ def waiting(id="next", **more):
     return train(id, 1000, **{"queued_at": NOW, "waits_since_at": NOW} | more)
 
 
-def test_fewer_than_ten_samples_say_nothing():
-    assert estimates(queue(running(), waiting()), NOW, RAN_S[:9]) == {}
-    assert estimates(queue(running()), NOW, RAN_S) == {}
+def test_fewer_than_ten_ended_jobs_say_nothing():
+    found = forecast(queue(running(), waiting()), NOW, Work(ran_s={"p": RAN_S[:9]}))
+    assert not found.starts
+    assert not found.ends
+    assert not forecast(queue(running()), NOW, SITE).starts
 
 
-def test_a_job_behind_another_waits_for_as_long_as_jobs_take():
-    assert estimates(queue(running(), waiting()), NOW, RAN_S) == {"next": Estimate(300, 500, 800)}
+def test_while_a_running_job_may_end_at_any_time_only_measured_ends_are_told():
+    work = Work(left_gpu_s={"on": 250.0})
+    unknown = train("unknown", 1000, "1", attained_at=NOW, granted_at=NOW)
+    found = forecast(queue(running(), unknown, waiting(), gpus=2), NOW, work)
+    assert not found.starts
+    assert found.ends.keys() == {"on"}
+    assert found.free_in(1) is None
 
 
-def test_the_second_in_line_waits_for_two():
-    second = waiting("then", queued_at=NOW + 1)
-    found = estimates(queue(running(), waiting(), second), NOW, RAN_S)
-    assert found["then"] == Estimate(600, 1000, 1600)
+def test_a_job_starts_when_the_one_before_it_ends_at_the_median():
+    found = forecast(queue(running(), waiting(), waiting("then", queued_at=NOW + 1)), NOW, SITE)
+    assert found.starts == {"next": around(600, Basis.START), "then": around(1200, Basis.START)}
 
 
-def test_of_a_job_that_ran_for_long_less_is_left():
-    assert remaining_s(650.0, RAN_S, 50) == 150
-    assert remaining_s(1000.0, RAN_S, 50) == 1000
-    found = estimates(queue(running(ran_s=650.0), waiting()), NOW, RAN_S)
-    assert found["next"] == Estimate(50, 150, 250)
+def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight():
+    for basis in Basis:
+        for seconds in (0.0, 30.0, 600.0, 86_400.0):
+            low, high = BANDS[basis]
+            found = around(seconds, basis)
+            assert found.low_s <= seconds <= found.high_s
+            assert found.high_s <= 8 * max(found.low_s, OFFSET_S)
+            assert low < 0 < high
 
 
-def test_an_idle_session_is_lent_after_its_timeout_and_a_busy_one_never():
+def test_ended_jobs_of_the_project_come_before_those_of_the_site():
+    projects = [project("p", 1), project("q", 0)]
+    work = Work(ran_s={"p": RAN_S, "q": [50.0] * 10})
+    found = forecast(queue(running(project="q"), waiting(), projects=projects), NOW, work)
+    assert found.starts["next"] == around(50, Basis.START)
+    few = Work(ran_s={"p": RAN_S, "q": [50.0] * 9})
+    found = forecast(queue(running(project="q"), waiting(), projects=projects), NOW, few)
+    assert found.starts["next"] == around(100, Basis.START)
+
+
+def test_measured_progress_counts_from_the_first_job_on():
+    found = forecast(queue(running(), waiting()), NOW, Work(left_gpu_s={"on": 250.0}))
+    assert found.starts == {"next": around(250, Basis.START)}
+    assert found.ends == {"on": around(250, Basis.END_OF_RUNNING)}
+
+
+def test_the_end_of_a_paused_job_counts_its_wait():
+    paused = waiting("z", attained_gpu_s=50.0)
+    work = Work(left_gpu_s={"on": 250.0, "z": 100.0})
+    assert forecast(queue(running(), paused), NOW, work).ends["z"] == around(350, Basis.END_OF_WAITING)
+
+
+def test_the_start_of_a_gang_has_a_band_of_its_own():
+    gang = train("next", 1000, device_count=2, queued_at=NOW, waits_since_at=NOW)
+    work = Work(left_gpu_s={"on": 250.0})
+    found = forecast(queue(running(), gang, gpus=2), NOW, work)
+    assert found.starts == {"next": around(250, Basis.START_OF_GANG)}
+
+
+def test_a_start_in_a_later_group_of_the_order_is_not_told():
+    work = Work(left_gpu_s={"on": 250.0})
+    demoted = waiting(attained_gpu_s=5_000.0)
+    assert not forecast(queue(running(), demoted, order=Order.LAS), NOW, work).starts
+    assert forecast(queue(running(), waiting(), order=Order.LAS), NOW, work).starts
+
+
+def test_a_cancelled_job_is_not_asked_about():
+    found = forecast(queue(running(), waiting(cancelled=True)), NOW, SITE)
+    assert not found.starts
+
+
+def test_a_session_learns_when_so_many_gpus_are_free():
+    work = Work(left_gpu_s={"on": 250.0, "too": 500.0})
+    too = train("too", 1000, "1", attained_at=NOW, granted_at=NOW)
+    found = forecast(queue(running(), too, gpus=2), NOW, work)
+    assert found.free_in(1) == around(250, Basis.START)
+    assert found.free_in(2) == around(500, Basis.START)
+    assert found.free_in(3) is None
+    assert forecast(queue(gpus=2), NOW, work).free_in(2) == around(0, Basis.START)
+
+
+def test_sessions_keep_what_they_hold_until_they_may_be_lent():
     idle = build("nb", 1000, "0", idle_s=0.0)
-    assert estimates(queue(idle, waiting()), NOW, RAN_S) == {"next": Estimate(600, 600, 600)}
+    assert forecast(queue(idle, waiting()), NOW, SITE).starts == {"next": around(600, Basis.START)}
     busy = build("nb", 1000, "0")
-    assert estimates(queue(busy, waiting()), NOW, RAN_S) == {}
+    assert not forecast(queue(busy, waiting()), NOW, SITE).starts
 
 
-def test_a_job_that_sleeps_is_told_when_it_goes_on():
-    asleep = train("z", 1000, "0", state=ASLEEP, survival=CheckpointMode.SUSPEND)
-    found = estimates(queue(running(), asleep), NOW, RAN_S)
-    assert found == {"z": Estimate(300, 500, 800)}
+def test_a_suspended_job_goes_on_when_gpus_are_free():
+    asleep = train("z", 1000, "0", state=ASLEEP, queued_at=NOW)
+    assert forecast(queue(running(), asleep), NOW, SITE).starts == {"z": around(600, Basis.START)}
 
 
-def test_an_estimate_is_bounded_in_work():
+def test_the_forecast_is_bounded_in_work():
     jobs = [waiting(f"w{n}", queued_at=NOW + n) for n in range(50)]
-    found = estimates(queue(running(), *jobs), NOW, RAN_S, most_events=20)
-    assert 5 < len(found) < 50
+    found = forecast(queue(running(), *jobs), NOW, SITE, most_events=20)
+    assert 0 < len(found.starts) < 50
 
 
-@pytest.mark.parametrize("percent", [25, 75])
-def test_what_is_left_is_one_of_the_samples(percent):
-    assert remaining_s(0.0, RAN_S, percent) in RAN_S
+@pytest.mark.parametrize("ran_s", [0.0, 99.0, 950.0])
+def test_the_median_is_that_of_longer_jobs(ran_s):
+    longer = [x - ran_s for x in RAN_S if x > ran_s]
+    assert median_left_s(ran_s, RAN_S) == longer[len(longer) // 2]
+
+
+def test_a_job_that_outlasts_all_is_in_its_middle():
+    assert median_left_s(1000.0, RAN_S) == 1000
+    assert Estimate(1, 2) == Estimate(1, 2)

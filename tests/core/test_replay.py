@@ -229,7 +229,7 @@ def test_a_busy_session_on_borrowed_capacity_is_suspended_in_its_cell_and_goes_o
     assert story.ended("nb") == 52 + 70
 
 
-# -- bounds, and what is there already
+# -- bounds
 
 
 def test_a_run_can_be_bounded_in_time_and_events_and_goes_on(story):
@@ -250,22 +250,6 @@ def test_a_watcher_may_end_the_run(story):
     story.changed = lambda now, before, after: setattr(r, "stopped", True)
     assert r.run() is False
     assert r.now == 0
-
-
-def test_what_is_there_already_is_adopted_in_the_middle_of_it(story):
-    r = world(story, gpus=4, now=1000.0, costs=Costs(grace_s=5, copy_bytes_per_s=GIB))
-    r.adopt(job("on", on="0", state=State.RUNNING), 40)
-    r.adopt(job("leaves", on="1", state=State.STOPPING), 40)
-    r.adopt(job("asleep", on="2", state=State.SUSPENDED, saved_bytes=3 * GIB), 40)
-    r.adopt(session("idle", on="3", idle_since_at=900.0))
-    r.adopt(session("dreams", on="2", state=State.SUSPENDED, project="x"))
-    r.adopt(job("waits", gpus=2), 10)
-    r.run(until_at=5000)
-    assert story.ended("on") == 1040
-    assert story.at("leaves", State.PENDING)[-1] == 1005
-    assert story.at("asleep", State.RUNNING) == [1003]
-    assert story.leases["dreams"].state is State.SUSPENDED
-    assert story.leases["waits"].state is State.RELEASED
 
 
 def test_a_plan_that_never_settles_is_an_error_and_not_a_hang(story, monkeypatch):

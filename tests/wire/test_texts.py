@@ -49,10 +49,8 @@ def test_a_template_numbers_its_arguments_from_one_without_a_gap(key):
 
 
 def test_english_puts_arguments_into_each_other():
-    inner = text("part.size_about", "6.5 GB", text("duration.seconds", 5))
-    assert english(text("session.waking", inner)) == (
-        "Getting the GPU back, then copying 6.5 GB (about 5 s). Your cell runs after that."
-    )
+    inner = text("range.about", text("duration.minutes", 5))
+    assert english(text("job.starts_in", inner)) == "Starts in about 5 min."
     assert english(text("part.jobs_waiting", 1)) == "1 job is waiting"
     assert english(text("verbatim", "100 %1")) == "100 %1"
 

@@ -15,7 +15,7 @@ from math import floor
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
@@ -159,30 +159,30 @@ class RequestService:
         self.engine.check_request(cluster, lease)
         outlook = self.engine.outlook(cluster, now)
         grant = outlook.grants.get(lease.id)
+        explanation = outlook.explain(lease.id)
+        start = await self.forecast.start_of_new(cluster, lease.id) if grant is None else None
+        sentence: messages.Texts
         if grant is not None:
-            now_text = messages.text("job.now_borrowed" if grant.borrowed else "job.now")
-            return wire.JobOutlook(
-                starts="now",
-                position=None,
-                borrowed=grant.borrowed,
-                sentence=messages.english(now_text),
-                sentence_texts=[now_text],
+            sentence = (messages.text("job.now_borrowed" if grant.borrowed else "job.now"),)
+        else:
+            sentence = messages.waiting(
+                explanation.why,
+                needs=messages.needs_of(lease),
+                free_milli=explanation.free_milli,
+                position=explanation.position,
             )
-        explanation, needs = outlook.explain(lease.id), messages.needs_of(lease)
-        sentence = messages.waiting(
-            explanation.why, needs=needs, free_milli=explanation.free_milli, position=explanation.position
-        )
-        if (smaller := outlook.smaller(lease)) is not None:
+        if grant is None and (smaller := outlook.smaller(lease)) is not None:
             sentence += (messages.text("job.smaller", messages.size_text(smaller)),)
-        found = await self.forecast.estimate_new(cluster, lease.id)
-        if found is not None:
-            sentence += (messages.starts_in(found.low_s, found.likely_s, found.high_s),)
+        if start is not None:
+            sentence += (messages.text("job.starts_in", messages.range_text(start.low_s, start.high_s)),)
+        is_soon = explanation.why is Why.AWAITING_RELEASE
         return wire.JobOutlook(
-            starts="soon" if explanation.why is Why.AWAITING_RELEASE else "no",
-            position=explanation.position,
-            borrowed=False,
+            starts="now" if grant is not None else "soon" if is_soon else "no",
+            position=None if grant is not None else explanation.position,
+            borrowed=grant is not None and grant.borrowed,
             sentence=messages.english(sentence),
             sentence_texts=list(sentence),
+            starts_in=seconds(start),
         )
 
     async def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:

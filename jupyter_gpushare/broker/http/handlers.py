@@ -118,6 +118,7 @@ class Jobs(Base):
         key = self.request.headers.get("Idempotency-Key")
         async with self.service.limits.submits.of(identity.user):
             job = await self.control.requests.submit(identity.user, groups, request, key)
+            await self.service.views.forecast.renew()
             self.answer(self.service.views.job(job, is_new=True), 201)
 
 
@@ -156,6 +157,7 @@ class JobRetry(Base):
         groups = await self.service.access.groups(identity.user, fresh=True)
         async with self.service.limits.submits.of(identity.user):
             again = await self.control.requests.retry(job, groups)
+            await self.service.views.forecast.renew()
             self.answer(self.service.views.job(again, is_new=True), 201)
 
 

@@ -85,9 +85,14 @@ class DeviceState:
         """Return why nothing can be suspended on one of these devices; empty when it can."""
         return next((d.suspend_reason for d in self.listed if d.uuid in uuids and not d.suspendable), "")
 
-    def resume_bytes_per_s(self, uuids: Collection[str]) -> float:
-        """Return the copy rate that the self-test measured on the slowest of these devices; 0: unknown."""
-        return min((d.resume_bytes_per_s for d in self.listed if d.uuid in uuids), default=0.0)
+    def copy_rates(self, uuids: Collection[str]) -> tuple[float, float]:
+        """Return bytes per second of a suspension and of a resume; 0: unknown.
+
+        Of the slowest of these devices, as the self-test measured them.
+        """
+        found = [d for d in self.listed if d.uuid in uuids]
+        suspend = min((d.suspend_bytes_per_s for d in found), default=0.0)
+        return suspend, min((d.resume_bytes_per_s for d in found), default=0.0)
 
     def utilization_percent(self, uuids: Collection[str]) -> int | None:
         """Return the mean utilization of these devices; None: not measured."""

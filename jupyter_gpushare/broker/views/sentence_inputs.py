@@ -5,18 +5,21 @@ from __future__ import annotations
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.engine import Estimate
 from jupyter_gpushare.broker.state.lending import lent_milli
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.cluster_view import ClusterView, ClusterViewCache
 from jupyter_gpushare.core import idle
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, Kind, Lease, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
 _CLOSE_S = 120.0
+# Until the broker acts, and the server's processes go on.
+_ROUND_S = 2.0
 
 
 class SentenceInputs:
@@ -70,7 +73,9 @@ class SentenceInputs:
             lend_now=lease.lend_now,
             usually_wakes=messages.usually(*wakes) if wakes else None,
             held_up_s=self._held_up_s(view, record) if asleep and observation.wanted else None,
-            copy_s=self._copy_s(measured),
+            starts_in=_range(self._forecast.start(record.id)),
+            ends_in=_range(self._forecast.end(record.id)),
+            back_in=_range(self.back(record)),
             taken_back_by=self._taken_back_by(view, record),
             position=view.outlook.position.get(record.id),
             reference=record.handle,
@@ -120,10 +125,52 @@ class SentenceInputs:
         ]
         return max(0.0, *left) if left else None
 
-    def _copy_s(self, lease: Lease) -> float | None:
-        """Return the copy time of a resume at the rate that the self-test measured; None: not measured."""
-        bytes_per_s = self._registry.devices.resume_bytes_per_s(lease.devices)
-        return lease.saved_bytes / bytes_per_s if bytes_per_s > 0 else None
+    def back(self, record: LeaseRecord) -> Estimate | None:
+        """Return in how many seconds a suspended session has its GPU, if it is used now; None: not known.
+
+        What is on its devices leaves first; then its memory is copied back.  Copies take
+        from as long as in the self-test to twice that.
+        """
+        view, lease = self._cluster_views.now(), record.lease
+        is_claimed = record.id in view.outlook.lent or lease.state is State.RESUMING
+        if record.is_job or lease.state not in (State.SUSPENDED, State.RESUMING) or not is_claimed:
+            return None
+        _, bytes_per_s = self._registry.devices.copy_rates(lease.devices)
+        saved = snapshot.measured(self._registry, record, view.at).saved_bytes
+        if saved and not bytes_per_s:
+            return None
+        copy_s = saved / bytes_per_s if saved else 0.0
+        leaving = [] if lease.state is State.RESUMING else self._borrowers(record)
+        lows, highs = zip((0.0, 0.0), *(self._leaves_in(other, view.at) for other in leaving), strict=True)
+        return Estimate(max(lows) + copy_s, max(highs) + 2 * copy_s + _ROUND_S)
+
+    def _borrowers(self, record: LeaseRecord) -> list[LeaseRecord]:
+        """Return what holds devices of a suspended session, if that is more than the devices have."""
+        here = set(record.lease.devices)
+        found = [
+            other
+            for other in self._registry.leases.values()
+            if here & set(other.lease.devices) and other.state in HOLDS_CAPACITY
+        ]
+        held = dict.fromkeys(here, 0)
+        for other in found:
+            for uuid in here & set(other.lease.devices):
+                held[uuid] += other.lease.held_milli
+        return found if max(held.values()) + record.lease.held_milli > WHOLE_GPU else []
+
+    def _leaves_in(self, record: LeaseRecord, now: float) -> tuple[float, float]:
+        """Return in how many seconds, at least and at most, a lease gives its devices back once told to."""
+        registry, lease = self._registry, snapshot.measured(self._registry, record, now)
+        bytes_per_s, _ = registry.devices.copy_rates(lease.devices)
+        is_copied = lease.survival is CheckpointMode.SUSPEND and lease.suspendable
+        if lease.state is State.SUSPENDING or (is_copied and lease.state is not State.STOPPING):
+            copy_s = lease.used_bytes / bytes_per_s if bytes_per_s else 0.0
+            begun_s = now - record.entered_at if lease.state is State.SUSPENDING else 0.0
+            return max(0.0, copy_s - begun_s), max(0.0, 2 * copy_s - begun_s)
+        job = registry.job_of(record)
+        grace_s = min(job.grace_s, registry.policy.max_grace_s) if job is not None else 0.0
+        begun_s = now - record.entered_at if lease.state is State.STOPPING else 0.0
+        return 0.0, max(0.0, grace_s - begun_s)
 
     def _taken_back_by(self, view: ClusterView, record: LeaseRecord) -> str:
         if not (record.is_job and record.state is State.RUNNING and view.outlook.borrowed.get(record.id)):
@@ -136,8 +183,10 @@ class SentenceInputs:
 
     def _why_waiting(self, view: ClusterView, record: LeaseRecord) -> messages.Texts:
         lease, job = record.lease, self._registry.job_of(record)
+        starts = _range(self._forecast.start(record.id))
+        starts_in = () if starts is None else (messages.text("job.starts_in", starts),)
         if view.at < record.entered_at:  # it is not in the view
-            return (messages.text("job.waits", lease.size.text),)
+            return messages.text("job.waits", lease.size.text), *starts_in
         waits = messages.waiting(
             view.outlook.why.get(record.id, ""),  # none: the next plan grants it
             needs=messages.needs_of(lease),
@@ -146,8 +195,8 @@ class SentenceInputs:
             largest=len(view.cluster.devices),
             told_until=self._told_until(record),
         )
-        if (found := self._forecast.estimate(record.id)) is not None:
-            waits += (messages.starts_in(found.low_s, found.likely_s, found.high_s),)
+        if record.id in view.outlook.why:  # else the next plan grants it
+            waits += starts_in
         if (smaller := view.smaller(record.id)) is not None:
             waits += (messages.text("job.smaller", messages.size_text(smaller)),)
         if job is None or not messages.is_preemption(record.why):
@@ -171,3 +220,7 @@ class SentenceInputs:
             return None
         at = before(self._registry.iso_now(), seconds=-seconds)
         return messages.time_text(at, seconds=seconds < _CLOSE_S)
+
+
+def _range(found: Estimate | None) -> wire.Text | None:
+    return None if found is None else messages.range_text(found.low_s, found.high_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from jupyter_gpushare import __version__, messages
-from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.engine import Engine, Offer
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -19,6 +19,7 @@ from jupyter_gpushare.core.model import (
     Kind,
     Lease,
     State,
+    Why,
 )
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
@@ -41,6 +42,8 @@ _RESULTS: Mapping[str, wire.JobState] = {
 MAX_EVENTS = 20
 # Health reports a lease when its processes have not answered for so long.
 UNREAD_S = 10.0
+# Reasons for which free GPUs do not let a session start.
+_NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 
 
 class Views:
@@ -97,6 +100,7 @@ class Views:
             sentence_texts=list(sentence),
             idle_s=facts.idle_s,
             lend_in_s=facts.lend_in_s,
+            back_in=seconds(self._sentence_inputs.back(record)),
             warned=facts.warned,
             keep_until=self._kept_until(lease),
             since_at=record.since_at,
@@ -121,14 +125,6 @@ class Views:
         if lease.state is not State.RUNNING or lease.held_milli != WHOLE_GPU:
             return None  # the driver does not split utilization between processes
         return self.registry.devices.utilization_percent(lease.devices)
-
-    def _estimate(self, record: LeaseRecord) -> wire.StartEstimate | None:
-        found = self.forecast.estimate(record.id)
-        if found is None or record.state not in (State.PENDING, State.SUSPENDED):
-            return None
-        return wire.StartEstimate(
-            low_s=round(found.low_s), likely_s=round(found.likely_s), high_s=round(found.high_s)
-        )
 
     # ---- jobs ----------------------------------------------------------------
 
@@ -185,7 +181,8 @@ class Views:
             retries=request.retries,
             borrow=request.borrow,
             source=request.source,
-            estimate=None if record is None else self._estimate(record),
+            starts_in=None if record is None else seconds(self.forecast.start(record.id)),
+            ends_in=None if record is None else seconds(self.forecast.end(record.id)),
             notify=request.notify,
             priority=request.priority,
             grace_s=request.grace_s,
@@ -266,10 +263,13 @@ class Views:
         elif size.fraction_milli == WHOLE_GPU:
             options = {"gpus": size.device_count}
         starts: Literal["now", "soon", "no"] = "now" if offer.starts == "now" else "no"
-        reason = ""
+        reason, found = "", None
         if offer.starts == "asleep":
             starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
         elif starts == "no":
+            found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
+            if offer.why in _NOT_FOR_FREE:
+                found = None
             reason = messages.english(
                 messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli, position=None)
             )
@@ -283,6 +283,7 @@ class Views:
             guaranteed=not offer.borrowed,
             reason=reason,
             device=device.name,
+            starts_in=seconds(found),
         )
 
     def devices(self) -> wire.Devices:

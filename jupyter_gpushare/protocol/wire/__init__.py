@@ -29,6 +29,7 @@ from jupyter_gpushare.protocol.wire.jobs import (
     MAX_JOB_BYTES,
     MAX_PROGRESS,
     Environment,
+    Estimate,
     Job,
     JobList,
     JobMoment,
@@ -41,7 +42,6 @@ from jupyter_gpushare.protocol.wire.jobs import (
     JobTimeline,
     LaunchForm,
     LaunchRequest,
-    StartEstimate,
 )
 from jupyter_gpushare.protocol.wire.spawner import (
     GpuRequest,

@@ -130,11 +130,10 @@ JobState = Literal[
 ]
 
 
-class StartEstimate(Answer, frozen=True):
-    """Seconds until a job starts, from a replay of the current leases and queue."""
+class Estimate(Answer, frozen=True):
+    """Seconds until something happens: in about 80 % of the cases within this range."""
 
     low_s: float
-    likely_s: float
     high_s: float
 
 
@@ -172,7 +171,8 @@ class Job(Answer, frozen=True):
     borrow: bool = True
     source: JobSource | None = None
     left_s: float | None = None  # remaining run time by its progress; None: not known
-    estimate: StartEstimate | None = None  # of a waiting job, once enough jobs have ended
+    starts_in: Estimate | None = None  # of a waiting job; None: not known well enough
+    ends_in: Estimate | None = None  # pauses included; None: not known well enough
     notify: bool = True
     priority: int = 0
     grace_s: float | None = None  # None: the site's
@@ -210,6 +210,7 @@ class JobOutlook(Answer, frozen=True):
     borrowed: bool  # it would run over its project's quota and may be preempted
     sentence: str
     sentence_texts: list[Text] = []  # ``sentence`` for translation
+    starts_in: Estimate | None = None  # None: now, or not known well enough
 
 
 class Environment(Answer, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from jupyter_gpushare.core.model import Kind, State
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.protocol.wire.codec import Answer, Message
-from jupyter_gpushare.protocol.wire.jobs import Job
+from jupyter_gpushare.protocol.wire.jobs import Estimate, Job
 from jupyter_gpushare.protocol.wire.text import Text
 
 
@@ -140,6 +140,7 @@ class LeaseStatus(Answer, frozen=True):
     idle_s: float | None  # None: active
     lend_in_s: float | None  # until it may be lent; None: no waiting work, or it cannot be lent
     since_at: str  # of this state
+    back_in: Estimate | None = None  # of a suspended session that is used; None: not known
     job: str | None = None
     processes: list[ProcessUse] = []
     lost: bool = False  # its GPU memory could not be restored; until the affected processes have ended

@@ -52,6 +52,12 @@ export interface IErrorAnswer {
   readonly message_texts: readonly IText[];
 }
 
+/** Seconds until something happens: in about 80 % of the cases within this range. */
+export interface IEstimate {
+  readonly low_s: number;
+  readonly high_s: number;
+}
+
 /** Usage of the last seven days of a user. */
 export interface IHistory {
   readonly days: readonly IDayUse[];
@@ -101,8 +107,10 @@ export interface IJob {
   readonly source: IJobSource | null;
   /** remaining run time by its progress; None: not known */
   readonly left_s: number | null;
-  /** of a waiting job, once enough jobs have ended */
-  readonly estimate: IStartEstimate | null;
+  /** of a waiting job; None: not known well enough */
+  readonly starts_in: IEstimate | null;
+  /** pauses included; None: not known well enough */
+  readonly ends_in: IEstimate | null;
   readonly notify: boolean;
   readonly priority: number;
   /** None: the site's */
@@ -141,6 +149,8 @@ export interface IJobOutlook {
   readonly sentence: string;
   /** `sentence` for translation */
   readonly sentence_texts: readonly IText[];
+  /** None: now, or not known well enough */
+  readonly starts_in: IEstimate | null;
 }
 
 /** Origin of a job, for display and for duplicates; the broker stores it unread. */
@@ -238,6 +248,8 @@ export interface ILeaseStatus {
   readonly lend_in_s: number | null;
   /** of this state */
   readonly since_at: string;
+  /** of a suspended session that is used; None: not known */
+  readonly back_in: IEstimate | null;
   readonly job: string | null;
   readonly processes: readonly IProcessUse[];
   /** its GPU memory could not be restored; until the affected processes have ended */
@@ -268,6 +280,8 @@ export interface IOffer {
   readonly reason: string;
   /** "H100-80GB" */
   readonly device: string;
+  /** of a size that cannot start now; None: not known well enough */
+  readonly starts_in: IEstimate | null;
 }
 
 /** Answer to `GET offers`: what each size would get now. */
@@ -311,13 +325,6 @@ export interface IProjectUse {
   readonly overridden: boolean;
   /** GPU memory of its suspended sessions and jobs, in host memory */
   readonly saved_bytes: number;
-}
-
-/** Seconds until a job starts, from a replay of the current leases and queue. */
-export interface IStartEstimate {
-  readonly low_s: number;
-  readonly likely_s: number;
-  readonly high_s: number;
 }
 
 /** Answer of `GET status`: leases, jobs, projects and events of the user. */

@@ -1,0 +1,317 @@
+"""One future of running and waiting jobs on GPUs that are only counted: when each starts and ends.
+
+It is much cheaper than `replay`, which plans with every rule, and answers for all
+jobs at once.  What it leaves out is measured with the rest of the error
+(`calibration`).  Its rules:
+
+* Free GPUs go to the project that is below its quota, then to the one furthest below its
+  fair share with its lag (`fairshare`), and there to the first job in the site's order that fits.
+* Where the order preempts, a waiting job takes the GPUs of running jobs of its
+  project that are of a later level, and within the share of its project those of
+  projects above theirs.  Jobs keep their GPUs for the minimum run time.
+* A running job changes its level when the order says so.
+* Sessions keep what they hold; one that is idle is lent once it may be.  No new work comes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from jupyter_gpushare.core.fairshare import Ledger
+from jupyter_gpushare.core.idle import eligible_at
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
+from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank
+from jupyter_gpushare.core.quota import fair_shares
+
+HORIZON_S = 30 * 86_400.0
+# Parts of a GPU: sums of thirds are not exact.
+_EPSILON = 1e-6
+
+_Place = tuple[Any, ...]  # sort key of a waiting job: level, and the rest of `order.rank`
+_FIRST: Level = (-inf, -inf)  # before every level
+# Kinds of events: a job ends or changes its level, a session may be lent, a job may be preempted.
+_JOB, _SESSION, _PREEMPTIBLE = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """Moments by lease; what does not happen within the bounds of `replayed` is missing."""
+
+    starts_at: Mapping[str, float] = field(default_factory=dict)  # of waiting jobs
+    ends_at: Mapping[str, float] = field(default_factory=dict)  # of all jobs
+    # The first moments at which so many GPUs were free before waiting jobs took them, ascending in both.
+    free_at: tuple[tuple[float, float], ...] = ()
+
+
+def replayed(
+    cluster: Cluster, now: float, left_gpu_s: Mapping[str, float], *, most_events: int = 5_000
+) -> Future:
+    """Return the future after ``now`` if each job of ``left_gpu_s`` has so many GPU-seconds left.
+
+    Other jobs never end.  Replays at most ``most_events``, and `HORIZON_S`.
+    """
+    run = _Replay(cluster, now, left_gpu_s)
+    run.run(most_events)
+    return Future(run.starts_at, run.ends_at, tuple(run.free_at))
+
+
+class _Job:
+    __slots__ = ("attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "runs_from", "stamp")
+
+    def __init__(self, lease: Lease, now: float, left: float) -> None:
+        self.lease = lease
+        self.gpus = gpus(lease)
+        self.attained = attained_gpu_s(lease, now)
+        self.left = left
+        self.level: Level = (0.0, 0.0)
+        self.granted_at = lease.granted_at
+        self.runs_from = now
+        self.stamp = 0  # events scheduled under an older stamp are void
+        self.is_new = True  # it has not started in this future
+
+
+class _Replay:
+    def __init__(self, cluster: Cluster, now: float, left_gpu_s: Mapping[str, float]) -> None:
+        self.now = now
+        self.starts_at: dict[str, float] = {}
+        self.ends_at: dict[str, float] = {}
+        self.free_at: list[tuple[float, float]] = []
+        self._until = now + HORIZON_S
+        self._settings = cluster.settings
+        self._order = order_of(cluster.settings)
+        self._projects = {p.name: p for p in cluster.projects}
+        self._used = dict.fromkeys(self._projects, 0.0)
+        self._shares = dict.fromkeys(self._projects, inf)
+        self._catch_up: dict[str, float] = {}  # GPUs that a project may have more, for its lag
+        self._free = float(sum(device.usable for device in cluster.devices))
+        self._ledger: Ledger | None = None
+        if cluster.settings.fairness_horizon_s and len(cluster.projects) > 1:
+            self._ledger = Ledger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
+            self._ledger.recount(lease for lease in cluster.leases if not lease.cancelled)
+        self._jobs: dict[str, _Job] = {}
+        self._left = 0  # jobs that have not ended
+        self._events: list[tuple[float, int, int, str]] = []
+        self._scheduled = 0
+        self._recheck_at = inf
+        self._waiting: dict[tuple[str, float], list[_Place]] = {}  # heaps, by project and GPUs
+        self._running: dict[str, list[tuple[Level, float, str]]] = {}  # by project, the first victim last
+        self._lendable: dict[str, float] = {}  # GPUs of idle sessions
+        for lease in cluster.leases:
+            self._adopt(lease, left_gpu_s.get(lease.id, inf))
+
+    def _adopt(self, lease: Lease, left: float) -> None:
+        holds = lease.state in HOLDS_CAPACITY
+        if lease.kind is Kind.BUILD:
+            at = eligible_at(lease, self._settings)
+            if holds:
+                self._free -= gpus(lease)
+            if at is not None:
+                self._lendable[lease.id] = gpus(lease)
+                self._schedule(max(at, self.now), _SESSION, 0, lease.id)
+            return
+        if lease.cancelled and not holds:
+            return
+        job = self._jobs[lease.id] = _Job(lease, self.now, left)
+        self._left += 1
+        place = rank(lease, self.now, self._settings)
+        job.level = place[0]
+        if holds:
+            job.is_new = False
+            job.level = self._level(job)
+            self._hold(job)
+        else:
+            self._put(job, place)
+
+    # -- events
+
+    def run(self, most_events: int) -> None:
+        self._fill()
+        done = 0
+        while self._events and self._left and done < most_events and self._events[0][0] <= self._until:
+            self.now = self._events[0][0]
+            is_due = False
+            while self._events and self._events[0][0] <= self.now:
+                _, kind, stamp, name = heapq.heappop(self._events)
+                done += 1
+                is_due |= self._handle(kind, stamp, name)
+            if is_due:
+                self._fill()
+
+    def _schedule(self, at: float, kind: int, stamp: int, name: str) -> None:
+        if at <= self._until:
+            heapq.heappush(self._events, (at, kind, stamp, name))
+
+    def _handle(self, kind: int, stamp: int, name: str) -> bool:
+        """Return whether a waiting job may start after the event."""
+        if kind == _SESSION:
+            self._free += self._lendable.pop(name)
+            return True
+        if kind == _PREEMPTIBLE:
+            self._recheck_at = inf
+            return True
+        job = self._jobs[name]
+        if stamp != job.stamp:
+            return False
+        self._let_go(job)
+        if job.left > _EPSILON * job.gpus:
+            job.level = self._level(job)
+            self._hold(job)
+        else:
+            self.ends_at[name] = self.now
+            self._count(job, State.RUNNING, -1)
+            self._left -= 1
+        return True
+
+    # -- jobs
+
+    def _level(self, job: _Job) -> Level:
+        lease = replace(job.lease, state=State.PENDING, attained_gpu_s=job.attained)
+        return -lease.priority, self._order.group(lease, self.now, self._settings)
+
+    def _leaves_after(self, job: _Job) -> float:
+        """GPU-seconds after which a running job enters a later level."""
+        lease = replace(job.lease, state=State.RUNNING, attained_gpu_s=job.attained, attained_at=self.now)
+        at = self._order.leaves_at(lease, self.now, self._settings)
+        return inf if at is None else (at - self.now) * gpus(lease)
+
+    def _hold(self, job: _Job) -> None:
+        """Let a job run from now on, until it ends or enters a later level."""
+        lease = job.lease
+        self._free -= job.gpus
+        self._used[lease.project] = self._used.get(lease.project, 0.0) + job.gpus
+        job.runs_from = self.now
+        insort(self._running.setdefault(lease.project, []), (job.level, job.granted_at, lease.id))
+        self._scheduled += 1
+        job.stamp = self._scheduled
+        lasts_s = min(job.left, self._leaves_after(job)) / job.gpus
+        self._schedule(self.now + lasts_s, _JOB, job.stamp, lease.id)
+
+    def _let_go(self, job: _Job) -> None:
+        """Take the GPUs of a running job, and write down what it received."""
+        lease = job.lease
+        received = (self.now - job.runs_from) * job.gpus
+        job.attained += received
+        job.left -= received
+        self._free += job.gpus
+        self._used[lease.project] -= job.gpus
+        running = self._running[lease.project]
+        del running[bisect_left(running, (job.level, job.granted_at, lease.id))]
+        job.stamp = 0
+
+    def _put(self, job: _Job, place: _Place) -> None:
+        heap = self._waiting.setdefault((job.lease.project, job.gpus), [])
+        heapq.heappush(heap, (*place[:-1], job.lease.id))
+
+    def _start(self, job: _Job) -> None:
+        lease = job.lease
+        heapq.heappop(self._waiting[lease.project, job.gpus])
+        if job.is_new:
+            self.starts_at[lease.id] = self.now
+            job.is_new = False
+        job.granted_at = self.now
+        self._count(job, State.PENDING, -1)
+        self._count(job, State.RUNNING, 1)
+        self._hold(job)
+
+    def _count(self, job: _Job, state: State, sign: int) -> None:
+        if self._ledger is not None:
+            self._ledger.count(replace(job.lease, state=state), sign)
+
+    # -- decisions
+
+    def _fill(self) -> None:
+        """Start jobs until none that waits can start at this moment."""
+        if not self.free_at or self._free > self.free_at[-1][1] + _EPSILON:
+            self.free_at.append((self.now, self._free))
+        self._share()
+        while self._start_next() or (self._order.preempts and self._preempt()):
+            pass
+
+    def _share(self) -> None:
+        """Compute what each project may hold, in GPUs, and what it catches up of that."""
+        if self._ledger is None:
+            return
+        self._ledger.advance(self.now)
+        demand = self._ledger.demand_milli()
+        shares = fair_shares(self._projects.values(), demand, WHOLE_GPU * len(self._ledger.devices))
+        for name, lag in self._ledger.lags_gpu_s.items():
+            self._catch_up[name] = lag / (self._settings.fairness_horizon_s or inf)
+            self._shares[name] = shares[name] / WHOLE_GPU + self._catch_up[name]
+
+    def _start_next(self) -> bool:
+        fitting = [
+            (self._turn(project, count), heap[0])
+            for (project, count), heap in self._waiting.items()
+            if heap and count <= self._free + _EPSILON
+        ]
+        if fitting:
+            self._start(self._jobs[min(fitting)[1][-1]])
+        return bool(fitting)
+
+    def _turn(self, name: str, count: float) -> tuple[int, float]:
+        """Sort key of projects: owed by quota, below the share, the rest (as `scheduler`)."""
+        project, used = self._projects.get(name), self._used.get(name, 0.0)
+        if project is None:
+            return 2, used
+        quota = project.quota_milli / WHOLE_GPU
+        if used + count <= quota + _EPSILON:
+            return 0, used / quota
+        over = used - quota - self._catch_up.get(name, 0.0)
+        return 2 - self._is_within_share(name, count), over / max(project.weight, 1)
+
+    def _is_within_share(self, name: str, count: float) -> bool:
+        return self._used.get(name, 0.0) + count <= self._shares.get(name, 0.0) + _EPSILON
+
+    def _preempt(self) -> bool:
+        """Start the first waiting job that may take the GPUs of running jobs."""
+        heads = sorted((heap[0], key) for key, heap in self._waiting.items() if heap)
+        for place, (project, count) in heads:
+            missing = count - self._free
+            victims = self._victims(project, place[0], missing)
+            if not victims and self._ledger is not None and self._is_within_share(project, count):
+                victims = self._victims_beyond_share(project, missing)
+            if victims:
+                for job in victims:
+                    self._let_go(job)
+                    self._count(job, State.RUNNING, -1)
+                    self._count(job, State.PENDING, 1)
+                    # It comes before others of its level, the last to stop first.
+                    self._put(job, (job.level, False, False, -self.now, ""))
+                self._start(self._jobs[place[-1]])
+                return True
+        return False
+
+    def _victims(self, project: str, level: Level, missing: float, beyond: float = inf) -> list[_Job]:
+        """Return running jobs of a later level that make way; none if they are not enough.
+
+        Their project loses less than ``beyond`` GPUs.
+        """
+        found: list[_Job] = []
+        for theirs, granted_at, name in reversed(self._running.get(project, ())):
+            if theirs <= level or missing <= _EPSILON:
+                break
+            job, protected_until = self._jobs[name], granted_at + self._settings.min_run_s
+            if protected_until > self.now:
+                self._recheck(protected_until)
+            elif job.gpus <= beyond + _EPSILON:
+                found.append(job)
+                missing -= job.gpus
+                beyond -= job.gpus
+        return found if missing <= _EPSILON else []
+
+    def _victims_beyond_share(self, project: str, missing: float) -> list[_Job]:
+        """Return running jobs of the project that is furthest above its share."""
+        above = {n: self._used[n] - max(0.0, self._shares[n]) for n in self._running if n in self._shares}
+        above.pop(project, None)
+        most = max(above, key=lambda name: above[name], default=None)
+        return [] if most is None else self._victims(most, _FIRST, missing, above[most])
+
+    def _recheck(self, at: float) -> None:
+        if at < self._recheck_at:
+            self._recheck_at = at
+            self._schedule(at, _PREEMPTIBLE, 0, "")
