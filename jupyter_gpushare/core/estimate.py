@@ -8,8 +8,8 @@ running job may end at any time, only the ends of measured running jobs are told
 One future (`future`) gives a number of seconds for every question.  `BANDS` says by
 which factors outcomes differ from that number in the middle 80 % of the cases, on
 jittered copies of the Philly traces (docs/benchmarks.md).  A question with a wider
-band has no answer: when a job in a later group of the order starts, and when a job
-without measured progress ends.
+band has no answer: when a job in a later group of the order starts, when a job
+without measured progress ends, and when GPUs become free while such a job runs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ class Basis(enum.StrEnum):
     END_OF_WAITING = "end of waiting"
 
 
-# Logarithms of outcome / prediction, both plus `OFFSET_S`, between which 80 % of the outcomes are.
-BANDS: Mapping[Basis, tuple[float, float]] = MappingProxyType(
+Band = tuple[float, float]
+# Logarithms of outcome / prediction, both plus `OFFSET_S`, between which 80 % of the outcomes are:
+# with one project, and where several share the GPUs.
+BANDS: Mapping[Basis, tuple[Band, Band | None]] = MappingProxyType(
     {
-        Basis.START: (-0.55, 0.8),
-        Basis.START_OF_GANG: (-0.3, 0.9),
-        Basis.END_OF_RUNNING: (-0.45, 0.75),
-        Basis.END_OF_WAITING: (-0.35, 1.35),
+        Basis.START: ((-0.55, 0.8), (-0.6, 1.35)),
+        Basis.START_OF_GANG: ((-0.3, 0.9), None),
+        Basis.END_OF_RUNNING: ((-0.45, 0.75), (-1.0, 0.5)),
+        Basis.END_OF_WAITING: ((-0.35, 1.35), (-0.6, 1.4)),
     }
 )
+# A wider range is not told; below `OFFSET_S` all is the same.
+WIDEST = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,11 @@ class Forecast:
 
     starts: Mapping[str, Estimate] = field(default_factory=dict)  # of waiting jobs
     ends: Mapping[str, Estimate] = field(default_factory=dict)  # of jobs, their pauses included
-    free: tuple[tuple[Estimate, float], ...] = ()  # when so many GPUs are free at once, ascending
+    # When so many GPUs are free at once, ascending; None: not known well enough.
+    free: tuple[tuple[Estimate | None, float], ...] = ()
 
     def free_in(self, count: float) -> Estimate | None:
-        """Return when ``count`` GPUs are free at once for a session; None: not in sight."""
+        """Return when ``count`` GPUs are free at once for a session; None: not known well enough."""
         return next((at for at, free in self.free if free >= count - 1 / WHOLE_GPU), None)
 
 
@@ -89,27 +94,42 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
     samples = _Samples(work)
     left = {x.id: found for x in jobs if (found := samples.left_gpu_s(x, now)) is not None}
     future = replayed(cluster, now, left, most_events=most_events)
-    is_open = any(x.id not in left for x in jobs if x.state in HOLDS_CAPACITY)
-    starts, ends = {}, {}
+    is_shared = len(cluster.projects) > 1 and cluster.settings.fairness_horizon_s is not None
+    running = [x.id for x in jobs if x.state in HOLDS_CAPACITY]
+    is_open = any(id not in left for id in running)
+    starts: dict[str, Estimate] = {}
+    ends: dict[str, Estimate] = {}
     for lease in jobs:
         start, end = future.starts_at.get(lease.id), future.ends_at.get(lease.id)
         if is_open and is_waiting(lease):
             continue
         if start is not None and _is_first(lease, now, cluster.settings):
             basis = Basis.START_OF_GANG if gpus(lease) > 1 else Basis.START
-            starts[lease.id] = around(start - now, basis)
+            _tell(starts, lease.id, around(start - now, basis, is_shared=is_shared))
         if end is not None and lease.id in work.left_gpu_s:
             basis = Basis.END_OF_WAITING if is_waiting(lease) else Basis.END_OF_RUNNING
-            ends[lease.id] = around(end - now, basis)
-    free = tuple((around(at - now, Basis.START), count) for at, count in future.free_at)
-    return Forecast(starts, ends, () if is_open else free)
+            _tell(ends, lease.id, around(end - now, basis, is_shared=is_shared))
+    free = [(around(at - now, Basis.START, is_shared=is_shared), count) for at, count in future.free_at]
+    # The first of many jobs of unknown work ends at any time: the range would be too wide.
+    is_known = all(id in work.left_gpu_s for id in running)
+    return Forecast(starts, ends, tuple(free) if is_known else ())
 
 
-def around(seconds: float, basis: Basis) -> Estimate:
-    """Return the range around a prediction."""
-    low, high = BANDS[basis]
-    from_s = seconds + OFFSET_S
-    return Estimate(max(0.0, from_s * exp(low) - OFFSET_S), from_s * exp(high) - OFFSET_S)
+def _tell(found: dict[str, Estimate], lease_id: str, estimate: Estimate | None) -> None:
+    if estimate is not None:
+        found[lease_id] = estimate
+
+
+def around(seconds: float, basis: Basis, *, is_shared: bool = False) -> Estimate | None:
+    """Return the range around a prediction; None: it is too wide to be told.
+
+    ``is_shared``: several projects share the GPUs.
+    """
+    band = BANDS[basis][is_shared]
+    if band is None:
+        return None
+    low, high = ((seconds + OFFSET_S) * exp(end) - OFFSET_S for end in band)
+    return Estimate(max(0.0, low), high) if high <= WIDEST * max(low, OFFSET_S) else None
 
 
 def _is_first(lease: Lease, now: float, settings: Settings) -> bool:

@@ -2,7 +2,7 @@
 
 It is much cheaper than `replay`, which plans with every rule, and answers for all
 jobs at once.  What it leaves out is measured with the rest of the error
-(`calibration`).  Its rules:
+(`estimate.BANDS`).  Its rules:
 
 * Free GPUs go to the project that is below its quota, then to the one furthest below its
   fair share with its lag (`fairshare`), and there to the first job in the site's order that fits.
@@ -44,7 +44,8 @@ class Future:
 
     starts_at: Mapping[str, float] = field(default_factory=dict)  # of waiting jobs
     ends_at: Mapping[str, float] = field(default_factory=dict)  # of all jobs
-    # The first moments at which so many GPUs were free before waiting jobs took them, ascending in both.
+    # The first moments at which so many GPUs were free before waiting jobs took them, ascending in both;
+    # without those of sessions that are lent.
     free_at: tuple[tuple[float, float], ...] = ()
 
 
@@ -101,6 +102,7 @@ class _Replay:
         self._waiting: dict[tuple[str, float], list[_Place]] = {}  # heaps, by project and GPUs
         self._running: dict[str, list[tuple[Level, float, str]]] = {}  # by project, the first victim last
         self._lendable: dict[str, float] = {}  # GPUs of idle sessions
+        self._lent = 0.0  # GPUs of sessions, which only jobs get
         for lease in cluster.leases:
             self._adopt(lease, left_gpu_s.get(lease.id, inf))
 
@@ -149,7 +151,9 @@ class _Replay:
     def _handle(self, kind: int, stamp: int, name: str) -> bool:
         """Return whether a waiting job may start after the event."""
         if kind == _SESSION:
-            self._free += self._lendable.pop(name)
+            count = self._lendable.pop(name)
+            self._free += count
+            self._lent += count
             return True
         if kind == _PREEMPTIBLE:
             self._recheck_at = inf
@@ -226,8 +230,9 @@ class _Replay:
 
     def _fill(self) -> None:
         """Start jobs until none that waits can start at this moment."""
-        if not self.free_at or self._free > self.free_at[-1][1] + _EPSILON:
-            self.free_at.append((self.now, self._free))
+        free = max(0.0, self._free - self._lent)
+        if not self.free_at or free > self.free_at[-1][1] + _EPSILON:
+            self.free_at.append((self.now, free))
         self._share()
         while self._start_next() or (self._order.preempts and self._preempt()):
             pass

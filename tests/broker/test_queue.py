@@ -151,10 +151,7 @@ async def test_measured_progress_tells_the_end_and_the_next_start_from_the_first
         broker = await site.start_broker()
         job = await site.submit("bo", "2", program=Program(work_s=4_000))
         await until(lambda: broker.state(job) == "running", 120)
-        for done in range(1, 17):
-            report = wire.JobReport(state="progress", done=done, total=80)
-            await broker.requests.report("bo", job.id, 1, report)
-            await asyncio.sleep(50)
+        await reports(broker, job)
         await broker.views.forecast.refresh()
         ends, says = broker.seen(job).ends_in, broker.seen(job).reason
         other = await site.submit("bo", "2")
@@ -249,3 +246,26 @@ def test_an_outlook_changes_when_time_alone_changes_it():
     assert not before.suspends
     assert engine.outlook(site, NOW + 1) is before
     assert engine.outlook(site, next_at).suspends
+
+
+async def reports(broker, job):
+    """Report for 800 s a progress by which 3,200 s are left."""
+    for done in range(1, 17):
+        report = wire.JobReport(state="progress", done=done, total=80)
+        await broker.requests.report("bo", job.id, 1, report)
+        await asyncio.sleep(50)
+
+
+@in_virtual_time
+async def test_a_session_that_finds_no_gpu_learns_when_one_is_free(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        bo = await site.session("bo", "1")
+        job = await site.submit("bo", "1", program=Program(work_s=4_000))
+        await until(lambda: broker.state(job) == "running", 120)
+        await reports(broker, job)
+        await broker.views.forecast.refresh()
+        (whole,) = (o for o in broker.views.offers(("nlp",), "nlp").offers if o.label == "1 GPU")
+        assert broker.state(bo.handle) == "running"
+        assert whole.starts == "no"
+        assert whole.starts_in.low_s < 3_200 < whole.starts_in.high_s

@@ -97,6 +97,8 @@ async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(tmp_path
         seen = set()
         while broker.state(ada.handle) != "running":
             seen.add(said(broker, ada))
+            back = broker.views.lease(broker.lease(ada.handle)).back_in
+            assert back is None or (back.low_s, back.high_s) == (5, 12)
             await asyncio.sleep(0.1)
         text = " ".join(sorted(seen))
         assert "back from a training job of project nlp, then copying 18 GB." in text

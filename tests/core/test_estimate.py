@@ -57,14 +57,26 @@ def test_a_job_starts_when_the_one_before_it_ends_at_the_median():
     assert found.starts == {"next": around(600, Basis.START), "then": around(1200, Basis.START)}
 
 
-def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight():
-    for basis in Basis:
-        for seconds in (0.0, 30.0, 600.0, 86_400.0):
-            low, high = BANDS[basis]
-            found = around(seconds, basis)
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("basis", Basis)
+def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight(basis, is_shared):
+    told = 0
+    for seconds in (0.0, 30.0, 90.0, 200.0, 600.0, 86_400.0):
+        found = around(seconds, basis, is_shared=is_shared)
+        if found is not None:
+            told += 1
             assert found.low_s <= seconds <= found.high_s
             assert found.high_s <= 8 * max(found.low_s, OFFSET_S)
-            assert low < 0 < high
+    assert (told > 0) is (BANDS[basis][is_shared] is not None)
+
+
+def test_where_several_projects_share_no_gang_learns_when_it_starts():
+    projects = [project("p", 1), project("q", 1)]
+    gang = train("gang", 1000, device_count=2, queued_at=NOW, waits_since_at=NOW)
+    jobs = (running(), train("too", 1000, "1", attained_at=NOW), waiting("one", queued_at=NOW + 1), gang)
+    c = queue(*jobs, gpus=2, projects=projects, fairness_horizon_s=1_800.0)
+    found = forecast(c, NOW, Work(left_gpu_s={x.id: 3_000.0 for x in jobs}))
+    assert found.starts == {"one": around(3_000, Basis.START, is_shared=True)}
 
 
 def test_ended_jobs_of_the_project_come_before_those_of_the_site():
@@ -115,6 +127,7 @@ def test_a_session_learns_when_so_many_gpus_are_free():
     assert found.free_in(1) == around(250, Basis.START)
     assert found.free_in(2) == around(500, Basis.START)
     assert found.free_in(3) is None
+    assert forecast(queue(running()), NOW, SITE).free_in(1) is None
     assert forecast(queue(gpus=2), NOW, work).free_in(2) == around(0, Basis.START)
 
 

@@ -101,7 +101,7 @@ def test_no_job_makes_way_that_is_larger_than_what_its_project_has_above_its_sha
 
 def test_of_two_protected_jobs_the_one_that_has_run_for_longer_makes_way():
     young = on("young", attained_gpu_s=5_000.0, granted_at=NOW - 40)
-    old = on("old", "1", attained_gpu_s=5_000.0, granted_at=NOW - 70)
+    old = on("old", "1", attained_gpu_s=9_000.0, granted_at=NOW - 70)
     found = replayed(las(old, young, waits("new"), gpus=2), NOW, {"young": 900, "old": 900, "new": 300})
     assert found.starts_at == {"new": NOW + 30}
 
@@ -115,7 +115,9 @@ def test_nobody_is_above_the_share_where_one_project_has_all():
 
 def test_an_idle_session_is_lent_when_it_may_be_and_others_stay():
     c = cluster(build("nb", 1000, "0", idle_s=0.0), build("busy", 1000, "1"), waits("x"), gpus=2)
-    assert replayed(c, NOW, {"x": 100}).starts_at == {"x": NOW + 600}
+    found = replayed(c, NOW, {"x": 100})
+    assert found.starts_at == {"x": NOW + 600}
+    assert found.free_at == ((NOW, 0.0),)
 
 
 def test_a_suspended_session_holds_nothing():

@@ -33,9 +33,18 @@ describe('translated', () => {
         'AND THE GPU IS LENT. YOUR VARIABLES STAY.'
     );
     expect(translated(LOUD, JOBS).map(job => job.reason)).toContain(
-      'NUMBER 3. NEEDS 2 GPUS TOGETHER; 1.25 ARE FREE.'
+      'NUMBER 3. NEEDS 2 GPUS TOGETHER; 1.25 ARE FREE. STARTS IN 20 TO 50 MIN.'
     );
-    expect(translated(LOUD, OFFERS).job!.sentence).toContain('WITH 1 GPU IT WOULD START NOW.');
+    expect(translated(LOUD, OFFERS).job!.sentence).toContain(
+      'WITH 1 GPU IT WOULD START NOW. STARTS IN 20 TO 50 MIN.'
+    );
+  });
+
+  it('translates the estimate of a GPU that comes back, with its units', () => {
+    const seconds = (n: string): IText => ({ key: 'duration.seconds', args: [n] });
+    const range = { key: 'range.mixed', args: [seconds('40'), { key: 'duration.minutes', args: ['3'] }] };
+    const told = { sentence: '', sentence_texts: [{ key: 'session.back_in', args: [range] }] };
+    expect(translated(LOUD, told).sentence).toBe('IT IS BACK IN 40 S TO 3 MIN.');
   });
 
   it("writes a time in the reader's zone, with seconds where it has them", () => {
