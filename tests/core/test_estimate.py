@@ -73,7 +73,8 @@ def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight(basis, is
 def test_where_several_projects_share_no_gang_learns_when_it_starts():
     projects = [project("p", 1), project("q", 1)]
     gang = train("gang", 1000, device_count=2, queued_at=NOW, waits_since_at=NOW)
-    jobs = (running(), train("too", 1000, "1", attained_at=NOW), waiting("one", queued_at=NOW + 1), gang)
+    too = train("too", 1000, "1", attained_at=NOW, project="q")
+    jobs = (running(), too, waiting("one", queued_at=NOW + 1), gang)
     c = queue(*jobs, gpus=2, projects=projects, fairness_horizon_s=1_800.0)
     found = forecast(c, NOW, Work(left_gpu_s={x.id: 3_000.0 for x in jobs}))
     assert found.starts == {"one": around(3_000, Basis.START, is_shared=True)}
