@@ -25,12 +25,16 @@ class HubError(GpuShareError):
     ``permanent``: the same request for this server will fail again; the text says why.
     ``not_now``: the Hub started nothing, for a reason that is not this server's
     fault: a limit of the Hub, or a token that the Hub does not accept.
+    ``remedy``: the Hub refuses the broker itself, and this is what the administrator has to set.
     """
 
-    def __init__(self, message: str, *, permanent: bool = False, not_now: bool = False) -> None:
+    def __init__(
+        self, message: str, *, permanent: bool = False, not_now: bool = False, remedy: str = ""
+    ) -> None:
         super().__init__(message)
         self.permanent = permanent
         self.not_now = not_now
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)

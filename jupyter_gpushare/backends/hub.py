@@ -21,6 +21,9 @@ _PAGE = 200
 _MAX_PAGES = 500
 # 401, 403: token not accepted or without a scope; 429: too many spawns; 503: the Hub starts or stops.
 _NOT_NOW = (401, 403, 429, 503)
+# What the Hub says (jupyterhub/apihandlers/users.py, jupyterhub/scopes.py).
+_NAMED_SERVERS_OFF = "Named servers are not enabled"
+_LACKS_SCOPE = "not authorized with current scopes"
 
 
 class _Server(msgspec.Struct):
@@ -43,6 +46,23 @@ def _decoded(response: httpx.Response, kind: type[T]) -> T:
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError as error:
         raise HubError(f"the Hub's answer is not understood: {error}") from None
+
+
+def _remedy(status: int, said: str) -> str:
+    """Return what the administrator has to set where the Hub refuses the broker itself; else empty."""
+    if _NAMED_SERVERS_OFF in said:
+        return "set c.JupyterHub.allow_named_servers = True: a training job is a named server"
+    if status in (401, 403) and _LACKS_SCOPE in said:
+        return (
+            "give the broker's role in c.JupyterHub.load_roles the scopes list:users, read:users, "
+            "read:groups, read:servers, servers and delete:servers"
+        )
+    if status in (401, 403):
+        return (
+            "JUPYTERHUB_API_TOKEN of the broker (broker.env) and api_token of the service gpushare in the "
+            "Hub's configuration must be the same token; restart both after a change"
+        )
+    return ""
 
 
 class HubClient(Hub):
@@ -69,6 +89,10 @@ class HubClient(Hub):
         except (msgspec.MsgspecError, KeyError, TypeError):
             return f"status {response.status_code}"
 
+    def _refusal(self, what: str, response: httpx.Response) -> HubError:
+        said = self._said(response)
+        return HubError(f"{what}: {said}", remedy=_remedy(response.status_code, said))
+
     async def start_server(self, key: ServerKey) -> None:
         """Ask the Hub to start a named server.
 
@@ -83,10 +107,12 @@ class HubClient(Hub):
         said = self._said(response)
         if response.status_code == 400 and "already running" in said:
             return
+        is_off = response.status_code == 400 and _NAMED_SERVERS_OFF in said
         raise HubError(
             f"the Hub did not start {key.server}: {said}",
             permanent=response.status_code == 404,
-            not_now=response.status_code in _NOT_NOW or "maximum" in said,
+            not_now=response.status_code in _NOT_NOW or "maximum" in said or is_off,
+            remedy=_remedy(response.status_code, said),
         )
 
     async def stop_server(self, key: ServerKey) -> None:
@@ -98,7 +124,7 @@ class HubClient(Hub):
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
         response = await self._ask("DELETE", path, json={"remove": True})
         if response.status_code not in (202, 204, 404):
-            raise HubError(f"the Hub did not stop {key.server}: {self._said(response)}")
+            raise self._refusal(f"the Hub did not stop {key.server}", response)
 
     async def servers(self) -> frozenset[ServerKey]:
         """Return all servers that are not stopped.
@@ -112,7 +138,7 @@ class HubClient(Hub):
                 "GET", "users", params={"state": "active", "offset": page * _PAGE, "limit": _PAGE}
             )
             if response.status_code != 200:
-                raise HubError(f"the Hub did not list its servers: {self._said(response)}")
+                raise self._refusal("the Hub did not list its servers", response)
             users = _decoded(response, list[_User])
             found |= {ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped}
             if len(users) < _PAGE:
@@ -153,7 +179,7 @@ class HubClient(Hub):
         if response.status_code == 404:
             return None
         if response.status_code != 200:
-            raise HubError(f"the Hub did not answer about {name}: {self._said(response)}")
+            raise self._refusal(f"the Hub did not answer about {name}", response)
         return _decoded(response, _User)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jupyter_gpushare.backends.base import Devices, Holder, Prepared
-from jupyter_gpushare.errors import DeviceError, HelperError
+from jupyter_gpushare.errors import DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.native import preload_path
 from jupyter_gpushare.protocol import helper
 
@@ -130,6 +130,8 @@ class LocalDevices(Devices):
             suspended=holder.asleep,
             unattended=holder.unattended,
         )
+        if why := library_fault():
+            raise HelperError("library", why)
         files = await self._helper.ask("set_limit", request, helper.LeaseFiles)
         return Prepared(env=holder_environment(holder.handle, files.directory, holder.limits))
 
@@ -157,6 +159,15 @@ class LocalDevices(Devices):
 
     async def close(self) -> None:
         """Nothing stays open: each request has a connection of its own."""
+
+
+def library_fault() -> str:
+    """Return why no lease can start on this machine for want of the preload library; empty: it is there."""
+    try:
+        preload_path()
+    except GpuShareError as error:
+        return f"The preload library is missing, so no server with a GPU can start: {error}."
+    return ""
 
 
 def holder_environment(handle: str, directory: str, limits: Mapping[str, int]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from traitlets import TraitError
 
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalDevices
+from jupyter_gpushare.backends.local import HelperClient, LocalDevices, library_fault
 from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.forecast import Forecast
@@ -172,6 +172,7 @@ class GPUShareBroker(Settings):
         hub = HubClient(os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"])
         devices = LocalDevices(HelperClient(Path(self.helper_socket), lambda: store.epoch))
         loop = Loop(registry, LocalEngine(), devices, hub)
+        loop.faults.check(library_fault)
         forecast = Forecast(registry, loop.engine)
         application = self._application(self._service(loop, forecast, sockets.inherited))
         servers = self._listen(application, sockets)
@@ -225,12 +226,13 @@ class GPUShareBroker(Settings):
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
         hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
-        request_policy, views = RequestPolicy(registry, engine), Views(registry, engine, forecast)
+        request_policy = RequestPolicy(registry, engine)
+        views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
         admission = ServerAdmission(registry, engine, effects.devices, effects, request_policy)
         describe = functools.cache(lambda: openapi.describe(prefix))
         return Service(
-            control=Control(registry, request_policy, requests, admission, loop.lending),
+            control=Control(registry, request_policy, requests, admission, loop.lending, loop.faults),
             views=views,
             overview=Overview(registry, requests, views.cluster_views),
             access=Access(hub_auth, self._spawner_token(), loop.hub),

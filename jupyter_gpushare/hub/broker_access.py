@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 import weakref
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.protocol.wire import SpawnFault
 
+_REPORT_S = 2.0
+_UNKNOWN = "-"
 _TOKEN_MAX_BYTES = 4096
 _CERTIFICATE_MAX_BYTES = 16_384
 
@@ -18,6 +22,9 @@ _CERTIFICATE_MAX_BYTES = 16_384
 _Key = tuple[str, str, str]
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, BrokerClient]]
 _clients = weakref.WeakKeyDictionary()
+
+
+_reports: set[asyncio.Task[None]] = set()
 
 
 def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> BrokerClient:
@@ -31,6 +38,22 @@ def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> B
     if key not in pools:
         pools[key] = BrokerClient(f"{url}/api/v1", token, certificate=certificate, timeout_s=timeout_s)
     return pools[key]
+
+
+def report_fault(url: str, message: str) -> None:
+    """Begin to tell the administrator, through the broker, why this Hub's spawner cannot work.
+
+    Without a token: over its unix socket the broker knows the Hub by the uid of its process.
+    """
+
+    async def report() -> None:
+        with contextlib.suppress(GpuShareError):  # the Hub's log has it too
+            client = connection(url, token=_UNKNOWN, certificate="", timeout_s=_REPORT_S)
+            await client.post("spawner/fault", SpawnFault(message=message), type(None))
+
+    task = asyncio.get_running_loop().create_task(report())
+    _reports.add(task)
+    task.add_done_callback(_reports.discard)
 
 
 def read_token(path: Path) -> str:

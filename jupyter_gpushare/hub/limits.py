@@ -64,6 +64,7 @@ class LimitedProcesses(LoggingConfigurable):
     user: Any
     server_uid: Callable[[], int]  # of the uid that the server's processes will have
     _environment: dict[str, str]
+    _tell_administrator: Callable[[str], None]
 
     _cgroup = ""
     _left: ClassVar[set[str]] = set()  # cgroups of ended servers that could not be removed
@@ -90,7 +91,7 @@ class LimitedProcesses(LoggingConfigurable):
             try:
                 self._cgroup = str(self._make_cgroup())
             except OSError as error:
-                self.log.error("the limits of %s:%s cannot be set: %s", self.user.name, self.name, error)
+                self._tell_administrator(f"the limits of servers cannot be set: {error}")
                 raise refusal(NO_LIMITS, "no_limits", 503) from None
             procs = Path(self._cgroup, "cgroup.procs")
             return lambda: _write(procs, "0")  # 0 is the process that writes

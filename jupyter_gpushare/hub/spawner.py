@@ -186,8 +186,13 @@ class GPUShareMixin(SpawnPage):
                 timeout_s=self.broker_timeout_s,
             )
         except GpuShareError as error:
-            self.log.error("the broker cannot be asked: %s", error)
+            self._tell_administrator(str(error))
             raise BrokerUnavailable("the Hub's GPU service is not set up (see the Hub's log)") from None
+
+    def _tell_administrator(self, said: str) -> None:
+        """Write why no server can start to the Hub's log, and to the broker's page and health."""
+        self.log.error("user=%s server=%s cannot start: %s", self.user.name, self.name, said)
+        broker_access.report_fault(self.broker_url, said)
 
     def _certificate(self) -> str:
         path = self.broker_certificate_file
@@ -217,7 +222,7 @@ class GPUShareMixin(SpawnPage):
         others = [each for each in self.user.spawners.values() if each is not self and each.active]
         said = next((text for other in others if (text := distinct.complaint(self, other))), "")
         if said:
-            self.log.error("user=%s server=%s refused: %s", self.user.name, self.name, said)
+            self._tell_administrator(said)
             self._lease_possible = False
             raise refusal(SHARED_RESOURCE, "shared_resource", 409)
 
@@ -304,7 +309,7 @@ class GPUShareMixin(SpawnPage):
             if api.startswith("https://") and (certificate := self._certificate()):
                 given[channel.CERTIFICATE_VARIABLE] = certificate
         except GpuShareError as error:
-            self.log.error("user=%s server=%s refused: %s", self.user.name, self.name, error)
+            self._tell_administrator(str(error))
             raise refusal(BAD_GRANT, "bad_grant", 503) from None
         return {**given, "GPUSHARE_API_URL": f"{api}/api/v1"}
 

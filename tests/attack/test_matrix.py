@@ -19,6 +19,8 @@ IDENTITIES = (None, "unknown", "no-access", "bo-reads", "bo", "ada", "ada-server
 IDENTITIES += (SPAWNER,)
 START = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": None}
 
+# spawner/fault asks for no token: the Hub is known by the uid of its process, which is that of these tests
+# (of other uids: tests/broker/test_site_faults.py).
 # {job} is a job of bo that waits; a lease that waits is neither asleep nor awake, so 409 is its owner's.
 EXPECTED = """
                                          none unkn noac read  bo  ada serv root prom spwn
@@ -51,6 +53,7 @@ GET    health                            200  200  200  200  200  200  200  200 
 GET    openapi.json                      200  200  200  200  200  200  200  200  200  200
 GET    spawner/offers?group=nlp          403  403  403  403  403  403  403  403  403  200
 POST   spawner/start                     403  403  403  403  403  403  403  403  403  200
+POST   spawner/fault                     204  204  204  204  204  204  204  204  204  204
 POST   spawner/stop                      403  403  403  403  403  403  403  403  403  204
 """
 TABLE = [
@@ -66,6 +69,7 @@ BODIES = {
     "keep": {"minutes": 5},
     "nlp": {"quota": 1.5},
     "start": START,
+    "fault": {"message": "no token"},
     "stop": {"user": "bo", "server": ""},
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare import native
 from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
@@ -254,3 +255,11 @@ def test_a_holder_sees_its_devices_its_limit_and_our_library():
     assert env["GPUSHARE_MEMORY_LIMIT"] == "11"
     assert (env["GPUSHARE_LEASE"], env["GPUSHARE_LEASE_DIR"]) == ("b-1", "/d")
     assert env["LD_PRELOAD"].endswith("libgpushare_preload.so")
+
+
+async def test_no_lease_is_prepared_without_the_library(helper, devices, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    holder = Holder(handle="a-1", uid=1000, limits={"GPU-0": 1}, guaranteed={"GPU-0": 1}, asleep=False)
+    with pytest.raises(HelperError, match="preload library is missing"):
+        await devices.prepare(holder)
+    assert helper.asked == []

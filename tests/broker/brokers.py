@@ -63,7 +63,7 @@ class Broker:
         self.admission = ServerAdmission(
             self.registry, self.engine, self.devices, self.loop.effects, self.request_policy
         )
-        self.views = Views(self.registry, self.engine, forecast)
+        self.views = Views(self.registry, self.engine, forecast, self.loop.faults)
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:

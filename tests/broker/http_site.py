@@ -106,6 +106,7 @@ class Http:
                 self.broker.requests,
                 self.broker.admission,
                 self.broker.loop.lending,
+                self.broker.loop.faults,
             ),
             views=self.broker.views,
             overview=Overview(self.broker.registry, self.broker.requests, self.broker.views.cluster_views),

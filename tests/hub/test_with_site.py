@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import GRANT, SIMPLE, Hub, running_hub, wait_for
+from tests.hub.conftest import GRANT, SIMPLE, SPAWNER_TOKEN, Hub, running_hub, wait_for
 
 SITE = """
 c.Spawner.options_form = '<input name="image" value="plain">'
@@ -133,6 +133,10 @@ def test_a_token_file_that_others_can_read_gives_no_gpu_and_tells_the_admin(hub:
         assert refused.status_code == 503
         assert str(token) not in refused.text
         assert f"chmod 600 {token}" in hub.log()
+        wait_for(lambda: hub.broker.of("spawner/fault"), "the broker is told")
+        told = hub.broker.of("spawner/fault")[0]
+        assert f"chmod 600 {token}" in told.body["message"]
+        assert SPAWNER_TOKEN not in (told.token, *told.body.values())
         assert hub.start_server("ada").status_code == 201
     finally:
         token.chmod(0o600)

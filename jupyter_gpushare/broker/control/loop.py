@@ -23,6 +23,7 @@ from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Observer
 from jupyter_gpushare.broker.control.time_limit import TimeLimits
 from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.faults import Faults
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.rows import Change
@@ -44,7 +45,8 @@ class Loop:
     def __init__(self, registry: Registry, engine: Engine, devices: Devices, hub: Hub) -> None:
         self.registry = registry
         self.engine = engine
-        self.hub = FencedHub(hub, devices, lambda: registry.store.epoch)
+        self.faults = Faults(registry.clock)
+        self.hub = FencedHub(hub, devices, lambda: registry.store.epoch, self.faults)
         self.observer = Observer(registry, devices)
         self.effects = Effects(registry, devices, self.hub, self.observer)
         self.lending = LendingControl(registry, engine)

@@ -26,6 +26,7 @@ from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
 from jupyter_gpushare.broker.http.listener import GUARDS
 from jupyter_gpushare.broker.http.rates import Rate, Turns
+from jupyter_gpushare.broker.state.faults import Faults
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.broker.views.views import Views
@@ -62,6 +63,7 @@ class Control:
     requests: RequestService
     admission: ServerAdmission
     lending: LendingControl
+    faults: Faults
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,18 @@ table, and a test holds the two together.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 
 import prometheus_client
 from tornado import iostream
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.http.peers import source_of
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.errors import (
@@ -24,7 +28,12 @@ from jupyter_gpushare.errors import (
 )
 from jupyter_gpushare.protocol import wire
 
+log = logging.getLogger("gpushare.broker")
+
 MAX_WAIT_S = 30.0
+# Source of the spawner's faults in `Faults`, and the most that is kept of one.
+_SPAWNER = "spawner"
+_FAULT_CHARACTERS = 500
 
 
 def _mine(record: LeaseRecord, identity: Identity) -> LeaseRecord:
@@ -341,8 +350,12 @@ class Spawner(Base):
                 "set c.GPUShareMixin.broker_url to unix:// or https://",
                 reason="unverified_channel",
             )
-        if not self.service.access.is_spawner(self.request.headers.get("Authorization", "")):
+        if not self.is_spawner():
             raise NotAllowed("only the Hub's spawner may ask this")
+
+    def is_spawner(self) -> bool:
+        """Return whether the request has the spawner's token."""
+        return self.service.access.is_spawner(self.request.headers.get("Authorization", ""))
 
 
 class SpawnerOffers(Spawner):
@@ -361,6 +374,26 @@ class SpawnerStart(Spawner):
 
     async def post(self) -> None:
         self.answer(await self.control.admission.start(self.body(wire.SpawnRequest)))
+        self.control.faults.mended(_SPAWNER)
+
+
+class SpawnerFault(Spawner):
+    """The Hub's spawner cannot work: shown to administrators until a server starts.
+
+    A spawner that cannot read its token is known by the uid of its process, the Hub's.
+    """
+
+    def is_spawner(self) -> bool:
+        """Return whether root or the broker's own user asks, over the unix socket, or the spawner's token."""
+        source = source_of(self.request.connection.stream.socket)  # type: ignore[union-attr]
+        return source in {f"uid {uid} by socket" for uid in (0, os.geteuid())} or super().is_spawner()
+
+    async def post(self) -> None:
+        """Note the fault for ``health`` and the page."""
+        said = messages.printable(self.body(wire.SpawnFault).message)[:_FAULT_CHARACTERS]
+        log.error("the Hub's spawner cannot start servers: %s", said)
+        self.control.faults.found(_SPAWNER, f"The Hub's spawner cannot start servers with GPUs: {said}")
+        self.set_status(204)
 
 
 class SpawnerStop(Spawner):

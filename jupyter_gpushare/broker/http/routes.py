@@ -60,6 +60,7 @@ ROUTES: tuple[Route, ...] = (
     Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),
     Route("spawner/offers", handlers.SpawnerOffers, {"get": wire.Offers}, {}),
     Route("spawner/start", handlers.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
+    Route("spawner/fault", handlers.SpawnerFault, {"post": None}, {"post": wire.SpawnFault}),
     Route("spawner/stop", handlers.SpawnerStop, {"post": None}, {"post": wire.SpawnStop}),
 )
 

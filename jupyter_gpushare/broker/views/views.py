@@ -8,6 +8,7 @@ from typing import Literal
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.engine import Engine, Offer
+from jupyter_gpushare.broker.state.faults import Faults
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views import job_order
@@ -49,8 +50,9 @@ _NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 class Views:
     """Builds answers from the registry and the present cluster view."""
 
-    def __init__(self, registry: Registry, engine: Engine, forecast: Forecast) -> None:
+    def __init__(self, registry: Registry, engine: Engine, forecast: Forecast, faults: Faults) -> None:
         self.registry = registry
+        self._faults = faults
         self.engine = engine
         self.forecast = forecast
         self.cluster_views = ClusterViewCache(registry, engine)
@@ -378,7 +380,7 @@ class Views:
 
     def health(self) -> wire.Health:
         """Return what does not work, one sentence each."""
-        reasons, devices = list(self.engine.trouble()), self.registry.devices
+        reasons, devices = [*self.engine.trouble(), *self._faults.sentences()], self.registry.devices
         now = self.registry.clock()
         if devices.sample is None:
             reasons.append("The device helper does not answer: nothing is granted until it does.")

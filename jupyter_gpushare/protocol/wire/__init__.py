@@ -47,6 +47,7 @@ from jupyter_gpushare.protocol.wire.spawner import (
     GpuRequest,
     Offer,
     Offers,
+    SpawnFault,
     SpawnGrant,
     SpawnRequest,
     SpawnStop,

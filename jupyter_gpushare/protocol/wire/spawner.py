@@ -66,6 +66,12 @@ class SpawnStop(Message, frozen=True):
     server: str
 
 
+class SpawnFault(Message, frozen=True):
+    """From the Hub: why its spawner can start no server with a GPU; an administrator has to mend it."""
+
+    message: str
+
+
 class SpawnGrant(Answer, frozen=True):
     """Answer to a `SpawnRequest`; ``lease`` is None for a server without GPU."""
 
