@@ -11,10 +11,12 @@ devices of its leases and until the lease ends, by what the file system allows:
 Without it the helper only looks.  Files that are open already stay open, also after a lease ends.
 A lease that is suspended keeps its access: cuInit of its new processes does not wait for it to wake.
 
-What the driver's own tools need of all users stays as it is: ``nvidiactl`` and ``nvidia-uvm`` give
-no memory of a GPU without its own file, and every program opens them.  The module's parameter
-ModifyDeviceFiles (kernel-open/nvidia/nv-reg.h of NVIDIA/open-gpu-kernel-modules) lets the driver
-and nvidia-modprobe set the modes again, so each sample looks at them again.
+The files that CUDA needs of all users stay as they are: ``nvidiactl`` and ``nvidia-uvm``.  That
+they give no memory of a GPU without its own file is inferred from Slurm and LSF, which constrain
+the files of GPUs alone.  nvidia-modprobe, which the driver's libraries start as root when they need
+it, sets the mode and owner again (mknod_helper in modprobe-utils/nvidia-modprobe-utils.c of
+NVIDIA/nvidia-modprobe) unless the module's parameter ModifyDeviceFiles is 0 (kernel-open/nvidia/
+nv-reg.h of NVIDIA/open-gpu-kernel-modules), so each sample looks at them again.
 """
 
 from __future__ import annotations
