@@ -1,0 +1,190 @@
+"""A file system that is full: a tmpfs that only the broker, or the process that stores, has mounted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.faults.site import SESSION_MIB, Site
+from tests.faults.workload import SETTLED, TRAIN
+from tests.waiting import until
+
+# What it is given is run with a tmpfs of 16 MiB at $0, which goes with it.
+_MOUNT = 'mount --make-rprivate / && mount -t tmpfs -o size=16m,mode=700 tmpfs "$0" && exec "$@"'
+_STORE = """
+import asyncio, os, sys
+from dataclasses import replace
+from pathlib import Path
+from jupyter_gpushare.broker.state import store as module
+from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.errors import DiskFull
+from tests.broker.test_store import JOB
+
+module.MIN_FREE_BYTES = 0  # SQLite itself meets the end of the disk
+disk = Path(sys.argv[1])
+url = f"sqlite:///{disk}/broker.sqlite"
+
+def job(number):
+    return replace(JOB, id=f"job{number}", idempotency_key=None, env={"A": os.urandom(30_000).hex()})
+
+async def main():
+    store, kept = Store(url, "boot"), []
+    with (disk / "ballast").open("wb", buffering=0) as ballast:
+        ballast.write(bytes(10 << 20))
+    while True:
+        try:
+            await store.commit([job(len(kept))])
+        except DiskFull:
+            break
+        kept.append(len(kept))
+    assert kept, "the disk was not empty enough"
+    for _ in range(2):
+        try:
+            await store.commit([job("refused")])
+            raise SystemExit("a commit on a full disk was answered")
+        except DiskFull:
+            pass
+    assert len(store.load().jobs) == len(kept), "it reads"
+    (disk / "ballast").unlink()
+    await store.retry()
+    await store.commit([job("after")])
+    store.close()
+    store = Store(url, "boot")
+    assert {each.id for each in store.load().jobs} == {f"job{n}" for n in [*kept, "after"]}
+    store.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """An empty folder, the mount point."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-disk-") as folder:
+        tried = subprocess.run([*mounted(Path(folder)), "true"], capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"a private mount namespace needs root (CAP_SYS_ADMIN): {tried.stderr[-300:]}")
+        yield Path(folder)
+
+
+def mounted(disk: Path) -> list[str]:
+    return ["unshare", "--mount", "sh", "-c", _MOUNT, str(disk)]
+
+
+def fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+@pytest.fixture
+def site(disk: Path) -> Iterator[Site]:
+    """A whole site; its broker has its database on the small disk."""
+    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
+        whole = Site(Path(folder))
+        broker = whole.services["broker"]
+        broker.command = [*mounted(disk), *broker.command]
+        with (whole.folder / "broker.py").open("a") as config:
+            config.write(f'c.GPUShareBroker.db_url = "sqlite:///{disk}/broker.sqlite"\n')
+        try:
+            whole.start()
+            yield whole
+        finally:
+            whole.close()
+            print(broker.tail())
+
+
+def test_sqlite_meets_the_end_of_the_disk(disk: Path) -> None:
+    done = subprocess.run(
+        [*mounted(disk), sys.executable, "-c", _STORE, str(disk)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_full_disk_refuses_writes_at_once_and_a_session_wakes(site: Site, disk: Path) -> None:
+    home = site.folder / "home" / "ada"
+    job = {
+        "command": [sys.executable, str(TRAIN), str(site.folder), "1", str(SESSION_MIB), str(SESSION_MIB)],
+        "gpus": "2",
+    }
+
+    def answers(number: int) -> bool:
+        path = home / "answers"
+        said = [line.split()[::2] for line in path.read_text().splitlines()] if path.exists() else []
+        return [str(number), "ok"] in said
+
+    def submit(key: str) -> httpx.Response:
+        answer = site.ask("POST", "jobs", "bo", json=job, headers={"Idempotency-Key": key})
+        assert answer is not None, site.services["broker"].tail()
+        return answer
+
+    def session() -> dict[str, str]:
+        answer = site.ask("GET", "leases", "ada")
+        assert answer is not None
+        return dict(answer.json()["leases"][0])
+
+    site.hub.start_server("ada", {"fraction": "1"})
+    (home / "cells").write_text("1")
+    until(lambda: answers(1), "the first cell ran", log=site.services["broker"].log)
+    first = until(
+        lambda: (answer := submit("first")).status_code == 201 and answer, "a job is accepted"
+    ).json()
+
+    def ended(job_id: str) -> bool:
+        answer = site.ask("GET", f"jobs/{job_id}", "bo")
+        return answer is not None and answer.json()["state"] == "succeeded"
+
+    until(lambda: ended(first["id"]), "the job ends", log=site.services["broker"].log)
+    assert session()["state"] == "suspended"
+
+    broker = site.services["broker"].process
+    assert broker is not None
+    ballast = Path(f"/proc/{broker.pid}/root{disk}/ballast")
+    with pytest.raises(OSError, match="No space left"):
+        fill(ballast)
+    writes = (
+        ("POST", "jobs", "bo", job),
+        ("POST", f"leases/{session()['id']}/keep", "ada", {"minutes": 5}),
+        ("PUT", "projects/nlp", "root", {"weight": 2}),
+        ("PUT", "lending", "root", {"mode": "off"}),
+    )
+    for method, path, user, body in writes:
+
+        def refused(method: str = method, path: str = path, user: str = user, body: object = body) -> bool:
+            began = time.monotonic()
+            answer = site.ask(method, path, user, json=body)
+            assert answer is not None
+            assert (answer.status_code, answer.json()["reason"]) == (507, "disk_full"), answer.text
+            return time.monotonic() - began < 1
+
+        until(refused, f"{method} {path} is refused within a second")
+    for path in ("status", "jobs", "leases", "projects", "offers"):
+        answer = site.ask("GET", path, "bo")
+        assert answer is not None
+        assert answer.status_code == 200, answer.text
+    assert submit("refused").status_code == 507
+
+    (home / "cells").write_text("2")
+    until(lambda: answers(2), "the session wakes", log=site.services["broker"].log)
+
+    ballast.unlink()
+    after = until(
+        lambda: (answer := submit("refused")).status_code == 201 and answer, "jobs are accepted"
+    ).json()
+    assert after["id"] != first["id"]
+    until(lambda: ended(after["id"]), "the job ends", log=site.services["broker"].log)
+    (home / "cells").write_text("3")
+    until(lambda: answers(3), "the session wakes again", log=site.services["broker"].log)
+    until(lambda: session()["state"] in SETTLED, "its lease settles")
+    assert broker.poll() is None, "the broker did not restart"
