@@ -36,6 +36,7 @@ from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, RequestError
 from jupyter_gpushare.hub import broker_access, distinct, grant_environment, options
 from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
+from jupyter_gpushare.hub.memory import MemoryForSleep
 from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, SHARED_RESOURCE, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
 from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnRequest, SpawnStop, encode
@@ -49,7 +50,7 @@ _NO_GPU_TIMEOUT_S = 2.0
 _RELEASE_TIMEOUT_S = 3.0
 
 
-class GPUShareMixin(SpawnPage):
+class GPUShareMixin(SpawnPage, MemoryForSleep):
     """Mixin in front of any spawner class: ``class X(GPUShareMixin, LocalProcessSpawner)``."""
 
     broker_url = Unicode(
@@ -322,7 +323,8 @@ class GPUShareMixin(SpawnPage):
 
     async def _start_server(self) -> Any:
         """Start the server with the grant that is there by now, as the class beneath does."""
-        return await super().start()
+        with self.memory_for_sleep(self._grant):
+            return await super().start()
 
     async def _start_job(self, grant: SpawnGrant) -> Any:
         site_cmd = self.cmd

@@ -21,6 +21,7 @@ c.DockerSpawner.client_kwargs = {{"base_url": "tcp://127.0.0.1:{port}"}}
 c.DockerSpawner.image = "site/lab:1"
 c.DockerSpawner.host_ip = "127.0.0.1"
 c.DockerSpawner.volumes = {{"home-{{username}}": "/home/jovyan"}}
+c.DockerSpawner.mem_limit = "2G"
 c.DockerSpawner.extra_host_config = {{"shm_size": "1g"}}
 c.JupyterHub.hub_connect_url = c.JupyterHub.hub_bind_url
 del c.Spawner.cmd
@@ -76,6 +77,12 @@ def test_a_container_with_a_lease_gets_its_mounts_its_gpus_and_the_hosts_pids(hu
     for name, value in GRANT["env"].items():
         assert container.environment[name] == value
     assert container.environment["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
+
+
+def test_the_memory_limit_of_a_container_holds_its_gpu_memory_while_it_sleeps(hub, docker):
+    assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 201
+    assert hub.start_server("cy").status_code == 201
+    assert [each.created["HostConfig"]["Memory"] for each in docker.made] == [(2 + 42) << 30, 2 << 30]
 
 
 def test_the_folder_of_the_brokers_socket_is_mounted_read_only(hub, docker):

@@ -10,12 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from traitlets.config import Config
 
+from jupyter_gpushare.core.model import Kind
+from jupyter_gpushare.gpu.leases.host import with_overhead
 from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.limits import LimitedProcesses
+from jupyter_gpushare.protocol.wire import SpawnGrant
 
 GIB = 1 << 30
 
@@ -135,6 +139,35 @@ def test_no_server_starts_without_the_limits_that_are_set(tmp_path: Path) -> Non
     with pytest.raises(SpawnException) as refused:
         spawner(cgroup_root=str(tmp_path / "none"), processes_limit=100).make_preexec_fn("ada")
     assert "could not be set" in str(refused.value)
+
+
+GRANT = SpawnGrant(lease="ada-1", kind=Kind.BUILD, env={}, devices=["GPU-1"], memory_limit_bytes=40 * GIB + 7)
+
+
+@pytest.mark.parametrize(
+    ("grant", "setting", "added_bytes"),
+    [
+        pytest.param(GRANT, True, with_overhead(GRANT.memory_limit_bytes), id="lease"),
+        pytest.param(GRANT, False, 0, id="switched off"),
+        pytest.param(msgspec.structs.replace(GRANT, lease=None), True, 0, id="no lease"),
+        pytest.param(msgspec.structs.replace(GRANT, devices=["MIG-1"]), True, 0, id="never asleep"),
+        pytest.param(None, True, 0, id="no broker"),
+    ],
+)
+def test_a_memory_limit_holds_what_the_helper_wants_free_for_a_suspension(
+    grant: SpawnGrant | None, setting: bool, added_bytes: int
+) -> None:
+    made = spawner(mem_limit="2G")
+    made.add_gpu_memory_to_mem_limit = setting
+    with made.memory_for_sleep(grant):
+        assert made.mem_limit == 2 * GIB + added_bytes
+    assert made.mem_limit == 2 * GIB
+
+
+def test_a_server_without_a_memory_limit_gets_none_from_its_lease() -> None:
+    made = spawner()
+    with made.memory_for_sleep(GRANT):
+        assert made.mem_limit is None
 
 
 def test_without_limits_nothing_is_made(root: Path) -> None:

@@ -27,6 +27,7 @@ c.SystemdSpawner.isolate_devices = True
 c.SystemdSpawner.readonly_paths = ["/"]
 c.SystemdSpawner.readwrite_paths = ["/home/{{USERNAME}}"]
 c.SystemdSpawner.unit_extra_properties = {{"CPUWeight": "50"}}
+c.Spawner.mem_limit = "2G"
 c.SystemdSpawner.user_workingdir = "{folder}"
 """
 JOB = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
@@ -89,6 +90,7 @@ def test_a_unit_with_a_lease_may_use_the_gpus_and_write_into_its_lease(hub):
     assert "PrivateDevices=yes" not in found
     assert {f"ReadWriteDirectories=/home/{ME}", "ReadWriteDirectories=/run/gpushare/abc-1"} <= found
     assert "CPUWeight=50" in found
+    assert f"MemoryMax={(2 + 42) << 30}" in found  # 40 GiB of GPU memory, and 5 %
     assert unit(hub)["environment"]["GPUSHARE_LEASE"] == "abc-1"
 
 
@@ -101,6 +103,7 @@ def test_a_unit_without_a_lease_sees_no_device_and_has_the_sites_settings(hub):
     assert "PrivateDevices=yes" in found
     assert not any(each.startswith(("DevicePolicy", "DeviceAllow")) for each in found)
     assert f"ReadWriteDirectories=/home/{ME}" in found
+    assert f"MemoryMax={2 << 30}" in found
     assert unit(hub)["environment"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
