@@ -32,6 +32,7 @@ from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.forecast import Forecast
 from jupyter_gpushare.broker.control.loop import Loop
+from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy, overrides_text
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.heartbeat import Heartbeat
@@ -229,10 +230,11 @@ class GPUShareBroker(Settings):
         request_policy = RequestPolicy(registry, engine)
         views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
+        queue = QueueEdits(registry, engine, request_policy)
         admission = ServerAdmission(registry, engine, effects.devices, effects, request_policy)
         describe = functools.cache(lambda: openapi.describe(prefix))
         return Service(
-            control=Control(registry, request_policy, requests, admission, loop.lending, loop.faults),
+            control=Control(registry, request_policy, requests, queue, admission, loop.lending, loop.faults),
             views=views,
             overview=Overview(registry, requests, views.cluster_views),
             access=Access(hub_auth, self._spawner_token(), loop.hub),

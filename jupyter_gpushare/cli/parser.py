@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jupyter_gpushare import __version__
-from jupyter_gpushare.cli import administer, sessions
+from jupyter_gpushare.cli import administer, queue, sessions
 from jupyter_gpushare.cli import verbs as run
 from jupyter_gpushare.cli.administer import MODES
 from jupyter_gpushare.core.model import CheckpointMode
@@ -90,16 +90,13 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "--attempt", type=_count(1, 1_000_000), metavar="N", help="only this attempt (default: all)"
     )
     logs.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
-    cancel = _verb(
-        verbs, "cancel", run.cancel, "take a job out of the queue, or stop it", "gpushare cancel k3v9m2x7qa"
-    )
-    cancel.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
     retry = _verb(verbs, "retry", run.retry, "submit a job again that has ended", "gpushare retry k3v9m2x7qa")
     retry.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
     show = _verb(
         verbs, "show", run.show, "one job, with every pause and its reason", "gpushare show k3v9m2x7qa"
     )
     show.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
+    _add_queue_verbs(verbs)
     _add_session_verbs(verbs)
     _add_lease_verbs(verbs)
     doctor = _verb(
@@ -118,6 +115,54 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     doctor.add_argument(
         "--broker-config", type=Path, default=Path("/etc/gpushare/broker_config.py"), metavar="FILE"
     )
+
+
+def _add_queue_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
+    cancel = _verb(
+        verbs,
+        "cancel",
+        queue.cancel,
+        "take jobs out of the queue, or stop them",
+        "gpushare cancel k3v9m2x7qa",
+        "gpushare cancel k3v9m2x7qa p4w8n1y6rb",
+    )
+    cancel.add_argument("ids", nargs="+", metavar="ID", help="of the jobs, as `gpushare jobs` shows them")
+    edit = _verb(
+        verbs,
+        "edit",
+        queue.edit,
+        "change what a job in the queue asks for",
+        "gpushare edit k3v9m2x7qa --gpus 2",
+        "gpushare edit k3v9m2x7qa --project nlp --priority -5",
+        "gpushare edit k3v9m2x7qa --max-run 4h      none: no maximum",
+    )
+    edit.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
+    size = edit.add_mutually_exclusive_group()
+    size.add_argument("--gpus", metavar="G", help="0.5, 1/4 or 2; several are given together")
+    size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
+    size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
+    edit.add_argument("--project", metavar="P", help="it goes to the end of that project's queue")
+    edit.add_argument("--priority", type=_count(-100, 100), metavar="N", help="within the project")
+    edit.add_argument("--max-run", type=_limit, metavar="TIME", help="like 30m, 4h or 2d; none: no maximum")
+    move = _verb(
+        verbs,
+        "move",
+        queue.move,
+        "move a job in the queue among my own of its project and priority",
+        "gpushare move k3v9m2x7qa --before p4w8n1y6rb",
+        "gpushare move k3v9m2x7qa --up",
+    )
+    move.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
+    place = move.add_mutually_exclusive_group(required=True)
+    place.add_argument("--before", metavar="JOB", help="to start before this one")
+    place.add_argument("--behind", metavar="JOB", help="to start after this one")
+    for to, text in (
+        ("up", "by one"),
+        ("down", "by one"),
+        ("first", "before all of mine"),
+        ("last", "behind all of mine"),
+    ):
+        place.add_argument(f"--{to}", dest="to", action="store_const", const=to, help=text)
 
 
 def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
@@ -299,6 +344,10 @@ def _seconds(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit, like 30m, 4h or 2d")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def _limit(text: str) -> float:
+    return 0.0 if text == "none" else _seconds(text)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -243,7 +243,7 @@ def logs(args: argparse.Namespace) -> int:
     """Print what a job printed."""
     from jupyter_gpushare.cli import job_logs
 
-    job_id = _job_id(args)
+    job_id = checked_id(args, args.id)
     with closing(connect(args)) as client:
         try:
             job = client.get(f"jobs/{job_id}", wire.Job)
@@ -276,18 +276,9 @@ def _hub_url(address: Address) -> str:
     return address.url.removesuffix(API_PATH) if is_proxy else ""
 
 
-def cancel(args: argparse.Namespace) -> int:
-    """Take a job out of the queue, or stop it."""
-    job_id = _job_id(args)
-    with closing(connect(args)) as client:
-        job = client.delete(f"jobs/{job_id}", wire.Job, repeatable=True)
-    print_job(args, job)
-    return EXIT_OK
-
-
 def retry(args: argparse.Namespace) -> int:
     """Submit a job again that has ended."""
-    job_id = _job_id(args)
+    job_id = checked_id(args, args.id)
     with closing(connect(args)) as client:
         job = client.post(f"jobs/{job_id}/retry", None, wire.Job)
     print_job(args, job)
@@ -296,7 +287,7 @@ def retry(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print one job with every pause and its reason."""
-    job_id = _job_id(args)
+    job_id = checked_id(args, args.id)
     with closing(connect(args)) as client:
         job = client.get(f"jobs/{job_id}", wire.Job)
         timeline = client.get(f"jobs/{job_id}/timeline", wire.JobTimeline)
@@ -316,9 +307,8 @@ def show(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _job_id(args: argparse.Namespace) -> str:
-    """Return the id, which becomes part of an address and of a path."""
-    given = str(args.id)
+def checked_id(args: argparse.Namespace, given: str) -> str:
+    """Return the id of a job, which becomes part of an address and of a path; else a usage error."""
     if not (given.isascii() and given.isalnum() and len(given) <= 40):
         args.parser.error(f"{given[:60]!r} is not the id of a job; `gpushare jobs` lists them")
     return given

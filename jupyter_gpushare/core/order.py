@@ -28,9 +28,9 @@ job runs; `served` writes it down when the job stops.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import inf
+from math import inf, nextafter
 from types import MappingProxyType
 
 from jupyter_gpushare.core.measure import LEAST_GPU_S, rounded
@@ -238,6 +238,26 @@ def rank(lease: Lease, now: float, settings: Settings) -> Rank:
 def seniority(lease: Lease, now: float, settings: Settings) -> float:
     """Sort key of the running jobs of a level: the time since which a job runs in it."""
     return max(lease.granted_at, order_of(settings).entered_at(lease, now, settings))
+
+
+def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> list[Lease]:
+    """Return the waiting jobs that change when job ``id`` gets the place before or behind ``beside``.
+
+    ``leases`` are jobs of one level that have not run, both included.  They exchange their
+    times among each other, so that no other job gets an earlier or a later place.
+    """
+    places = sorted(leases, key=lambda x: (x.queued_at, x.id))
+    by_id = {x.id: x for x in places}
+    ids = [x.id for x in places if x.id != id]
+    ids.insert(ids.index(beside) + behind, id)
+    changed, last_at = [], -inf
+    for name, place in zip(ids, places, strict=True):
+        # Equal times would leave the order to the ids.
+        last_at = place.queued_at if place.queued_at > last_at else nextafter(last_at, inf)
+        after = replace(by_id[name], queued_at=last_at, waits_since_at=place.waits_since_at)
+        if after != by_id[name]:
+            changed.append(after)
+    return changed
 
 
 def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:

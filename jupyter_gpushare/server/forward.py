@@ -38,7 +38,9 @@ FORWARDS: tuple[Forward, ...] = (
     Forward("GET", "jobs", wire.JobList, query=("limit",)),
     Forward("POST", "jobs", wire.Job, body=wire.JobRequest, status=201),
     Forward("GET", "jobs/{}", wire.Job, _JOB),
+    Forward("PUT", "jobs/{}", wire.Job, _JOB, body=wire.JobChange),
     Forward("DELETE", "jobs/{}", wire.Job, _JOB),
+    Forward("PUT", "jobs/{}/place", wire.Job, _JOB, body=wire.JobPlace),
     Forward("GET", "jobs/{}/timeline", wire.JobTimeline, _JOB),
     Forward("POST", "jobs/{}/retry", wire.Job, _JOB, status=201),
     Forward("POST", "leases/{}/resume", wire.LeaseStatus, _LEASE),
@@ -63,6 +65,10 @@ class ForwardHandler(Handler):
 
     @for_user
     async def post(self, *ids: str) -> None:
+        await self._forward(*ids)
+
+    @for_user
+    async def put(self, *ids: str) -> None:
         await self._forward(*ids)
 
     @for_user

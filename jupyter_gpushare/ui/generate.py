@@ -35,6 +35,8 @@ ROOTS: tuple[type[msgspec.Struct], ...] = (
     wire.Offers,
     wire.LaunchForm,
     wire.LaunchRequest,
+    wire.JobChange,
+    wire.JobPlace,
     wire.ErrorAnswer,
 )
 # Names of the unions of string literals in `wire`.

@@ -29,6 +29,8 @@ GET    offers                            401  401  403  200  200  200  200  403 
 GET    jobs                              401  401  403  200  200  200  200  200  200  401
 POST   jobs                              401  401  403  403  201  201  201  403  403  401
 GET    jobs/{job}                        401  401  403  200  200  404  404  200  404  401
+PUT    jobs/{job}                        401  401  403  403  200  404  404  404  403  401
+PUT    jobs/{job}/place                  401  401  403  403  400  404  404  404  403  401
 DELETE jobs/{job}                        401  401  403  403  200  404  404  200  403  401
 GET    jobs/{job}/timeline               401  401  403  200  200  404  404  200  404  401
 POST   jobs/{job}/retry                  401  401  403  403  409  404  404  404  403  401
@@ -62,6 +64,8 @@ TABLE = [
 ]
 ACTIONS = ("resume", "keep", "lend", "never-sleep", "may-sleep")
 BODIES = {
+    "PUT jobs/{job}": {"priority": -1},
+    "place": {"before": "nosuchjob"},
     "lending": {"mode": "on"},
     "jobs": {"command": ["true"]},
     "report": {"state": "ended", "exit_code": 0},
@@ -94,7 +98,7 @@ async def test_each_identity_may_do_what_the_matrix_says(http: Http, method, pat
         registry = http.broker.registry
         before = registry.jobs[job.id]
         asked = path.format(job=job.id, lease=f"j{job.id}")
-        body = BODIES.get(asked.rpartition("/")[2])
+        body = BODIES.get(f"{method} {path}") or BODIES.get(asked.rpartition("/")[2])
         answer = await http.ask(method, asked, identity, **({"json": body} if body else {}))
         found[identity] = answer.status_code
         if answer.status_code >= 400:

@@ -104,6 +104,7 @@ class Http:
                 self.broker.registry,
                 self.broker.request_policy,
                 self.broker.requests,
+                self.broker.queue,
                 self.broker.admission,
                 self.broker.loop.lending,
                 self.broker.loop.faults,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Grant, Order, Plan, Requeue, State, Suspend, Why
 from jupyter_gpushare.core.planner import Planner, plan
@@ -281,3 +284,48 @@ def test_nor_is_a_gang_given_devices_that_take_nothing_new():
         gpus=[device(0, usable=False), device(1), device(2)],
     )
     assert plan(c, NOW).actions == ()
+
+
+# -- the order of one user's own jobs
+
+
+def _ranked(leases):
+    return [x.id for x in sorted(leases, key=lambda x: order.rank(x, NOW, SETTINGS))]
+
+
+def test_a_moved_job_exchanges_times_with_those_between():
+    mine = [train(f"j{n}", 1000, queued_at=n, waits_since_at=n) for n in range(4)]
+    assert [x.id for x in order.moved(mine, "j3", "j1", behind=False)] == ["j3", "j1", "j2"]
+    assert [x.id for x in order.moved(mine, "j0", "j1", behind=True)] == ["j1", "j0"]
+    assert order.moved(mine, "j0", "j1", behind=False) == []
+
+
+def test_jobs_of_one_moment_can_be_moved():
+    mine = [train(name, 1000, queued_at=7.0) for name in "abc"]
+    changed = {x.id: x for x in order.moved(mine, "c", "a", behind=False)}
+    assert _ranked(changed.get(x.id, x) for x in mine) == ["c", "a", "b"]
+
+
+@given(st.data())
+def test_a_move_changes_the_place_of_no_other_job(data):
+    owners = data.draw(st.lists(st.booleans(), min_size=2, max_size=12))
+    since = data.draw(st.permutations(range(len(owners))))
+    leases = {
+        f"j{n}": train(f"j{n}", 1000, queued_at=n, waits_since_at=since[n], user="me" if mine else "you")
+        for n, mine in enumerate(owners)
+    }
+    mine = [x for x in leases.values() if x.user == "me"]
+    assume(len(mine) > 1)
+    one, two = data.draw(st.permutations([x.id for x in mine]))[:2]
+    behind = data.draw(st.booleans())
+    changed = {x.id: x for x in order.moved(mine, one, two, behind=behind)}
+    before, after = _ranked(leases.values()), _ranked((leases | changed).values())
+    for place, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert (leases[old].user == "you") == (leases[new].user == "you"), place
+        assert leases[old].user == "me" or old == new
+    assert (after.index(one) > after.index(two)) is behind
+    others = [id for id in before if id != one and leases[id].user == "me"]
+    assert others == [id for id in after if id in others]
+    assert sorted((x.queued_at, x.waits_since_at) for x in (leases | changed).values()) == sorted(
+        (x.queued_at, x.waits_since_at) for x in leases.values()
+    )

@@ -21,6 +21,7 @@ from tornado import web
 
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
@@ -61,6 +62,7 @@ class Control:
     registry: Registry
     request_policy: RequestPolicy
     requests: RequestService
+    queue: QueueEdits
     admission: ServerAdmission
     lending: LendingControl
     faults: Faults

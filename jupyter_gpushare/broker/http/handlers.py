@@ -132,7 +132,7 @@ class Jobs(Base):
 
 
 class Job(Base):
-    """One job of mine; delete cancels it."""
+    """One job of mine; put changes it while it is queued, delete cancels it."""
 
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
@@ -145,6 +145,26 @@ class Job(Base):
             identity.require(JOBS_SCOPE)
         job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
         self.answer(self.service.views.job(await self.control.requests.cancel(job)))
+
+    async def put(self, job_id: str) -> None:
+        """Change size, project, priority or time limit."""
+        identity = await self.identify()
+        identity.require(JOBS_SCOPE)
+        job = await self.control.requests.job(identity.user, job_id)
+        change = self.body(wire.JobChange)
+        groups = await self.service.access.groups(identity.user, fresh=True)
+        self.answer(self.service.views.job(await self.control.queue.change(job, groups, change)))
+
+
+class JobPlace(Base):
+    """Move a queued job of mine before or behind another."""
+
+    async def put(self, job_id: str) -> None:
+        identity = await self.identify()
+        identity.require(JOBS_SCOPE)
+        job = await self.control.requests.job(identity.user, job_id)
+        place = self.body(wire.JobPlace)
+        self.answer(self.service.views.job(await self.control.queue.place(job, place)))
 
 
 class JobTimeline(Base):

@@ -39,7 +39,7 @@ from jupyter_gpushare.broker.state.records import (
 )
 from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.store import Loaded, Store
-from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition
+from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
 from jupyter_gpushare.broker.state.usage import Usage, use_of
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
@@ -156,10 +156,19 @@ class Registry:
             DiskFull: nothing is changed.
             StoreError: the database failed; the broker ends.
         """
+        (changed,) = await self.edit_all([(record, edit)], *also)
+        return changed
+
+    async def edit_all(self, edits: Iterable[tuple[LeaseRecord, Edit]], *also: Change) -> list[LeaseRecord]:
+        """Change leases as `edit` does, all or none; a job in ``also`` is changed with them."""
         self.journal.check()
-        changed = edit.apply(self._current(record))
-        self._cache(changed)
-        await self.journal.commit(changed, *also)
+        changed = [edit.apply(self._current(record)) for record, edit in edits]
+        for record in changed:
+            self._cache(record)
+        for each in also:
+            if isinstance(each, JobRecord):
+                self._cache_job(each)
+        await self.journal.commit(*changed, *also)
         await self.notify()
         return changed
 
@@ -282,7 +291,7 @@ class Registry:
             entered_at=now,
             why=transition.why or record.why,
         )
-        _log(record, changed, transition)
+        log_transition(record, changed, transition)
         also: list[Change] = []
         ran = record.state is State.RUNNING and state is not State.RUNNING
         if job is None and ran:
@@ -431,19 +440,3 @@ class Registry:
         if job is not None:
             return messages.text("decision.job", user, job.name, size)
         return messages.text("decision.session", user, size)
-
-
-def _log(record: LeaseRecord, changed: LeaseRecord, transition: Transition) -> None:
-    log.info(
-        "lease=%s user=%s project=%s %s->%s event=%s reason=%s for=%s for_s=%.1f note=%s",
-        changed.handle,
-        changed.lease.user,
-        changed.lease.project,
-        record.state,
-        changed.state,
-        transition.event,
-        transition.why or "-",
-        transition.for_lease or "-",
-        changed.entered_at - record.entered_at,
-        changed.note or "-",
-    )

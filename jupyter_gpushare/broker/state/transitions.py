@@ -8,12 +8,15 @@ registry sets the state, its times and the reason.
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.core.model import Event
+from jupyter_gpushare.core.model import Event, Lease
+
+log = logging.getLogger("gpushare.broker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,16 @@ class Cancelled(Edit):
 
     def apply(self, record: LeaseRecord) -> LeaseRecord:
         return replace(record, lease=replace(record.lease, cancelled=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Altered(Edit):
+    """The owner of a job in the queue has changed its request or its place: its lease is ``lease`` now."""
+
+    lease: Lease
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, lease=self.lease)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,3 +280,20 @@ class Failed(Released):
     """A job has ended without success."""
 
     event = Event.FAIL
+
+
+def log_transition(record: LeaseRecord, changed: LeaseRecord, transition: Transition) -> None:
+    """Log a change of state in one line, with its cause."""
+    log.info(
+        "lease=%s user=%s project=%s %s->%s event=%s reason=%s for=%s for_s=%.1f note=%s",
+        changed.handle,
+        changed.lease.user,
+        changed.lease.project,
+        record.state,
+        changed.state,
+        transition.event,
+        transition.why or "-",
+        transition.for_lease or "-",
+        changed.entered_at - record.entered_at,
+        changed.note or "-",
+    )

@@ -70,6 +70,40 @@ class JobRequest(Message, frozen=True):
         return Size.of_gpus(self.gpus)
 
 
+class JobChange(Message, frozen=True):
+    """Body of ``PUT jobs/{id}``: given fields replace those of a job in the queue."""
+
+    gpus: str | None = None  # one of these three replaces the size
+    memory: str | None = None
+    profile: str | None = None
+    project: str | None = None
+    priority: int | None = None
+    max_run_s: float | None = None  # 0: no maximum
+
+    def of(self, request: JobRequest) -> JobRequest:
+        """Return the request with this change; it is not checked."""
+        if self.gpus is not None or self.memory is not None or self.profile is not None:
+            gpus = "1" if self.gpus is None else self.gpus
+            request = msgspec.structs.replace(request, gpus=gpus, memory=self.memory, profile=self.profile)
+        if self.max_run_s is not None:
+            request = msgspec.structs.replace(request, max_run_s=self.max_run_s or None)
+        return msgspec.structs.replace(
+            request,
+            project=request.project if self.project is None else self.project,
+            priority=request.priority if self.priority is None else self.priority,
+        )
+
+
+class JobPlace(Message, frozen=True):
+    """Body of ``PUT jobs/{id}/place``: another job of the same user, project and priority in the queue.
+
+    The job comes directly before or behind it among these jobs; give one of the two.
+    """
+
+    before: str | None = None
+    behind: str | None = None
+
+
 class LaunchRequest(Message, frozen=True):
     """Body of the Jupyter server's ``POST gpushare/launch``: the fields of the launch dialog.
 

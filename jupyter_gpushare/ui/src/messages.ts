@@ -436,6 +436,10 @@ export function momentText(trans: TranslationBundle, what: string): string {
       return trans.__('Resumed');
     case 'requeue':
       return trans.__('Back in queue');
+    case 'edit':
+      return trans.__('Changed');
+    case 'move':
+      return trans.__('Moved');
     case 'ended':
       return trans.__('Ended');
     default:

@@ -123,6 +123,18 @@ export interface IJob {
   readonly reason_texts: readonly IText[];
 }
 
+/** Body of `PUT jobs/{id}`: given fields replace those of a job in the queue. */
+export interface IJobChange {
+  /** one of these three replaces the size */
+  readonly gpus: string | null;
+  readonly memory: string | null;
+  readonly profile: string | null;
+  readonly project: string | null;
+  readonly priority: number | null;
+  /** 0: no maximum */
+  readonly max_run_s: number | null;
+}
+
 /** Answer to `GET jobs`: started, requeued, queued (the next to start first), ended. */
 export interface IJobList {
   readonly jobs: readonly IJob[];
@@ -151,6 +163,12 @@ export interface IJobOutlook {
   readonly sentence_texts: readonly IText[];
   /** None: now, or not known well enough */
   readonly starts_in: IEstimate | null;
+}
+
+/** Body of `PUT jobs/{id}/place`: another job of the same user, project and priority in the queue. */
+export interface IJobPlace {
+  readonly before: string | null;
+  readonly behind: string | null;
 }
 
 /** Origin of a job, for display and for duplicates; the broker stores it unread. */

@@ -1,0 +1,91 @@
+"""Verbs of the command line that change jobs in the queue: ``edit``, ``move``, ``cancel``."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+
+from jupyter_gpushare.cli.output import complain, note, print_job, print_json
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, checked_id, connect
+from jupyter_gpushare.errors import RequestError
+from jupyter_gpushare.protocol import wire
+
+# As many as the broker lists at once.
+_ALL = 10_000
+
+
+def edit(args: argparse.Namespace) -> int:
+    """Change what a job in the queue asks for."""
+    change = wire.JobChange(
+        gpus=args.gpus,
+        memory=args.memory,
+        profile=args.profile,
+        project=args.project,
+        priority=args.priority,
+        max_run_s=args.max_run,
+    )
+    if change == wire.JobChange():
+        args.parser.error("say what to change, like: gpushare edit k3v9m2x7qa --gpus 2")
+    id = checked_id(args, args.id)
+    with closing(connect(args)) as client:
+        print_job(args, client.put(f"jobs/{id}", change, wire.Job, repeatable=True))
+    return EXIT_OK
+
+
+def move(args: argparse.Namespace) -> int:
+    """Move a job in the queue among the user's own of its project and priority."""
+    id = checked_id(args, args.id)
+    with closing(connect(args)) as client:
+        place = wire.JobPlace(
+            before=args.before and checked_id(args, args.before),
+            behind=args.behind and checked_id(args, args.behind),
+        )
+        if args.to is not None:
+            job = client.get(f"jobs/{id}", wire.Job)
+            queue = client.get("jobs", wire.JobList, params={"limit": _ALL}).jobs
+            found = _place(job, queue, args.to)
+            if found is None:
+                note(f"It is the {'first' if args.to in ('up', 'first') else 'last'} of yours already.")
+                print_job(args, job)
+                return EXIT_OK
+            place = found
+        print_job(args, client.put(f"jobs/{id}/place", place, wire.Job, repeatable=True))
+    return EXIT_OK
+
+
+def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | None:
+    """Return the place ``to`` which a job goes; None: it is there.  ``queue``: the next to start first."""
+    ids = [
+        other.id
+        for other in queue
+        if (other.state, other.project, other.priority, other.user)
+        == ("queued", job.project, job.priority, job.user)
+        and not other.ran_s
+    ]
+    if job.id not in ids:
+        # The broker says why not.
+        return wire.JobPlace(before=job.id)
+    at, last = ids.index(job.id), len(ids) - 1
+    target = {"up": max(0, at - 1), "down": min(last, at + 1), "first": 0, "last": last}[to]
+    if target == at:
+        return None
+    return wire.JobPlace(behind=ids[target]) if target > at else wire.JobPlace(before=ids[target])
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Take jobs out of the queue, or stop them; a refusal of one does not keep the others."""
+    ids = list(dict.fromkeys(checked_id(args, each) for each in args.ids))
+    jobs, refused = [], False
+    with closing(connect(args)) as client:
+        for id in ids:
+            try:
+                jobs.append(client.delete(f"jobs/{id}", wire.Job, repeatable=True))
+            except RequestError as error:
+                complain(args, error.status, error.reason, str(error))
+                refused = True
+    if args.json and len(ids) > 1:
+        print_json(wire.JobList(jobs=jobs))
+    else:
+        for job in jobs:
+            print_job(args, job)
+    return EXIT_REFUSED if refused else EXIT_OK
