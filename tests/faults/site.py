@@ -73,13 +73,14 @@ c.GPUShareBroker.grace = 5
 """
 
 
-def strace(die_at: int) -> list[str]:
-    """What to put before a command for one thread to be killed at its ``die_at``-th system call.
+def strace(die_at: int, *follow: str) -> list[str]:
+    """What to put before a command for it to be killed at the ``die_at``-th system call of a thread.
 
-    Without ``--seccomp-bpf``: strace 6.1 then delivers no signal.
+    ``follow`` is ``-f``: of any of its threads and children; ``-D``: of its first thread, and strace is
+    no parent of it.  Without ``--seccomp-bpf``: strace 6.1 then delivers no signal.
     """
     kill = f"inject={_TRACED}:signal=KILL:when={die_at}"
-    return ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={_TRACED}", "-e", kill]
+    return ["strace", *follow, "-qq", "-o", os.devnull, "-e", f"trace={_TRACED}", "-e", kill]
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Service:
     def start(self, die_at: int = 0) -> None:
         """Start it; one of its threads is killed, with all of it, at its ``die_at``-th system call."""
         self.is_traced = die_at > 0
-        tracing = strace(die_at) if die_at else []
+        tracing = strace(die_at, "-f") if die_at else []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*tracing, *self.command], env=self.env, stdout=log, stderr=log, start_new_session=True

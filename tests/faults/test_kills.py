@@ -4,7 +4,8 @@ At sampled system calls: one thread of the process reaches its N-th call of `sit
 the kernel ends the process before the call has an effect.  At random times: whenever.  What must be
 true afterwards is in `workload.Workload.judge`.
 
-GPUSHARE_TEST_KILLS sets how many kills (20 at system calls; 300 within 30 minutes at random times).
+GPUSHARE_TEST_KILLS sets how many kills (20 at system calls of broker and helper, a fifth of it at those
+of the Hub; 300 within 30 minutes at random times).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ KILLS = int(os.environ.get("GPUSHARE_TEST_KILLS", "20"))
 RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (12, 90.0)
 # So many calls a process makes within seconds; it is killed from outside when it waits for longer.
 MOST_CALLS, PATIENCE_S = 500, 12.0
+# The Hub makes about 200 until it answers, and 40 a second when servers start.
+MOST_HUB_CALLS, HUB_PATIENCE_S = 800, 30.0
 SEED = random.randrange(1 << 32) if LONG else 20261122
 INSTALL_STRACE = "apt-get update && apt-get install -y strace"
 
@@ -39,7 +42,7 @@ def strace() -> None:
     """Skips the test, saying why, where a process cannot be killed at a system call."""
     if shutil.which("strace") is None:
         pytest.skip(f"no strace; install it with: {INSTALL_STRACE}")
-    tried = subprocess.run([*site.strace(1), "ls", "/"], capture_output=True, text=True)
+    tried = subprocess.run([*site.strace(1, "-f"), "ls", "/"], capture_output=True, text=True)
     if tried.returncode != -9:
         pytest.skip(f"this machine does not let strace trace its own child (ptrace): {tried.stderr[-300:]}")
 
@@ -89,6 +92,28 @@ def test_killed_at_sampled_system_calls(strace: None, workload: Workload) -> Non
         time.sleep(0.05)
     print(f"{KILLS - late} of {KILLS} kills at a system call, {late} from outside after {PATIENCE_S:g} s")
     assert late < KILLS
+    settled(workload)
+
+
+@pytest.mark.long_form
+@pytest.mark.timeout(7200 if LONG else 1800)
+def test_the_hub_killed_at_sampled_system_calls(strace: None, workload: Workload) -> None:
+    chance, hub = random.Random(SEED), workload.site.hub
+    # Of its first thread alone, which does nearly everything: servers and jobs are its children.
+    points = [int(MOST_HUB_CALLS ** chance.uniform(0.7, 1)) for _ in range(max(4, KILLS // 5))]
+    print("kills at calls", points)
+    late = 0
+    hub.kill()
+    for point in points:
+        hub.launch(site.strace(point, "-D"))
+        began = time.monotonic()
+        while hub.alive() and time.monotonic() - began < HUB_PATIENCE_S:
+            time.sleep(0.05)
+        late += hub.alive()
+        hub.kill()
+    print(f"{len(points) - late} of {len(points)} kills at a system call, {late} from outside")
+    assert late < len(points)
+    hub.start()
     settled(workload)
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -279,14 +279,20 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self.launch()
+        wait_for(self._answers, "the Hub answers")
+
+    def launch(self, tracing: Sequence[str] = ()) -> None:
+        """Start it and do not wait; ``tracing`` goes before its command, and runs it in this very process."""
         # Another JupyterHub on PYTHONPATH (test_hub_5_5.py) is the one of the test and of its Hub.
         path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         # A test runner in the background of a script has SIGINT ignored.
         command = ["env", "--default-signal=INT", sys.executable, "-m", "jupyterhub", "-f", str(self.config)]
         with (self.folder / "hub.log").open("ab") as log:
-            self.process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
-        wait_for(self._answers, "the Hub answers")
+            self.process = subprocess.Popen(
+                [*tracing, *command], cwd=self.folder, env=env, stdout=log, stderr=log
+            )
 
     def _answers(self) -> bool:
         if self.process is None or self.process.poll() is not None:
