@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import respawn
-from jupyter_gpushare.errors import HelperError, StoreError, Superseded, TooMany
+from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded, TooMany
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program
@@ -66,6 +67,60 @@ async def test_a_repeated_end_of_a_server_is_answered_after_the_first_ones_commi
         assert not [end for end in ends if end.done()]
         disk.release()
         await asyncio.gather(*ends)
+
+
+@in_virtual_time
+async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetition(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        nlp, *others = site.policy.projects[::-1]
+        site.policy = replace(site.policy, projects=(*others, replace(nlp, never_sleep=True)))
+        broker = await site.start_broker()
+        requests, project = broker.requests, nlp.name
+        bo = await site.session("bo", "1/4", project=project)
+        running = await site.submit("bo", "1", program=Program(work_s=1000))
+        waiting = await site.submit("bo", "2")
+        ended = await site.submit("bo", "1/4", program=Program(work_s=1))
+        await until(lambda: broker.state(bo.handle) == broker.state(running) == "running", 60)
+        await until(lambda: broker.job(ended).result, 60)
+        site.spawn_s = 300.0
+        starting = await site.submit("bo", "1/4", program=Program(work_s=1000))
+        await until(lambda: broker.state(starting) == "granted", 60)
+        session = broker.lease(bo.handle)
+        begin = wire.JobReport(state="started")
+        end = wire.JobReport(state="ended", exit_code=0)
+        # The last ones end what the others are about.
+        changes = {
+            "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
+            "retry": lambda: requests.retry(broker.job(ended), (project,)),
+            "keep": lambda: requests.keep(session, 5),
+            "lend": lambda: requests.lend(session),
+            "mark": lambda: requests.allow_sleep(session, False),
+            "project": lambda: broker.request_policy.change_project(
+                project, wire.ProjectChange(weight=2), "root"
+            ),
+            "lending": lambda: broker.loop.lending.set("watch", "root"),
+            "change": lambda: broker.queue.change(
+                broker.job(waiting), (project,), wire.JobChange(priority=-1)
+            ),
+            "cancel of a waiting job": lambda: requests.cancel(broker.job(waiting)),
+            "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
+            "end of a job": lambda: requests.report("bo", running.id, 1, end),
+            "cancel": lambda: requests.cancel(broker.job(running)),
+            "end of a session": lambda: broker.admission.stop(wire.SpawnStop(user="bo", server="")),
+        }
+        for name, change in changes.items():
+            with monkeypatch.context() as patch:
+                disk = SlowDisk(broker, patch)
+                first = site.later(change())
+                await asyncio.sleep(0.5)
+                again = site.later(change())
+                await asyncio.sleep(0.5)
+                assert not [each for each in (first, again) if each.done()], name
+                disk.release()
+                for each in (first, again):
+                    with contextlib.suppress(Conflict, NotAllowed):
+                        await each
+                assert not first.exception(), name
 
 
 @in_virtual_time

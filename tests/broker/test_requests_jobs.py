@@ -39,6 +39,18 @@ async def test_the_same_idempotency_key_is_the_same_job_of_the_same_user(tmp_pat
 
 
 @in_virtual_time
+async def test_a_repeated_request_is_the_same_job_after_it_was_changed_in_the_queue(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=1000))
+        first = await site.submit("bo", "1", key="k")
+        await broker.queue.change(first, ("nlp",), wire.JobChange(gpus="1/2"))
+        assert (await site.submit("bo", "1", key="k")).id == first.id
+        with pytest.raises(KeyReused, match=first.id):
+            await site.submit("bo", "1/2", key="k")
+
+
+@in_virtual_time
 async def test_an_idempotency_key_is_known_long_after_its_job_left_the_memory(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

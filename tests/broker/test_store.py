@@ -96,6 +96,7 @@ JOB = JobRecord(
     done=1.5,
     total=9.5,
     idempotency_key="k",
+    request_digest="5f",
 )
 DECISION = DecisionRecord(
     seq=1,

@@ -180,6 +180,8 @@ class ServerAdmission:
             )
         if record.uid != request.uid:
             record = await self.registry.edit(record, OwnedBy(uid=request.uid))
+        else:
+            await self.registry.journal.durable()
         grant = await self._prepare(record, asleep=False, borrowed=False)
         current = self.registry.by_handle(request.server)
         if current is None or current.state is not State.GRANTED:

@@ -142,6 +142,7 @@ class RequestPolicy:
             raise NotFound("there is no project %1", repr(name[:60]))
         old = registry.overrides.get(name)
         if override == (old or ProjectOverride(name=name)):
+            await registry.journal.durable()
             return
         total_milli = registry.devices.total_milli
         before, after = config.project(total_milli, old), config.project(total_milli, override)

@@ -102,6 +102,7 @@ class RequestService:
             request=wire.encode(request).decode(),
             submitted_at=registry.iso_now(),
             idempotency_key=key,
+            request_digest="" if key is None else wire.digest(request),
         )
         if (size := len(wire.encode(job_spec(job, attempt=1, settled=0)))) > wire.MAX_JOB_BYTES:
             raise InvalidRequest(
@@ -250,6 +251,8 @@ class RequestService:
                 if record.state is State.GRANTED:
                     job = replace(job, started_at=job.started_at or registry.iso_now())
                     await registry.advance(record, Started(), job=job)
+                else:
+                    await registry.journal.durable()
             case "ended":
                 code = 1 if report.exit_code is None else report.exit_code
                 job = replace(
@@ -386,8 +389,8 @@ class RequestService:
 
 
 def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:
-    # Compared as values: an older version may have stored the request without new fields.
-    if wire.decode(job.request.encode(), wire.JobRequest) != request:
+    # Not compared with its request of today, which its owner may have changed in the queue.
+    if job.request_digest not in ("", wire.digest(request)):
         raise KeyReused(
             "this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key",
             job.id,

@@ -117,6 +117,7 @@ class JobRecord:
     total: float | None = None
     measure: Measure | None = None  # of its remaining work
     idempotency_key: str | None = None
+    request_digest: str = ""  # of the request that came with the key; "": none, or of an earlier version
 
     @property
     def lease_id(self) -> str:

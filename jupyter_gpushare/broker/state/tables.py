@@ -108,6 +108,7 @@ jobs = sa.Table(
     sa.Column("total", sa.Float),
     sa.Column("measure", sa.Text),  # JSON object; null: it reported no progress
     sa.Column("idempotency_key", sa.String(255)),
+    sa.Column("request_digest", sa.String(64), nullable=False, server_default=""),
     sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
 )
 decisions = sa.Table(

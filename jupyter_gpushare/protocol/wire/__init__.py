@@ -19,6 +19,7 @@ from jupyter_gpushare.protocol.wire.codec import (
     decode,
     decode_answer,
     decode_stored,
+    digest,
     encode,
     indented,
     replace,
