@@ -3,8 +3,8 @@
 A `Replay` holds leases and a heap of events.  Time jumps from event to event;
 after the events of one moment the broker's planner plans, and its actions are
 carried out at the cost of `Costs`.  It plans only when a lease waits and
-something changed for the better: capacity was released, a lease came or wants
-its GPU, or the time of `Plan.next_at` has come.
+something changed: capacity was released, a lease came, moved or wants its GPU,
+or the time of `Plan.next_at` has come.
 
 * A *job* runs for ``duration_s``.  Suspended, it keeps its devices; requeued, it
   starts again anywhere, from where it was (`CheckpointMode.NONE`: from the start).
@@ -164,7 +164,6 @@ class Replay:
     def _handle(self, what: EventKind, sim: SimulatedLease) -> None:
         match what:
             case EventKind.MOVED:
-                self._due = True
                 self._complete(sim, sim.lease)
             case EventKind.ENDED if sim.busy:
                 sim.busy = False
@@ -358,6 +357,7 @@ class Replay:
     def _complete(self, sim: SimulatedLease, before: Lease) -> None:
         """Complete a transition; ``before``: the lease as the watcher knows it."""
         lease, now = sim.lease, self.now
+        self._due = True  # `Plan.next_at` did not know that the lease would run or wait
         changes: dict[str, Any]
         match lease.state:
             case State.GRANTED:
