@@ -134,6 +134,7 @@ class FakeBroker:
     grant: dict[str, Any] | None = None  # None: by whether a GPU is asked for
     refuse: tuple[int, str, str] | None = None  # starts: status, reason, message
     hang_s: float = 0.0
+    starts_in: dict[str, float] | None = None  # of the size that is not free
     projects: list[str] = field(default_factory=lambda: ["vision"])
     _server: ThreadingHTTPServer | None = None
 
@@ -148,6 +149,7 @@ class FakeBroker:
         self.asked.clear()
         self.grant = self.refuse = None
         self.hang_s = 0.0
+        self.starts_in = None
         self.projects = ["vision"]
         self.up()
 
@@ -206,7 +208,9 @@ class FakeBroker:
         self.asked.append(Asked(method, path, query, body, authorization.partition(" ")[2]))
         time.sleep(self.hang_s)
         if path == "spawner/offers":
-            return 200, offers(query.get("project", self.projects)[0], self.projects)
+            answer = offers(query.get("project", self.projects)[0], self.projects)
+            answer["offers"][1]["starts_in"] = self.starts_in
+            return 200, answer
         if path == "spawner/start":
             if self.refuse is not None:
                 status, reason, message = self.refuse

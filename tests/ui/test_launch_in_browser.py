@@ -20,6 +20,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("train.ipynb")
     await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3. Needs 2 GPUs")
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Starts in 20 to 50 min.")
     await picture(page, "dialog")
     gpus = dialog.get_by_label("Number or part")
     await gpus.fill("1.5")
@@ -44,6 +45,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     for theme in THEMES:
         await use_theme(page, theme)
         await accessible(page, ".gpushare-launch-dialog")
+        await picture(page, f"dialog {theme}")
     await use_theme(page, THEMES[0])
     refused = golden("error")
     broker.answer("POST jobs", refused, 409)

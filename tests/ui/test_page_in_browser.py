@@ -194,6 +194,7 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
         await use_theme(page, theme)
         await accessible(page, ".gpushare-banner")
         await accessible(page, ".gpushare-cell-line")
+        await picture(page, f"waking {theme}")
     await use_theme(page, THEMES[0])
     await picture(page, "cell-waits")
     await run_command(page, "docmanager:save")
@@ -222,7 +223,7 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
 async def test_a_gpu_with_lost_memory_is_never_said_to_be_back(page, lab, golden):
     banner, toasts = page.locator(".gpushare-banner"), page.locator(".Toastify")
     lab.say(golden("status_waking"))
-    await expect(banner).to_contain_text("Getting the GPU back")
+    await expect(banner).to_contain_text("It is back in 5 to 12 s.")
     lab.say(golden("status_lost"))
     lost = "Your GPU memory could not be brought back"
     await expect(banner).to_contain_text(f"GPU state lost. {lost} (the driver refused: CUDA error 46), so ")

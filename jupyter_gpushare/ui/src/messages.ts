@@ -204,10 +204,10 @@ export function progressText(trans: TranslationBundle, job: IJob): string {
     : trans.__('%1 of %2', numberText(job.done), numberText(job.total));
 }
 
-/** `120 of 1,000, about 2 h left`: progress and, where it is known, the time left. */
+/** `120 of 1,000, about 2 h left`: progress, and the time left where the reason does not tell the end. */
 export function progressAndTimeText(trans: TranslationBundle, job: IJob): string {
   const progress = progressText(trans, job);
-  return job.left_s === null
+  return job.left_s === null || job.ends_in !== null
     ? progress
     : trans.__('%1, about %2 left', progress, duration(trans, job.left_s));
 }

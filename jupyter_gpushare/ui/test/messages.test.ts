@@ -90,9 +90,11 @@ describe('a job', () => {
   });
 
   it('says how long it still takes where its progress shows it', () => {
-    const text = (left_s: number | null) => progressAndTimeText(trans, { ...JOB, done: 3, total: 10, left_s });
-    expect(text(7_200)).toBe('3 of 10, about 2 h left');
-    expect(text(null)).toBe('3 of 10');
+    const text = (change: Partial<typeof JOB>) =>
+      progressAndTimeText(trans, { ...JOB, done: 3, total: 10, ends_in: null, ...change });
+    expect(text({ left_s: 7_200 })).toBe('3 of 10, about 2 h left');
+    expect(text({ left_s: null })).toBe('3 of 10');
+    expect(text({ left_s: 7_200, ends_in: { low_s: 5_400, high_s: 9_000 } })).toBe('3 of 10');
   });
 
   it('names the environment that it runs in, and none that nobody knows', () => {
