@@ -49,6 +49,8 @@ class Ledger:
         self._uuids = {device.uuid for device in self.devices}
         self._fitting: dict[object, bool] = {}
         self._now = now
+        self._shared_for: dict[str, int] = {}  # demand that `_shares` are for
+        self._shares = dict.fromkeys(self.lags_gpu_s, 0)
         self.recount(())
 
     def recount(self, leases: Iterable[Lease]) -> None:
@@ -89,6 +91,14 @@ class Ledger:
         """Return what the leases of each project hold and wait for, by its name."""
         return {name: use + self._waiting[name] for name, use in self._use.items()}
 
+    def shares_milli(self) -> dict[str, int]:
+        """Return the fair share of each project for what is counted now, by its name."""
+        demand = self.demand_milli()
+        if demand != self._shared_for:
+            self._shared_for = demand
+            self._shares = fair_shares(self.projects, demand, WHOLE_GPU * len(self.devices))
+        return self._shares
+
     def advance(self, now: float) -> None:
         """Add up the lags until ``now``; nothing counted changed since the last call."""
         due = sorted((x.retry_at, x.id) for x in self._backing_off.values() if x.retry_at <= now)
@@ -110,7 +120,7 @@ class Ledger:
         """Thousandths of a GPU by which each project falls behind now."""
         if not any(self._waiting.values()):
             return {}
-        shares = fair_shares(self.projects, self.demand_milli(), WHOLE_GPU * len(self.devices))
+        shares = self.shares_milli()
         due = {p.name: max(0, shares[p.name] - p.quota_milli) for p in self.projects}
         had = {p.name: max(0, self._use[p.name] - p.quota_milli) for p in self.projects}
         if not any(due.values()):

@@ -25,8 +25,7 @@ from typing import Any
 from jupyter_gpushare.core.fairshare import Ledger
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank
-from jupyter_gpushare.core.quota import fair_shares
+from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, is_waiting, order_of, rank
 
 HORIZON_S = 30 * 86_400.0
 # Parts of a GPU: sums of thirds are not exact.
@@ -62,10 +61,16 @@ def replayed(
 
 
 class _Job:
-    __slots__ = ("attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "runs_from", "stamp")
+    __slots__ = (
+        *("attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "running", "runs_from"),
+        *("stamp", "waiting"),
+    )
 
     def __init__(self, lease: Lease, now: float, left: float) -> None:
         self.lease = lease
+        # The lease in either state, made once: on a clock that shows for how long it has run on its GPUs.
+        self.waiting = lease if is_waiting(lease) else replace(lease, state=State.PENDING)
+        self.running = replace(lease, state=State.RUNNING, attained_gpu_s=0.0, attained_at=0.0)
         self.gpus = gpus(lease)
         self.attained = attained_gpu_s(lease, now)
         self.left = left
@@ -167,21 +172,20 @@ class _Replay:
             self._hold(job)
         else:
             self.ends_at[name] = self.now
-            self._count(job, State.RUNNING, -1)
+            self._count(job.running, -1)
             self._left -= 1
         return True
 
     # -- jobs
 
     def _level(self, job: _Job) -> Level:
-        lease = replace(job.lease, state=State.PENDING, attained_gpu_s=job.attained)
-        return -lease.priority, self._order.group(lease, self.now, self._settings)
+        group = self._order.group(job.running, job.attained / job.gpus, self._settings)
+        return -job.lease.priority, group
 
     def _leaves_after(self, job: _Job) -> float:
         """GPU-seconds after which a running job enters a later level."""
-        lease = replace(job.lease, state=State.RUNNING, attained_gpu_s=job.attained, attained_at=self.now)
-        at = self._order.leaves_at(lease, self.now, self._settings)
-        return inf if at is None else (at - self.now) * gpus(lease)
+        at = self._order.leaves_at(job.running, job.attained / job.gpus, self._settings)
+        return inf if at is None else at * job.gpus - job.attained
 
     def _hold(self, job: _Job) -> None:
         """Let a job run from now on, until it ends or enters a later level."""
@@ -218,13 +222,13 @@ class _Replay:
             self.starts_at[lease.id] = self.now
             job.is_new = False
         job.granted_at = self.now
-        self._count(job, State.PENDING, -1)
-        self._count(job, State.RUNNING, 1)
+        self._count(job.waiting, -1)
+        self._count(job.running, 1)
         self._hold(job)
 
-    def _count(self, job: _Job, state: State, sign: int) -> None:
+    def _count(self, lease: Lease, sign: int) -> None:
         if self._ledger is not None:
-            self._ledger.count(replace(job.lease, state=state), sign)
+            self._ledger.count(lease, sign)
 
     # -- decisions
 
@@ -242,13 +246,14 @@ class _Replay:
         if self._ledger is None:
             return
         self._ledger.advance(self.now)
-        demand = self._ledger.demand_milli()
-        shares = fair_shares(self._projects.values(), demand, WHOLE_GPU * len(self._ledger.devices))
+        shares = self._ledger.shares_milli()
         for name, lag in self._ledger.lags_gpu_s.items():
             self._catch_up[name] = lag / (self._settings.fairness_horizon_s or inf)
             self._shares[name] = shares[name] / WHOLE_GPU + self._catch_up[name]
 
     def _start_next(self) -> bool:
+        if self._free <= _EPSILON:
+            return False
         fitting = [
             (self._turn(project, count), heap[0])
             for (project, count), heap in self._waiting.items()
@@ -276,15 +281,17 @@ class _Replay:
         """Start the first waiting job that may take the GPUs of running jobs."""
         heads = sorted((heap[0], key) for key, heap in self._waiting.items() if heap)
         for place, (project, count) in heads:
-            missing = count - self._free
-            victims = self._victims(project, place[0], missing)
+            missing, running = count - self._free, self._running.get(project)
+            victims: list[_Job] = []
+            if running and running[-1][0] > place[0]:
+                victims = self._victims(project, place[0], missing)
             if not victims and self._ledger is not None and self._is_within_share(project, count):
                 victims = self._victims_beyond_share(project, missing)
             if victims:
                 for job in victims:
                     self._let_go(job)
-                    self._count(job, State.RUNNING, -1)
-                    self._count(job, State.PENDING, 1)
+                    self._count(job.running, -1)
+                    self._count(job.waiting, 1)
                     # It comes before others of its level, the last to stop first.
                     self._put(job, (job.level, False, False, -self.now, ""))
                 self._start(self._jobs[place[-1]])

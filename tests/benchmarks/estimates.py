@@ -14,6 +14,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from statistics import mean
 
@@ -40,12 +41,27 @@ from tests.benchmarks.report import print_table
 COST_S = 30.0
 SAMPLES = 500
 PER_MOMENT = 10
-# Name, trace, GPUs, weights and quotas of the projects, shares of the jobs that report progress.
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace on GPUs in nodes of 8."""
+
+    trace: str
+    gpus: int
+    projects: tuple[tuple[int, int], ...] = ()  # weight and quota of each; none: one project
+    reporting: tuple[float, ...] = (0.0, 1.0)  # shares of the jobs that report progress
+    every: int = 1  # only each n-th job, another first one in each copy
+
+
+FOUR = ((1, 0), (1, 0), (2, 0), (4, 2))
 CASES = {
-    "0e4a51": ("training_philly_0e4a51", 40, (), (0.0, 0.5, 1.0)),
-    "projects": ("training_philly_0e4a51", 40, ((1, 0), (1, 0), (2, 0), (4, 8)), (0.0, 1.0)),
-    "first5000": ("training_philly_first5000", 256, (), (0.0, 1.0)),
-    "first5000 crowded": ("training_philly_first5000", 64, (), (0.0, 1.0)),
+    "8 GPUs": Case("training_philly_0e4a51", 8, reporting=(0.0, 0.5, 1.0), every=5),
+    "8 GPUs, 4 projects": Case("training_philly_0e4a51", 8, FOUR, every=5),
+    "0e4a51": Case("training_philly_0e4a51", 40, reporting=(0.0, 0.5, 1.0)),
+    "0e4a51, 4 projects": Case("training_philly_0e4a51", 40, (*FOUR[:3], (4, 8))),
+    "first5000": Case("training_philly_first5000", 256),
+    "first5000, 64 GPUs": Case("training_philly_first5000", 64),
 }
 Answer = tuple[str, bool, float, Estimate | None]  # lease, whether about its end, when, the range
 
@@ -94,12 +110,12 @@ class Questions:
     def __init__(
         self,
         jobs: Sequence[TrainingJob],
-        case: str,
+        case: Case,
         share: float,
         order: Order,
         seed: int,
     ) -> None:
-        _, count, shares, _ = CASES[case]
+        count, shares = case.gpus, case.projects
         self.projects = tuple(
             Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=weight)
             for n, (weight, quota) in enumerate(shares or ((1, count),))
@@ -173,7 +189,7 @@ class Questions:
 
 
 def measure(
-    case: str, share: float, order: Order, seed: int, jobs: list[TrainingJob], moments: int
+    case: Case, share: float, order: Order, seed: int, jobs: list[TrainingJob], moments: int
 ) -> Counter[str]:
     """Count the answers of one copy: asked, told, and with their outcome in the range, by kind."""
     questions = Questions(jobs, case, share, order, seed)
@@ -192,6 +208,11 @@ def measure(
     return counts
 
 
+def _jobs(case: Case, seed: int, jobs: list[TrainingJob]) -> list[TrainingJob]:
+    """The jobs of a copy that fit."""
+    return [job for job in jobs[seed % case.every :: case.every] if job.gpus <= case.gpus]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--copies", type=int, default=5)
@@ -200,11 +221,12 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append")
     args = parser.parse_args()
     rows = []
-    for case in args.case or CASES:
-        for share in CASES[case][3]:
+    for name in args.case or CASES:
+        case = CASES[name]
+        for share in case.reporting:
             found = [
-                measure(case, share, args.order, seed, jobs, args.moments)
-                for seed, jobs in enumerate(copies(CASES[case][0], args.copies))
+                measure(case, share, args.order, seed, _jobs(case, seed, jobs), args.moments)
+                for seed, jobs in enumerate(copies(case.trace, args.copies))
             ]
             for kind in ("start", "end", "session"):
                 told = [c for c in found if c[f"{kind} told"]]
@@ -212,7 +234,7 @@ def main() -> None:
                     continue
                 inside = [100 * c[f"{kind} in"] / c[f"{kind} told"] for c in told]
                 early = mean(100 * c[f"{kind} early"] / c[f"{kind} told"] for c in told)
-                row = [case, f"{share:g}", kind, str(sum(c[f"{kind} asked"] for c in found))]
+                row = [name, f"{share:g}", kind, str(sum(c[f"{kind} asked"] for c in found))]
                 row += [
                     f"{sum(c[f'{kind} told'] for c in found)}",
                     f"{mean(inside):.1f} ± {error(inside):.1f} %",
