@@ -95,13 +95,14 @@ class Settings(Application):
     guard = Float(
         DEFAULT_POLICY.starvation_guard_s,
         allow_none=True,
-        help="With order progress or las: seconds of waiting after which a job comes before all others; "
-        "None: never.",
+        help="Seconds of waiting after which a job comes first in its project, and GPUs are kept for it "
+        "against all within the project's share; None: never.",
     ).tag(config=True)
     skip_wait = Float(
         DEFAULT_POLICY.max_bypass_s,
         allow_none=True,
-        help="With order backfill: seconds of waiting after which no job overtakes it; None: never.",
+        help="With order backfill: seconds of waiting after which no job of its project overtakes it; "
+        "None: never.",
     ).tag(config=True)
     catch_up = Float(
         DEFAULT_POLICY.fairness_horizon_s,

@@ -188,6 +188,14 @@ class ClusterState:
         capacities = self.capacities
         return [capacities[uuid] for uuid in lease.devices if uuid in capacities]
 
+    def least_size(self, job: Lease) -> int:
+        """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""
+        if job.devices:
+            return held_by(job) * len(job.devices)
+        if not job.size.memory_bytes:
+            return job.size.fraction_milli * job.size.device_count
+        return min([c.device.demand_milli(job.size) for c in self.usable], default=WHOLE_GPU)
+
     def has_all_devices(self, lease: Lease) -> bool:
         """Whether every device that ``lease`` is bound to exists."""
         return all(uuid in self.capacities for uuid in lease.devices)

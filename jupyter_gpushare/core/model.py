@@ -215,6 +215,7 @@ class Lease:
     trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` is doubted
     cancelled: bool = False  # ended by its owner
     borrowed: bool = False  # as its last grant said: claims of other leases come first
+    turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,7 @@ class Settings:
     )
     min_run_s: float = 0.0  # no job is preempted inside its project before
     preempt_cost_s: float = 0.0  # of each GPU that changes hands, what a preemption costs
-    starvation_guard_s: float | None = None  # a job that waits for longer comes first; None: no guard
+    starvation_guard_s: float | None = None  # a job that waits for so long starves (`order`); None: none does
     max_bypass_s: float | None = None  # with backfill: bypassed for at most this long; None: no bound
     fairness_horizon_s: float | None = None  # lags behind the fair share are made up within; None: never
 
@@ -316,7 +317,8 @@ class Why(enum.StrEnum):
     NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
     NO_CAPACITY = "no_capacity"
     NOT_WORTH_IT = "not_worth_it"  # a preemption would cost more than it gains
-    RESERVED = "reserved"  # it was bypassed for long: the capacity that it needs is reserved
+    RESERVED = "reserved"  # it starves: the capacity that it needs is reserved before all other jobs
+    NOT_BYPASSED = "not_bypassed"  # it was bypassed for long: no later job of its project precedes it
     IN_LINE = "in_line"  # a job before it has to start first
     AWAITING_RELEASE = "awaiting_release"  # the capacity is being released
     PROJECT_LIMIT = "project_limit"

@@ -17,9 +17,12 @@ order         next job                                                   preempt
               bypassed, for at most ``max_bypass_s``
 ============  =========================================================  ========
 
-Under a preemptive order a job that has waited for ``starvation_guard_s``
-without a break precedes all groups of its priority until it runs.  That needs a
-minimum run time: without one, promoted jobs would preempt each other endlessly.
+Under every order a job that has waited for ``starvation_guard_s`` without a
+break *starves*: it precedes all jobs of its project, whatever their priority.
+No job is then preempted for another by the order (`undisturbed_until`) for the
+minimum run time, doubled at each further turn of this kind.  A preemptive order
+needs a minimum run time for it: else starving jobs would preempt each other
+endlessly.
 
 Attained service is stored up to `Lease.attained_at` and extrapolated while the
 job runs; `served` writes it down when the job stops.
@@ -39,8 +42,8 @@ from jupyter_gpushare.core.model import WHOLE_GPU, JobOrder, Lease, Order, Setti
 Level = tuple[float, float]
 Rank = tuple[Level, bool, bool, float, str]
 
-# The group of jobs that have waited for longer than the starvation guard.
-STARVED = -1.0
+# The level of jobs that have waited for longer than the starvation guard.
+STARVED: Level = (-inf, -1.0)
 # Remaining work that a job past the last LAS threshold is taken to have where it is not measured.
 # Measured on jittered copies of Philly traces (docs/benchmarks.md).
 UNMEASURED_GPU_S = 3e5
@@ -193,7 +196,8 @@ def served(lease: Lease, now: float, settings: Settings) -> Lease:
 
 def has_guard(settings: Settings) -> bool:
     """Whether the starvation guard is in force."""
-    return settings.starvation_guard_s is not None and settings.min_run_s > 0 and order_of(settings).preempts
+    bounded = settings.min_run_s > 0 or not order_of(settings).preempts
+    return settings.starvation_guard_s is not None and bounded
 
 
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
@@ -202,6 +206,23 @@ def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
     if guard_s is None or now < lease.waits_since_at + guard_s:
         return False
     return is_waiting(lease) and has_guard(settings)
+
+
+def with_turn(lease: Lease, now: float, settings: Settings) -> Lease:
+    """Return a waiting job that gets capacity at ``now``, with its turns counted."""
+    return replace(lease, turns=lease.turns + 1) if is_starved(lease, now, settings) else lease
+
+
+def undisturbed_until(lease: Lease, settings: Settings) -> float:
+    """Time until which no job of its project preempts a running job."""
+    guard_s = settings.starvation_guard_s
+    starved = guard_s is not None and lease.granted_at >= lease.waits_since_at + guard_s
+    return lease.granted_at + _turn_s(lease.turns if starved else 1, settings)
+
+
+def _turn_s(number: int, settings: Settings) -> float:
+    """Seconds for which a job runs undisturbed in its turn of this number, from 1."""
+    return settings.min_run_s * 2.0 ** max(0, number - 1)
 
 
 def is_bypass_over(lease: Lease, now: float, settings: Settings) -> bool:
@@ -219,8 +240,10 @@ def long_waits(settings: Settings) -> list[float]:
 
 def level(lease: Lease, now: float, settings: Settings) -> Level:
     """Sort key of groups of jobs; a waiting job may preempt running jobs of a later level."""
-    starved = is_starved(lease, now, settings)
-    return -lease.priority, STARVED if starved else order_of(settings).group(lease, now, settings)
+    rules = order_of(settings)
+    if rules.preempts and is_starved(lease, now, settings):
+        return STARVED
+    return -lease.priority, rules.group(lease, now, settings)
 
 
 def rank(lease: Lease, now: float, settings: Settings) -> Rank:
@@ -229,9 +252,8 @@ def rank(lease: Lease, now: float, settings: Settings) -> Rank:
     A suspended job comes first because its state takes host memory.
     """
     if is_starved(lease, now, settings):
-        group, is_new, at = STARVED, True, lease.waits_since_at
-    else:
-        group, is_new, at = order_of(settings).place(lease, settings)
+        return STARVED, True, True, lease.waits_since_at, lease.id
+    group, is_new, at = order_of(settings).place(lease, settings)
     return (-lease.priority, group), lease.state is State.PENDING, is_new, at, lease.id
 
 
@@ -263,5 +285,5 @@ def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> lis
 def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
     """GPU-seconds that a preemption for a waiting job gains: what it runs before it ends or is demoted."""
     if is_starved(lease, now, settings):
-        return settings.min_run_s * gpus(lease)
+        return _turn_s(lease.turns + 1, settings) * gpus(lease)
     return order_of(settings).gain_gpu_s(lease, now, settings)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jupyter_gpushare.core.capacity import CapacityView
+from jupyter_gpushare.core.capacity import UNLENT, CapacityView, free_soon, unclaimed_now, unclaimed_soon
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import Lease, Why
 from jupyter_gpushare.core.placement import Index, Placement, Topology, empty_device, find
 from jupyter_gpushare.core.queues import Shape
+from jupyter_gpushare.core.quota import held_by
 
 
 class Placer:
@@ -31,6 +32,26 @@ class Placer:
             index = Index(self.topology, view, self._workload, self._state.watch())
             self._indexes[view] = index
         return index.find(lease, most_milli)
+
+    def find_for_job(self, job: Lease, view: CapacityView) -> Placement | None:
+        """Return where ``job`` fits by ``view``: lent devices only if host memory could take it back."""
+        state, most_milli = self._state, None
+        if not job.borrow:
+            view, most_milli = UNLENT.get(view, view), state.account(job).unborrowed_left
+        if job.devices:
+            held, devices = held_by(job), state.capacities_of(job)
+            found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
+        else:
+            found = self.find(job, view, most_milli)
+        unclaimed = unclaimed_soon if view is free_soon else unclaimed_now
+        if found is None or not job.borrow or not self.uses_lent(found, unclaimed):
+            return found
+        needed = state.host_memory_needed(job, found.devices, found.held_milli)
+        return found if needed <= state.host_free else None
+
+    def uses_lent(self, placement: Placement, unclaimed: CapacityView) -> bool:
+        """Whether part of ``placement`` is claimed by suspended sessions."""
+        return any(unclaimed(self._state.capacities[u]) < placement.held_milli for u in placement.devices)
 
     def fits_ever(self, lease: Lease) -> bool:
         """Whether ``lease`` fits on the usable devices if they are empty."""

@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from jupyter_gpushare.core import order
+from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -60,14 +61,18 @@ class ProjectQueue:
     running: dict[order.Level, list[RunningKey]] = field(default_factory=dict)
     demotions: list[Timer] = field(default_factory=list)  # heap: when the level of a running job changes
 
+    def starved(self) -> dict[Shape, list[order.Rank]]:
+        """The part of ``waiting`` that starves."""
+        return {shape: ranks for shape, ranks in self.waiting.items() if ranks[0][0] is order.STARVED}
+
 
 class Cursor:
     """Iterates over the waiting jobs of a project by rank, and can skip a shape."""
 
-    def __init__(self, queue: ProjectQueue, leases: Mapping[str, Lease]) -> None:
-        self._waiting = queue.waiting
+    def __init__(self, waiting: Mapping[Shape, list[order.Rank]], leases: Mapping[str, Lease]) -> None:
+        self._waiting = waiting
         self._leases = leases
-        self._heads = [(jobs[0], 0, shape) for shape, jobs in queue.waiting.items()]
+        self._heads = [(jobs[0], 0, shape) for shape, jobs in waiting.items()]
         heapq.heapify(self._heads)
 
     def __bool__(self) -> bool:
@@ -234,6 +239,19 @@ class JobQueues:
         """Next time at which a decision may change by itself; call it right after `refile_due`."""
         heaps = [self._timers, *(queue.demotions for queue in self.by_project.values() if queue.waiting)]
         return min((heap[0][0] for heap in heaps if heap), default=None)
+
+    def waiting_milli(self, state: ClusterState) -> dict[str, int]:
+        """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""
+        found = {}
+        for name, queue in self.by_project.items():
+            wanted = {True: 0, False: 0}  # by whether they borrow
+            for ranks in queue.waiting.values():
+                lease = self.leases[ranks[0][-1]]
+                wanted[lease.borrow] += state.least_size(lease) * len(ranks)
+            found[name] = wanted[True] + min(
+                wanted[False], max(0, state.quotas.account(name).unborrowed_left)
+            )
+        return found
 
     def outranked(self, project: str, level: order.Level, now: float) -> Iterable[Lease]:
         """Running jobs of a project of later levels than ``level``, the first to be preempted first."""

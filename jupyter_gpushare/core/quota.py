@@ -9,8 +9,9 @@
 * *Use* is what a project's leases hold, without leaving ones.  A suspended
   session is a claim, not use.
 * A lease is *in quota* if it has a claim, or if it is a job that fits into what
-  the claims in use leave of the quota: first jobs that do not borrow, then the
-  oldest grant.  All other use is *over quota*: borrowed, and reclaimed first.
+  the claims in use leave of the quota: first jobs that do not borrow, then jobs
+  that once starved (`Lease.turns`), then the oldest grant.  All other use is
+  *over quota*: borrowed, and reclaimed first.
 * *Fair share*: quota first, then the rest by weight, never more than a project
   can use (water filling over its real demand).
 
@@ -221,14 +222,14 @@ class QuotaState:
     def promote(self, account: Account) -> list[Lease]:
         """Bring jobs into quota as far as they fit; returns the jobs that were over quota before.
 
-        Jobs that do not borrow come first, then the oldest.
+        Jobs that do not borrow come first, then jobs that once starved, then the oldest.
         """
         if not account.fits_quota(1):
             return []
         name = account.project.name
         promoted: list[Lease] = []
         if name not in self._next:
-            beyond = sorted(self._beyond.get(name, {}).values(), key=lambda x: (x.borrow, x.granted_at, x.id))
+            beyond = sorted(self._beyond.get(name, {}).values(), key=_quota_rank)
             self._next[name] = [(size_of(lease), lease) for lease in beyond]
         held, left = self.jobs.get(name, {}), account.project.quota_milli - account.in_quota_use
         for n, (size, lease) in enumerate(tuple(self._next[name])):
@@ -241,6 +242,10 @@ class QuotaState:
                 if left <= 0:
                     break
         return promoted
+
+
+def _quota_rank(job: Lease) -> tuple[bool, bool, float, str]:
+    return job.borrow, not job.turns, job.granted_at, job.id
 
 
 def has_place(lease: Lease) -> bool:
@@ -335,6 +340,11 @@ class Shares:
             shares = fair_shares(projects, demand, self._capacity)
             self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
         return self._shares.get(project, 0)
+
+    def most(self, project: str) -> int:
+        """What a project may hold at most, once it lags enough: all but the quotas of others."""
+        others = (a.project.quota_milli for name, a in self._quotas.accounts.items() if name != project)
+        return self._capacity - sum(others)
 
     def at_or_below_share(self) -> frozenset[str]:
         """Projects that hold no more than their share."""

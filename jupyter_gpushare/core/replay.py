@@ -40,7 +40,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
     advance,
 )
-from jupyter_gpushare.core.order import served
+from jupyter_gpushare.core.order import served, with_turn
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
@@ -333,6 +333,8 @@ class Replay:
             sim.left_s -= self.now - sim.runs_from_at
             sim.runs_from_at = None
             sim.lease = self._served(before)
+        elif before.kind is Kind.TRAIN:
+            sim.lease = with_turn(before, self.now, self._settings)
         sim.stamp += 1
         sim.lease = replace(sim.lease, state=state, **changes)
         takes_s = self._takes(sim)

@@ -6,7 +6,8 @@ Rules, in the order in which they bind:
    processes want the GPU; leases there without a claim are preempted.
 2. *New sessions* within quota get a claim: awake on free capacity, suspended
    where it is lent.  Beyond quota they start on free, unclaimed capacity or not
-   at all: sessions never queue.
+   at all: sessions never queue.  *Jobs that starve* (`order`) come between the
+   two, in projects that hold no more than their share.
 3. *Jobs*, in the passes of `PASSES`: owed by quota, below fair share, rest.
    Suspended sessions beyond quota wake after the first pass.  A job takes free
    capacity, else capacity that is being released, else capacity that it may
@@ -22,18 +23,16 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import (
-    UNLENT,
-    CapacityView,
     claimable,
     claimable_now,
     free_now,
     free_soon,
     returnable,
     unclaimed_now,
-    unclaimed_soon,
 )
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
@@ -49,6 +48,8 @@ from jupyter_gpushare.core.reservations import Reservations
 REVIEW_S = 900.0
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 _BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
+# Reasons of a job that capacity is reserved for.
+_KEEPS = frozenset({Why.RESERVED, Why.NOT_BYPASSED})
 
 
 class SchedulingRound:
@@ -71,13 +72,11 @@ class SchedulingRound:
         self.now = now
         self.settings = state.settings
         self.order = order.order_of(self.settings)
-        self.catch_up_milli: dict[str, int] = {}  # by project
-        if self.settings.fairness_horizon_s:
-            for name, lag in lags_gpu_s.items():
-                self.catch_up_milli[name] = int(WHOLE_GPU * lag / self.settings.fairness_horizon_s)
+        horizon_s = self.settings.fairness_horizon_s or inf
+        self.catch_up_milli = {name: int(WHOLE_GPU * lag / horizon_s) for name, lag in lags_gpu_s.items()}
         capacity_milli = WHOLE_GPU * len(self.state.usable)
         # A partial, not a method: a reference cycle would be left to the garbage collector.
-        waiting_milli = partial(_waiting_milli, self.queues, self.state)
+        waiting_milli = partial(self.queues.waiting_milli, self.state)
         self.shares = Shares(self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli)
         self.reclaimer = Reclaimer(self.state, placer.topology, self.queues, self.shares)
         self.reservations = Reservations(self.state, placer.topology, placer.find)
@@ -114,14 +113,16 @@ class SchedulingRound:
         for lease in sorted(self._waking(claim=True), key=order.session_rank):
             self._wake_owner(lease)
         self._reinstate_unneeded()
-        for lease in sorted(self.queues.new_sessions.values(), key=order.session_rank):
-            if self._backs_off(lease):
-                continue
+        new = sorted(self.queues.new_sessions.values(), key=order.session_rank)
+        new = [lease for lease in new if not self._backs_off(lease)]
+        for lease in new:
             found = self.session_grant(lease)
-            if isinstance(found, Why):
-                self.waiting[lease.id] = found
-            else:
+            if isinstance(found, Grant) and not found.borrowed:
                 self._start_session(lease, found)
+        self._run_pass(STARVED_JOBS)
+        for lease in new:
+            if lease.id not in self._served:
+                self._start_session(lease, self.session_grant(lease))
         return self
 
     def _waking(self, *, claim: bool) -> list[Lease]:
@@ -178,8 +179,12 @@ class SchedulingRound:
             return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)
         return self.placer.unplaced(lease)
 
-    def _start_session(self, lease: Lease, grant: Grant) -> None:
+    def _start_session(self, lease: Lease, grant: Grant | Why) -> None:
+        if isinstance(grant, Why):
+            self.waiting[lease.id] = grant
+            return
         self.actions.append(grant)
+        self._served.add(lease.id)
         if grant.asleep:
             self.state.allocate_suspended(lease, grant.devices, grant.held_milli)
         else:
@@ -204,21 +209,28 @@ class SchedulingRound:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        found = None if self._lacks_quota(job) else self._find(job, free_now)
+        found = None if self._lacks_quota(job) else self.placer.find_for_job(job, free_now)
         return found is not None and not self.state.account(job).over_limit(found.size_milli)
 
     def is_owed(self, job: Lease) -> bool:
         """Whether the project of ``job`` stays within its quota with it."""
-        return self.state.account(job).is_below_quota(_size(job, self.state))
+        return self.state.account(job).is_below_quota(self.state.least_size(job))
 
     def is_below_share(self, job: Lease) -> bool:
         """Whether the project of ``job`` stays within its fair share with it."""
-        return self.state.account(job).use + _size(job, self.state) <= self.shares.of(job.project)
+        return self.state.account(job).use + self.state.least_size(job) <= self.shares.of(job.project)
+
+    def is_within_share(self, job: Lease) -> bool:
+        """Whether the project of ``job`` holds no more than its share, and that is enough for the job."""
+        share = max(self.shares.of(job.project), self.state.account(job).project.quota_milli)
+        return self.state.account(job).use <= share and self.state.least_size(job) <= share
 
     def _run_pass(self, serving: Pass) -> None:
         """Serve the jobs that a pass admits, project by project."""
-        queues = self.queues
-        cursors = {n: Cursor(queue, queues.leases) for n, queue in queues.by_project.items() if queue.waiting}
+        cursors = {}
+        for name, queue in self.queues.by_project.items():
+            if waiting := queue.starved() if serving.starved else queue.waiting:
+                cursors[name] = Cursor(waiting, self.queues.leases)
         heap = [(self._turn(name, cursor, serving), name) for name, cursor in cursors.items()]
         heapq.heapify(heap)
         while heap:
@@ -232,6 +244,8 @@ class SchedulingRound:
                 heapq.heapify(heap)
 
     def _turn(self, project: str, cursor: Cursor, serving: Pass) -> tuple[object, ...]:
+        if serving.starved:
+            return cursor.rank
         account = self.state.quotas.account(project)
         turn = account.turn(self.catch_up_milli.get(project, 0), owed=serving.by_quota)
         return (*turn, cursor.rank)
@@ -251,7 +265,9 @@ class SchedulingRound:
                 self._served.add(job.id)
                 cursor.advance()
                 return not self.order.strict or job.id not in self.waiting
-            elif self.order.strict and self.waiting[job.id] not in _BLOCKS_NOTHING:
+            elif self._holds_up_its_project(job) or (
+                self.order.strict and self.waiting[job.id] not in _BLOCKS_NOTHING
+            ):
                 self._mark_blocked(cursor)
                 return False
             elif (job.project, shape) in self._unplaceable and not self._explain_all:
@@ -259,6 +275,16 @@ class SchedulingRound:
             else:
                 cursor.advance()
         return False
+
+    def _holds_up_its_project(self, job: Lease) -> bool:
+        """Whether later jobs of its project wait for ``job``: it starves and exceeds the project's share.
+
+        Then the project falls behind its share, until what it lags makes up for the size of the job.
+        """
+        if not self.shared or self.waiting[job.id] is not Why.NO_CAPACITY or self.is_within_share(job):
+            return False
+        reachable = self.state.least_size(job) <= self.shares.most(job.project)
+        return reachable and order.is_starved(job, self.now, self.settings)
 
     def _mark_blocked(self, cursor: Cursor) -> None:
         cursor.advance()
@@ -270,14 +296,15 @@ class SchedulingRound:
         """Give ``job`` what can be given; False: nothing was decided."""
         key = job.project, shape
         if (why := self._unplaceable.get(key)) is not None:
-            self.waiting[job.id] = why
+            if self.waiting.get(job.id) not in _KEEPS:
+                self.waiting[job.id] = why
             return False
         why = self._try_to_start(job, serving)
         if why is None:
             return True
         self.waiting[job.id] = why
         if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
-            self._unplaceable[key] = why
+            self._unplaceable[key] = Why.IN_LINE if why in _KEEPS else why
         return why is Why.AWAITING_RELEASE
 
     def _try_to_start(self, job: Lease, serving: Pass) -> Why | None:
@@ -294,8 +321,8 @@ class SchedulingRound:
             none_soon = self.placer.find(job, free_soon) is None
         if none_soon:
             return self._reclaim(job, None, serving)
-        found = self._find(job, unclaimed_now) or self._find(job, free_now)
-        soon = found or self._find(job, free_soon)
+        found = self.placer.find_for_job(job, unclaimed_now) or self.placer.find_for_job(job, free_now)
+        soon = found or self.placer.find_for_job(job, free_soon)
         if soon:
             account = state.account(job)
             if found and not account.over_limit(soon.size_milli):
@@ -310,45 +337,25 @@ class SchedulingRound:
 
     def _lacks_quota(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow and does not want to."""
-        return not job.borrow and _size(job, self.state) > self.state.account(job).unborrowed_left
-
-    def _find(self, job: Lease, view: CapacityView) -> Placement | None:
-        """Devices with enough capacity by ``view``; lent ones only if host memory could take the job back."""
-        most_milli = None
-        if not job.borrow:
-            view, most_milli = UNLENT.get(view, view), self.state.account(job).unborrowed_left
-        if job.devices:
-            held, devices = held_by(job), self.state.capacities_of(job)
-            found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
-        else:
-            found = self.placer.find(job, view, most_milli)
-        if found is None or not job.borrow or not self._uses_lent(found, view is free_soon):
-            return found
-        needed = self.state.host_memory_needed(job, found.devices, found.held_milli)
-        return found if needed <= self.state.host_free else None
-
-    def _uses_lent(self, placement: Placement, soon: bool) -> bool:
-        """Whether part of ``placement`` is claimed by suspended sessions."""
-        view = unclaimed_soon if soon else unclaimed_now
-        return any(view(self.state.capacities[u]) < placement.held_milli for u in placement.devices)
+        return not job.borrow and self.state.least_size(job) > self.state.account(job).unborrowed_left
 
     def _reclaim(self, job: Lease, soon: Placement | None, serving: Pass) -> Why:
         """Evict leases for ``job``, or reserve capacity if it was bypassed for too long."""
         state, account = self.state, self.state.account(job)
         if not job.devices and not self.placer.fits_ever(job):
             return self.placer.unplaced(job)
-        over, owed = account.over_limit_soon(_size(job, state)), self.is_owed(job)
+        over, owed = account.over_limit_soon(state.least_size(job)), self.is_owed(job)
         below_share = not owed and self.shared and self.is_below_share(job)
         # Capacity taken in another pass would go to the first project of the next round.
-        takes = below_share and serving.competes
+        takes = below_share and (serving.competes or serving.starved)
         plan = self.reclaimer.for_job(job, owed=owed, below_share=takes, over_limit=over, soon=soon)
         if isinstance(plan, Why):
             if over:
                 return Why.PROJECT_LIMIT
             # A project beyond its share keeps no capacity from others.
-            may_reserve = owed or below_share or not self.shared
+            may_reserve = owed or below_share or not self.shared or serving.starved
             if may_reserve and self._is_bypass_over(job) and self.reservations.reserve_for(job):
-                return Why.RESERVED
+                return Why.RESERVED if serving.starved else Why.NOT_BYPASSED
             return plan
         self._evict(plan.victims, job, for_limit=over > 0)
         state.reserve(job, plan.placement.devices, plan.placement.held_milli)
@@ -364,7 +371,7 @@ class SchedulingRound:
     # -- effects on the cluster state
 
     def _start(self, job: Lease, placement: Placement) -> None:
-        state, lent = self.state, self._uses_lent(placement, soon=False)
+        state, lent = self.state, self.placer.uses_lent(placement, unclaimed_now)
         if lent:
             state.host_free -= state.host_memory_needed(job, placement.devices, placement.held_milli)
         if job.state is State.SUSPENDED:
@@ -420,31 +427,12 @@ class Pass:
     by_quota: bool = False  # projects by the part of their quota in use; else by excess per weight
     competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
     wakes_guests: bool = False  # sessions beyond quota wake after it
+    starved: bool = False  # jobs that starve, the longest waiting first, before sessions beyond quota
 
 
+STARVED_JOBS = Pass(SchedulingRound.is_within_share, starved=True)
 PASSES = (
     Pass(SchedulingRound.is_owed, by_quota=True, wakes_guests=True),
     Pass(SchedulingRound.is_below_share, competes=True),
     Pass(lambda _, job: True),
 )
-
-
-def _waiting_milli(queues: JobQueues, state: ClusterState) -> dict[str, int]:
-    """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""
-    found = {}
-    for name, queue in queues.by_project.items():
-        wanted = {True: 0, False: 0}  # by whether they borrow
-        for ranks in queue.waiting.values():
-            lease = queues.leases[ranks[0][-1]]
-            wanted[lease.borrow] += _size(lease, state) * len(ranks)
-        found[name] = wanted[True] + min(wanted[False], max(0, state.quotas.account(name).unborrowed_left))
-    return found
-
-
-def _size(job: Lease, state: ClusterState) -> int:
-    """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""
-    if job.devices:
-        return held_by(job) * len(job.devices)
-    if not job.size.memory_bytes:
-        return job.size.fraction_milli * job.size.device_count
-    return min([c.device.demand_milli(job.size) for c in state.usable], default=WHOLE_GPU)

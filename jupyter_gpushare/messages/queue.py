@@ -57,6 +57,7 @@ _NEEDS: Mapping[str, str] = {
     Why.AWAITING_RELEASE: "waiting.being_freed",
     Why.HOST_MEMORY: "waiting.host_memory",
     Why.RESERVED: "waiting.reserved",
+    Why.NOT_BYPASSED: "waiting.not_bypassed",
     Why.IN_LINE: "waiting.in_order",
     Why.NOT_WORTH_IT: "waiting.not_worth_it",
     Why.DEVICE_BROKEN: "waiting.device_broken",

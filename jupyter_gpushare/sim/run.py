@@ -50,7 +50,7 @@ _BOUNDS = {
     "skip-wait": ("max_bypass_s", "with backfill: seconds for which a job that does not fit is bypassed"),
     "min-run": ("min_run_s", "seconds before which no job is preempted inside its project"),
     "catch-up": ("fairness_horizon_s", "seconds in which a project makes up its lag behind its fair share"),
-    "guard": ("starvation_guard_s", "with progress or las: seconds of waiting after which a job comes first"),
+    "guard": ("starvation_guard_s", "seconds of waiting after which a job comes first"),
 }
 
 

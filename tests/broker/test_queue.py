@@ -12,6 +12,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
+from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
@@ -71,6 +72,23 @@ async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(t
         assert broker.job(long).result == ""
         await until(lambda: broker.job(long).result == "succeeded", 8_000)
         assert broker.job(long).preemptions == 1
+
+
+@in_virtual_time
+async def test_a_job_that_waited_for_long_is_known_for_it_after_a_restart(tmp_path):
+    """It came first though others have a higher priority, and its turn is stored."""
+    nlp = ProjectConfig(name="nlp", quota_milli=2000, priority_max=5, groups=("nlp",))
+    policy = Policy(projects=(nlp,), starvation_guard_s=900.0)
+    async with Site(tmp_path, policy=policy) as site:
+        broker = await site.start_broker()
+        await site.submit("bo", "2", program=Program(work_s=1_000))
+        late = await site.submit("bo", "2", program=Program(work_s=5_000))
+        await site.submit("bo", "2", priority=5, program=Program(work_s=5_000))
+        await until(lambda: broker.state(late) == "running", 3_000)
+        assert [x.lease.turns for x in broker.registry.leases.values() if x.state is State.RUNNING] == [1]
+        await broker.end()
+        broker = await site.start_broker()
+        assert sum(x.lease.turns for x in broker.registry.leases.values()) == 1
 
 
 @in_virtual_time

@@ -54,6 +54,7 @@ LEASE = LeaseRecord(
         saved_bytes=5 << 33,
         attained_gpu_s=6.25,
         attained_at=2.25,
+        turns=2,
         cancelled=True,
         borrow=False,
         borrowed=True,

@@ -1,6 +1,6 @@
 """The rules of docs/concepts.md, in its order, written down naively: no caches, no heaps, no indexes.
 
-It covers `las` without moves, exchanges, guards, limits and bounds of host
+It covers `progress` and `las` without moves, exchanges, limits and bounds of host
 memory; `test_reference` compares it with the planner on small clusters.
 """
 
@@ -38,6 +38,7 @@ class Reference(Numbers):
         self.evicted: list[Victim] = []
         self.unplaceable: set[object] = set()
         self.done: set[str] = set()
+        self.kept: dict[str, str] = {}  # by project: the job that capacity is kept for
 
     # -- decisions
 
@@ -88,9 +89,12 @@ class Reference(Numbers):
                 self.give(x, x.devices, self.reserved)
         self.reinstate_unneeded()
         new = [x for x in self.c.leases if x.kind is Kind.BUILD and x.state is State.PENDING]
-        for x in sorted(new, key=order.session_rank):  # rule 2
-            self.start_session(x)
-        self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 3
+        new.sort(key=order.session_rank)
+        new = [x for x in new if not self.starts_with_claim(x)]  # rule 2
+        self.run_pass(lambda x: self.starves(x) and self.within_share(x), starved=True, takes=True)  # rule 3
+        for x in new:
+            self.start_guest(x)
+        self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 4
         for x in (x for x in waking if x.id not in self.claims):
             if all(self.unclaimed(u) >= held_by(x) for u in x.devices):
                 self.actions.append(Resume(x.id, Why.WANTED))
@@ -98,8 +102,8 @@ class Reference(Numbers):
             else:
                 self.guests.extend((u, held_by(x)) for u in x.devices)
         if self.competing():
-            self.run_pass(lambda x: self.below_share(x), takes=True)
-        self.run_pass(lambda x: True)
+            self.run_pass(lambda x: self.below_share(x), takes=True, last=True)
+        self.run_pass(lambda x: True, last=True)
         self.reinstate_unneeded()
         return tuple(self.actions)
 
@@ -113,7 +117,14 @@ class Reference(Numbers):
     def below_share(self, x: Lease) -> bool:
         return self.use(x.project) + self.size(x) <= self.shares[x.project]
 
-    def start_session(self, x: Lease) -> None:
+    def starves(self, x: Lease) -> bool:
+        return order.is_starved(x, self.now, self.c.settings)
+
+    def within_share(self, x: Lease) -> bool:
+        share = max(self.shares[x.project], self.quota[x.project])
+        return self.use(x.project) <= share and self.size(x) <= share
+
+    def starts_with_claim(self, x: Lease) -> bool:
         left = self.quota[x.project] - self.claimed[x.project]
         size = x.size.fraction_milli * x.size.device_count
         for asleep, view in (
@@ -129,7 +140,10 @@ class Reference(Numbers):
                 else:
                     self.used_quota[x.project] += size
                     self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
-                return
+                return True
+        return False
+
+    def start_guest(self, x: Lease) -> None:
         if devices := self.find(x, self.unclaimed):
             self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.FREE_CAPACITY, borrowed=True))
             self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
@@ -137,12 +151,20 @@ class Reference(Numbers):
     # -- rules 3 to 6: jobs
 
     def run_pass(
-        self, admits: Callable[[Lease], bool], *, by_quota: bool = False, takes: bool = False
+        self,
+        admits: Callable[[Lease], bool],
+        *,
+        by_quota: bool = False,
+        takes: bool = False,
+        starved: bool = False,
+        last: bool = False,
     ) -> None:
         def rank(x: Lease) -> order.Rank:
             return order.rank(x, self.now, self.c.settings)
 
         def turn(name: str) -> tuple[object, ...]:
+            if starved:
+                return rank(queues[name][0])
             p = next(p for p in self.c.projects if p.name == name)
             used, quota = self.use(name), p.quota_milli
             ratio = used / max(quota, 1) if by_quota else (used - quota) / max(p.weight, 1)
@@ -156,9 +178,14 @@ class Reference(Numbers):
                 x = queue[0]
                 if x.id in self.done:
                     queue.pop(0)
-                elif not admits(x) or self.shape(x) in self.unplaceable:
+                elif last and not admits(x) and self.starves(x):
+                    queue.clear()
+                elif not admits(x):
                     queue[:] = [y for y in queue if self.shape(y) != self.shape(x)]
-                elif self.serve(x, takes=takes):
+                elif self.shape(x) in self.unplaceable:
+                    behind = [] if self.holds_up(x) else queue
+                    queue[:] = [y for y in behind if self.shape(y) != self.shape(x)]
+                elif self.serve(x, takes=takes, starved=starved):
                     self.done.add(queue.pop(0).id)
                     break
                 else:
@@ -175,7 +202,28 @@ class Reference(Numbers):
             x.devices,
         )
 
-    def serve(self, x: Lease, *, takes: bool) -> bool:
+    def holds_up(self, x: Lease) -> bool:
+        """A starved job larger than its project's share, which must fall behind first."""
+        others = sum(m for n, m in self.quota.items() if n != x.project)
+        reachable = self.size(x) <= 1000 * len(self.c.devices) - others
+        kept = x.id in self.kept.values() or not self.starves(x)
+        return not kept and self.competing() and reachable and not self.within_share(x)
+
+    def keep(self, x: Lease) -> None:
+        """Reserve the devices that lack least, for one job of each project."""
+        found = []
+        for group in self.sets(x):
+            able = sorted(
+                (u for u in group if self.without_jobs(u) >= held_by(x)), key=lambda u: (-self.soon(u), u)
+            )[: x.size.device_count]
+            if x.devices or len(able) == x.size.device_count:
+                able = list(x.devices or self.packed(x, able, self.soon))
+                found.append((sum(max(0, held_by(x) - self.soon(u)) for u in able), able[0], able))
+        if x.project not in self.kept and found:
+            self.kept[x.project] = x.id
+            self.give(x, tuple(min(found)[2]), self.reserved)
+
+    def serve(self, x: Lease, *, takes: bool, starved: bool) -> bool:
         if self.find(x, self.soon):
             if devices := self.find(x, self.unclaimed) or self.find(x, self.now_free):
                 beyond = self.used_quota[x.project] + held_by(x) * len(devices) > self.quota[x.project]
@@ -200,6 +248,8 @@ class Reference(Numbers):
                 self.evict(found[1], x)
                 self.give(x, found[0], self.reserved)
                 return True
+        if self.starves(x) and (owed or below or starved or not self.competing()):
+            self.keep(x)
         return False
 
     def is_stable(self, x: Lease, victims: list[Victim]) -> bool:
@@ -213,7 +263,9 @@ class Reference(Numbers):
     # -- the table of rule 6
 
     def victim(self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True) -> Victim | None:
-        has_run = x.granted_at + self.c.settings.min_run_s <= self.now
+        by_order = order.undisturbed_until(x, self.c.settings)
+        at = x.granted_at + self.c.settings.min_run_s if why is Why.OVER_QUOTA else by_order
+        has_run = at <= self.now
         if x.kind is Kind.BUILD:
             return (
                 ((5, -x.granted_at, x.id), x, why)

@@ -56,9 +56,9 @@ class Numbers:
         return {x.id for x in found}
 
     def promote(self, name: str) -> None:
-        """Jobs in quota: the oldest grants that fit into what claims in use leave."""
+        """Jobs in quota, as many as fit beside claims in use: those that once starved, then the oldest."""
         jobs = (x for x in self.stays.values() if x.project == name and x.kind is Kind.TRAIN)
-        for x in sorted(jobs, key=lambda x: (x.granted_at, x.id)):
+        for x in sorted(jobs, key=lambda x: (not x.turns, x.granted_at, x.id)):
             if x.id not in self.in_quota and self.used_quota[name] + size_of(x) <= self.quota[name]:
                 self.in_quota.add(x.id)
                 self.used_quota[name] += size_of(x)
@@ -97,6 +97,11 @@ class Numbers:
 
     def unclaimed(self, u: str) -> int:
         return min(self.free(u), self.soon(u) - self.lent(u))
+
+    def without_jobs(self, u: str) -> int:
+        """What would be free if every job left."""
+        sessions = (x for x in self.stays.values() if x.kind is Kind.BUILD)
+        return 1000 - self.on(sessions, u) - self.lent(u)
 
     def claimable(self, u: str) -> int:
         stuck = (

@@ -209,33 +209,6 @@ def test_reclaim_for_quota_is_bound_by_neither():
     assert actions(c) == [Requeue("old", Why.OVER_QUOTA, "owed")]
 
 
-# -- jobs that have waited for long
-
-GUARD = {"starvation_guard_s": 1000.0, "min_run_s": 60.0, **LAS}
-
-
-def test_a_job_that_waits_for_long_comes_before_all_queues():
-    run = stops("run", "0", granted_at=NOW - 500)
-    starved = stops("starved", attained_gpu_s=300.0, waits_since_at=NOW - 1000)
-    assert actions(cluster(run, starved, **GUARD)) == [Requeue("run", Why.ORDER, "starved")]
-    c = cluster(run, starved, **GUARD)
-    assert plan(c, NOW - 5) == Plan((), next_at=NOW)
-    assert actions(cluster(run, starved, **{**GUARD, "preempt_cost_s": 61.0})) == []
-    assert actions(cluster(run, starved, **{**GUARD, "min_run_s": 0.0})) == []
-
-
-def test_of_two_that_wait_for_long_the_longer_comes_first():
-    a = stops("a", attained_gpu_s=300.0, waits_since_at=NOW - 2000)
-    b = stops("b", attained_gpu_s=0.0, waits_since_at=NOW - 3000)
-    assert started(cluster(a, b, stops("c", waits_since_at=NOW), **GUARD)) == ["b"]
-
-
-def test_a_job_first_by_the_guard_runs_for_the_minimum_time():
-    lucky = stops("lucky", "0", attained_gpu_s=300.0, granted_at=NOW - 59)
-    assert actions(cluster(lucky, stops("new"), **GUARD)) == []
-    assert actions(cluster(lucky, stops("new"), **GUARD), NOW + 1) == [Requeue("lucky", Why.ORDER, "new")]
-
-
 # -- a planner that is kept
 
 

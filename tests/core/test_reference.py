@@ -32,7 +32,8 @@ def small_cluster(seed: int) -> Cluster:
         more = {
             "project": random.choice(names),
             "queued_at": float(random.randint(0, 20)),
-            "waits_since_at": float(random.randint(0, 20)),
+            "waits_since_at": float(random.randint(0, 20)) + random.choice([0.0, 9_900.0]),
+            "turns": random.choice([0, 1, 3]),
             "device_count": wide,
         }
         if on:
@@ -82,6 +83,7 @@ def small_cluster(seed: int) -> Cluster:
         ],
         order=random.choice([Order.LAS, Order.PROGRESS]),
         min_run_s=random.choice([0.0, 60.0]),
+        starvation_guard_s=random.choice([None, 2_000.0]),
     )
 
 

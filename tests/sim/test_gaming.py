@@ -1,4 +1,4 @@
-"""What a project or a user could try to get more than their part, and what comes of it."""
+"""What a project or a user could try to get more than their part, and how long jobs wait."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jupyter_gpushare.core.model import (
     Cluster,
     Kind,
     Lease,
+    Order,
     Project,
     Settings,
 )
@@ -111,3 +112,67 @@ def test_a_project_that_gathered_no_arrears_takes_no_more_than_its_share():
     work += [(job(f"p{n}", "p", DAY_S), 99 * DAY_S) for n in range(16)]
     held = replayed(work, projects, 2 * DAY_S, settings=settings)
     assert held.between("p", 25, 48) == pytest.approx(4 * 23, rel=0.02)
+
+
+class Waits(Watcher):
+    """How long each wait of one job was, and for how long it held capacity after it."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.waited_s: list[float] = []
+        self.ran_s: list[float] = []
+        self._since_at: float | None = None
+        self._holds = False
+
+    def changed(self, now: float, before: Lease | None, after: Lease) -> None:
+        if after.id == self.id and (before is None or _holds(before) != _holds(after)):
+            self.end(now)
+            self._holds, self._since_at = bool(_holds(after)), now
+
+    def end(self, now: float) -> None:
+        """Count the wait or the run until ``now``."""
+        if self._since_at is not None:
+            (self.ran_s if self._holds else self.waited_s).append(now - self._since_at)
+
+
+# GPUs of the job that waits, in project p; the jobs beside it (project, seconds between them, seconds
+# that each runs, priority), in all a little more than 8 GPUs; quota and priority of the projects.
+BESIDE = (("p", 124.0, 500.0, 0), ("q", 124.0, 500.0, 0))
+WORKLOADS = {
+    "one-gpu-jobs": (8, (("p", 372.0, 3000.0, 0),), ((0, 0),)),
+    "jobs-of-higher-priority": (8, (("p", 62.0, 500.0, 1),), ((0, 0),)),
+    "jobs-of-two-projects": (4, BESIDE, ((0, 0), (0, 0))),
+    "quotas-in-use": (4, BESIDE, ((4, 0), (4, 0))),
+    "larger-than-its-share": (8, BESIDE, ((0, 0), (0, 0))),
+    "project-of-higher-priority": (4, BESIDE, ((0, 0), (0, 1))),
+}
+
+
+@pytest.mark.parametrize("order", [Order.PROGRESS, Order.BACKFILL], ids=str)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_job_waits_for_much_longer_than_the_guard(name, order):
+    """A job of a week, and endless jobs of one GPU beside it; the guard is 6 hours."""
+    gpus, beside, given = WORKLOADS[name]
+    settings = replace(DEFAULT_POLICY, order=order, starvation_guard_s=6 * HOUR_S)
+    projects = tuple(
+        Project(name=name, quota_milli=1000 * quota, priority=priority)
+        for name, (quota, priority) in zip("pq", given, strict=False)
+    )
+    cluster = Cluster(
+        devices=Fleet(gpus=8, nodes=1).devices(), projects=projects, leases=(), settings=settings
+    )
+    waits = Waits("long")
+    replay = Replay(cluster, Costs(restart_s=settings.preempt_cost_s), watcher=waits)
+    replay.add_job(job("long", "p", 1000.0, gpus), 7 * DAY_S)
+    for n, (project, every_s, lasts_s, priority) in enumerate(beside):
+        for k in range(int(30 * HOUR_S / every_s)):
+            replay.add_job(job(f"j{n}-{k}", project, k * every_s, priority=priority), lasts_s)
+    replay.run(30 * HOUR_S)
+    waits.end(30 * HOUR_S)
+    # Beside the guard: the longest of the other jobs, or until what the project lags makes up for its size.
+    assert max(waits.waited_s) < 8 * HOUR_S
+    both = zip(waits.waited_s, waits.ran_s, strict=False)
+    turns = [ran_s for waited_s, ran_s in both if waited_s > 6 * HOUR_S - 1]
+    within_share = gpus * len(projects) <= 8  # else other projects take their part back
+    for number, ran_s in enumerate(turns[:-1]):
+        assert ran_s >= settings.min_run_s * 2 ** (number if within_share else 0)

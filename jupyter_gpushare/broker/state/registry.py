@@ -321,6 +321,8 @@ class Registry:
             lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
         if state in _WAITING and lease.state not in _WAITING:
             lease = replace(lease, waits_since_at=now)
+        elif lease.kind is Kind.TRAIN and state in (State.GRANTED, State.RESUMING):
+            lease = order.with_turn(lease, now, self.policy.settings())
         return replace(lease, state=state)
 
     def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:

@@ -62,6 +62,7 @@ leases = sa.Table(
     sa.Column("saved_bytes", sa.BigInteger, nullable=False),
     sa.Column("attained_gpu_s", sa.Float, nullable=False),
     sa.Column("attained_at", sa.Float),  # null: not running
+    sa.Column("turns", sa.Integer, nullable=False, server_default="0"),
     sa.Column("cancelled", sa.Boolean, nullable=False),
     sa.Column("uid", sa.BigInteger, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),

@@ -243,7 +243,7 @@ class VictimIndex:
             if rule.sessions and self._can_suspend_now(lease):
                 return Victim(lease, Cost.BUSY_SESSION, rule.why, suspends=True)
             return None
-        if rule.after_min_run and not self._has_run(lease):
+        if rule.after_min_run and not self._has_run(lease, by_order=rule is not RULES.BELOW_SHARE):
             return None
         if lease.state is State.GRANTED:
             return Victim(lease, Cost.STARTING_JOB, rule.why, suspends=False)
@@ -332,9 +332,13 @@ class VictimIndex:
             return None
         return self.victim(lease, RULES.PRIORITY if lease.priority < priority else RULES.ORDER)
 
-    def _has_run(self, lease: Lease) -> bool:
-        """Whether a job has reached its minimum run time; else notes when it will."""
-        at = lease.granted_at + self.state.settings.min_run_s
+    def _has_run(self, lease: Lease, *, by_order: bool = True) -> bool:
+        """Whether a job has reached its minimum run time; else notes when it will.
+
+        ``by_order``: the time for which no job of its project preempts it, which may be longer.
+        """
+        settings = self.state.settings
+        at = order.undisturbed_until(lease, settings) if by_order else lease.granted_at + settings.min_run_s
         if at > self.state.moment:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
         return at <= self.state.moment
