@@ -1,0 +1,296 @@
+"""`gpushare-docker` with a real Docker engine: what a program in a container of a lease can do.
+
+The engine is the one that answers (DOCKER_HOST), or the installed dockerd, run for these tests with
+folders of its own and without a network.  The image is made here, of the machine's own Python.
+Containers share the machine's network, so ports are chosen by the test.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from docker.errors import NotFound
+
+from jupyter_gpushare.native import preload_path
+from tests.hub.conftest import GRANT, HERE, Hub, running_hub, wait_for
+from tests.hub.test_docker import JOB
+
+pytestmark = pytest.mark.long
+
+IMAGE = "gpushare-test:python"
+PYTHON = Path("/usr/bin/python3")
+UID = 1000
+JOB_NAME = "j0123456789-1"
+EXTRA = """
+from jupyterhub.utils import random_port
+from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
+
+class HostNetwork(GPUShareDockerSpawner):
+    async def start(self):
+        self.port = random_port()
+        return await super().start()
+
+    async def get_ip_and_port(self):
+        return "127.0.0.1", self.port
+
+c.JupyterHub.spawner_class = HostNetwork
+c.DockerSpawner.client_kwargs = {{"base_url": "{engine}"}}
+c.DockerSpawner.image = "{image}"
+c.DockerSpawner.network_name = "host"
+c.DockerSpawner.use_internal_ip = True  # publish no port
+c.DockerSpawner.volumes = {{"{folder}/home": "/home/jovyan"}}
+c.DockerSpawner.mem_limit = "2G"
+c.DockerSpawner.cmd = ["/usr/bin/python3", "/server.py"]
+c.GPUShareDockerSpawner.job_cmd = ["/usr/bin/python3", "/job.py"]
+c.GPUShareDockerSpawner.device_requests = {device_requests}
+c.JupyterHub.hub_connect_url = c.JupyterHub.hub_bind_url
+del c.Spawner.cmd
+"""
+REPORT = """
+import json, os, socket, sys
+from urllib.parse import unquote, urlsplit
+
+def tried(path):
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    except OSError as error:
+        return error.strerror
+    return "opened"
+
+def broker():
+    folder = unquote(urlsplit(os.environ["GPUSHARE_API_URL"]).netloc)
+    with socket.socket(socket.AF_UNIX) as asked:
+        try:
+            asked.connect(folder)
+        except OSError as error:
+            return error.strerror
+    return "reached"
+
+library = os.path.dirname(os.environ.get("LD_PRELOAD", "/nowhere/x"))
+found = {
+    "pid": os.getpid(),
+    "uid": os.getuid(),
+    "lease": tried(os.environ.get("GPUSHARE_LEASE_DIR", "/nowhere") + "/written"),
+    "library folder": tried(library + "/written"),
+    "library": "libgpushare_preload.so" in open("/proc/self/maps").read(),
+    "broker": broker(),
+    "environment": dict(os.environ),
+}
+name = os.environ["JUPYTERHUB_SERVER_NAME"] or "session"
+with open("/home/jovyan/." + name, "w") as file:
+    json.dump(found, file)
+os.rename("/home/jovyan/." + name, "/home/jovyan/" + name + ".json")
+"""
+SERVER = REPORT + 'os.execv(sys.executable, [sys.executable, "/stub_server.py"])\n'
+JOB_SERVER = (
+    REPORT
+    + """
+import signal, subprocess, threading
+child = subprocess.Popen([sys.executable, "/stub_server.py"])
+ended = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: ended.set())
+while not ended.wait(0.1):
+    pass
+with open("/home/jovyan/grace.json", "w") as file:
+    json.dump({"told": True}, file)
+"""
+)
+
+
+def image_files() -> Iterator[Path]:
+    """The machine's Python with all libraries that it and its modules load."""
+    code = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
+    said = subprocess.run([PYTHON, "-I", "-c", code], capture_output=True, text=True, check=True).stdout
+    executable, stdlib = map(Path, said.split())
+    yield executable
+    modules = [path for path in stdlib.rglob("*") if path.is_file()]
+    yield from (path for path in modules if "__pycache__" not in path.parts and "test" not in path.parts)
+    extensions = [path for path in modules if path.suffix == ".so"]
+    # The preload library names libdl.so.2, which every glibc has and a new Python does not load.
+    loaded = ["ldd", executable, preload_path(), *extensions]
+    linked = subprocess.run(loaded, capture_output=True, text=True, check=True)
+    words = {word for word in linked.stdout.split() if word.startswith("/") and not word.endswith(":")}
+    yield from map(Path, sorted(words))
+
+
+def build_image(engine: docker.DockerClient) -> None:
+    """Build an image with this Python and the servers of the tests, without any network."""
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w", dereference=True) as tar:
+        for path in image_files():
+            tar.add(path, f"root{path}", recursive=False)
+        tar.add(PYTHON, f"root{PYTHON}")
+        texts = {
+            "Dockerfile": 'FROM scratch\nCOPY root/ /\nCMD ["/usr/bin/python3"]\n',
+            "root/etc/passwd": f"jovyan:x:{UID}:{UID}::/home/jovyan:/bin/sh\n",
+            "root/stub_server.py": (HERE / "stub_server.py").read_text(),
+            "root/server.py": SERVER,
+            "root/job.py": JOB_SERVER,
+        }
+        for name, text in texts.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(text.encode()), 0o644
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    context.seek(0)
+    engine.images.build(fileobj=context, custom_context=True, tag=IMAGE, rm=True)
+
+
+def listens(url: str) -> bool:
+    """Whether a connection to an engine can be made; docker's client leaves failed ones open."""
+    if not url.startswith("unix://"):
+        return True
+    with socket.socket(socket.AF_UNIX) as asked:
+        return asked.connect_ex(url.removeprefix("unix://")) == 0
+
+
+def answers(url: str) -> docker.DockerClient | None:
+    if not listens(url):
+        return None
+    engine = docker.DockerClient(base_url=url, timeout=120)
+    engine.ping()
+    return engine
+
+
+@contextmanager
+def running_engine(folder: Path) -> Iterator[tuple[str, docker.DockerClient]]:
+    """The engine that answers on this machine, or one of our own."""
+    url = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if (there := answers(url)) is not None:
+        yield url, there
+        there.close()
+        return
+    if os.geteuid() != 0 or shutil.which("dockerd") is None:
+        pytest.skip("no Docker engine answers, and none can be started: apt-get install docker.io, as root")
+    url = f"unix://{folder}/docker.sock"
+    places = [f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid"]
+    alone = ["--bridge=none", "--iptables=false", "--ip6tables=false"]
+    with (folder / "dockerd.log").open("wb") as log:
+        process = subprocess.Popen(["dockerd", f"--host={url}", *places, *alone], stdout=log, stderr=log)
+    try:
+        engine = wait_for(
+            lambda: answers(url), "the engine answers", process=process, log=folder / "dockerd.log"
+        )
+        assert engine is not None
+        yield url, engine
+        engine.close()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@dataclass
+class Site:
+    hub: Hub
+    engine: docker.DockerClient
+    home: Path
+
+    def found(self, server: str) -> dict[str, Any]:
+        path = self.home / f"{server}.json"
+        wait_for(path.exists, f"{server} has written what it found")
+        return dict(json.loads(path.read_text()))
+
+    def container(self, name: str) -> Any:
+        return self.engine.containers.get(name)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[str, docker.DockerClient]]:
+    if not PYTHON.exists():
+        pytest.skip(f"no {PYTHON} to make an image of")
+    with (
+        tempfile.TemporaryDirectory(prefix="gpushare-engine-", ignore_cleanup_errors=True) as name,
+        running_engine(Path(name)) as running,
+    ):
+        build_image(running[1])
+        yield running
+
+
+@contextmanager
+def site_with(engine: tuple[str, docker.DockerClient], device_requests: bool) -> Iterator[Site]:
+    url, client = engine
+    with tempfile.TemporaryDirectory(prefix="gpushare-containers-") as name:
+        folder = Path(name)
+        folder.chmod(0o711)
+        for inner in ("home", "lease"):
+            (folder / inner).mkdir(mode=0o700)
+            os.chown(folder / inner, UID, UID)
+        extra = EXTRA.format(engine=url, image=IMAGE, folder=folder, device_requests=device_requests)
+        with running_hub("gpushare-docker", folder, extra=extra) as hub:
+            lease = {"GPUSHARE_LEASE_DIR": str(folder / "lease"), "LD_PRELOAD": str(preload_path())}
+            hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **lease}}
+            yield Site(hub, client, folder / "home")
+            for user in ("ada", "cy"):
+                for server in (JOB_NAME, ""):
+                    if hub.server(user, server):
+                        hub.stop_server(user, server, remove=bool(server))
+
+
+@pytest.fixture
+def site(engine: tuple[str, docker.DockerClient]) -> Iterator[Site]:
+    with site_with(engine, device_requests=False) as made:
+        yield made
+
+
+def test_a_program_in_a_container_of_a_lease_finds_all_that_the_lease_has(site: Site) -> None:
+    assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
+    found = site.found("session")
+    assert found["uid"] == UID
+    assert (found["lease"], found["library folder"]) == ("opened", "Read-only file system")
+    assert (found["library"], found["broker"]) == (True, "reached")
+    assert found["environment"]["GPUSHARE_LEASE"] == "abc-1"
+    assert found["environment"]["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
+    # Its pid is the machine's: driver, helper and library name the same process.
+    environment = Path(f"/proc/{found['pid']}/environ").read_bytes().split(b"\0")
+    assert b"GPUSHARE_LEASE=abc-1" in environment
+    assert site.container("jupyter-ada").attrs["HostConfig"]["Memory"] == (2 + 42) << 30
+
+
+def test_a_container_without_a_lease_has_pids_of_its_own_and_no_gpu(site: Site) -> None:
+    site.hub.broker.grant = None
+    assert site.hub.start_server("ada").status_code == 201, site.hub.log()[-3000:]
+    found = site.found("session")
+    assert (found["pid"], found["uid"]) == (1, UID)
+    assert (found["lease"], found["library"]) == ("No such file or directory", False)
+    assert found["broker"] == "reached"
+    assert found["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert site.container("jupyter-ada").attrs["HostConfig"]["Memory"] == 2 << 30
+
+
+def test_a_job_runs_beside_its_owners_session_and_has_its_grace(site: Site) -> None:
+    assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
+    session = site.container("jupyter-ada").id
+    job = {**JOB, "grace_s": 60.0}
+    site.hub.broker.grant = {**site.hub.broker.grant, "kind": "train", "job": job}  # type: ignore[dict-item]
+    assert site.hub.start_server("ada", name=JOB_NAME).status_code == 201, site.hub.log()[-3000:]
+    site.found(JOB_NAME)
+    site.hub.stop_server("ada", JOB_NAME, remove=True)
+    assert site.found("grace") == {"told": True}
+    with pytest.raises(NotFound):
+        site.container(f"jupyter-ada--{JOB_NAME}")
+    left = site.container("jupyter-ada")
+    assert (left.id, left.status) == (session, "running")
+    site.hub.stop_server("ada")
+    with pytest.raises(NotFound):
+        site.container("jupyter-ada")
+
+
+def test_the_engine_is_asked_for_the_leases_gpus(engine: tuple[str, docker.DockerClient]) -> None:
+    if "nvidia" in engine[1].info().get("Runtimes", {}):
+        pytest.skip("this engine has the NVIDIA container toolkit, and the lease's GPU does not exist")
+    with site_with(engine, device_requests=True) as site:
+        assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 500
+        assert 'could not select device driver "nvidia"' in site.hub.log()
