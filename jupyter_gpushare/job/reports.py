@@ -117,7 +117,7 @@ async def keep_active(env: Mapping[str, str]) -> None:
         return
     client = AsyncHTTPClient(force_instance=True, defaults={"ssl_options": hub_tls(env)})
     headers = {"Authorization": f"token {env['JUPYTERHUB_API_TOKEN']}", "Content-Type": "application/json"}
-    warned = False
+    warned, every_s = False, activity_every_s(env)
     while True:
         now = iso_now()
         body = json_encode({"servers": {server: {"last_activity": now}}, "last_activity": now})
@@ -132,4 +132,10 @@ async def keep_active(env: Mapping[str, str]) -> None:
             warned = True
         else:
             warned = False
-        await asyncio.sleep(ACTIVITY_EVERY_S)
+        await asyncio.sleep(every_s)
+
+
+def activity_every_s(env: Mapping[str, str]) -> float:
+    """Return how often a job reports activity, in seconds: as often as a notebook server, 120 s at most."""
+    asked = env.get("JUPYTERHUB_ACTIVITY_INTERVAL", "")
+    return min(ACTIVITY_EVERY_S, max(1.0, float(asked))) if asked.isdecimal() else ACTIVITY_EVERY_S

@@ -197,7 +197,7 @@ def test_the_command_tells_it_by_its_exit_code_and_as_json(setup):
         env={**os.environ, "LD_LIBRARY_PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 1, done.stderr
