@@ -5,6 +5,7 @@ import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Button } from './button';
+import { isInOrder } from './jobs';
 import { ILogPiece, keepReading, Log } from './log';
 import { ENDED } from './state';
 import { Stops } from './stops';
@@ -21,6 +22,12 @@ export interface IDetailProps {
   readonly trans: TranslationBundle;
   readonly stops: Stops;
   readonly retry: (job: IJob) => Promise<void>;
+  /** Opens the dialog that changes a job in the queue. */
+  readonly edit: (job: IJob) => void;
+  /** The job of mine before (-1) or behind (1) it in the queue. */
+  readonly neighbour: (job: IJob, step: -1 | 1) => IJob | null;
+  /** Moves a job by one among mine. */
+  readonly move: (job: IJob, step: -1 | 1) => Promise<void>;
   readonly duplicate: (job: IJob) => void;
   /** Opens the notebook that the job writes. */
   readonly openOutput: (path: string) => void;
@@ -115,6 +122,13 @@ function Buttons(props: IDetailProps): JSX.Element {
       {button(trans.__('Duplicate'), () => props.duplicate(job))}
       {output !== '' &&
         button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
+      {job.state === 'queued' && button(trans.__('Change…'), () => props.edit(job))}
+      {isInOrder(job) && (
+        <>
+          {button(trans.__('Move up'), () => void run(job => props.move(job, -1)), props.neighbour(job, -1) === null)}
+          {button(trans.__('Move down'), () => void run(job => props.move(job, 1)), props.neighbour(job, 1) === null)}
+        </>
+      )}
     </span>
   );
 }

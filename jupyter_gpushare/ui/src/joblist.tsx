@@ -8,6 +8,7 @@ import React from 'react';
 import { Button } from './button';
 import { Column, IView, JobsModel, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
+import { canBeMarked, Mark, MarkedJobs } from './jobmarks';
 import { GpuModel } from './model';
 import { IJob } from './wire';
 import { duration, jobBadge, progressAndTimeText, sentence } from './messages';
@@ -15,6 +16,8 @@ import { duration, jobBadge, progressAndTimeText, sentence } from './messages';
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
 const BEYOND = 8;
+/** With Alt: moves a job in the queue. */
+const STEPS: { readonly [key: string]: -1 | 1 } = { ArrowUp: -1, ArrowDown: 1 };
 
 export interface IJobActions extends Omit<IDetailProps, 'job' | 'trans'> {
   /** Opens the dialog for a new job. */
@@ -98,6 +101,7 @@ export class JobList extends ReactWidget {
 
   private _list(jobs: readonly IJob[], all: number): JSX.Element {
     const selected = this._selected === null ? null : this._model.job(this._selected);
+    const marked = jobs.filter(job => this._marked.has(job.id) && canBeMarked(job));
     return (
       <>
         <Tools
@@ -107,13 +111,18 @@ export class JobList extends ReactWidget {
           all={all}
           submit={this._actions.submit}
           trans={this._trans}
-        />
+        >
+          <MarkedJobs marked={marked} stops={this._actions.stops} trans={this._trans} />
+        </Tools>
         <Rows
           jobs={jobs}
           view={this._model.view}
           change={view => (this._model.view = view)}
           selected={this._selected}
           select={id => this.select(id)}
+          marked={new Set(marked.map(({ id }) => id))}
+          toggle={this._toggle}
+          move={this._actions.move}
           trans={this._trans}
         />
         {selected !== null && (
@@ -123,6 +132,15 @@ export class JobList extends ReactWidget {
     );
   }
 
+  /** Marks a job for what is done with several, or takes the mark away. */
+  private readonly _toggle = (id: string): void => {
+    if (!this._marked.delete(id)) {
+      this._marked.add(id);
+    }
+    this._selectedChanged.emit();
+  };
+
+  private readonly _marked = new Set<string>();
   private readonly _selectedChanged: Signal<this, void> & ISignal<this, void> = new Signal(this);
   private _selected: string | null = null;
 }
@@ -148,6 +166,7 @@ function Tools(props: {
   all: number;
   submit: () => void;
   trans: TranslationBundle;
+  children: React.ReactNode;
 }): JSX.Element {
   const { view, change, trans } = props;
   const shows: [Show, string][] = [
@@ -182,6 +201,7 @@ function Tools(props: {
           ? trans._n('%1 job', '%1 jobs', props.all)
           : trans.__('%1 of %2 jobs', props.count, props.all)}
       </span>
+      {props.children}
       <button className="jp-Button jp-mod-styled jp-mod-accept" onClick={props.submit}>
         {trans.__('New job')}
       </button>
@@ -195,6 +215,9 @@ function Rows(props: {
   change: (view: IView) => void;
   selected: string | null;
   select: (id: string) => void;
+  marked: ReadonlySet<string>;
+  toggle: (id: string) => void;
+  move: (job: IJob, step: -1 | 1) => Promise<void>;
   trans: TranslationBundle;
 }): JSX.Element {
   const { jobs, selected, select, trans } = props;
@@ -203,6 +226,12 @@ function Rows(props: {
   const height = useHeight(scroller);
   useFocusOn(selected, scroller);
   const at = jobs.findIndex(job => job.id === selected);
+  // The detail below takes height away: the selected row stays in sight.
+  React.useLayoutEffect(() => {
+    if (at !== -1) {
+      showRow(scroller.current!, at);
+    }
+  }, [height]);
   const move = (to: number): void => {
     const n = Math.max(0, Math.min(jobs.length - 1, to));
     if (jobs[n] !== undefined) {
@@ -221,6 +250,20 @@ function Rows(props: {
         role="rowgroup"
         onScroll={event => setTop(event.currentTarget.scrollTop)}
         onKeyDown={event => {
+          const job = jobs[Math.max(0, at)];
+          const step = event.altKey ? STEPS[event.key] : undefined;
+          if (job !== undefined && step !== undefined) {
+            event.preventDefault();
+            void props.move(job, step);
+            return;
+          }
+          if (job !== undefined && event.key === ' ' && !(event.target instanceof HTMLInputElement)) {
+            event.preventDefault();
+            if (canBeMarked(job)) {
+              props.toggle(job.id);
+            }
+            return;
+          }
           const to = target(event.key, at, jobs.length, Math.max(1, Math.floor(height / ROW_PX) - 1));
           if (to !== undefined) {
             event.preventDefault();
@@ -237,6 +280,8 @@ function Rows(props: {
               selected={n === at}
               reached={n === Math.max(0, at)}
               select={select}
+              marked={props.marked.has(jobs[n]!.id)}
+              toggle={props.toggle}
               trans={trans}
             />
           ))}
@@ -345,6 +390,8 @@ const Row = React.memo(function Row(props: {
   selected: boolean;
   reached: boolean;
   select: (id: string) => void;
+  marked: boolean;
+  toggle: (id: string) => void;
   trans: TranslationBundle;
 }): JSX.Element {
   const { job, n, trans } = props;
@@ -355,12 +402,14 @@ const Row = React.memo(function Row(props: {
       role="row"
       aria-rowindex={n + 2}
       aria-selected={props.selected}
+      aria-keyshortcuts="Space Alt+ArrowUp Alt+ArrowDown"
       tabIndex={props.reached ? 0 : -1}
       data-job={job.id}
       style={{ transform: `translateY(${n * ROW_PX}px)`, height: ROW_PX }}
       onClick={() => props.select(job.id)}
     >
-      <span role="gridcell" title={job.id}>
+      <span role="gridcell" className="gpushare-job-name" title={job.id}>
+        <Mark job={job} marked={props.marked} toggle={props.toggle} trans={trans} />
         <b>{job.name}</b>
         <small title={job.reason}>{job.reason || job.project}</small>
       </span>
@@ -384,11 +433,12 @@ interface IRowProps {
   readonly n: number;
   readonly selected: boolean;
   readonly reached: boolean;
+  readonly marked: boolean;
 }
 
 /** Answers are new objects each time; a row is drawn again when it would look different. */
 function sameRow(a: IRowProps, b: IRowProps): boolean {
   const keys = ['id', 'name', 'state', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
-  const same = a.n === b.n && a.selected === b.selected && a.reached === b.reached;
+  const same = a.n === b.n && a.selected === b.selected && a.reached === b.reached && a.marked === b.marked;
   return same && keys.every(key => a.job[key] === b.job[key]);
 }

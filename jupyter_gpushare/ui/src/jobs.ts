@@ -89,6 +89,21 @@ export function viewOf(
   });
 }
 
+/** Whether a job is in its owner's own order: it waits and has not begun. */
+export function isInOrder(job: IJob): boolean {
+  return job.state === 'queued' && job.attempt === 0;
+}
+
+/** Returns the owner's job before (-1) or behind (1) `job` in the queue, of its project and priority. */
+export function neighbourOf(jobs: Iterable<IJob>, job: IJob, step: -1 | 1): IJob | null {
+  const mine = Array.from(jobs).filter(
+    other => isInOrder(other) && other.project === job.project && other.priority === job.priority
+  );
+  mine.sort((a, b) => (a.position ?? Infinity) - (b.position ?? Infinity));
+  const at = mine.findIndex(({ id }) => id === job.id);
+  return at === -1 ? null : mine[at + step] ?? null;
+}
+
 export class JobsModel implements IDisposable {
   constructor(
     gpu: GpuModel,
@@ -122,6 +137,10 @@ export class JobsModel implements IDisposable {
 
   job(id: string): IJob | null {
     return this._jobs.get(id) ?? null;
+  }
+
+  neighbour(job: IJob, step: -1 | 1): IJob | null {
+    return neighbourOf(this._jobs.values(), job, step);
   }
 
   /** Fetches all jobs; concurrent callers share one request. */

@@ -15,11 +15,10 @@ import { ILauncher } from '@jupyterlab/launcher';
 import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
 import { SplitPanel, Widget } from '@lumino/widgets';
 
-import type { IFields } from './launch';
+import type { IFields, LaunchModel } from './launch';
 import type { JobList } from './joblist';
 import type { Stops } from './stops';
 import { chipIcon, CommandIDs, IGpuModel } from './tokens';
-import { stopText } from './messages';
 import { IJob } from './wire';
 
 const RUNNABLE = /\.(ipynb|py|sh)$/;
@@ -132,19 +131,16 @@ class Jobs {
 
   /** Opens the dialog; tells what was submitted. */
   async launch(fields: Partial<IFields>): Promise<void> {
-    const [{ LaunchModel }, { showLaunchDialog }] = await Promise.all([
+    const [launch, { showLaunchDialog }] = await Promise.all([
       import('./launch'),
       import('./launchdialog')
     ]);
-    const { requests, model: gpu } = this._gpu;
-    const model = new LaunchModel({
-      trans: this._trans,
+    const { requests } = this._gpu;
+    const model = new launch.LaunchModel({
+      ...this._asking(),
       fields,
       launchForm: path => requests.launchForm(path),
-      offers: query => requests.offers(query),
-      launch: (request, key) => requests.launch(request, key),
-      projects: () => (gpu.state.kind === 'ready' ? gpu.state.status.projects.map(({ name }) => name) : []),
-      isHidden: () => document.visibilityState === 'hidden'
+      launch: (request, key) => requests.launch(request, key)
     });
     const job = await showLaunchDialog(model, this._trans);
     // What the dialog was opened from may be gone.
@@ -154,6 +150,17 @@ class Jobs {
     if (job !== null) {
       await this._submitted(job);
     }
+  }
+
+  /** What every dialog about a job asks with. */
+  private _asking(): Pick<LaunchModel.IOptions, 'trans' | 'offers' | 'projects' | 'isHidden'> {
+    const { requests, model: gpu } = this._gpu;
+    return {
+      trans: this._trans,
+      offers: query => requests.offers(query),
+      projects: () => (gpu.state.kind === 'ready' ? gpu.state.status.projects.map(({ name }) => name) : []),
+      isHidden: () => document.visibilityState === 'hidden'
+    };
   }
 
   /** Opens the list, with a job if one is named. */
@@ -187,8 +194,8 @@ class Jobs {
     const { model, requests } = this._gpu;
     this._stops ??= new Stops(model, {
       send: job => this._try(() => requests.cancelJob(job.id)),
-      confirm: job => this._confirmStop(job),
-      offerUndo: (job, undo) => this._offerUndo(job, undo)
+      confirm: jobs => this._confirmStop(jobs),
+      offerUndo: (jobs, undo) => this._offerUndo(jobs, undo)
     });
     const jobs = new JobsModel(model, limit => requests.jobs(limit));
     const content = new JobList(
@@ -198,6 +205,15 @@ class Jobs {
         submit: () => void this.launch({}),
         stops: this._stops,
         retry: job => this._try(async () => this._submitted(await requests.retryJob(job.id))),
+        edit: job => void this._edit(job),
+        neighbour: (job, step) => jobs.neighbour(job, step),
+        move: async (job, step) => {
+          const other = jobs.neighbour(job, step);
+          if (other !== null) {
+            await this._try(() => requests.placeJob(job.id, other.id, step));
+            await jobs.refresh();
+          }
+        },
         duplicate: job => void this.launch(fieldsOf(job)),
         openOutput: path => void this._app.commands.execute('docmanager:open', { path }),
         readLog: (job, attempt, offset) => requests.log(job, attempt, offset),
@@ -216,27 +232,41 @@ class Jobs {
     return widget;
   }
 
-  /** Asks whether to stop a job, with what would be lost. */
-  private async _confirmStop(job: IJob): Promise<boolean> {
+  /** Opens the dialog that changes a job in the queue. */
+  private async _edit(job: IJob): Promise<void> {
+    const { showEditDialog } = await import('./editdialog');
+    const { requests } = this._gpu;
+    await showEditDialog(job, this._asking(), change => requests.changeJob(job.id, change));
+    await this._gpu.model.refresh();
+  }
+
+  /** Asks whether to stop jobs, with what would be lost. */
+  private async _confirmStop(jobs: readonly IJob[]): Promise<boolean> {
     const trans = this._trans;
+    const { lossOf } = await import('./jobmarks');
+    const isOne = jobs.length === 1;
     const answer = await showDialog({
-      title: trans.__('Stop %1?', job.name),
-      body: stopText(trans, job),
+      title: isOne ? trans.__('Stop %1?', jobs[0]!.name) : trans._n('Stop %1 job?', 'Stop %1 jobs?', jobs.length),
+      body: lossOf(trans, jobs),
       // The second of two clicks on "Stop" falls beside the dialog: it must not close it.
       hasClose: false,
       defaultButton: 0,
       buttons: [
-        Dialog.cancelButton({ label: trans.__('Let it go on') }),
-        Dialog.warnButton({ label: trans.__('Stop job') })
+        Dialog.cancelButton({ label: isOne ? trans.__('Let it go on') : trans.__('Let them go on') }),
+        Dialog.warnButton({ label: isOne ? trans.__('Stop job') : trans.__('Stop jobs') })
       ]
     });
     return answer.button.accept;
   }
 
   /** Offers to undo a stop; returns what takes the offer away. */
-  private _offerUndo(job: IJob, undo: () => void): () => void {
+  private _offerUndo(jobs: readonly IJob[], undo: () => void): () => void {
     const trans = this._trans;
-    const id = Notification.info(trans.__('%1 leaves the queue.', job.name), {
+    const said =
+      jobs.length === 1
+        ? trans.__('%1 leaves the queue.', jobs[0]!.name)
+        : trans._n('%1 job leaves the queue.', '%1 jobs leave the queue.', jobs.length);
+    const id = Notification.info(said, {
       autoClose: false,
       actions: [{ label: trans.__('Undo'), displayType: 'accent', callback: undo }]
     });

@@ -36,7 +36,7 @@ export interface IFields {
   readonly retries: string;
   /** A duration such as `4 h`; empty: none. */
   readonly maxRun: string;
-  /** Within the project; no form field, set only when a job is duplicated. */
+  /** Within the project; no field in the dialog of a new job, set only when one is duplicated. */
   readonly priority: number;
   /** Seconds between SIGTERM and SIGKILL; null: the site's default. No form field either. */
   readonly grace: number | null;
@@ -172,6 +172,9 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   }
   if (!/^(\d|10)$/.test(fields.retries.trim())) {
     problems.retries = trans.__('A number from 0 to 10');
+  }
+  if (!(Number.isInteger(fields.priority) && Math.abs(fields.priority) <= 100)) {
+    problems.priority = trans.__('A whole number from -100 to 100');
   }
   if (fields.maxRun.trim() !== '' && secondsOf(fields.maxRun) === null) {
     problems.maxRun = trans.__('A time with its unit, like: 30 min, 4 h or 2 d');

@@ -13,9 +13,10 @@ import { checkpointLabel, checkpointText, duration } from './messages';
 /** Shows the dialog; returns the job, or null when it was closed. */
 export async function showLaunchDialog(
   model: LaunchModel,
-  trans: TranslationBundle
+  trans: TranslationBundle,
+  kind: IKind = { title: trans.__('Run as training job'), ok: trans.__('Submit'), form: Form }
 ): Promise<IJob | null> {
-  const dialog = new LaunchDialog(model, trans);
+  const dialog = new LaunchDialog(model, trans, kind);
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   model.dispose();
@@ -24,19 +25,24 @@ export async function showLaunchDialog(
   return dialog.job;
 }
 
+/** What differs between the dialog of a new job and that of one in the queue. */
+interface IKind {
+  readonly title: string;
+  readonly ok: string;
+  readonly form: (props: IPartProps) => JSX.Element;
+}
+
 class LaunchDialog extends Dialog<void> {
   constructor(
     private readonly _model: LaunchModel,
-    trans: TranslationBundle
+    trans: TranslationBundle,
+    kind: IKind
   ) {
     super({
-      title: trans.__('Run as training job'),
-      body: new LaunchBody(_model, trans),
+      title: kind.title,
+      body: new LaunchBody(_model, trans, kind.form),
       focusNodeSelector: 'input',
-      buttons: [
-        Dialog.cancelButton({ label: trans.__('Cancel') }),
-        Dialog.okButton({ label: trans.__('Submit') })
-      ]
+      buttons: [Dialog.cancelButton({ label: trans.__('Cancel') }), Dialog.okButton({ label: kind.ok })]
     });
   }
 
@@ -84,22 +90,24 @@ class LaunchDialog extends Dialog<void> {
 class LaunchBody extends ReactWidget {
   constructor(
     private readonly _model: LaunchModel,
-    private readonly _trans: TranslationBundle
+    private readonly _trans: TranslationBundle,
+    private readonly _form: IKind['form']
   ) {
     super();
     this.addClass('gpushare-launch');
   }
 
   protected override render(): JSX.Element {
+    const Fields = this._form;
     return (
       <UseSignal signal={this._model.changed}>
-        {() => <Form model={this._model} trans={this._trans} />}
+        {() => <Fields model={this._model} trans={this._trans} />}
       </UseSignal>
     );
   }
 }
 
-interface IPartProps {
+export interface IPartProps {
   model: LaunchModel;
   trans: TranslationBundle;
 }
@@ -111,14 +119,7 @@ function Form(props: IPartProps): JSX.Element {
     <>
       <Program {...props} />
       <Size {...props} />
-      {fields.project !== '' && model.projects.some(name => name !== fields.project) && (
-        <Select
-          model={model}
-          field="project"
-          label={trans.__('Project')}
-          options={model.projects.map(name => [name, name])}
-        />
-      )}
+      <Project {...props} />
       <Switch
         model={model}
         field="borrow"
@@ -144,6 +145,31 @@ function Form(props: IPartProps): JSX.Element {
       <Unseen {...props} />
       <Verdict {...props} />
     </>
+  );
+}
+
+/** Shown where there is a choice. */
+export function Project({ model, trans }: IPartProps): JSX.Element | null {
+  const { project } = model.fields;
+  return project === '' || model.projects.every(name => name === project) ? null : (
+    <Select
+      model={model}
+      field="project"
+      label={trans.__('Project')}
+      options={model.projects.map(name => [name, name])}
+    />
+  );
+}
+
+export function MaxRun({ model, trans }: IPartProps): JSX.Element {
+  return (
+    <Text
+      model={model}
+      field="maxRun"
+      label={trans.__('Maximum run time')}
+      placeholder={trans.__('none')}
+      hint={trans.__('Like 4 h. Then it is stopped, with time to save; pauses do not count.')}
+    />
   );
 }
 
@@ -215,13 +241,7 @@ function More({ model, trans }: IPartProps): JSX.Element {
       <Text model={model} field="cwd" label={trans.__('Folder')} />
       <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder="SEED=1" />
       <Text model={model} field="retries" label={trans.__('Tries after a failure')} />
-      <Text
-        model={model}
-        field="maxRun"
-        label={trans.__('Maximum run time')}
-        placeholder={trans.__('none')}
-        hint={trans.__('Like 4 h. Then it is stopped, with time to save; pauses do not count.')}
-      />
+      <MaxRun model={model} trans={trans} />
     </details>
   );
 }
@@ -249,12 +269,15 @@ function Unseen({ model, trans }: IPartProps): JSX.Element {
   );
 }
 
-function Verdict({ model, trans }: IPartProps): JSX.Element {
+/** `outlook`: the live line of a job that would be submitted now. */
+export function Verdict({ model, trans, outlook = true }: IPartProps & { outlook?: boolean }): JSX.Element {
   return (
     <div className="gpushare-verdict">
-      <p className="gpushare-outlook" role="status">
-        {outlookText(trans, model.outlook)}
-      </p>
+      {outlook && (
+        <p className="gpushare-outlook" role="status">
+          {outlookText(trans, model.outlook)}
+        </p>
+      )}
       {model.refusal !== '' && (
         <p className="gpushare-refusal" role="alert">
           {model.refusal}
@@ -265,7 +288,7 @@ function Verdict({ model, trans }: IPartProps): JSX.Element {
   );
 }
 
-interface ITextProps {
+export interface ITextProps {
   model: LaunchModel;
   field: FieldOf<string>;
   label: string;
@@ -275,7 +298,7 @@ interface ITextProps {
   onBlur?: () => void;
 }
 
-function Text(props: ITextProps): JSX.Element {
+export function Text(props: ITextProps): JSX.Element {
   const { model, field, label, hint } = props;
   const problem = model.problems[field];
   const id = `gpushare-launch-${field}`;
@@ -373,7 +396,7 @@ function Switch(props: {
   );
 }
 
-function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
+export function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
   const { model, trans } = props;
   const { size, gpus, profile } = model.fields;
   const choice = (value: IFields['size'], label: string): JSX.Element => (

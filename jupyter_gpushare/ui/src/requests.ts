@@ -12,7 +12,9 @@ import {
   IErrorAnswer,
   IHistory,
   IJob,
+  IJobChange,
   IJobList,
+  IJobPlace,
   IJobTimeline,
   ILaunchForm,
   ILaunchRequest,
@@ -69,6 +71,17 @@ export class Requests {
   /** Takes a job out of the queue, or stops it. */
   cancelJob(job: string): Promise<IJob> {
     return this._send('DELETE', `jobs/${encodeURIComponent(job)}`);
+  }
+
+  /** Changes a job in the queue; null: as it is. */
+  changeJob(job: string, change: IJobChange): Promise<IJob> {
+    return this._send('PUT', `jobs/${encodeURIComponent(job)}`, change);
+  }
+
+  /** Moves a job in the queue before (-1) or behind (1) another. */
+  placeJob(job: string, other: string, step: -1 | 1): Promise<IJob> {
+    const place: IJobPlace = { before: step < 0 ? other : null, behind: step > 0 ? other : null };
+    return this._send('PUT', `jobs/${encodeURIComponent(job)}/place`, place);
   }
 
   /** Submits an ended job again. */

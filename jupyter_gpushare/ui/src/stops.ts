@@ -14,10 +14,10 @@ export const UNDO_MS = 5000;
 export interface IStopOptions {
   /** Stops a job at the broker; tells of a refusal itself. */
   readonly send: (job: IJob) => Promise<void>;
-  /** Asks whether to stop a job that has begun, and may lose work. */
-  readonly confirm: (job: IJob) => Promise<boolean>;
-  /** Says that a job leaves the queue, and offers to undo that; returns what takes the offer away. */
-  readonly offerUndo: (job: IJob, undo: () => void) => () => void;
+  /** Asks whether to stop jobs of which one has begun, and may lose work. */
+  readonly confirm: (jobs: readonly IJob[]) => Promise<boolean>;
+  /** Says that jobs leave the queue, and offers to undo that; returns what takes the offer away. */
+  readonly offerUndo: (jobs: readonly IJob[], undo: () => void) => () => void;
 }
 
 interface IWaiting {
@@ -45,32 +45,36 @@ export class Stops {
     return this._busy.has(job.id);
   }
 
-  /** Stops a job; does nothing while an earlier stop of it is under way. */
-  async stop(job: IJob): Promise<void> {
-    if (this._busy.has(job.id)) {
+  /** Stops jobs; does nothing about one of which an earlier stop is under way. */
+  async stop(...jobs: readonly IJob[]): Promise<void> {
+    const fresh = jobs.filter(job => !this._busy.has(job.id));
+    fresh.forEach(job => this._become(job, true));
+    if (fresh.some(hasBegun) && !(await this._options.confirm(fresh))) {
+      fresh.forEach(job => this._become(job, false));
       return;
     }
-    this._become(job, true);
-    if (!hasBegun(job)) {
-      this._holdBack(job);
-    } else if (await this._options.confirm(job)) {
-      await this._send(job);
-    } else {
-      this._become(job, false);
-    }
+    this._holdBack(fresh.filter(job => !hasBegun(job)));
+    await Promise.all(fresh.filter(hasBegun).map(job => this._send(job)));
   }
 
-  private _holdBack(job: IJob): void {
+  private _holdBack(jobs: readonly IJob[]): void {
+    if (jobs.length === 0) {
+      return;
+    }
+    const held = new Set(jobs);
     const undo = (): void => {
-      if (this._take(job)) {
-        this._become(job, false);
-      }
+      jobs.filter(job => this._take(job)).forEach(job => this._become(job, false));
     };
-    this._waiting.set(job.id, {
-      job,
-      timer: setTimeout(() => this._leave(job), UNDO_MS),
-      withdraw: this._options.offerUndo(job, undo)
-    });
+    const takeAway = this._options.offerUndo(jobs, undo);
+    for (const job of jobs) {
+      const withdraw = (): void => {
+        held.delete(job);
+        if (held.size === 0) {
+          takeAway();
+        }
+      };
+      this._waiting.set(job.id, { job, timer: setTimeout(() => this._leave(job), UNDO_MS), withdraw });
+    }
   }
 
   private _leave(job: IJob): void {
@@ -120,6 +124,7 @@ export class Stops {
   private readonly _waiting = new Map<string, IWaiting>();
 }
 
-function hasBegun(job: IJob): boolean {
+/** Whether a job may have work to lose. */
+export function hasBegun(job: IJob): boolean {
   return job.state !== 'queued' || job.attempt > 0;
 }

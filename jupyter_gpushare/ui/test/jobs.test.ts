@@ -1,6 +1,8 @@
 import { describe, expect, it, vi } from 'vitest';
 
-import { FIRST_VIEW, IView, JobsModel, progressOf, viewOf } from '../src/jobs';
+import { changeOf } from '../src/jobchange';
+import { FIRST_VIEW, IView, JobsModel, neighbourOf, progressOf, viewOf } from '../src/jobs';
+import { BLANK, fieldsOf, requestOf } from '../src/launch';
 import { GpuModel } from '../src/model';
 import { IJob } from '../src/wire';
 import { StatusAnswer } from '../src/state';
@@ -179,5 +181,41 @@ describe('JobsModel', () => {
     await vi.waitFor(() => expect(jobs.state.kind).toBe('ready'));
     jobs.dispose();
     gpu.dispose();
+  });
+});
+
+const WAITS: IJob = { ...JOBS[0]!, state: 'queued', attempt: 0, priority: 0 };
+
+describe('neighbourOf', () => {
+  it('is the job of mine beside it that waits in the same project with the same priority', () => {
+    const queue: readonly IJob[] = [
+      { ...WAITS, id: 'c', position: 7 },
+      { ...WAITS, id: 'ran', position: 3, attempt: 1 },
+      { ...WAITS, id: 'a', position: 2 },
+      { ...WAITS, id: 'other', position: 4, project: 'elsewhere' },
+      { ...WAITS, id: 'high', position: 1, priority: 5 },
+      { ...WAITS, id: 'b', position: 5 },
+      { ...WAITS, id: 'runs', position: null, state: 'running', attempt: 1 }
+    ];
+    const of = (id: string, step: -1 | 1): string | undefined =>
+      neighbourOf(queue, queue.find(job => job.id === id)!, step)?.id;
+    expect(['a', 'b', 'c'].map(id => of(id, -1))).toEqual([undefined, 'a', 'b']);
+    expect(['a', 'b', 'c'].map(id => of(id, 1))).toEqual(['b', 'c', undefined]);
+    expect(['ran', 'runs'].map(id => of(id, 1))).toEqual([undefined, undefined]);
+  });
+});
+
+describe('changeOf', () => {
+  const NONE = { gpus: null, memory: null, profile: null, project: null, priority: null, max_run_s: null };
+  const job: IJob = { ...WAITS, gpus: '2', memory: null, profile: null, project: 'nlp', max_run_s: 3600 };
+  const fields = { ...BLANK, ...fieldsOf(job) };
+
+  it('sends nothing for a dialog that changes nothing', () => {
+    expect(changeOf(job, requestOf(fields))).toEqual(NONE);
+  });
+
+  it('sends what differs, a size as a whole, and 0 for no maximum', () => {
+    const changed = requestOf({ ...fields, size: 'memory', memory: '20GiB', priority: -5, maxRun: '' });
+    expect(changeOf(job, changed)).toEqual({ ...NONE, gpus: '1', memory: '20GiB', priority: -5, max_run_s: 0 });
   });
 });

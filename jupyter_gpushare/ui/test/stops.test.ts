@@ -24,8 +24,8 @@ function stops(confirmed = true): {
   const gpu = { changed: { connect: (slot: typeof follow) => (follow = slot) } } as unknown as GpuModel;
   const made = new Stops(gpu, {
     send: async job => void sent.push(job.id),
-    confirm: async job => {
-      asked.push(job.id);
+    confirm: async jobs => {
+      asked.push(jobs.map(({ id }) => id).join(' '));
       return confirmed;
     },
     offerUndo: (_, done) => {
@@ -80,5 +80,20 @@ describe('Stops', () => {
     expect(site.sent).toEqual([]);
     site.tell([{ ...QUEUED, state: 'starting', attempt: 1 }]);
     expect([site.sent, site.offered()]).toEqual([['q'], 0]);
+  });
+
+  it('asks once about several, and offers one undo for those that have not begun', async () => {
+    const site = stops();
+    const [second, third] = ['s', 't'].map(id => ({ ...QUEUED, id }));
+    await site.stops.stop(RUNNING, QUEUED, { ...RUNNING, id: 'r2' }, second!, third!);
+    expect([site.asked, site.sent, site.offered()]).toEqual([['r q r2 s t'], ['r', 'r2'], 1]);
+    // One of them begins: the others can still come back.
+    site.tell([{ ...QUEUED, state: 'starting', attempt: 1 }]);
+    expect([site.sent, site.offered()]).toEqual([['r', 'r2', 'q'], 1]);
+    site.undo();
+    await vi.advanceTimersByTimeAsync(2 * UNDO_MS);
+    expect([site.sent, site.offered()]).toEqual([['r', 'r2', 'q'], 0]);
+    await site.stops.stop();
+    expect(site.offered()).toBe(0);
   });
 });

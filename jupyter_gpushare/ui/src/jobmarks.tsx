@@ -1,0 +1,89 @@
+/** Several jobs of the list at once: their mark, and the buttons for those that are marked. */
+
+import { TranslationBundle } from '@jupyterlab/translation';
+import { UseSignal } from '@jupyterlab/ui-components';
+import React from 'react';
+
+import { Button } from './button';
+import { stopText } from './messages';
+import { ENDED } from './state';
+import { hasBegun, Stops } from './stops';
+import { IJob } from './wire';
+
+/** A dialog names so many jobs. */
+const NAMED = 10;
+
+/** Whether there is something to do with a job together with others. */
+export function canBeMarked(job: IJob): boolean {
+  return !ENDED.has(job.state);
+}
+
+export function Mark(props: {
+  job: IJob;
+  marked: boolean;
+  toggle: (id: string) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { job } = props;
+  return (
+    <input
+      type="checkbox"
+      // The row has the keyboard: Space marks it.
+      tabIndex={-1}
+      aria-label={props.trans.__('Select %1', job.name)}
+      checked={props.marked}
+      disabled={!canBeMarked(job)}
+      onClick={event => event.stopPropagation()}
+      onChange={() => props.toggle(job.id)}
+    />
+  );
+}
+
+export function MarkedJobs(props: {
+  marked: readonly IJob[];
+  stops: Stops;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { marked, stops, trans } = props;
+  return (
+    <UseSignal signal={stops.changed}>
+      {() => {
+        const stoppable = marked.filter(job => job.state !== 'stopping' && !stops.isStopping(job));
+        return (
+          <>
+            <span className="gpushare-actions">
+              <Button
+                className="jp-Button jp-mod-styled jp-mod-reject"
+                off={stoppable.length === 0}
+                run={() => void stops.stop(...stoppable)}
+              >
+                {trans.__('Stop selected')}
+              </Button>
+            </span>
+            <span className="gpushare-muted" role="status">
+              {marked.length === 0 ? '' : trans._n('%1 selected', '%1 selected', marked.length)}
+            </span>
+          </>
+        );
+      }}
+    </UseSignal>
+  );
+}
+
+/** What is lost when these jobs are stopped. */
+export function lossOf(trans: TranslationBundle, jobs: readonly IJob[]): JSX.Element | string {
+  if (jobs.length === 1) {
+    return stopText(trans, jobs[0]!);
+  }
+  const more = jobs.length - NAMED;
+  return (
+    <ul className="gpushare-losses">
+      {jobs.slice(0, NAMED).map(job => (
+        <li key={job.id}>
+          <b>{job.name}</b> {hasBegun(job) ? stopText(trans, job) : trans.__('It has not begun: nothing is lost.')}
+        </li>
+      ))}
+      {more > 0 && <li>{trans._n('and %1 more', 'and %1 more', more)}</li>}
+    </ul>
+  );
+}
