@@ -50,6 +50,16 @@ async def test_a_change_that_cannot_be_is_said_on_the_page_and_changes_nothing(h
     assert not http.broker.registry.overrides
 
 
+async def test_the_administrator_is_told_to_give_each_user_a_host_name(http, monkeypatch):
+    async def advised(identity: str) -> bool:
+        page = (await http.ask("GET", f"{http.url}{PREFIX}", identity)).text
+        return "<code>c.JupyterHub.subdomain_host</code>" in page
+
+    assert [await advised(identity) for identity in ("root", "ada")] == [True, False]
+    monkeypatch.setattr(http.service.access.hub_auth, "hub_host", "https://hub.example.org")
+    assert not await advised("root")
+
+
 async def test_only_admins_change_anything_on_the_page(http):
     for identity in ("ada", "prometheus"):
         refused = await http.ask(
