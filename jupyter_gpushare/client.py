@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -38,6 +38,9 @@ Params = Mapping[str, str | int | float | list[str]]
 # The broker's parent restarts it within a second; the rest is for its recovery.
 RETRY_S = 5.0
 _PAUSE_S = 0.2
+_PATIENT_S = 2.0
+# From the Hub's proxy while the broker restarts, and from a broker that does not reach the Hub.
+_AWAY = (502, 503, 504)
 # Of a 429 without Retry-After, which is not the broker's.
 _RETRY_AFTER_S = 60.0
 _BY_STATUS: Mapping[int, type[RequestError]] = {
@@ -89,16 +92,20 @@ class BrokerClient:
         certificate: str = "",
         timeout_s: float = 10.0,
         retry_s: float = RETRY_S,
+        waiting: Callable[[str], None] | None = None,
     ) -> None:
         """Connect to ``url``; see `channel` for its forms and for ``certificate``.
+
+        ``waiting`` is told once per request that is retried for longer than `_PATIENT_S`.
 
         Raises:
             InvalidRequest: not an address of a broker.
         """
         self.address = channel.parse(url, certificate)
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"token {token}"}
+        self._headers = {"Authorization": f"token {token}"} if token else {}
         self._retry_s = retry_s
+        self._waiting = waiting
         self._http = httpx.AsyncClient(
             timeout=timeout_s, trust_env=False, transport=channel.async_transport(self.address)
         )
@@ -140,10 +147,15 @@ class BrokerClient:
             timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
         )
         is_repeatable = method == "GET" or key is not None or repeatable
-        until = time.monotonic() + (self._retry_s if is_repeatable else 0.0)
+        began_at, said = time.monotonic(), self._waiting is None
+        until = began_at + (self._retry_s if is_repeatable else 0.0)
         while True:
             try:
-                return _answer(await self._http.send(request), kind)
+                response = await self._http.send(request)
+                is_away = response.status_code in _AWAY and kind is not wire.Health
+                if not is_away or time.monotonic() >= until:
+                    return _answer(response, kind)
+                pause_s = _PAUSE_S
             except httpx.TransportError as error:
                 is_gone = isinstance(error, httpx.ConnectError) and not await_start
                 if is_gone or time.monotonic() >= until:
@@ -154,6 +166,11 @@ class BrokerClient:
                 if time.monotonic() + error.retry_after_s > until:
                     raise
                 pause_s = error.retry_after_s
+            if not said and self._waiting is not None and time.monotonic() - began_at >= _PATIENT_S:
+                said = True
+                self._waiting(
+                    f"the GPU broker at {self.url} does not answer; asking for {self._retry_s:.0f} s"
+                )
             await asyncio.sleep(pause_s)
 
     def _unreachable(self, error: httpx.TransportError) -> BrokerUnavailable:

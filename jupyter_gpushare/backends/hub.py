@@ -75,6 +75,8 @@ class HubClient(Hub):
             timeout=timeout_s,
             trust_env=False,
         )
+        # The last list of users with servers, by page, with the Hub's tag of that answer.
+        self._pages: dict[int, tuple[str, list[_User]]] = {}
 
     async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
         try:
@@ -134,16 +136,34 @@ class HubClient(Hub):
         """
         found: set[ServerKey] = set()
         for page in range(_MAX_PAGES):
-            response = await self._ask(
-                "GET", "users", params={"state": "active", "offset": page * _PAGE, "limit": _PAGE}
-            )
-            if response.status_code != 200:
-                raise self._refusal("the Hub did not list its servers", response)
-            users = _decoded(response, list[_User])
+            users = await self._page(page)
             found |= {ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped}
             if len(users) < _PAGE:
                 return frozenset(found)
         raise HubError("the Hub has more users than the broker reads")
+
+    async def _page(self, number: int) -> list[_User]:
+        """Return a page of the users with servers.
+
+        The Hub answers 304 where nothing changed since the last look, which it logs for debugging only.
+
+        Raises:
+            HubError: no answer, or a refusal.
+        """
+        tag, known = self._pages.get(number, ("", []))
+        response = await self._ask(
+            "GET",
+            "users",
+            params={"state": "active", "offset": number * _PAGE, "limit": _PAGE},
+            headers={"If-None-Match": tag} if tag else {},
+        )
+        if response.status_code == 304:
+            return known
+        if response.status_code != 200:
+            raise self._refusal("the Hub did not list its servers", response)
+        users = _decoded(response, list[_User])
+        self._pages[number] = (response.headers.get("Etag", ""), users)
+        return users
 
     async def has_server(self, key: ServerKey) -> bool:
         """Return whether a server is not stopped.

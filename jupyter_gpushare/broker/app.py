@@ -175,7 +175,8 @@ class GPUShareBroker(Settings):
         loop = Loop(registry, LocalEngine(), devices, hub)
         loop.faults.check(library_fault)
         forecast = Forecast(registry, loop.engine)
-        application = self._application(self._service(loop, forecast, sockets.inherited))
+        service = self._service(loop, forecast, sockets.inherited)
+        application = self._application(service)
         servers = self._listen(application, sockets)
         log.info(
             "broker %s epoch=%d answers at %s:%d and %s",
@@ -191,8 +192,9 @@ class GPUShareBroker(Settings):
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        alive = Heartbeat(os.environ)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, service, alive)
         try:
-            alive = Heartbeat(os.environ)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(part.run()) for part in (alive, loop, loop.engine, forecast)]
                 await _until(stopped)
@@ -205,6 +207,22 @@ class GPUShareBroker(Settings):
             await asyncio.gather(*(server.end() for server in servers))
             await devices.close()
             await hub.close()
+
+    def _reload(self, service: Service, alive: Heartbeat) -> None:
+        """Read the configuration file and the spawner's token again; where they are wrong nothing changes."""
+        alive.systemd.reloading()
+        try:
+            fresh = GPUShareBroker()
+            fresh.initialize(self.argv_given)
+            policy, service.access.spawner_tokens = fresh.policy(), tuple(fresh._spawner_tokens())
+            registry = service.control.registry
+            registry.policy, registry.lending_switch.configured = policy, policy.lending
+            registry.changed.set()
+        except (TraitError, GpuShareError, SystemExit) as error:  # traitlets logs a bad value and exits
+            log.error("the settings stay as they were: %s", error)
+        else:
+            log.info("the settings were read again; sockets, database and folders change at a restart only")
+        alive.systemd.ready()
 
     def _listen(self, application: web.Application, sockets: Sockets) -> list[Listener]:
         most = connections_allowed()
@@ -237,7 +255,7 @@ class GPUShareBroker(Settings):
             control=Control(registry, request_policy, requests, queue, admission, loop.lending, loop.faults),
             views=views,
             overview=Overview(registry, requests, views.cluster_views),
-            access=Access(hub_auth, self._spawner_token(), loop.hub),
+            access=Access(hub_auth, self._spawner_tokens(), loop.hub),
             site=Site(prefix, describe, metrics.collectors(registry), sockets_inherited=inherited),
         )
 
@@ -257,8 +275,8 @@ class GPUShareBroker(Settings):
             log_function=_log_request,
         )
 
-    def _spawner_token(self) -> str:
-        return secret_file(Path(self.spawner_token_file))
+    def _spawner_tokens(self) -> list[str]:
+        return secret_file(Path(self.spawner_token_file)).split()
 
     def _cookie_secret(self) -> bytes:
         return secret_file(Path(self.state_dir) / "cookie-secret").encode()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import time
 from collections.abc import MutableMapping
+
+from jupyter_gpushare.notify import Notifier
 
 EVERY_S = 1.0
 # A broker without a sign of life for so long hangs.  Before the first one it opens its database.
@@ -27,29 +28,18 @@ class Heartbeat:
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         """Take the addresses out of the environment, so that no child of the broker sends signs."""
-        self._address = environment.pop("NOTIFY_SOCKET", "")
-        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
-            environment.pop(name, None)
+        self.systemd = Notifier(environment)
         self._pipe = int(environment.pop(FD_VARIABLE, "-1"))
 
     async def run(self) -> None:
         """Send signs of life until cancelled."""
-        self._notify("READY=1")
+        self.systemd.ready()
         while True:
-            self._notify("WATCHDOG=1")
+            self.systemd.send("WATCHDOG=1")
             if self._pipe >= 0:
                 with contextlib.suppress(OSError):  # full, or the parent is gone
                     os.write(self._pipe, b".")
             await asyncio.sleep(EVERY_S)
-
-    def _notify(self, state: str) -> None:
-        if not self._address:
-            return
-        # An address with @ is in the abstract namespace (unix(7)).
-        path = "\0" + self._address[1:] if self._address.startswith("@") else self._address
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-            systemd.setblocking(False)
-            systemd.sendto(state.encode(), path)
 
 
 class Monitor:

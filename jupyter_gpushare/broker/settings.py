@@ -163,7 +163,8 @@ class Settings(Application):
     ).tag(config=True)
     spawner_token_file = Unicode(
         help="File (mode 0600) with the token that the Hub's spawner uses; by default spawner-token in "
-        "state_dir. It is made when it is missing."
+        "state_dir. It is made when it is missing. Of several lines each is accepted, and spawners use the "
+        "first: so a token is replaced without a refused start (docs/operations.md)."
     ).tag(config=True)
     max_jobs = Integer(_SITE.max_jobs, min=1, help="Jobs that may wait or run, all users together.").tag(
         config=True

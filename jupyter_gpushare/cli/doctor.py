@@ -10,7 +10,6 @@ kernels and terminals; elsewhere they cover this machine and the broker.
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +17,11 @@ from contextlib import closing
 from pathlib import Path
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.cli.checks import Check
+from jupyter_gpushare.cli.checks import fail as _fail
+from jupyter_gpushare.cli.checks import ok as _ok
+from jupyter_gpushare.cli.checks import warn as _warn
+from jupyter_gpushare.cli.doctor_access import check_projects, check_refusal, no_token
 from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.errors import BrokerUnavailable, DeviceError, RequestError
 from jupyter_gpushare.gpu.driver.known import MAINTENANCE, PERMISSION, PROGRAMS, note_of
@@ -53,35 +57,6 @@ WATCHDOG = {
     "warn": "a watchdog reports processes that evade it and stops none",
     "off": "no watchdog looks for processes that evade it",
 }
-
-
-class Result(enum.StrEnum):
-    """Outcome of a `Check`."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Check(wire.Answer, frozen=True):
-    """One thing examined; ``advice`` says what to do and is empty for `Result.OK`."""
-
-    name: str
-    result: Result
-    message: str
-    advice: str = ""
-
-
-def _ok(name: str, message: str) -> Check:
-    return Check(name=name, result=Result.OK, message=message)
-
-
-def _warn(name: str, message: str, advice: str) -> Check:
-    return Check(name=name, result=Result.WARN, message=message, advice=advice)
-
-
-def _fail(name: str, message: str, advice: str) -> Check:
-    return Check(name=name, result=Result.FAIL, message=message, advice=advice)
 
 
 def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]:
@@ -127,19 +102,20 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
             broker = check_health(client.get("health", wire.Health))
         except (BrokerUnavailable, RequestError) as error:
             broker = _fail("broker", f"{_sentence(str(error))} ({url})", "tell the administrator")
+        if not token:
+            return [broker, no_token(os.environ)], None, None
         try:
             status = client.get("status", wire.Status)
             devices = client.get("devices", wire.Devices)
             lending = client.get("lending", wire.Lending)
         except RequestError as error:
-            advice = "use a token with the scope access:services!service=gpushare"
-            return [broker, _fail("token", _sentence(str(error)), advice)], None, None
+            return [broker, check_refusal(error)], None, None
         except BrokerUnavailable:
             return [broker], None, None
     token_known = _ok("token", f"The broker knows you as {status.user}.")
     published = [] if devices.simulated else check_real_driver(devices.driver)
     found = [broker, token_known, check_devices(status, devices), *published, *check_ladders(devices)]
-    found.append(check_lending(lending))
+    found += [check_lending(lending), *check_projects(status, devices)]
     return found, status, devices
 
 

@@ -7,24 +7,25 @@ the user of the services: only they can read the secrets.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jupyter_gpushare import channel, native
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.policy import ProjectConfig, parse_project
-from jupyter_gpushare.cli.doctor import Check, Result
+from jupyter_gpushare.broker.state.policy import parse_project
+from jupyter_gpushare.broker.state.store import database_trouble
+from jupyter_gpushare.cli import site_services as services
+from jupyter_gpushare.cli.checks import Check, Result
+from jupyter_gpushare.cli.checks import fail as _fail
+from jupyter_gpushare.cli.checks import warn as _warn
+from jupyter_gpushare.cli.site_facts import SERVICE, Files, Found, Machine, Site
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
 from jupyter_gpushare.hub import broker_access, compat, contract
 from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
 from jupyter_gpushare.messages import gigabytes
 
-SERVICE = "gpushare"
 _SERVER_SCOPES = {
     "users:activity!user",
     "access:servers!server",
@@ -35,39 +36,12 @@ _SERVER_SCOPES = {
 _CHECKPOINT_DRIVER = 570
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Facts about this machine for the checks; ``driver`` is empty where none is found."""
-
-    gpu_memory_bytes: tuple[int, ...]
-    ram_bytes: int
-    driver: str
-    cgroup_v2: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """The configurations of Hub and broker, and the machine."""
-
-    hub: Any  # JupyterHub with its configuration
-    broker: GPUShareBroker
-    projects: tuple[ProjectConfig, ...]
-    machine: Machine
-
-    @property
-    def spawner(self) -> dict[str, Any]:
-        """Settings of the mixin."""
-        return {
-            name: self.hub.config.GPUShareMixin.get(name, "") for name in ("broker_url", "broker_token_file")
-        }
-
-    def service(self) -> dict[str, Any] | None:
-        """The broker as a service of the Hub."""
-        return next((each for each in self.hub.services if each.get("name") == SERVICE), None)
-
-
-def examine(hub_config: Path, broker_config: Path, machine: Machine) -> list[Check]:
+def examine(
+    hub_config: Path, broker_config: Path, machine: Machine, files: Files | None = None
+) -> list[Check]:
     """Return one check per thing that can be wrong with a site, with the remedy."""
+    if files is None:
+        files = Files(broker_environment=broker_config.with_name("broker.env"))
     try:
         hub = contract.hub_of(contract.load(hub_config))
     except (Exception, SystemExit) as error:
@@ -77,32 +51,26 @@ def examine(hub_config: Path, broker_config: Path, machine: Machine) -> list[Che
         projects = [parse_project(name, config) for name, config in broker.projects.items()]
     except (Exception, SystemExit) as error:
         return [_fail("broker-config", f"{broker_config} cannot be read: {error}.", "mend this file first")]
-    site = Site(hub, broker, tuple(projects), machine)
+    site = Site(hub, broker, tuple(projects), machine, files)
     return [_result(name, check(site)) for name, check in CHECKS.items()]
 
 
 def _result(name: str, found: Iterator[Check | tuple[str, str]]) -> Check:
-    for each in found:
-        if isinstance(each, Check):
-            return each
-        return _fail(name, *each)
+    try:
+        for each in found:
+            return each if isinstance(each, Check) else _fail(name, *each)
+    except OSError as error:
+        said = f"{error.filename or 'A file'} cannot be examined: {error.strerror}."
+        return _warn(name, said, "run doctor as root, or as the user of the services")
     return Check(name=name, result=Result.OK, message="In order.")
 
 
-def _fail(name: str, message: str, advice: str) -> Check:
-    return Check(name=name, result=Result.FAIL, message=message, advice=advice)
-
-
-# Each check yields what is wrong and the remedy, or nothing.
-_Found = Iterator[Check | tuple[str, str]]
-
-
-def _spawner_class(site: Site) -> _Found:
+def _spawner_class(site: Site) -> Found:
     for said in contract.breaches(site.hub.spawner_class, site.hub.config):
         yield said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md"
 
 
-def _named_servers(site: Site) -> _Found:
+def _named_servers(site: Site) -> Found:
     if not site.hub.allow_named_servers:
         yield (
             "Named servers are off, so no training job can start.",
@@ -110,7 +78,7 @@ def _named_servers(site: Site) -> _Found:
         )
 
 
-def _job_scope(site: Site) -> _Found:
+def _job_scope(site: Site) -> Found:
     if JOBS_SCOPE not in site.hub.custom_scopes:
         yield (
             f"The scope {JOBS_SCOPE} is not defined.",
@@ -118,7 +86,7 @@ def _job_scope(site: Site) -> _Found:
         )
 
 
-def _user_scopes(site: Site) -> _Found:
+def _user_scopes(site: Site) -> Found:
     given = set(getattr(site.hub, "extra_user_scopes", ()))
     for role in site.hub.load_roles:
         if role.get("name") == "user":
@@ -136,7 +104,7 @@ def _user_scopes(site: Site) -> _Found:
         )
 
 
-def _server_scopes(site: Site) -> _Found:
+def _server_scopes(site: Site) -> Found:
     given = site.hub.config.Spawner.get("server_token_scopes")
     if isinstance(given, (list, tuple, set)) and (lost := _SERVER_SCOPES - set(given)):
         yield (
@@ -145,7 +113,7 @@ def _server_scopes(site: Site) -> _Found:
         )
 
 
-def _service(site: Site) -> _Found:
+def _service(site: Site) -> Found:
     service = site.service()
     if service is None:
         yield f"The Hub knows no service {SERVICE}.", "add it to c.JupyterHub.services (docs/admin.md, 3)"
@@ -156,7 +124,7 @@ def _service(site: Site) -> _Found:
         )
 
 
-def _broker_role(site: Site) -> _Found:
+def _broker_role(site: Site) -> Found:
     given = {
         scope
         for role in site.hub.load_roles
@@ -170,7 +138,7 @@ def _broker_role(site: Site) -> _Found:
         )
 
 
-def _spawner_token(site: Site) -> _Found:
+def _spawner_token(site: Site) -> Found:
     path = site.spawner["broker_token_file"]
     try:
         hub_token = broker_access.read_token(Path(path))
@@ -181,14 +149,23 @@ def _spawner_token(site: Site) -> _Found:
         )
         return
     other = Path(site.broker.spawner_token_file)
-    if other.is_file() and other.read_text(errors="replace").strip() != hub_token:
+    if not other.is_file():
+        return  # the broker's unit makes it when it starts
+    try:
+        tokens = other.read_text(errors="replace").split()
+    except OSError as error:
+        yield f"{other} cannot be read: {error.strerror}.", "run doctor as root or as the broker's user"
+        return
+    if stat.S_IMODE(other.stat().st_mode) & 0o077:
+        yield f"Others can read the broker's spawner token {other}.", f"chmod 600 {other}"
+    if hub_token not in tokens:
         yield (
             f"Hub ({path}) and broker ({other}) have different spawner tokens.",
             "copy one over the other and restart both",
         )
 
 
-def _broker_socket(site: Site) -> _Found:
+def _broker_socket(site: Site) -> Found:
     url = site.spawner["broker_url"] or GPUShareMixin.broker_url.default_value
     try:
         address = channel.parse(url)
@@ -206,13 +183,13 @@ def _broker_socket(site: Site) -> _Found:
         yield f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket"
 
 
-def _helper_socket(site: Site) -> _Found:
+def _helper_socket(site: Site) -> Found:
     path = Path(site.broker.helper_socket)
     if not path.is_socket():
         yield f"The device helper does not listen at {path}.", "systemctl enable --now gpushare-helper"
 
 
-def _state_dir(site: Site) -> _Found:
+def _state_dir(site: Site) -> Found:
     folder = Path(site.broker.state_dir)
     if not folder.is_dir():
         yield (
@@ -223,12 +200,14 @@ def _state_dir(site: Site) -> _Found:
         yield f"Others can write into {folder}.", f"chmod 700 {folder}"
 
 
-def _database(site: Site) -> _Found:
+def _database(site: Site) -> Found:
     if site.broker.db_url == site.hub.db_url:
         yield "The broker uses the Hub's database.", "give c.GPUShareBroker.db_url one of its own"
+    if trouble := database_trouble(site.broker.db_url):
+        yield f"The broker's database: {trouble}.", "see docs/troubleshooting.md, or restore a backup"
 
 
-def _quotas(site: Site) -> _Found:
+def _quotas(site: Site) -> Found:
     gpus = len(site.machine.gpu_memory_bytes)
     projects = site.projects
     if not projects:
@@ -242,22 +221,23 @@ def _quotas(site: Site) -> _Found:
         )
 
 
-def _library(site: Site) -> _Found:
-    library = native.lib_dir() / native.PRELOAD_NAME
-    if any(each in str(library) for each in " :"):
-        yield f"{library} cannot be preloaded: its path has a blank or a colon.", "install into another path"
-    elif not library.is_file():
+def _library(site: Site) -> Found:
+    try:
+        library = native.preload_path()
+    except GpuShareError as error:
         yield (
-            f"{library} is missing.",
-            "install the wheel again, or run python -m jupyter_gpushare.native.build",
+            f"The preload library is missing: {error}.",
+            "install the wheel again, in a path without blanks and colons",
         )
-    else:
-        for folder in library.parents:
-            if not folder.stat().st_mode & stat.S_IXOTH:
-                yield f"Users cannot load {library}: {folder} is closed to them.", f"chmod o+x {folder}"
+        return
+    for folder in library.parents:
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            yield f"Users cannot load {library}: {folder} is closed to them.", f"chmod o+x {folder}"
+    if not library.stat().st_mode & stat.S_IROTH:
+        yield f"Users cannot read {library}.", f"chmod o+r {library}"
 
 
-def _driver(site: Site) -> _Found:
+def _driver(site: Site) -> Found:
     machine = site.machine
     if not machine.driver:
         yield "No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs"
@@ -271,7 +251,7 @@ def _driver(site: Site) -> _Found:
         )
 
 
-def _host_memory(site: Site) -> _Found:
+def _host_memory(site: Site) -> Found:
     largest = max(site.machine.gpu_memory_bytes, default=0)
     if site.machine.ram_bytes // 2 < largest:
         yield _warn(
@@ -282,7 +262,7 @@ def _host_memory(site: Site) -> _Found:
         )
 
 
-def _cgroups(site: Site) -> _Found:
+def _cgroups(site: Site) -> Found:
     if not site.machine.cgroup_v2:
         yield _warn(
             "cgroups",
@@ -291,11 +271,7 @@ def _cgroups(site: Site) -> _Found:
         )
 
 
-def _warn(name: str, message: str, advice: str) -> Check:
-    return Check(name=name, result=Result.WARN, message=message, advice=advice)
-
-
-CHECKS: dict[str, Callable[[Site], _Found]] = {
+CHECKS: dict[str, Callable[[Site], Found]] = {
     "spawner": _spawner_class,
     "named-servers": _named_servers,
     "job-scope": _job_scope,
@@ -303,8 +279,13 @@ CHECKS: dict[str, Callable[[Site], _Found]] = {
     "server-scopes": _server_scopes,
     "service": _service,
     "broker-role": _broker_role,
+    "api-token": services.api_token,
+    "hub": services.hub_answer,
     "spawner-token": _spawner_token,
     "broker-socket": _broker_socket,
+    "socket-folder": services.socket_folder,
+    "port": services.port,
+    "units": services.units,
     "helper-socket": _helper_socket,
     "state-dir": _state_dir,
     "database": _database,
@@ -314,21 +295,3 @@ CHECKS: dict[str, Callable[[Site], _Found]] = {
     "host-memory": _host_memory,
     "cgroups": _cgroups,
 }
-
-
-def this_machine() -> Machine:
-    """Return the facts about this machine as they are now."""
-    from jupyter_gpushare.errors import DeviceError
-    from jupyter_gpushare.gpu.driver.nvml import Nvml
-
-    try:
-        nvml = Nvml()
-        driver, memory = nvml.driver, tuple(gpu.memory_bytes for gpu in nvml.gpus)
-    except DeviceError:
-        driver, memory = "", ()
-    return Machine(
-        gpu_memory_bytes=memory,
-        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        driver=driver,
-        cgroup_v2=Path("/sys/fs/cgroup/cgroup.controllers").is_file(),
-    )

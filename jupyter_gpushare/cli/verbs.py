@@ -38,6 +38,10 @@ API_PATH = "/services/gpushare/api/v1"
 
 # A restart of the broker takes seconds, an upgrade minutes.
 PATIENCE_S = 300.0
+# A restart is not noticed: each request is repeated for so long.
+RETRY_S = 30.0
+# `logs` shows the files that are there while the broker is away.
+_LOGS_RETRY_S = 5.0
 POLL_S = 1.0
 
 
@@ -53,7 +57,7 @@ def _token(args: argparse.Namespace) -> str:
     return args.token or os.environ.get("GPUSHARE_API_TOKEN") or os.environ.get("JUPYTERHUB_API_TOKEN", "")
 
 
-def connect(args: argparse.Namespace) -> BlockingClient:
+def connect(args: argparse.Namespace, retry_s: float | None = None) -> BlockingClient:
     """Return a client of the broker that the options name; a usage error ends the command."""
     from jupyter_gpushare import channel
     from jupyter_gpushare.client import BlockingClient
@@ -71,7 +75,13 @@ def connect(args: argparse.Namespace) -> BlockingClient:
             "no token: give --token, or set GPUSHARE_API_TOKEN (make one on the Hub's token page)"
         )
     pinned = "" if args.url else os.environ.get(channel.CERTIFICATE_VARIABLE, "")
-    return BlockingClient(broker_url(url), token, certificate=pinned)
+    return BlockingClient(
+        broker_url(url),
+        token,
+        certificate=pinned,
+        retry_s=RETRY_S if retry_s is None else retry_s,
+        waiting=note,
+    )
 
 
 def status(args: argparse.Namespace) -> int:
@@ -244,7 +254,7 @@ def logs(args: argparse.Namespace) -> int:
     from jupyter_gpushare.cli import job_logs
 
     job_id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
+    with closing(connect(args, min(RETRY_S, _LOGS_RETRY_S))) as client:
         try:
             job = client.get(f"jobs/{job_id}", wire.Job)
         except BrokerUnavailable as error:
@@ -317,25 +327,26 @@ def checked_id(args: argparse.Namespace, given: str) -> str:
 def doctor(args: argparse.Namespace) -> int:
     """Check that GPUs, limits and the broker work here."""
     from jupyter_gpushare.cli import doctor
+    from jupyter_gpushare.cli.checks import Result
 
     url = args.url or os.environ.get("GPUSHARE_API_URL", "")
     if args.site:
-        from jupyter_gpushare.cli import site
+        from jupyter_gpushare.cli import site, site_facts
 
-        checks = site.examine(args.hub_config, args.broker_config, site.this_machine())
+        checks = site.examine(args.hub_config, args.broker_config, site_facts.this_machine())
     else:
         checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
     if args.json:
-        print_json({"ok": not any(c.result is doctor.Result.FAIL for c in checks), "checks": checks})
+        print_json({"ok": not any(c.result is Result.FAIL for c in checks), "checks": checks})
     else:
         width = max(len(c.name) for c in checks)
         for check in checks:
             print(printable(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
             if check.advice:
                 print(printable(f"      {'':<{width}}  -> {check.advice}"))
-    if any(c.name == "broker" and c.result is doctor.Result.FAIL and url for c in checks):
+    if any(c.name == "broker" and c.result is Result.FAIL and url for c in checks):
         return EXIT_UNREACHABLE
-    return EXIT_REFUSED if any(c.result is doctor.Result.FAIL for c in checks) else EXIT_OK
+    return EXIT_REFUSED if any(c.result is Result.FAIL for c in checks) else EXIT_OK
 
 
 # ---- output ---------------------------------------------------------

@@ -57,7 +57,7 @@ def report_fault(url: str, message: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file that only its owner can read.
+    """Return the token in a file that only its owner can read; of several lines, the first.
 
     Raises:
         GpuShareError: there is none, or other users could read or replace it.
@@ -67,7 +67,7 @@ def read_token(path: Path) -> str:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
-            token = file.read(_TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
+            lines = file.read(_TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
     except OSError as error:
         raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
@@ -76,6 +76,7 @@ def read_token(path: Path) -> str:
         )
     if about.st_uid not in (os.geteuid(), 0):
         raise GpuShareError(f"{path} belongs to uid {about.st_uid}, neither the Hub's user nor root")
+    token = lines.partition("\n")[0].strip()
     if not token or not token.isprintable():
         raise GpuShareError(f"{path} holds no token")
     return token

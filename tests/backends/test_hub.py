@@ -24,11 +24,15 @@ class FakeHub:
         self.status = 201
         self.body: Any = {}
         self.users: list[dict[str, Any]] | None = None
+        self.statuses: list[int] = []
 
 
 class _Any(web.RequestHandler):
     def initialize(self, hub: FakeHub) -> None:
         self.hub = hub
+
+    def on_finish(self) -> None:
+        self.hub.statuses.append(self.get_status())
 
     def prepare(self) -> None:
         assert self.request.headers["Authorization"] == "token secret"
@@ -137,6 +141,16 @@ async def test_servers_are_read_page_by_page_without_the_stopped_ones(hub):
     found = await hub.client.servers()
     assert len(hub.asked) == 3
     assert found == {ServerKey(f"u{n}", "") for n in range(400)} | {ServerKey("u400", "starting")}
+
+
+async def test_a_list_that_did_not_change_is_answered_304_and_is_the_same(hub):
+    hub.users = [{"name": "bo", "servers": {"": {"name": "", "ready": True}}}]
+    before = await hub.client.servers()
+    assert await hub.client.servers() == before
+    assert hub.statuses == [200, 304]  # which the Hub logs for debugging only
+    hub.users = []
+    assert await hub.client.servers() == frozenset()
+    assert hub.statuses == [200, 304, 200]
 
 
 async def test_one_server_is_asked_for_by_its_user(hub):

@@ -111,7 +111,7 @@ class Http:
             ),
             views=self.broker.views,
             overview=Overview(self.broker.registry, self.broker.requests, self.broker.views.cluster_views),
-            access=Access(auth, SPAWNER, self.broker.hub),
+            access=Access(auth, [SPAWNER], self.broker.hub),
             site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
         )
         options = {"service": self.service}

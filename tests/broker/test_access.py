@@ -138,7 +138,7 @@ async def test_the_spawners_token_is_refused_on_plain_tcp_with_what_to_set(http)
 
 
 async def test_an_empty_spawner_token_admits_no_caller(http):
-    http.service.access._spawner_token = ""
+    http.service.access.spawner_tokens = ()
     for header in ("token", "token x", "x"):
         assert (
             await http.refused("POST", "spawner/stop", None, headers={"Authorization": header})

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -234,3 +235,54 @@ def test_a_secret_that_a_full_disk_left_empty_is_made_again(tmp_path):
     assert secret_file(path) == secret
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reload_takes_a_new_spawner_token_beside_the_old_one_and_new_projects(brokers, tmp_path):
+    """What rotation of the token rests on: docs/operations.md."""
+    token, config = tmp_path / "spawner-token", tmp_path / "config.py"
+    token.touch(mode=0o600)
+    token.write_text("first\n")
+    config.write_text("c.GPUShareBroker.projects = {'vision': {'quota': 1}}\n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd, tempfile.TemporaryDirectory() as short:
+        systemd.bind(f"{short}/notify")
+        systemd.settimeout(PATIENCE_S)
+        arguments = ("--config", str(config), f"--GPUShareBroker.spawner_token_file={token}")
+        broker = brokers.start(*arguments, f"--GPUShareBroker.api_socket={short}/api.sock",
+                               NOTIFY_SOCKET=f"{short}/notify")  # fmt: skip
+
+        def told(word: bytes) -> bytes:
+            while word not in (said := systemd.recv(4096)):
+                pass
+            return said
+
+        told(b"READY=1")
+
+        def offers(value: str) -> str:
+            transport = httpx.HTTPTransport(uds=f"{short}/api.sock")
+            with httpx.Client(transport=transport, base_url="http://broker") as client:
+                path = "/services/gpushare/api/v1/spawner/offers?group=nlp"
+                return client.get(path, headers={"Authorization": f"token {value}"}).text
+
+        def reload() -> None:
+            broker.send_signal(signal.SIGHUP)
+            assert b"MONOTONIC_USEC=" in told(b"RELOADING=1")
+            told(b"READY=1")
+
+        refused = "only the Hub's spawner"
+        assert refused in offers("second")
+        assert "you belong to no project" in offers("first")
+        token.write_text("first\nsecond\n")
+        config.write_text("c.GPUShareBroker.projects = {'nlp': {'quota': 1}}\n")
+        reload()
+        for each in ("first", "second"):
+            assert '"projects":["nlp"]' in offers(each)
+        token.write_text("second\n")
+        reload()
+        assert refused in offers("first")
+        config.write_text("c.GPUShareBroker.projects = {'nlp': {'quota': -1}}\n")
+        reload()
+        assert '"projects":["nlp"]' in offers("second")
+        broker.terminate()
+        _, said = broker.communicate(timeout=PATIENCE_S)
+        assert said.count("the settings were read again") == 2
+        assert said.count("the settings stay as they were") == 1

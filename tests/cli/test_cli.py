@@ -253,15 +253,39 @@ def test_wrong_token_is_refused(gpushare, broker):
 
 
 def test_silent_broker_has_exit_code_3(gpushare, broker, monkeypatch):
-    monkeypatch.setattr(
-        "jupyter_gpushare.client.BrokerClient.__init__.__kwdefaults__",
-        {"certificate": "", "timeout_s": 1, "retry_s": 0},
-    )
+    monkeypatch.setattr(cli.verbs, "RETRY_S", 0.0)
     broker.stop()
     ran = gpushare("status")
     broker.start()
     assert ran.code == 3
     assert "does not answer" in ran.err
+
+
+def test_a_restart_of_the_broker_is_waited_for_and_said_once(gpushare, broker, golden, monkeypatch):
+    monkeypatch.setattr("jupyter_gpushare.client._PATIENT_S", 0.0)
+    broker.stop()
+    timer = threading.Timer(0.5, broker.start)
+    timer.start()
+    ran = gpushare("status")
+    timer.join()
+    assert ran.code == 0
+    assert ran.err.count("does not answer; asking for 30 s") == 1
+
+
+def test_a_broker_that_the_proxy_does_not_reach_is_asked_again(gpushare, broker, golden):
+    class Restarting(dict):
+        refusals = 3
+
+        def __getitem__(self, what):
+            if self.refusals:
+                self.refusals -= 1
+                return 503, "Service Unavailable"
+            return super().__getitem__(what)
+
+    broker.answer("GET jobs", {"jobs": []})
+    broker.answers = Restarting(broker.answers)
+    assert gpushare("jobs").code == 0
+    assert broker.answers.refusals == 0
 
 
 def test_submit_waits_until_the_end_and_tells_how_it_went(gpushare, broker, golden):
@@ -338,10 +362,7 @@ def test_what_a_long_log_left_out_is_said_where_it_is_missing(gpushare, broker, 
 
 
 def test_logs_are_shown_while_the_broker_is_away(gpushare, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jupyter_gpushare.client.BrokerClient.__init__.__kwdefaults__",
-        {"certificate": "", "timeout_s": 1, "retry_s": 0},
-    )
+    monkeypatch.setattr(cli.verbs, "RETRY_S", 0.0)
     log_of(tmp_path, 1).write_text("here\n")
     ran = gpushare("logs", "k3v9m2x7qa", "--url", "http://127.0.0.1:9", "--token", "x")
     assert (ran.code, ran.out) == (0, "here\n")

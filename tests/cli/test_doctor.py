@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from jupyter_gpushare.cli import doctor
-from jupyter_gpushare.cli.doctor import Result
+from jupyter_gpushare.cli.checks import Result
+from jupyter_gpushare.cli.doctor_access import check_projects, check_refusal
+from jupyter_gpushare.errors import NotAllowed
 from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
 from jupyter_gpushare.gpu.leases.files import VERSION
 from jupyter_gpushare.native import PRELOAD_NAME
@@ -289,7 +291,10 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     names = [check["name"] for check in ran.json["checks"]]
-    answered, here = ["broker", "token", "devices", "lending"], ["environment", "origin", "host memory"]
+    answered, here = (
+        ["broker", "token", "devices", "lending", "projects"],
+        ["environment", "origin", "host memory"],
+    )
     assert names == [*answered, "driver", "scrubbing", *here]
     for name, value in HOLDER.items():
         if name != "LD_PRELOAD":
@@ -314,6 +319,56 @@ def test_broker_that_is_degraded_is_a_warning_while_it_answers(gpushare, broker)
     assert ran.json["checks"][0]["result"] == "warn"
 
 
+def test_doctor_without_a_token_says_where_one_comes_from(gpushare, broker, monkeypatch):
+    broker.answer("GET health", msgspec.to_builtins(HEALTH))
+    monkeypatch.delenv("GPUSHARE_API_TOKEN")
+    ran = gpushare("doctor", "--json")
+    assert ran.code == 1
+    (token,) = (c for c in ran.json["checks"] if c["name"] == "token")
+    assert token["message"].startswith("No token is known here")
+    assert "token page" in token["advice"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [("login", "expired or was revoked"), ("forbidden", "c.JupyterHub.extra_user_scopes")],
+)
+def test_a_refused_token_has_a_remedy(reason, says):
+    check = check_refusal(NotAllowed("the Hub does not know this token", reason=reason))
+    assert check.result is Result.FAIL
+    assert says in check.advice
+
+
+def test_a_user_in_no_project_is_told_so(status):
+    (check,) = check_projects(wire.replace(status, projects=[]), DEVICES)
+    assert check.result is Result.FAIL
+    assert "group of a project" in check.advice
+
+
+def test_quotas_beyond_the_machine_are_a_warning(status):
+    assert [c.result for c in check_projects(status, DEVICES)] == [Result.OK]
+    projects = [wire.replace(each, quota_milli=99_000) for each in status.projects]
+    (check,) = check_projects(wire.replace(status, projects=projects), DEVICES)
+    assert check.result is Result.WARN
+    assert "gpushare admin quota" in check.advice
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "The Hub refuses the broker: off. Remedy: set c.JupyterHub.allow_named_servers = True.",
+        "The Hub's spawner cannot start servers with GPUs: /t can be read by others: chmod 600 /t",
+        "The preload library is missing, so no server with a GPU can start: not built.",
+    ],
+)
+def test_what_the_administrator_has_to_mend_is_told_to_users_too(gpushare, broker, reason):
+    broker.answer(
+        "GET health", msgspec.to_builtins(changed(HEALTH, status="degraded", reasons=[reason])), 503
+    )
+    ran = gpushare("doctor", "--json")
+    assert [c["message"] for c in ran.json["checks"] if c["name"] == "broker"] == [reason]
+
+
 def test_doctor_with_a_wrong_token_says_which_scope_is_needed(gpushare, broker):
     broker.answer("GET health", msgspec.to_builtins(HEALTH))
     ran = gpushare("doctor", "--token", "wrong")
@@ -328,7 +383,7 @@ def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypat
     assert "environment" in ran.out
     monkeypatch.setattr(
         "jupyter_gpushare.client.BrokerClient.__init__.__kwdefaults__",
-        {"certificate": "", "timeout_s": 1, "retry_s": 0},
+        {"certificate": "", "timeout_s": 1, "retry_s": 0, "waiting": None},
     )
     assert gpushare("doctor", "--url", "http://127.0.0.1:9", "--token", "x").code == 3
 

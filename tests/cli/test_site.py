@@ -3,9 +3,13 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pwd
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +19,11 @@ from pathlib import Path
 import jupyterhub
 import pytest
 
-from jupyter_gpushare.cli.doctor import Result
-from jupyter_gpushare.cli.site import CHECKS, Machine, examine
+from jupyter_gpushare import native
+from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.cli.checks import Result
+from jupyter_gpushare.cli.site import CHECKS, Files, Machine, examine
+from jupyter_gpushare.cli.site_facts import ask_hub, listeners
 
 GIB = 1 << 30
 HUB = """
@@ -31,7 +38,8 @@ c.JupyterHub.load_roles = [
         "scopes": ["list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers"],
     }},
 ]
-c.JupyterHub.services = [{{"name": "gpushare", "api_token": "0123456789abcdef"}}]
+c.JupyterHub.services = [
+    {{"name": "gpushare", "url": "http://127.0.0.1:8011", "api_token": "0123456789abcdef"}}]
 c.GPUShareMixin.broker_url = "http+unix://{socket}/services/gpushare"
 c.GPUShareMixin.broker_token_file = "{folder}/spawner-token"
 """
@@ -64,7 +72,8 @@ class Setup:
         path.write_text(text.replace(old, new))
 
     def found(self) -> dict[str, tuple[Result, str]]:
-        checks = examine(self.hub_config, self.broker_config, self.machine)
+        files = Files(broker_environment=self.folder / "broker.env", units=self.folder / "units")
+        checks = examine(self.hub_config, self.broker_config, self.machine, files)
         return {each.name: (each.result, f"{each.message} -> {each.advice}") for each in checks}
 
 
@@ -75,6 +84,16 @@ def setup(tmp_path: Path) -> Setup:
     for token in (tmp_path / "spawner-token", state / "spawner-token"):
         token.write_text("a" * 64)
         token.chmod(0o600)
+    environment = tmp_path / "broker.env"
+    environment.write_text("JUPYTERHUB_API_TOKEN=0123456789abcdef\n")
+    environment.chmod(0o600)
+    units = tmp_path / "units"
+    shutil.copytree(Path(__file__).parents[2] / "docs/units", units)
+    # The user of these tests stands for gpushare.
+    me = pwd.getpwuid(os.getuid()).pw_name
+    for path in units.iterdir():
+        text = path.read_text().replace("User=gpushare", f"User={me}")
+        path.write_text(text.replace("GPUSHARE_BROKER_UID=985", f"GPUSHARE_BROKER_UID={os.getuid()}"))
     for name in ("api.sock", "helper.sock"):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / name))
@@ -108,6 +127,17 @@ def machine(**changes: object) -> Callable[[Setup], None]:
     return change
 
 
+def unit(name: str, old: str, new: str) -> Callable[[Setup], None]:
+    return lambda setup: setup.edit(setup.folder / "units" / name, old, new)
+
+
+def newer_database(setup: Setup) -> None:
+    path = setup.folder / "state/broker.sqlite"
+    Store(f"sqlite:///{path}", "boot").close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("update alembic_version set version_num = '9999'")
+
+
 BROKEN = {
     "a typing error in the Hub's configuration": (
         hub("allow_named_servers = True", "allow_named_servers = Yes"), "hub-config", "cannot be read"),
@@ -133,7 +163,33 @@ BROKEN = {
         hub("c.GPUShareMixin.broker_url",
             'c.Spawner.server_token_scopes = ["users:activity!user"]\nc.GPUShareMixin.broker_url'),
         "server-scopes", "lacks access:servers!server"),
-    "no service": (hub('{"name": "gpushare", "api_token"', '{"name": "x", "api_token"'), "service", "knows no service"),
+    "an API token that others can read": (
+        lambda s: (s.folder / "broker.env").chmod(0o644), "api-token", "chmod 600"),
+    "two different API tokens": (
+        lambda s: (s.folder / "broker.env").write_text("JUPYTERHUB_API_TOKEN=other"), "api-token", "different API tokens"),
+    "no file with the API token": (lambda s: (s.folder / "broker.env").unlink(), "api-token", "cannot be read"),
+    "an API token that the Hub refuses": (
+        machine(ask_hub=lambda _url, token: (f"The Hub refuses {token[:4]}.", "restart both after a change")),
+        "hub", "The Hub refuses 0123."),
+    "a port that a user holds": (
+        machine(listeners=lambda port: frozenset({4242} if port == 8011 else ())), "port", "held by uid 4242"),
+    "a missing unit": (lambda s: (s.folder / "units/gpushare-broker.socket").unlink(), "units", "docs/units"),
+    "a unit that kills servers": (
+        unit("jupyterhub.service", "KillMode=process", ""), "units", "kill every server and every job"),
+    "a unit of an old version": (
+        unit("gpushare-broker.service", "Type=notify", "Type=simple"), "units", "lacks Type=notify"),
+    "another user's number for the helper": (
+        unit("gpushare-helper.service", "GPUSHARE_BROKER_UID=", "GPUSHARE_BROKER_UID=77"), "units", "id -u"),
+    "no user for the broker": (
+        unit("gpushare-broker.service", "\nUser=", "\nUser=nosuch"), "units", "useradd --system"),
+    "a folder of the socket that others write": (
+        lambda s: s.folder.chmod(0o777), "socket-folder", "chmod go-w"),
+    "a broker's token that others can read": (
+        lambda s: (s.folder / "state/spawner-token").chmod(0o644), "spawner-token", "chmod 600"),
+    "a database of a newer version": (newer_database, "database", "comes from a newer version"),
+    "a broken database": (
+        lambda s: (s.folder / "state/broker.sqlite").write_bytes(b"x" * 4096), "database", "not a database"),
+    "no service": (hub('{"name": "gpushare", "url"', '{"name": "x", "url"'), "service", "knows no service"),
     "a service without token": (
         hub(', "api_token": "0123456789abcdef"', ""), "service", "neither an API token nor a command"),
     "a role without servers": (hub('"servers", "delete', '"delete'), "broker-role", "lacks servers."),
@@ -204,3 +260,39 @@ def test_the_command_tells_it_by_its_exit_code_and_as_json(setup):
     checks = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
     assert checks["helper-socket"]["result"] == "fail"
     assert "gpushare-helper" in checks["helper-socket"]["advice"]
+
+
+def test_a_missing_library_is_named(setup, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    result, text = setup.found()["library"]
+    assert result is Result.FAIL
+    assert "The preload library is missing" in text
+
+
+def test_two_lines_of_a_token_are_a_rotation_and_no_fault(setup):
+    (setup.folder / "state/spawner-token").write_text("a" * 64 + "\n" + "b" * 64 + "\n")
+    assert setup.found()["spawner-token"][0] is Result.OK
+
+
+def test_a_file_that_may_not_be_read_is_a_warning_with_the_way_out(setup, monkeypatch):
+    def refuse(_site):
+        raise PermissionError(13, "Permission denied", "/var/lib/gpushare")
+        yield
+
+    monkeypatch.setitem(CHECKS, "state-dir", refuse)
+    result, text = setup.found()["state-dir"]
+    assert result is Result.WARN
+    assert "run doctor as root" in text
+
+
+def test_a_listener_of_this_machine_is_known_by_its_user():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert listeners(port) == frozenset()
+        listener.listen()
+        assert listeners(port) == {os.getuid()}
+
+
+def test_a_hub_that_does_not_run_is_no_fault():
+    assert ask_hub("http://127.0.0.1:9/hub/api", "token") is None

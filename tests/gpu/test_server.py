@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,3 +256,14 @@ def test_without_a_driver_the_reason_is_said(bare: Machine) -> None:
         pytest.skip("this machine has a driver")
     assert done.returncode == 1
     assert "nvml" in done.stderr.lower()
+
+
+def test_systemd_is_told_when_the_helper_answers_and_when_it_ends(bare: Machine, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(f"{short}/notify")
+        systemd.settimeout(PATIENCE_S)
+        bare.environment["NOTIFY_SOCKET"] = f"{short}/notify"
+        bare.start()
+        assert systemd.recv(100) == b"READY=1"
+        bare.stop()
+        assert systemd.recv(100) == b"STOPPING=1"

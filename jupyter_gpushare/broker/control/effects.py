@@ -20,6 +20,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
+from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
@@ -84,6 +85,7 @@ class Effects:
         self.ended_servers: dict[ServerKey, None] = {}
         self._ending = Ending(registry, devices, observer)
         self._hub_backoff_s = 1.0
+        self._errors = ErrorLog()
 
     def reconcile(self, record: LeaseRecord, now: float) -> None:
         """Start the effect that a lease's state calls for, unless one runs or has to wait for a retry."""
@@ -133,12 +135,14 @@ class Effects:
     async def _effect(self, effect: Effect, record: LeaseRecord) -> None:
         """Run one effect; after an error a later round starts it again."""
         observation = self.registry.observations.get(record.id)
+        what = f"lease={record.handle} {effect.__name__.strip('_')}"
         try:
             await self.registry.journal.durable()  # the intent
             if self._still(record, record.state):
                 await effect(record)
+                self._errors.works(what)
         except (HelperError, HubError, DeviceError, DiskFull) as error:
-            log.warning("lease=%s %s: %s", record.handle, effect.__name__.strip("_"), error)
+            self._errors.failed(what, error)
             if observation is not None:
                 observation.effect_retry_at = self.registry.clock() + POLL_S
         except Conflict as error:

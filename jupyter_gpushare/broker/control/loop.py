@@ -18,6 +18,7 @@ from typing import Any
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import START_S, Effects
+from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Observer
@@ -36,7 +37,6 @@ log = logging.getLogger("gpushare.broker")
 
 SAMPLE_S = 1.0
 SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
-REPEAT_S = 60.0  # the same error is logged again only after this long
 
 
 class Loop:
@@ -51,6 +51,7 @@ class Loop:
         self.effects = Effects(registry, devices, self.hub, self.observer)
         self.lending = LendingControl(registry, engine)
         self.time_limits = TimeLimits(registry)
+        self._errors = ErrorLog()
         self._next_at: float | None = None
 
     async def run(self) -> None:
@@ -77,7 +78,6 @@ class Loop:
 
     async def _supervised(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run one part until cancelled; after an error it is logged and started again."""
-        logged, logged_at = "", 0.0
         while True:
             try:
                 await part()
@@ -86,10 +86,7 @@ class Loop:
             except (HelperError, HubError, DeviceError, DiskFull) as error:
                 if isinstance(error, HelperError) and error.kind == ErrorKind.STALE_EPOCH:
                     raise self.registry.journal.fail(Superseded(f"this broker ends: {error}")) from None
-                now = self.registry.clock()
-                if str(error) != logged or now - logged_at >= REPEAT_S:
-                    log.warning("%s: %s", part.__name__.strip("_"), error)
-                    logged, logged_at = str(error), now
+                self._errors.failed(part.__name__.strip("_"), error)
             except Exception:
                 log.exception("%s failed", part.__name__.strip("_"))
             await asyncio.sleep(SAMPLE_S)
@@ -97,6 +94,7 @@ class Loop:
     async def _measuring(self) -> None:
         while True:
             await self.observer.measure()
+            self._errors.works("measuring")
             await asyncio.sleep(SAMPLE_S)
 
     # ---- deciding ------------------------------------------------------------
@@ -105,6 +103,7 @@ class Loop:
         while True:
             began = self.registry.clock()
             await self.decide()
+            self._errors.works("deciding")
             # A round takes long where the queue is long: requests get at least as much time.
             await asyncio.sleep(min(SAMPLE_S, self.registry.clock() - began))
             timeout = SAMPLE_S
@@ -197,10 +196,21 @@ class Loop:
     # ---- servers of the Hub --------------------------------------------------
 
     async def _reconciling_servers(self) -> None:
+        """Compare with the Hub's list when processes of a lease are missed, else every `SERVERS_S`."""
+        missed = self.observer.missed
         while True:
-            if not self.registry.journal.is_disk_full:
-                await self.reconcile_servers()
-            await asyncio.sleep(SERVERS_S)
+            missed.clear()
+            try:
+                if not self.registry.journal.is_disk_full:
+                    await self.reconcile_servers()
+            except (HubError, HelperError) as error:
+                # Not sooner than otherwise: the Hub logs each request that it refuses.
+                self._errors.failed("reconciling_servers", error)
+            else:
+                self._errors.works("reconciling_servers")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SERVERS_S):
+                    await missed.wait()
 
     async def reconcile_servers(self) -> None:
         """Release sessions without a server at the Hub, and stop servers of ended jobs.
@@ -228,12 +238,20 @@ class Loop:
 
     async def _removing_servers(self) -> None:
         """Remove the servers of ended attempts, so that the Hub's pages list no job that has ended."""
-        ended = self.effects.ended_servers
+        ended, pauses = self.effects.ended_servers, dict[ServerKey, tuple[float, float]]()
         while True:
+            now = self.registry.clock()
             for key in list(ended):
-                with contextlib.suppress(HubError):  # refused while the server starts: asked again
+                due_at, pause_s = pauses.get(key, (now, SAMPLE_S))
+                if now < due_at:
+                    continue
+                try:
                     await self.hub.stop_server(key)
+                except HubError:  # refused while the server starts: asked again
+                    pauses[key] = (now + pause_s, min(2 * pause_s, SERVERS_S))
+                else:
                     ended.pop(key, None)
+                    pauses.pop(key, None)
             await asyncio.sleep(SAMPLE_S)
 
     def _expected(self, key: ServerKey) -> bool:

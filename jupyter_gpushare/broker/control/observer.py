@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ class Observer:
     def __init__(self, registry: Registry, devices: Devices) -> None:
         self.registry = registry
         self._devices = devices
+        self.missed = asyncio.Event()  # processes of a session are gone: the Hub may know why
         self._inventory_due = True
         self._epoch_checked = False
 
@@ -107,6 +109,8 @@ class Observer:
             elif missing and observation.gone_since_at is None:
                 observation.gone_since_at = observation.measured_at
                 self.registry.changed.set()
+                if not record.is_job:
+                    self.missed.set()
         else:
             observation.seen_alive, observation.gone_since_at = True, None
             observation.active_at = max(observation.active_at, min(now, sample.active_at))

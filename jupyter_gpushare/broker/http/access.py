@@ -4,7 +4,7 @@
 |-------------------|-----------------------------------------------------------------------|
 | user              | a Hub token, or for reads the service's login cookie                  |
 | server of a user  | its token, the only one with ``access:servers!server=USER/NAME``      |
-| spawner           | the fixed token of `GPUShareBroker.spawner_token_file`                |
+| spawner           | a line of `GPUShareBroker.spawner_token_file`                         |
 
 The Hub decides on groups and on the right to administer.  Groups are read with
 the broker's own token and cached for `_GROUPS_S`; writes read them anew.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,9 @@ class Identity:
 class Access:
     """Identities, groups and server addresses from the Hub, with short caches."""
 
-    def __init__(self, hub_auth: HubOAuth, spawner_token: str, hub: Hub) -> None:
+    def __init__(self, hub_auth: HubOAuth, spawner_tokens: Sequence[str], hub: Hub) -> None:
         self.hub_auth = hub_auth
-        self._spawner_token = spawner_token
+        self.spawner_tokens = tuple(spawner_tokens)  # any of them is the spawner's
         self._hub = hub
         self._groups: dict[str, tuple[float, tuple[str, ...]]] = {}
 
@@ -84,8 +85,8 @@ class Access:
 
     def is_spawner(self, authorization: str) -> bool:
         """Return whether the header holds the spawner's token (compared in constant time)."""
-        given = authorization.partition(" ")[2]
-        return bool(self._spawner_token) and hmac.compare_digest(given.encode(), self._spawner_token.encode())
+        given = authorization.partition(" ")[2].encode()
+        return any(hmac.compare_digest(given, token.encode()) for token in self.spawner_tokens)
 
     async def groups(self, user: str, *, fresh: bool = False) -> tuple[str, ...]:
         """Return the Hub groups of a user, of the last `_GROUPS_S` seconds unless ``fresh``.

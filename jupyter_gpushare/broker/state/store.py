@@ -94,6 +94,26 @@ class Loaded:
     boot_id: str  # the boot that the stored monotonic moments belong to
 
 
+def database_trouble(url: str) -> str:
+    """Return why no broker could use an existing database, which is only read; empty: one could."""
+    try:
+        made = sa.make_url(url)
+        if made.get_backend_name() == "sqlite" and not Path(made.database or "").is_file():
+            return ""  # it is made at the first start
+        engine = sa.create_engine(made, hide_parameters=True)
+        with engine.connect() as connection:
+            current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
+        engine.dispose()
+    except sa.exc.SQLAlchemyError as error:
+        return _brief(error)
+    except ImportError as error:
+        return f"{error}: install the package of its driver"
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    known = {each.revision for each in alembic.script.ScriptDirectory.from_config(config).walk_revisions()}
+    return "" if current in {None, *known} else f"it comes from a newer version (schema {current})"
+
+
 class Store:
     """The open database.
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jupyter_gpushare import __version__
+from jupyter_gpushare import __version__, notify
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.canary import Canary
 from jupyter_gpushare.gpu.checks.health import Health
@@ -302,13 +302,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     _raise_descriptors()
+    systemd = notify.of_process()
     try:
         helper = Helper(options)
     except GpuShareError as error:
         print(f"gpushare helper: {error}", file=sys.stderr)
         return 1
     helper.start()
+    systemd.ready()
     os.read(stop_requested, 1)
+    systemd.stopping()
     # A kill at any step loses nothing, so a call that hangs is not waited for longer than this.
     limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))
     limit.daemon = True

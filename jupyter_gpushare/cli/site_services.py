@@ -1,0 +1,126 @@
+"""Checks of a site's services: tokens and answers of the Hub, units, sockets and ports."""
+
+from __future__ import annotations
+
+import contextlib
+import pwd
+import re
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jupyter_gpushare import channel
+from jupyter_gpushare.cli.site_facts import SERVICE, Found, Site
+
+_VARIABLE = "JUPYTERHUB_API_TOKEN="
+_BROKER_UNIT, _HELPER_UNIT = "gpushare-broker.service", "gpushare-helper.service"
+# What each unit must have, and why.
+_UNIT_LINES = {
+    _BROKER_UNIT: {
+        "Type=notify": "systemd would not wait until the broker answers",
+        "WatchdogSec=": "a broker that hangs would not be replaced",
+        "Requires=gpushare-broker.socket": "the broker's port would be free while it restarts",
+    },
+    "gpushare-broker.socket": {"ListenStream=/": "the Hub would have no socket of the broker"},
+    _HELPER_UNIT: {
+        "RuntimeDirectoryPreserve=yes": "a restart would take the limits of running servers away",
+        "StateDirectory=": "suspended sessions would be lost at a restart",
+    },
+    "jupyterhub.service": {
+        "KillMode=process": "stopping the Hub would kill every server and every job",
+        "OOMPolicy=continue": "one kernel that is killed for want of memory would take the Hub down",
+    },
+}
+
+
+def api_token(site: Site) -> Found:
+    service, path = site.service() or {}, site.files.broker_environment
+    if service.get("command") or not service.get("api_token"):
+        return  # the Hub starts the broker and gives it a token; or the check of the service has said it
+    try:
+        about, text = path.stat(), path.read_text(errors="replace")
+    except OSError as error:
+        yield (
+            f"{path} cannot be read: {error.strerror}.",
+            "docs/admin.md, 2: JUPYTERHUB_API_TOKEN=..., mode 0600",
+        )
+        return
+    if stat.S_IMODE(about.st_mode) & 0o077:
+        yield f"Others can read the Hub API token in {path}.", f"chmod 600 {path}"
+    found = [line.partition("=")[2].strip() for line in text.splitlines() if line.startswith(_VARIABLE)]
+    if found[-1:] != [service["api_token"]]:
+        yield (
+            f"The Hub's configuration and {path} have different API tokens.",
+            "let the configuration read this file (docs/admin.md, 3), and restart both",
+        )
+
+
+def hub_answer(site: Site) -> Found:
+    """What a running Hub says to the broker's token; a Hub that does not run is not a fault here."""
+    service = site.service() or {}
+    if token := service.get("api_token"):
+        url = f"http://{site.hub.hub_ip or '127.0.0.1'}:{site.hub.hub_port}{site.hub.base_url}hub/api"
+        if remedy := site.machine.ask_hub(url, token):
+            yield remedy
+
+
+def port(site: Site) -> Found:
+    """Whether a user of this machine holds the broker's port, and so gets what is sent there."""
+    address = urlsplit((site.service() or {}).get("url") or "")
+    state = Path(site.broker.state_dir)
+    trusted = {0, state.stat().st_uid if state.is_dir() else 0}
+    if address.port and address.hostname in ("127.0.0.1", "localhost"):
+        for uid in site.machine.listeners(address.port) - trusted:
+            yield (
+                f"Port {address.port} of the service {SERVICE} is held by uid {uid}, not the broker.",
+                "end that program, then start gpushare-broker.socket, which keeps the port",
+            )
+
+
+def units(site: Site) -> Found:
+    folder = site.files.units
+    units = {name: folder / name for name in _UNIT_LINES}
+    if not any(path.is_file() for path in units.values()):
+        return  # started in another way
+    for name, path in units.items():
+        if not path.is_file():
+            yield f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}"
+            return
+        drop_ins = sorted(path.with_name(f"{name}.d").glob("*.conf"))
+        text = "\n".join(each.read_text(errors="replace") for each in (path, *drop_ins))
+        for line, why in _UNIT_LINES[name].items():
+            if not re.search(rf"^{re.escape(line)}", text, re.MULTILINE):
+                yield f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}"
+    uid = re.search(r"^Environment=GPUSHARE_BROKER_UID=(\d+)", units[_HELPER_UNIT].read_text(), re.MULTILINE)
+    user = re.search(r"^User=(\S+)", units[_BROKER_UNIT].read_text(), re.MULTILINE)
+    with contextlib.suppress(KeyError):
+        if uid and user and int(uid[1]) != pwd.getpwnam(user[1]).pw_uid:
+            yield (
+                f"{units[_HELPER_UNIT]} lets uid {uid[1]} ask the helper; {user[1]} is "
+                f"uid {pwd.getpwnam(user[1]).pw_uid}.",
+                f"set GPUSHARE_BROKER_UID to the number of `id -u {user[1]}`",
+            )
+    if user and not _user_exists(user[1]):
+        yield (
+            f"There is no user {user[1]}, as which {_BROKER_UNIT} runs.",
+            f"useradd --system --home-dir /var/lib/gpushare --shell /usr/sbin/nologin {user[1]}",
+        )
+
+
+def _user_exists(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+def socket_folder(site: Site) -> Found:
+    """Whether another user could put a socket where the Hub sends its token."""
+    path = Path(site.broker.api_socket).absolute()
+    if not path.parent.is_dir():
+        return  # the check of the socket says that nothing listens
+    try:
+        channel.trusted_uids(path)
+    except channel.Unverified as error:
+        yield f"{error}.", f"chmod go-w {path.parent}, and its parents; chown them to root"

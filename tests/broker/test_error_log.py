@@ -1,0 +1,106 @@
+"""An error that repeats is logged once, and when it is over; a look at the Hub comes at events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker.control.error_log import ErrorLog
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if word in each.getMessage()]
+
+
+def test_what_fails_is_logged_when_it_begins_changes_and_is_over(caplog):
+    caplog.set_level(logging.INFO)
+    errors = ErrorLog()
+    for text in ("no answer", "no answer", "refused", "refused"):
+        errors.failed("measuring", HubError(text))
+    errors.works("measuring")
+    errors.works("measuring")
+    errors.failed("measuring", HubError("refused"))
+    assert lines(caplog, "measuring") == [
+        "measuring: no answer",
+        "measuring: refused",
+        "measuring: works again",
+        "measuring: refused",
+    ]
+
+
+def test_what_never_works_again_is_forgotten_some_time():
+    errors = ErrorLog()
+    for number in range(2000):
+        errors.failed(f"lease={number}", HubError("x"))
+    assert len(errors._failing) == 1000
+
+
+@in_virtual_time
+async def test_an_hour_without_a_helper_or_a_hub_is_two_lines_each(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        looks = []
+
+        async def refuse() -> frozenset[ServerKey]:
+            looks.append(site.now)
+            raise HubError("the Hub did not list its servers: Missing or invalid credentials.")
+
+        ask, broker.hub.servers = broker.hub.servers, refuse
+        site.helper_silent = True
+        await asyncio.sleep(3600)
+        site.helper_silent, broker.hub.servers = False, ask
+        await asyncio.sleep(60)
+        found = lines(caplog, "measuring")
+        assert len(found) == 2
+        assert found[-1] == "measuring: works again"
+        found = lines(caplog, "reconciling_servers")
+        assert len(found) == 2
+        assert found[-1] == "reconciling_servers: works again"
+        assert len(looks) <= 3600 / 15 + 2
+
+
+@in_virtual_time
+async def test_a_stop_that_the_hub_refuses_is_asked_for_less_and_less_often(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        asked = []
+
+        async def refuse(key: ServerKey) -> None:
+            asked.append(site.now)
+            raise HubError(f"{key.server} is pending spawn")
+
+        broker.hub.stop_server = refuse
+        broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
+        await asyncio.sleep(3600)
+        assert 4 <= len(asked) <= 3600 / 15 + 5
+
+
+@in_virtual_time
+async def test_a_session_whose_processes_are_gone_makes_the_broker_look_at_the_hub(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada")
+        await until(lambda: broker.state(ada.handle) == "running")
+        await asyncio.sleep(5)
+        looks = []
+        ask = broker.hub.servers
+
+        async def look() -> frozenset[ServerKey]:
+            looks.append(site.now)
+            return await ask()
+
+        broker.hub.servers = look
+        await until(lambda: looks)
+        del looks[:]
+        gone_at = site.now
+        ada.alive, ada.used = False, {}
+        site.servers.pop(ServerKey("ada", ""))  # and the spawner could not say so
+        await until(lambda: not broker.registry.leases)
+        assert looks
+        assert site.now - gone_at < 10
