@@ -16,7 +16,7 @@ ALLOWED = {
 }  # fmt: skip
 OURS = ("jupyter_gpushare.core", "jupyter_gpushare.errors")
 FORBIDDEN_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "globals"}
-MODULES = sorted(Path(jupyter_gpushare.core.__file__).parent.glob("*.py"))
+MODULES = sorted(Path(jupyter_gpushare.core.__file__).parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)

@@ -1,0 +1,163 @@
+"""Which seat each lease needs now.
+
+=========================================  ==========================================================
+lease                                      demand
+=========================================  ==========================================================
+job that waits, or holds capacity          `TRAIN` at the level of its LAS queue; bound to its node
+                                           once it has processes there
+session within its guarantee               `SESSION`
+session beyond it                          `BORROWED`
+idle session that is due, and can be       `IDLE`: KAI evicts it when another lease waits
+suspended and come back
+suspended, wanted by its owner             as before it was suspended, bound to its node
+holds capacity that such an owner needs    `YIELD`
+suspended and not wanted, stopping, ended  none
+=========================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+from jupyter_gpushare.core import idle
+from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, full_nodes, guests
+from jupyter_gpushare.core.kube.seats import Demand, Standing, counted_centi, return_is_certain
+from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
+from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
+
+_LAS = LeastAttained(preempts=True)
+# Of leases with processes on their devices, or that are being started there.
+_ALIVE = (State.GRANTED, State.RUNNING, State.RESUMING)
+_PARKED = (State.SUSPENDING, State.SUSPENDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """Demands by lease, and when to ask again if nothing changes until then."""
+
+    by_lease: dict[str, Demand]
+    next_at: float | None = None
+
+
+def demands(cluster: Cluster, sleepable: Container[str], now: float) -> Demands:
+    """Return what every lease needs at ``now``.
+
+    ``sleepable``: nodes whose helper can suspend a lease now.  While news are old it is empty, so
+    that nothing becomes lendable.
+    """
+    return _Round(cluster, sleepable, now).run()
+
+
+def level(lease: Lease, cluster: Cluster, now: float) -> int:
+    """Return the priority class of a job: its LAS queue where the site's order preempts, else 0."""
+    if not order_of(cluster.settings).preempts or is_starved(lease, now, cluster.settings):
+        return 0
+    return queue_of(attained_gpu_s(lease, now), cluster.settings)
+
+
+class _Round:
+    """One computation of all demands."""
+
+    def __init__(self, cluster: Cluster, sleepable: Container[str], now: float) -> None:
+        self._cluster = cluster
+        self._sleepable = sleepable
+        self._now = now
+        self._node = {device.uuid: device.node for device in cluster.devices}
+        self._claimants = claimants(cluster)
+        self._claimed = claimed_milli(cluster, self._claimants)
+        self._times: list[float] = []
+
+    def run(self) -> Demands:
+        yielding, idling = self._yielding(), self._idling()
+        found: dict[str, Demand] = {}
+        for lease in self._jobs():
+            found[lease.id] = self._demand(lease, Standing.YIELD if lease.id in yielding else Standing.TRAIN)
+        for lease in self._sessions():
+            standing = Standing.SESSION if lease.id in self._claimants else Standing.BORROWED
+            if lease.id in yielding:
+                standing = Standing.YIELD
+            elif lease.id in idling:
+                standing = Standing.IDLE
+            found[lease.id] = self._demand(lease, standing)
+        return Demands(found, min((at for at in self._times if at > self._now), default=None))
+
+    def _demand(self, lease: Lease, standing: Standing) -> Demand:
+        is_new = standing is Standing.SESSION and not lease.devices
+        return Demand(
+            lease=lease.id,
+            project=lease.project,
+            standing=standing,
+            size=lease.size,
+            level=level(lease, self._cluster, self._now) if lease.kind is Kind.TRAIN else 0,
+            node=self._node.get(lease.devices[0], "") if lease.devices else "",
+            not_nodes=full_nodes(self._cluster, lease.size, self._claimed) if is_new else (),
+        )
+
+    def _sessions(self) -> Iterator[Lease]:
+        for lease in self._cluster.leases:
+            if lease.kind is not Kind.BUILD or lease.cancelled:
+                continue
+            if lease.state in (State.PENDING, *_ALIVE) or self._is_returning(lease):
+                yield lease
+
+    def _is_returning(self, lease: Lease) -> bool:
+        if lease.kind is not Kind.BUILD or lease.state is not State.SUSPENDED or not lease.wanted:
+            return False
+        self._times.append(lease.retry_at)
+        return lease.retry_at <= self._now
+
+    def _jobs(self) -> Iterator[Lease]:
+        """Yield the jobs that need a seat; one that does not borrow only within its project's quota."""
+        cluster, settings = self._cluster, self._cluster.settings
+        left = {p.name: p.quota_milli // 10 for p in cluster.projects}
+        for lease in cluster.leases:
+            if lease.id in self._claimants:
+                left[lease.project] -= counted_centi(lease.size, cluster.devices)
+        jobs = [x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled]
+        waiting = sorted(
+            (x for x in jobs if x.state is State.PENDING), key=lambda x: rank(x, self._now, settings)
+        )
+        for lease in (*(x for x in jobs if x.state in (*_ALIVE, *_PARKED)), *waiting):
+            if lease.state in (State.PENDING, *_PARKED):
+                self._times.append(lease.retry_at)
+                if lease.retry_at > self._now:
+                    continue
+            if not lease.borrow:
+                counted = counted_centi(lease.size, cluster.devices)
+                if lease.state is State.PENDING and counted > left.get(lease.project, 0):
+                    continue
+                left[lease.project] = left.get(lease.project, 0) - counted
+            at = _LAS.leaves_at(lease, self._now, settings) if order_of(settings).preempts else None
+            if at is not None:
+                self._times.append(at)
+            yield lease
+
+    def _yielding(self) -> frozenset[str]:
+        """Return the leases without a guarantee that hold what a returning owner needs."""
+        owners = [x for x in self._cluster.leases if x.id in self._claimants and self._is_returning(x)]
+        cluster, claiming = self._cluster, self._claimants
+        return frozenset(guest.id for owner in owners for guest in guests(owner, cluster, claiming))
+
+    def _idling(self) -> frozenset[str]:
+        """Return the sessions that may be suspended now; the first that are due, as host memory permits."""
+        saved: dict[str, int] = {}
+        for lease in self._cluster.leases:
+            if lease.state in _PARKED and lease.devices:
+                node = self._node.get(lease.devices[0], "")
+                saved[node] = saved.get(node, 0) + max(lease.saved_bytes, lease.used_bytes)
+        due: list[tuple[float, str, Lease]] = []
+        for lease in self._cluster.leases:
+            at = idle.eligible_at(lease, self._cluster.settings)
+            if at is not None and lease.devices and return_is_certain(lease, self._cluster.devices):
+                self._times.append(at)
+                if at <= self._now:
+                    due.append((at, lease.id, lease))
+        found: set[str] = set()
+        for _, _, lease in sorted(due):
+            node = self._node[lease.devices[0]]
+            needed = saved.get(node, 0) + lease.used_bytes
+            if node in self._sleepable and needed <= self._cluster.settings.host_budget_bytes:
+                saved[node] = needed
+                found.add(lease.id)
+        return frozenset(found)

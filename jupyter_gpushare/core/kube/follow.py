@@ -1,0 +1,159 @@
+"""What follows from the seats: what leases do, and how seats have to change.
+
+==================================  ====================================================
+lease and its seats                 action
+==================================  ====================================================
+waiting job, a placed seat          `Grant` of the devices of the seat
+running, no seat, or one that       `Suspend`; a job that cannot be suspended and come
+leaves                              back: `Requeue`
+suspended, a placed seat on its     `Resume`
+own devices
+==================================  ====================================================
+
+A seat is placed for these rules once it is connected: only then its devices are known.  Nothing
+else is ever granted, suspended or resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.kube.seats import (
+    Demand,
+    Seat,
+    Seating,
+    Terms,
+    counted_centi,
+    return_is_certain,
+    terms,
+)
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    Action,
+    CheckpointMode,
+    Cluster,
+    Grant,
+    Kind,
+    Lease,
+    Plan,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+)
+
+Seats = Mapping[str, tuple[Seat, ...]]  # by lease
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Create a seat for a demand."""
+
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Retarget:
+    """Change the terms of a seat, in one patch."""
+
+    seat: str
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete a seat that no lease needs."""
+
+    seat: str
+
+
+Change = Create | Retarget | Delete
+# Leases without a process that uses a device.
+_MAY_ASK = (State.PENDING, State.SUSPENDED)
+
+
+def live(seats: Seats, lease_id: str) -> Seat | None:
+    """Return the seat of a lease that waits or is placed; the newest if there are two."""
+    found = [s for s in seats.get(lease_id, ()) if s.seating in (Seating.WAITING, Seating.PLACED)]
+    return max(found, key=lambda s: (s.since_at, s.name), default=None)
+
+
+def _connected(seats: Seats, lease_id: str) -> Seat | None:
+    seat = live(seats, lease_id)
+    return seat if seat is not None and seat.seating is Seating.PLACED and seat.devices else None
+
+
+def follow(cluster: Cluster, seats: Seats, now: float) -> Plan:
+    """Return what leases do because of their seats.
+
+    ``seats`` holds every seat that exists: the lease of a missing seat has lost it.
+    """
+    due = {x.id: a for x in cluster.leases if (a := _action(x, cluster, seats)) is not None}
+    retry_at = {x.id: x.retry_at for x in cluster.leases if x.id in due and x.retry_at > now}
+    actions = [action for lease_id, action in due.items() if lease_id not in retry_at]
+    order = {Resume: 0, Suspend: 1, Requeue: 1, Grant: 2}  # a wake goes first
+    return Plan(tuple(sorted(actions, key=lambda a: order[type(a)])), min(retry_at.values(), default=None))
+
+
+def _action(lease: Lease, cluster: Cluster, seats: Seats) -> Action | None:
+    has_seat, seat = live(seats, lease.id) is not None, _connected(seats, lease.id)
+    match lease.state:
+        case State.PENDING if seat is not None and lease.kind is Kind.TRAIN and not lease.cancelled:
+            return _grant(lease, seat, cluster)
+        case State.GRANTED if not has_seat and lease.kind is Kind.TRAIN:
+            return Requeue(lease.id, Why.OVER_QUOTA, "")
+        case State.RUNNING if not has_seat:
+            return _evicted(lease, cluster)
+        case State.SUSPENDED if seat is not None and set(seat.devices) == set(lease.devices):
+            return Resume(lease.id, Why.WANTED if lease.wanted else Why.CAPACITY_BACK)
+        case _:
+            return None
+
+
+def _evicted(lease: Lease, cluster: Cluster) -> Action:
+    if lease.kind is Kind.BUILD:
+        return Suspend(lease.id, Why.OVER_QUOTA, "")
+    stays = lease.survival is CheckpointMode.SUSPEND and lease.suspendable
+    if stays and return_is_certain(lease, cluster.devices):
+        return Suspend(lease.id, Why.OVER_QUOTA, "")
+    return Requeue(lease.id, Why.OVER_QUOTA, "")
+
+
+def _grant(lease: Lease, seat: Seat, cluster: Cluster) -> Grant | None:
+    known = {device.uuid: device for device in cluster.devices}
+    if any(uuid not in known for uuid in seat.devices):
+        return None  # the inventory is older than the seat
+    held = max(known[uuid].demand_milli(lease.size) for uuid in seat.devices)
+    return Grant(lease.id, seat.devices, held, Why.FREE_CAPACITY, borrowed=_is_over_quota(lease, cluster))
+
+
+def _is_over_quota(lease: Lease, cluster: Cluster) -> bool:
+    claiming = claimants(cluster)
+    counted = sum(
+        counted_centi(x.size, cluster.devices)
+        for x in cluster.leases
+        if x.project == lease.project and (x.id in claiming or x.id == lease.id or x.state in HOLDS_CAPACITY)
+    )
+    return counted > next((p.quota_milli // 10 for p in cluster.projects if p.name == lease.project), 0)
+
+
+def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> list[Change]:
+    """Return the changes that make the seats those that are needed; none if they are.
+
+    Deletions come first, then patches, then new seats: what yields is patched before the return seat
+    that it is for exists.  A running lease that lost its seat gets a new one only after it followed
+    the loss: its device memory must have left the device before it is granted again.
+    """
+    may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
+    deleted: list[Change] = []
+    moved: list[Change] = []
+    for lease_id, mine in seats.items():
+        keep = live(seats, lease_id) if lease_id in needed else None
+        deleted += [Delete(s.name) for s in mine if s is not keep and s.seating is not Seating.LEAVING]
+        if keep is not None and keep.terms != (wanted := terms(needed[lease_id])):
+            moved.append(Retarget(keep.name, wanted))
+    created = [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]
+    return [*deleted, *moved, *created]

@@ -1,0 +1,201 @@
+"""Seats: their states, the terms on which KAI schedules them, and the size that they request.
+
+==========  ================  ====================  ==================  =================================
+standing    queue             priority class        preemptibility      of which leases
+==========  ================  ====================  ==================  =================================
+`SESSION`   ``<p>-build``     gpushare-session      ``non-preemptible``  session within its guarantee
+`BORROWED`  ``<p>-train``     gpushare-borrowed     ``preemptible``      session beyond it
+`TRAIN`     ``<p>-train``     gpushare-train-LEVEL  ``preemptible``      job
+`IDLE`      idle root, leaf   gpushare-idle         ``preemptible``      idle session that can be suspended
+`YIELD`     idle root, leaf   gpushare-yield        ``preemptible``      in the way of a returning owner
+==========  ================  ====================  ==================  =================================
+
+The three fields belong to the seat's PodGroup and change in one patch.  ``preemptible`` is said
+always: KAI otherwise takes it from the value of the priority class.
+
+KAI counts a fraction of a GPU against queues in hundredths, rounded to the nearest, and adds them up
+as floats in random order; it compares them with a device as whole MiB (v0.16.8,
+``pkg/scheduler/api/resource_info/gpu_resource_requirment.go:265-269``,
+``pkg/scheduler/api/node_info/node_info.go:611-617``).  Binary fractions are therefore not exact
+there: 1/8 counts 0.13.  So a request says exactly what was asked, and what is promised against a
+quota is counted as KAI counts it (`counted_centi`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease, Why
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+
+IDLE_ROOT = "gpushare-idle"
+IDLE_LEAF = "gpushare-idle-sessions"
+YIELD_LEAF = "gpushare-yield"
+# KAI takes a request of at most a hundredth for none (gpu_resource_requirment.go:20,89-92).
+LEAST_MILLI = 15
+NAME_BYTES = 16
+_MIB = 1 << 20
+# A project's queues are `<p>`, `<p>-build` and `<p>-train`: names of at most 63 characters, and labels.
+_PROJECT = re.compile(r"[a-z]([-a-z0-9]{0,55}[a-z0-9])?")
+
+
+class Seating(enum.StrEnum):
+    """State of a seat."""
+
+    WAITING = "waiting"  # KAI has not placed it
+    PLACED = "placed"  # holds capacity of its node
+    LEAVING = "leaving"  # evicted or deleted; holds its capacity until it is gone
+    GONE = "gone"  # its pod ended without being asked
+
+
+class Standing(enum.StrEnum):
+    """On what terms KAI schedules a seat."""
+
+    SESSION = "session"
+    BORROWED = "borrowed"
+    TRAIN = "train"
+    IDLE = "idle"
+    YIELD = "yield"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Fields of a PodGroup that say how KAI schedules it."""
+
+    queue: str
+    priority_class: str
+    preemptibility: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The seat that one lease needs now; a lease without a demand needs none."""
+
+    lease: str
+    project: str
+    standing: Standing
+    size: Size
+    level: int = 0  # of a job: its LAS queue
+    node: str = ""  # its processes live there
+    not_nodes: tuple[str, ...] = ()  # guarantees there are full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What KAI and the nodes say about one seat."""
+
+    name: str
+    lease: str
+    seating: Seating
+    terms: Terms
+    node: str = ""
+    devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
+    since_at: float = 0.0  # created
+    why: Why | None = None  # KAI's reason that it waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """GPU request of a seat: exactly one of the three is not 0."""
+
+    fraction_milli: int = 0  # annotation ``gpu-fraction``, in thousandths
+    memory_mib: int = 0  # annotation ``gpu-memory``
+    gpus: int = 0  # resource ``nvidia.com/gpu``
+
+    @property
+    def fraction(self) -> str:
+        """Value of the annotation ``gpu-fraction``: ``0.25``."""
+        return f"{self.fraction_milli / WHOLE_GPU:g}"
+
+
+def terms(demand: Demand) -> Terms:
+    """Return queue, priority class and preemptibility of a demand."""
+    match demand.standing:
+        case Standing.SESSION:
+            return Terms(f"{demand.project}-build", "gpushare-session", "non-preemptible")
+        case Standing.BORROWED:
+            return Terms(f"{demand.project}-train", "gpushare-borrowed", "preemptible")
+        case Standing.TRAIN:
+            return Terms(f"{demand.project}-train", f"gpushare-train-{demand.level}", "preemptible")
+        case Standing.IDLE:
+            return Terms(IDLE_LEAF, "gpushare-idle", "preemptible")
+        case _:
+            return Terms(YIELD_LEAF, "gpushare-yield", "preemptible")
+
+
+def seat_name(random_bytes: bytes) -> str:
+    """Return the name of a seat and of its PodGroup from 16 random bytes.
+
+    KAI knows PodGroups by their name alone, in all namespaces, so a name must not be guessed.
+
+    Raises:
+        ValueError: another number of bytes.
+    """
+    if len(random_bytes) != NAME_BYTES:
+        raise ValueError(f"a seat's name takes {NAME_BYTES} random bytes, not {len(random_bytes)}")
+    return f"seat-{random_bytes.hex()}"
+
+
+def check_project(name: str) -> str:
+    """Return the name of a project that can be a queue's.
+
+    Raises:
+        InvalidRequest: not a DNS label of at most 57 characters, or a name of ours.
+    """
+    if not _PROJECT.fullmatch(name) or name.startswith("gpushare"):
+        raise InvalidRequest(
+            "%1 cannot be the name of a queue: write up to 57 small letters, digits and hyphens, "
+            "the first one a letter, not beginning with gpushare",
+            repr(name[:64]),
+        )
+    return name
+
+
+def request(size: Size, devices: Iterable[Device]) -> Request:
+    """Return what a seat of this size asks KAI for.
+
+    An amount of memory is scaled up by the reserve of the devices: KAI hands out all of a device's
+    memory, and leases get it without the reserve.
+
+    Raises:
+        InvalidRequest: a MIG instance, or less than KAI counts.
+    """
+    if size.profile:
+        raise InvalidRequest("a MIG instance cannot be requested on Kubernetes: ask for a part of a GPU")
+    if size.memory_bytes:
+        scales = [(d.memory_bytes, d.grantable_bytes) for d in devices if d.grantable_bytes > 0]
+        most = max(
+            (-(-size.memory_bytes * all_ // given) for all_, given in scales), default=size.memory_bytes
+        )
+        return Request(memory_mib=-(-most // _MIB))
+    if size.device_count > 1 or size.fraction_milli == WHOLE_GPU:
+        return Request(gpus=size.device_count)
+    if size.fraction_milli < LEAST_MILLI:
+        raise InvalidRequest(
+            "%1 GPU is too small a part on Kubernetes: at least %2",
+            f"{size.fraction_milli / WHOLE_GPU:g}",
+            f"{LEAST_MILLI / WHOLE_GPU:g}",
+        )
+    return Request(fraction_milli=size.fraction_milli)
+
+
+def counted_centi(size: Size, devices: Iterable[Device]) -> int:
+    """Return how many hundredths of a GPU KAI counts against a queue, at most, for a seat of this size."""
+    if size.memory_bytes:
+        return max((-(-d.demand_milli(size) // 10) for d in devices), default=100)
+    return (size.fraction_milli + 5) // 10 * size.device_count
+
+
+def return_is_certain(lease: Lease, devices: Iterable[Device]) -> bool:
+    """Return whether a suspended lease gets its own devices back with any seat on its node.
+
+    So it is on a node with one GPU, and for a lease of all GPUs of its node: elsewhere KAI may place
+    the seat on another GPU of the node, and device memory only returns to the GPU that it came from.
+    """
+    known = tuple(devices)
+    nodes = {device.node for device in known if device.uuid in lease.devices}
+    return len(nodes) == 1 and {d.uuid for d in known if d.node in nodes} == set(lease.devices)

@@ -1,0 +1,516 @@
+"""Seats on Kubernetes: what leases need from KAI, and what follows from what it granted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, full_nodes
+from jupyter_gpushare.core.kube.demand import Demands, demands
+from jupyter_gpushare.core.kube.follow import Create, Delete, Retarget, follow, live, reconcile
+from jupyter_gpushare.core.kube.seats import (
+    Demand,
+    Request,
+    Seat,
+    Seating,
+    Standing,
+    Terms,
+    check_project,
+    counted_centi,
+    request,
+    return_is_certain,
+    seat_name,
+    terms,
+)
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    CheckpointMode,
+    Cluster,
+    Device,
+    Grant,
+    Kind,
+    Lease,
+    Order,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
+
+ONE_EACH = [device(0, node="n0"), device(1, node="n1")]  # two nodes with one GPU each
+NODES = frozenset({"n0", "n1"})
+TRAIN_0 = Terms("p-train", "gpushare-train-0", "preemptible")
+
+
+def standings(c: Cluster, sleepable: frozenset[str] = NODES, now: float = NOW) -> dict[str, str]:
+    return {lease: d.standing.value for lease, d in demands(c, sleepable, now).by_lease.items()}
+
+
+def seat(lease: str, on: str = "", seating: Seating | None = None, name: str = "", **more: Any) -> Seat:
+    """``on``: as in `build`; a seat without devices waits."""
+    devices = tuple(f"gpu{n}" for n in on.split())
+    state = seating or (Seating.PLACED if devices else Seating.WAITING)
+    given = {"name": name or f"s-{lease}", "lease": lease, "seating": state, "terms": TRAIN_0}
+    return Seat(**given | {"devices": devices} | more)
+
+
+def seats(*all_: Seat) -> dict[str, tuple[Seat, ...]]:
+    found: dict[str, tuple[Seat, ...]] = {}
+    for one in all_:
+        found[one.lease] = (*found.get(one.lease, ()), one)
+    return found
+
+
+class TestSize:
+    def test_a_part_of_a_gpu_is_asked_for_as_it_is(self):
+        assert request(Size(250), []).fraction == "0.25"
+        assert request(Size(333), []) == Request(fraction_milli=333)
+        assert request(Size(125), []).fraction == "0.125"
+
+    def test_whole_gpus_are_a_number_of_gpus(self):
+        assert request(Size(1000), []) == Request(gpus=1)
+        assert request(Size(1000, 4), []) == Request(gpus=4)
+
+    def test_memory_is_asked_for_with_its_part_of_the_reserve(self):
+        reserving = device(0, reserve_bytes=8 * GIB)
+        assert request(Size(memory_bytes=36 * GIB), [reserving]) == Request(memory_mib=40 * 1024)
+        assert request(Size(memory_bytes=36 * GIB), []) == Request(memory_mib=36 * 1024)
+        broken = device(1, reserve_bytes=80 * GIB)
+        assert request(Size(memory_bytes=36 * GIB), [reserving, broken]) == Request(memory_mib=40 * 1024)
+
+    @given(st.integers(1, 80 * GIB - 1), st.integers(1, 8), st.integers(0, GIB))
+    def test_as_many_sizes_as_fit_the_requests_fit_what_leases_get(self, bytes_, count, reserve):
+        gpu = device(0, reserve_bytes=reserve)
+        asked = request(Size(memory_bytes=bytes_), [gpu]).memory_mib
+        if count * asked <= gpu.memory_bytes >> 20:
+            assert count * bytes_ <= gpu.grantable_bytes
+
+    def test_what_kai_takes_for_nothing_is_refused(self):
+        assert request(Size(15), []) == Request(fraction_milli=15)
+        with pytest.raises(InvalidRequest, match=r"0\.014 GPU is too small"):
+            request(Size(14), [])
+        with pytest.raises(InvalidRequest, match="MIG"):
+            request(Size(1000, profile="1g.10gb"), [])
+
+    def test_sizes_are_counted_as_kai_counts_them_or_more(self):
+        for milli in range(1, 1001):
+            kai = math.floor(milli / 1000 * 100 + 0.5)  # Go's math.Round of a positive number
+            assert kai <= counted_centi(Size(milli), []) <= milli / 10 + 0.5
+        assert counted_centi(Size(125), []) == 13
+        assert counted_centi(Size(1000, 3), []) == 300
+        assert counted_centi(Size(memory_bytes=20 * GIB), [device(0)]) == 25
+        assert counted_centi(Size(memory_bytes=20 * GIB), []) == 100
+
+
+class TestNames:
+    def test_a_name_has_all_random_bits(self):
+        assert seat_name(bytes(range(16))) == "seat-000102030405060708090a0b0c0d0e0f"
+        assert seat_name(b"\0" * 15 + b"\1") != seat_name(b"\0" * 16)
+        with pytest.raises(ValueError, match="16"):
+            seat_name(b"\0" * 15)
+
+    @pytest.mark.parametrize("name", ["a", "vision", "team-2", "a" * 57])
+    def test_a_project_can_be_a_queue(self, name):
+        assert check_project(name) == name
+
+    @pytest.mark.parametrize(
+        "name", ["", "Team", "a.b", "-a", "a-", "2a", "a" * 58, "gpushare-idle", "ä", "a\n"]
+    )
+    def test_a_name_that_is_no_queue_is_refused(self, name):
+        with pytest.raises(InvalidRequest, match="name of a queue"):
+            check_project(name)
+
+    def test_terms_of_each_standing(self):
+        demand = Demand(lease="x", project="p", standing=Standing.TRAIN, size=Size(1000), level=2)
+        assert [terms(replace(demand, standing=standing)) for standing in Standing] == [
+            Terms("p-build", "gpushare-session", "non-preemptible"),
+            Terms("p-train", "gpushare-borrowed", "preemptible"),
+            Terms("p-train", "gpushare-train-2", "preemptible"),
+            Terms("gpushare-idle-sessions", "gpushare-idle", "preemptible"),
+            Terms("gpushare-yield", "gpushare-yield", "preemptible"),
+        ]
+
+
+class TestClaims:
+    def test_sessions_are_guaranteed_up_to_the_quota_asleep_included(self):
+        sleeper = build("a", 500, "0", state=ASLEEP, granted_at=1)
+        c = cluster(
+            sleeper, build("b", 500, "0", granted_at=2), build("c", 500), gpus=2, projects=[project("p", 1)]
+        )
+        assert claimants(c) == {"a", "b"}
+
+    def test_a_later_session_takes_no_guarantee_away(self):
+        borrowed = build("old", 750, "0", granted_at=1, borrowed=True)
+        c = cluster(borrowed, build("new", 500, "1", granted_at=2), gpus=2, projects=[project("p", 1)])
+        assert claimants(c) == {"new"}
+
+    def test_eight_eighths_exceed_one_gpu_as_kai_counts_them(self):
+        c = cluster(*(build(f"b{n}", 125, "0", granted_at=n) for n in range(8)))
+        assert claimants(c) == {f"b{n}" for n in range(7)}
+
+    def test_ended_sessions_jobs_and_unknown_projects_have_none(self):
+        c = cluster(
+            build("stops", 500, "0", state=State.STOPPING),
+            train("job", 500, "0"),
+            build("stray", 500, project="unknown"),
+        )
+        assert claimants(c) == frozenset()
+
+    def test_guarantees_fill_nodes(self):
+        c = cluster(build("a", 750, "0", state=ASLEEP), gpus=ONE_EACH, projects=[project("p", 2)])
+        claimed = claimed_milli(c, {"a"})
+        assert claimed == {"gpu0": 750, "gpu1": 0}
+        assert full_nodes(c, Size(250), claimed) == ()
+        assert full_nodes(c, Size(500), claimed) == ("n0",)
+        assert full_nodes(c, Size(1000, 2), claimed) == ("n0", "n1")
+
+    def test_a_guarantee_outlives_the_inventory_of_its_device(self):
+        assert claimed_milli(cluster(build("a", 750, "7")), {"a"}) == {"gpu0": 0, "gpu7": 750}
+
+    def test_which_returns_are_certain(self):
+        several = [device(0), device(1)]
+        assert return_is_certain(build("a", 250, "0"), [device(0)])
+        assert not return_is_certain(build("a", 250, "0"), several)
+        assert return_is_certain(build("a", 1000, "0 1"), several)
+        assert not return_is_certain(build("a", 1000, "0 1"), ONE_EACH)
+        assert not return_is_certain(build("a", 1000, "5"), several)
+
+
+class TestDemands:
+    def test_sessions_within_and_beyond_the_guarantee_and_jobs(self):
+        borrowed = build("b", 1000, "1", borrowed=True)
+        c = cluster(build("a", 1000, "0"), borrowed, train("j", 1000), gpus=2, projects=[project("p", 1)])
+        assert standings(c) == {"a": "session", "b": "borrowed", "j": "train"}
+
+    def test_a_new_session_keeps_off_nodes_whose_guarantees_are_full(self):
+        sleeper = build("a", 750, "0", state=ASLEEP)
+        c = cluster(sleeper, build("new", 500), gpus=ONE_EACH, projects=[project("p", 2)])
+        assert demands(c, NODES, NOW).by_lease == {
+            "new": Demand(
+                lease="new", project="p", standing=Standing.SESSION, size=Size(500), not_nodes=("n0",)
+            )
+        }
+
+    def test_a_lease_with_processes_is_bound_to_their_node(self):
+        c = cluster(build("a", 500, "1"), train("j", 1000, "0"), build("lost", 500, "9"), gpus=ONE_EACH)
+        assert {x: d.node for x, d in demands(c, NODES, NOW).by_lease.items()} == {
+            "a": "n1",
+            "j": "n0",
+            "lost": "",
+        }
+
+    @pytest.mark.parametrize(
+        ("state", "needs"),
+        [
+            (State.PENDING, True),
+            (State.GRANTED, True),
+            (State.RUNNING, True),
+            (State.SUSPENDING, False),
+            (State.SUSPENDED, False),
+            (State.RESUMING, True),
+            (State.STOPPING, False),
+            (State.RELEASED, False),
+            (State.FAILED, False),
+        ],
+    )
+    def test_states_of_a_session_that_need_a_seat(self, state, needs):
+        assert ("a" in standings(cluster(build("a", 500, "0", state=state)))) is needs
+
+    @pytest.mark.parametrize("state", State)
+    def test_a_job_needs_a_seat_until_it_ends(self, state):
+        needs = state not in (State.STOPPING, State.RELEASED, State.FAILED)
+        assert ("j" in standings(cluster(train("j", 500, "0", state=state)))) is needs
+
+    def test_cancelled_leases_need_none(self):
+        assert standings(cluster(train("j", 500, cancelled=True), build("b", 500, "0", cancelled=True))) == {}
+
+    def test_an_idle_session_that_is_due_is_evictable(self):
+        c = cluster(build("a", 500, "0", idle_s=600))
+        assert standings(c) == {"a": "idle"}
+        early = cluster(build("a", 500, "0", idle_s=599))
+        assert standings(early) == {"a": "session"}
+        assert demands(early, NODES, NOW).next_at == NOW + 1
+
+    def test_nothing_is_lendable_where_no_helper_answers(self):
+        assert standings(cluster(build("a", 500, "0", idle_s=600)), frozenset()) == {"a": "session"}
+
+    def test_an_idle_session_stays_where_its_return_is_not_certain(self):
+        assert standings(cluster(build("a", 500, "0", idle_s=600), gpus=2)) == {"a": "session"}
+        both = cluster(build("a", 1000, "0 1", idle_s=600), gpus=2)
+        assert standings(both) == {"a": "idle"}
+
+    def test_host_memory_bounds_what_is_lendable_on_each_node(self):
+        def using(id: str, on: str, idle_s: float, **more: Any) -> Lease:
+            return build(id, 250, on, idle_s=idle_s, used_bytes=10 * GIB, **more)
+
+        c = cluster(
+            using("first", "0", 700), using("second", "0", 650), using("third", "1", 650),
+            build("parked", 250, "0", state=ASLEEP, saved_bytes=10 * GIB),
+            build("strayed", 250, "8", state=ASLEEP, saved_bytes=10 * GIB),
+            gpus=ONE_EACH, host_budget_bytes=20 * GIB,
+        )  # fmt: skip
+        assert standings(c) == {"first": "idle", "second": "session", "third": "idle"}
+
+    def test_a_wanted_session_returns_to_its_node(self):
+        wanted = build("a", 500, "1", state=ASLEEP, wanted=True)
+        c = cluster(wanted, gpus=ONE_EACH)
+        assert demands(c, NODES, NOW).by_lease["a"] == Demand(
+            lease="a", project="p", standing=Standing.SESSION, size=Size(500), node="n1"
+        )
+        later = cluster(replace(wanted, retry_at=NOW + 5))
+        assert demands(later, NODES, NOW) == Demands({}, NOW + 5)
+
+    def test_guests_yield_to_a_returning_owner_on_its_devices_only(self):
+        owner = build("owner", 1000, "0", state=ASLEEP, wanted=True)
+        here, there = train("here", 500, "0"), train("there", 1000, "1")
+        borrower = build("borrower", 500, "0", borrowed=True, project="q")
+        quotas = [project("p", 1), project("q", 0)]
+        c = cluster(owner, here, there, borrower, gpus=ONE_EACH, projects=quotas)
+        assert standings(c) == {"owner": "session", "here": "yield", "there": "train", "borrower": "yield"}
+        withdrawn = replace(c, leases=(replace(owner, wanted=False), here, there, borrower))
+        assert standings(withdrawn) == {"here": "train", "there": "train", "borrower": "borrowed"}
+
+    def test_nothing_yields_where_enough_is_free_or_being_released(self):
+        owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
+        assert standings(cluster(owner, train("j", 500, "0"))) == {"owner": "session", "j": "train"}
+        leaving = train("j", 1000, "0", state=State.SUSPENDING)
+        assert standings(cluster(owner, leaving)) == {"owner": "session", "j": "train"}
+
+    def test_an_owner_without_a_guarantee_makes_no_lease_yield(self):
+        owner = build("owner", 1000, "0", state=ASLEEP, wanted=True, borrowed=True)
+        c = cluster(owner, train("j", 1000, "0"), projects=[project("p", 0)])
+        assert standings(c) == {"owner": "borrowed", "j": "train"}
+
+    def test_a_neighbour_with_a_guarantee_does_not_yield(self):
+        owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
+        c = cluster(owner, build("neighbour", 500, "0"), train("j", 500, "0"))
+        assert standings(c) == {"owner": "session", "neighbour": "session", "j": "yield"}
+
+    def test_a_job_has_the_class_of_its_las_queue(self):
+        thresholds = {"las_thresholds_gpu_s": (100.0, 200.0)}
+        running = train("j", 1000, "0", attained_gpu_s=60.0, attained_at=NOW - 10)
+
+        def level(at: float, **more: Any) -> tuple[int, float | None]:
+            found = demands(cluster(running, **thresholds | more), NODES, at)
+            return found.by_lease["j"].level, found.next_at
+
+        assert level(NOW) == (0, NOW + 30)
+        assert level(NOW + 30) == (1, NOW + 130)
+        assert level(NOW + 130) == (2, None)
+        assert level(NOW + 130, order=Order.FIFO) == (0, None)
+        starved = train("j", 1000, attained_gpu_s=150.0, waits_since_at=NOW - 50)
+        guarded = cluster(starved, starvation_guard_s=50.0, min_run_s=1.0, **thresholds)
+        assert demands(guarded, NODES, NOW).by_lease["j"].level == 0
+
+    def test_a_job_waits_for_its_retry(self):
+        pending, parked = (
+            train("j", 1000, retry_at=NOW + 3),
+            train("s", 1000, "0", state=ASLEEP, retry_at=NOW + 2),
+        )
+        assert demands(cluster(pending, parked), NODES, NOW) == Demands({}, NOW + 2)
+        running = train("r", 1000, "0", retry_at=NOW + 3)
+        assert standings(cluster(running)) == {"r": "train"}
+
+    def test_a_job_that_does_not_borrow_asks_within_the_quota_only(self):
+        sleeper = build("a", 500, "0", state=ASLEEP)
+        first = train("first", 500, borrow=False, submitted_at=1, queued_at=1)
+        second = train("second", 500, borrow=False, submitted_at=2, queued_at=2)
+        c = cluster(sleeper, second, first, projects=[project("p", 1)])
+        assert standings(c) == {"first": "train"}
+        running = replace(first, state=State.RUNNING, devices=("gpu0",), held_milli=500)
+        assert standings(replace(c, leases=(sleeper, second, running))) == {"first": "train"}
+        assert standings(cluster(train("j", 500, "0", borrow=False), projects=[])) == {"j": "train"}
+        assert standings(cluster(train("j", 500, borrow=False), projects=[])) == {}
+
+
+class TestFollow:
+    def test_a_waiting_job_gets_the_devices_of_its_seat(self):
+        c = cluster(train("j", 500), gpus=ONE_EACH)
+        assert follow(c, seats(seat("j", "1")), NOW).actions == (
+            Grant("j", ("gpu1",), 500, Why.FREE_CAPACITY),
+        )
+
+    def test_a_grant_beyond_the_quota_is_borrowed(self):
+        c = cluster(build("a", 500, "0", state=ASLEEP), train("j", 750), projects=[project("p", 1)])
+        (action,) = follow(c, seats(seat("j", "0")), NOW).actions
+        assert action == Grant("j", ("gpu0",), 750, Why.FREE_CAPACITY, borrowed=True)
+        (action,) = follow(replace(c, projects=()), seats(seat("j", "0")), NOW).actions
+        assert isinstance(action, Grant)
+        assert action.borrowed
+
+    def test_no_grant_before_the_seat_is_connected(self):
+        c = cluster(train("j", 500))
+        for one in (
+            seat("j"),
+            seat("j", "", Seating.PLACED),
+            seat("j", "0", Seating.LEAVING),
+            seat("j", "9"),
+        ):
+            assert follow(c, seats(one), NOW).actions == ()
+
+    def test_leases_that_need_nothing_do_nothing(self):
+        c = cluster(
+            build("s", 500), train("x", 500, cancelled=True), train("end", 500, "0", state=State.STOPPING),
+            build("g", 500, "0", state=State.GRANTED),
+        )  # fmt: skip
+        assert follow(c, seats(seat("s", "0"), seat("x", "0")), NOW).actions == ()
+
+    def test_an_action_waits_for_its_retry(self):
+        c = cluster(train("j", 500, retry_at=NOW + 4), train("other", 500, retry_at=NOW + 2))
+        plan = follow(c, seats(seat("j", "0")), NOW)
+        assert (plan.actions, plan.next_at) == ((), NOW + 4)
+
+    @pytest.mark.parametrize(
+        "left", [(), (seat("a", "0", Seating.LEAVING),), (seat("a", "0", Seating.GONE),)]
+    )
+    def test_a_session_whose_seat_leaves_is_suspended(self, left):
+        c = cluster(build("a", 500, "0"), gpus=2)
+        assert follow(c, seats(*left), NOW).actions == (Suspend("a", Why.OVER_QUOTA, ""),)
+
+    def test_a_job_whose_seat_leaves_is_suspended_where_it_can_come_back(self):
+        def action(job: Lease, gpus: Any = 1) -> object:
+            (found,) = follow(cluster(job, gpus=gpus), {}, NOW).actions
+            return found
+
+        requeued = Requeue("j", Why.OVER_QUOTA, "")
+        assert action(train("j", 500, "0")) == Suspend("j", Why.OVER_QUOTA, "")
+        assert action(train("j", 500, "0"), 2) == requeued
+        assert action(train("j", 500, "0", suspendable=False)) == requeued
+        assert action(train("j", 500, "0", survival=CheckpointMode.SIGTERM)) == requeued
+        assert action(train("j", 500, "0", state=State.GRANTED)) == requeued
+
+    def test_leases_with_their_seat_stay(self):
+        c = cluster(build("a", 500, "0"), train("j", 500, "0"), train("g", 500, "0", state=State.GRANTED))
+        held = seats(seat("a", "0"), seat("j", "", Seating.PLACED), seat("g"))
+        assert follow(c, held, NOW).actions == ()
+
+    def test_a_suspended_lease_returns_to_its_own_devices_only(self):
+        c = cluster(
+            build("a", 500, "0", state=ASLEEP, wanted=True), train("j", 500, "0", state=ASLEEP), gpus=2
+        )
+        assert follow(c, seats(seat("a", "0"), seat("j", "0")), NOW).actions == (
+            Resume("a", Why.WANTED),
+            Resume("j", Why.CAPACITY_BACK),
+        )
+        assert follow(c, seats(seat("a", "1"), seat("j")), NOW).actions == ()
+
+    def test_a_wake_goes_first(self):
+        c = cluster(train("j", 500), build("b", 500, "0"), build("a", 500, "0", state=ASLEEP, wanted=True))
+        plan = follow(c, seats(seat("j", "0"), seat("a", "0")), NOW)
+        assert [type(a) for a in plan.actions] == [Resume, Suspend, Grant]
+
+
+class TestReconcile:
+    def test_seats_are_made_changed_and_deleted(self):
+        c = cluster(train("new", 500), build("a", 500, "0"), build("idle", 500, "0", idle_s=600))
+        needed = demands(c, NODES, NOW).by_lease
+        there = seats(seat("a", "0"), seat("idle", "0"), seat("ended", "0"))
+        assert reconcile(c, needed, there) == [
+            Delete("s-ended"),
+            Retarget("s-a", Terms("p-build", "gpushare-session", "non-preemptible")),
+            Retarget("s-idle", Terms("gpushare-idle-sessions", "gpushare-idle", "preemptible")),
+            Create(needed["new"]),
+        ]
+
+    def test_a_repeated_round_changes_nothing(self):
+        c = cluster(build("a", 500, "0"))
+        needed = demands(c, NODES, NOW).by_lease
+        assert reconcile(c, needed, seats(seat("a", "0", terms=terms(needed["a"])))) == []
+
+    def test_a_running_lease_asks_again_only_when_its_memory_has_left(self):
+        leaving = seats(seat("j", "0", Seating.LEAVING))
+        for state, asks in [(State.RUNNING, False), (State.SUSPENDING, False), (State.SUSPENDED, True)]:
+            c = cluster(train("j", 500, "0", state=state))
+            changes = reconcile(c, demands(c, NODES, NOW).by_lease, leaving)
+            assert [type(x) for x in changes] == ([Create] if asks else [])
+
+    def test_what_yields_is_patched_before_the_return_seat_exists(self):
+        c = cluster(build("owner", 1000, "0", state=ASLEEP, wanted=True), train("j", 1000, "0"))
+        changes = reconcile(c, demands(c, NODES, NOW).by_lease, seats(seat("j", "0")))
+        assert [type(x) for x in changes] == [Retarget, Create]
+
+    def test_one_live_seat_stays_the_newest(self):
+        c = cluster(train("j", 500))
+        old, new = seat("j", name="old", since_at=1), seat("j", name="new", since_at=2)
+        ended = seat("j", name="ended", seating=Seating.GONE)
+        assert live(seats(old, new, ended), "j") == new
+        assert reconcile(c, demands(c, NODES, NOW).by_lease, seats(old, new, ended)) == [
+            Delete("old"),
+            Delete("ended"),
+        ]
+
+
+# ---- any cluster ---------------------------------------------------------------------------------
+
+LEASES = st.builds(
+    lambda n, kind, state, on, milli, wanted, idle_s, borrowed: Lease(
+        id=f"l{n}",
+        project="pq"[n % 2],
+        kind=kind,
+        size=Size(milli),
+        state=state,
+        devices=() if state is State.PENDING else (f"gpu{on}",),
+        held_milli=0 if state is State.PENDING else milli,
+        wanted=wanted,
+        idle_since_at=NOW - idle_s,
+        borrowed=borrowed,
+    ),
+    n=st.integers(0, 99),
+    kind=st.sampled_from(Kind),
+    state=st.sampled_from(State),
+    on=st.integers(0, 2),
+    milli=st.sampled_from([125, 250, 333, 500, 1000]),
+    wanted=st.booleans(),
+    idle_s=st.sampled_from([0.0, 900.0]),
+    borrowed=st.booleans(),
+)
+SEATS = st.tuples(st.sampled_from(Seating), st.booleans(), st.integers(0, 2))
+GPUS: list[Device] = [device(0, node="n0"), device(1, node="n1"), device(2, node="n1")]
+
+
+@given(st.lists(LEASES, max_size=8, unique_by=lambda x: x.id), st.data())
+def test_no_plan_without_its_seat(leases: list[Lease], data: st.DataObject) -> None:
+    c = cluster(*leases, gpus=GPUS, projects=[project("p", 1), project("q", 2)])
+    there: dict[str, tuple[Seat, ...]] = {}
+    for lease in leases:
+        drawn = data.draw(st.lists(SEATS, max_size=2))
+        there[lease.id] = tuple(
+            seat(lease.id, str(on) if connected else "", seating, name=f"{lease.id}-{n}")
+            for n, (seating, connected, on) in enumerate(drawn)
+        )
+    by_id = {lease.id: lease for lease in leases}
+    for action in follow(c, there, NOW).actions:
+        mine = live(there, action.lease)
+        if isinstance(action, Suspend | Requeue):
+            assert mine is None
+        else:
+            assert mine is not None
+            assert mine.seating is Seating.PLACED
+        if isinstance(action, Resume):
+            assert mine is not None
+            assert set(mine.devices) == set(by_id[action.lease].devices)
+    needed = demands(c, NODES, NOW).by_lease
+    assert demands(replace(c, leases=tuple(reversed(leases))), NODES, NOW).by_lease == needed
+    for change in reconcile(c, needed, there):
+        if isinstance(change, Create):
+            assert by_id[change.demand.lease].state not in HOLDS_CAPACITY
+            assert live(there, change.demand.lease) is None
+    claims = claimants(c)
+    for name, quota in (("p", 100), ("q", 200)):
+        assert (
+            sum(counted_centi(x.size, GPUS) for x in leases if x.id in claims and x.project == name) <= quota
+        )
+    assert all(by_id[x].kind is Kind.BUILD for x in claims)
+    for lease_id, demand in needed.items():
+        if demand.standing is Standing.IDLE:
+            assert return_is_certain(by_id[lease_id], GPUS)
+            assert by_id[lease_id].state is State.RUNNING
