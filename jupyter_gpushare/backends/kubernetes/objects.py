@@ -1,0 +1,247 @@
+"""Objects of the Kubernetes API: the fields that we read, and the objects that we create.
+
+A seat is a PodGroup and a pod of the same name.  The PodGroup is created first: KAI ignores a pod
+whose PodGroup is missing.  Neither has ownerReferences, and the pod says ``skip-podgrouper``: KAI
+makes a PodGroup of its own for a pod that has an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jupyter_gpushare.core.kube.seats import Demand, Request, Terms, terms
+
+Json = dict[str, Any]
+
+LEASE_LABEL = "gpushare.jupyter.org/lease"
+EPOCH_ANNOTATION = "gpushare.jupyter.org/epoch"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+SELECTOR = f"{MANAGED_BY}=gpushare"
+POD_GROUP_ANNOTATION = "pod-group-name"
+SKIP_PODGROUPER = "kai.scheduler/skip-podgrouper"
+HOSTNAME = "kubernetes.io/hostname"
+GPU_RESOURCE = "nvidia.com/gpu"
+UNSCHEDULABLE = "UnschedulableOnNodePool"
+
+
+class _Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
+    pass
+
+
+class Meta(_Struct, frozen=True):
+    """``metadata`` of an object."""
+
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    creation_timestamp: str = ""
+    deletion_timestamp: str = ""
+
+
+class Object(_Struct, frozen=True):
+    """Any object: only its metadata is read."""
+
+    metadata: Meta
+
+
+class PodSpec(_Struct, frozen=True):
+    """Where a pod is bound to."""
+
+    node_name: str = ""
+
+
+class PodStatus(_Struct, frozen=True):
+    """Phase of a pod."""
+
+    phase: str = "Pending"
+
+
+class Pod(Object, frozen=True):
+    """A pod; of ours: a seat."""
+
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its containers have ended, without being asked or not."""
+        return self.status.phase in ("Succeeded", "Failed")
+
+
+class Reason(_Struct, frozen=True):
+    """One reason of KAI why a PodGroup waits."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class SchedulingCondition(_Struct, frozen=True):
+    """KAI's last answer about a PodGroup."""
+
+    type: str = ""
+    status: str = "True"
+    reasons: list[Reason] = []
+
+
+class PodGroupSpec(_Struct, frozen=True):
+    """Terms of a PodGroup."""
+
+    queue: str = ""
+    priority_class_name: str = ""
+    preemptibility: str = ""
+
+
+class PodGroupStatus(_Struct, frozen=True):
+    """What KAI says about a PodGroup."""
+
+    scheduling_conditions: list[SchedulingCondition] = []
+
+
+class PodGroup(Object, frozen=True):
+    """A PodGroup of KAI (``scheduling.run.ai/v2alpha2``)."""
+
+    spec: PodGroupSpec = PodGroupSpec()
+    status: PodGroupStatus = PodGroupStatus()
+
+    @property
+    def terms(self) -> Terms:
+        """Queue, priority class and preemptibility."""
+        return Terms(self.spec.queue, self.spec.priority_class_name, self.spec.preemptibility)
+
+    @property
+    def refusals(self) -> list[Reason]:
+        """KAI's reasons that it waits; empty: placed, or not looked at yet."""
+        return [
+            reason
+            for condition in self.status.scheduling_conditions
+            if condition.type == UNSCHEDULABLE and condition.status == "True"
+            for reason in condition.reasons or [Reason(reason="Unschedulable")]
+        ]
+
+
+class QueueResource(_Struct, frozen=True):
+    """Numbers of a queue for one resource; -1: unlimited."""
+
+    quota: float = 0.0
+    limit: float = -1.0
+    over_quota_weight: float = 1.0
+
+
+class QueueResources(_Struct, frozen=True):
+    """Numbers of a queue for GPUs."""
+
+    gpu: QueueResource = QueueResource()
+
+
+class QueueSpec(_Struct, frozen=True):
+    """Place and numbers of a queue."""
+
+    parent_queue: str = ""
+    priority: int = 100
+    resources: QueueResources = QueueResources()
+
+
+class Queue(Object, frozen=True):
+    """A queue of KAI (``scheduling.run.ai/v2``)."""
+
+    spec: QueueSpec = QueueSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatPod:
+    """What a site says about seat pods; memory and CPU are Kubernetes quantities."""
+
+    namespace: str = "gpushare"
+    scheduler_name: str = "kai-scheduler"
+    image: str = ""
+    runtime_class: str = "nvidia"
+    grace_s: int = 180
+    host_dir: str = "/run/gpushare"
+    resources: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}}
+    )
+    tolerations: tuple[Mapping[str, str], ...] = ()
+
+
+def pod_group(name: str, demand: Demand, epoch: int) -> Json:
+    """Return the PodGroup of a seat."""
+    return {
+        "apiVersion": "scheduling.run.ai/v2alpha2",
+        "kind": "PodGroup",
+        "metadata": {"name": name, "labels": _labels(demand), "annotations": _stamp(epoch)},
+        "spec": {"minMember": 1, **_spec(terms(demand))},
+    }
+
+
+def pod_group_patch(to: Terms, epoch: int) -> Json:
+    """Return the one merge patch that changes the terms of a PodGroup."""
+    return {"metadata": {"annotations": _stamp(epoch)}, "spec": _spec(to)}
+
+
+def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int) -> Json:
+    """Return the pod of a seat."""
+    annotations = {POD_GROUP_ANNOTATION: name, SKIP_PODGROUPER: "true", **_stamp(epoch)}
+    resources: Json = {kind: dict(values) for kind, values in site.resources.items()}
+    if asks.gpus:
+        resources.setdefault("limits", {})[GPU_RESOURCE] = str(asks.gpus)
+    elif asks.memory_mib:
+        annotations["gpu-memory"] = str(asks.memory_mib)
+    else:
+        annotations["gpu-fraction"] = asks.fraction
+    spec: Json = {
+        "schedulerName": site.scheduler_name,
+        "priorityClassName": terms(demand).priority_class,
+        "restartPolicy": "Never",
+        "runtimeClassName": site.runtime_class,
+        "terminationGracePeriodSeconds": site.grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [
+            {
+                "name": "seat",
+                "image": site.image,
+                "args": ["seat", "--lease", demand.lease, "--name", name, "--host-dir", site.host_dir],
+                "resources": resources,
+                "volumeMounts": [{"name": "host", "mountPath": site.host_dir}],
+            }
+        ],
+        "volumes": [{"name": "host", "hostPath": {"path": site.host_dir, "type": "Directory"}}],
+        "tolerations": [dict(toleration) for toleration in site.tolerations],
+        **_where(demand),
+    }
+    metadata = {"name": name, "labels": _labels(demand), "annotations": annotations}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _labels(demand: Demand) -> dict[str, str]:
+    return {
+        MANAGED_BY: "gpushare",
+        LEASE_LABEL: demand.lease,
+        "gpushare.jupyter.org/project": demand.project,
+    }
+
+
+def _stamp(epoch: int) -> dict[str, str]:
+    return {EPOCH_ANNOTATION: str(epoch)}
+
+
+def _spec(to: Terms) -> dict[str, str]:
+    return {"queue": to.queue, "priorityClassName": to.priority_class, "preemptibility": to.preemptibility}
+
+
+def _where(demand: Demand) -> Json:
+    """Node selector and affinity: its own node, or none of the nodes that are full of guarantees."""
+    if demand.node:
+        return {"nodeSelector": {HOSTNAME: demand.node}}
+    if not demand.not_nodes:
+        return {}
+    term = {"matchExpressions": [{"key": HOSTNAME, "operator": "NotIn", "values": list(demand.not_nodes)}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    return {"affinity": {"nodeAffinity": required}}

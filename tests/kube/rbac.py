@@ -1,0 +1,60 @@
+"""Rights of service accounts, read from Roles, ClusterRoles and their bindings as manifests say them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    verb: str
+    group: str
+    resource: str  # with its subresource: ``pods/binding``
+    namespace: str
+
+
+@dataclass
+class Rights:
+    """``asked`` are the requests that were allowed: a rule that none of them needs is too much."""
+
+    manifests: list[Json]
+    tokens: dict[str, tuple[str, str]]  # token: namespace and name of a service account
+    asked: set[Ask] = field(default_factory=set)
+    refused: list[Ask] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifests: Iterable[Json], tokens: dict[str, tuple[str, str]]) -> Rights:
+        return cls([m for m in manifests if m], dict(tokens))
+
+    def allows(self, token: str, ask: Ask) -> bool:
+        """Whether the account of ``token`` may do this."""
+        allowed = any(_covers(rule, ask) for rule in self._rules(self.tokens[token], ask.namespace))
+        if allowed:
+            self.asked.add(ask)
+        else:
+            self.refused.append(ask)
+        return allowed
+
+    def _rules(self, account: tuple[str, str], namespace: str) -> Iterable[Json]:
+        for binding in self.manifests:
+            kind = binding["kind"]
+            if kind not in ("RoleBinding", "ClusterRoleBinding"):
+                continue
+            place = binding["metadata"].get("namespace", "")
+            subjects = {(s.get("namespace", ""), s["name"]) for s in binding["subjects"]}
+            if account not in subjects or (kind == "RoleBinding" and place != namespace):
+                continue
+            for role in self.manifests:
+                same_place = role["metadata"].get("namespace", "") == place or role["kind"] == "ClusterRole"
+                named = role["kind"], role["metadata"]["name"]
+                if named == (binding["roleRef"]["kind"], binding["roleRef"]["name"]) and same_place:
+                    yield from role["rules"]
+
+
+def _covers(rule: Json, ask: Ask) -> bool:
+    pairs = (("apiGroups", ask.group), ("resources", ask.resource), ("verbs", ask.verb))
+    return all(value in rule[key] or "*" in rule[key] for key, value in pairs)

@@ -1,0 +1,361 @@
+"""The client of the Kubernetes API against an API server of the tests' own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.backends.kubernetes.client import (
+    PAGE,
+    POD_GROUPS,
+    PODS,
+    QUEUES,
+    ApiClient,
+    Expired,
+    KubeError,
+    WatchEvent,
+    backoff_s,
+)
+from jupyter_gpushare.backends.kubernetes.client import ApiServer as Address
+from jupyter_gpushare.backends.kubernetes.objects import Pod
+from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+from tests.kube.apiserver import ApiServer, api_server
+from tests.kube.rbac import Ask, Rights
+from tests.waiting import PATIENCE_S
+
+NS = "gpushare"
+
+
+def pod(name: str, **more: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "labels": more}, "spec": {"terminationGracePeriodSeconds": 180}}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with api_server() as found:
+        yield found
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
+    found = ApiClient(Address(url=server.url))
+    yield found
+    await found.close()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class TestObjects:
+    async def test_objects_are_created_listed_patched_and_deleted(self, server: ApiServer, client: ApiClient):
+        created = await client.create(PODS, NS, pod("one", app="x"))
+        assert (created.metadata.name, created.status.phase) == ("one", "Pending")
+        await client.create(PODS, NS, pod("two"))
+        assert [p.metadata.name for p in (await client.list(PODS, NS)).items] == ["one", "two"]
+        assert [p.metadata.name for p in (await client.list(PODS, NS, "app=x")).items] == ["one"]
+        patched = await client.patch(PODS, NS, "one", {"metadata": {"labels": {"app": None, "b": "c"}}})
+        assert patched.metadata.labels == {"b": "c"}
+        assert await client.delete(PODS, NS, "one")
+        assert not await client.delete(PODS, NS, "one")
+
+    async def test_a_bound_pod_is_deleted_with_its_grace(self, server: ApiServer, client: ApiClient):
+        await client.create(PODS, NS, pod("one"))
+        server.store.bind(NS, "one", "n0")
+        assert await client.delete(PODS, NS, "one")
+        (leaving,) = (await client.list(PODS, NS)).items
+        assert leaving.metadata.deletion_timestamp
+        server.store.delete("pods", NS, "one", grace_s=0)
+        assert (await client.list(PODS, NS)).items == []
+
+    async def test_another_object_of_the_same_name_is_not_deleted(self, client: ApiClient):
+        first = await client.create(PODS, NS, pod("one"))
+        await client.delete(PODS, NS, "one")
+        await client.create(PODS, NS, pod("one"))
+        assert not await client.delete(PODS, NS, "one", uid=first.metadata.uid)
+
+    async def test_a_long_list_comes_in_pages(self, server: ApiServer, client: ApiClient):
+        for n in range(PAGE + 3):
+            server.store.create("pods", NS, pod(f"p{n}"))
+        listing = await client.list(PODS, NS)
+        assert (len(listing.items), listing.version) == (PAGE + 3, str(server.store.version))
+
+    async def test_a_list_that_expires_between_pages_begins_again(self, server: ApiServer, client: ApiClient):
+        for n in range(PAGE + 1):
+            server.store.create("pods", NS, pod(f"p{n}"))
+        list_page = client._ask
+        pages = 0
+
+        async def compacting(*args: Any, **options: Any) -> Any:
+            nonlocal pages
+            pages += 1
+            answer = await list_page(*args, **options)
+            if pages == 1:
+                server.store.create("pods", NS, pod("late"))
+                server.store.compact()
+            return answer
+
+        client._ask = compacting  # type: ignore[method-assign]
+        assert len((await client.list(PODS, NS)).items) == PAGE + 2
+        assert pages == 4
+
+    async def test_refusals_say_what_the_api_server_said(self, client: ApiClient):
+        await client.create(PODS, NS, pod("one"))
+        with pytest.raises(KubeError, match="already exists") as found:
+            await client.create(PODS, NS, pod("one"))
+        assert found.value.status == 409
+        with pytest.raises(KubeError, match='"two" not found') as found:
+            await client.patch(PODS, NS, "two", {})
+        assert found.value.status == 404
+
+    async def test_a_patch_of_an_older_version_is_refused(self, client: ApiClient):
+        old = await client.create(PODS, NS, pod("one"))
+        await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
+        version = {"resourceVersion": old.metadata.resource_version}
+        with pytest.raises(KubeError, match="has been modified") as found:
+            await client.patch(PODS, NS, "one", {"metadata": version, "spec": {"nodeName": "n1"}})
+        assert found.value.status == 409
+
+
+class TestFaults:
+    @pytest.mark.parametrize("status", [429, 500, 503])
+    async def test_a_busy_api_server_is_asked_again(self, server: ApiServer, client: ApiClient, status: int):
+        server.faults.answers = [(status, {})] * 3
+        await client.create(PODS, NS, pod("one"))
+        assert [method for method, _ in server.requests] == ["POST"] * 4
+
+    async def test_retry_after_is_obeyed(self, server: ApiServer):
+        waited: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            waited.append(seconds)
+
+        client = ApiClient(Address(url=server.url), sleep=sleep)
+        server.faults.answers = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "soon"})]
+        await client.list(PODS, NS)
+        await client.close()
+        assert waited[0] == 7
+        assert 0 < waited[1] < 1
+
+    async def test_a_request_ends_at_its_deadline(self, server: ApiServer):
+        now = 0.0
+
+        async def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+        client = ApiClient(Address(url=server.url), sleep=sleep, clock=lambda: now)
+        server.faults.answers = [(429, {})] * 1000
+        with pytest.raises(KubeError) as found:
+            await client.list(PODS, NS)
+        assert found.value.status == 429
+        assert 5 < now <= 10
+        server.faults.answers = [(429, {"Retry-After": "60"})]
+        with pytest.raises(KubeError):
+            await client.list(PODS, NS)
+        assert now <= 10
+        await client.close()
+
+    async def test_no_answer_has_no_status(self):
+        client = ApiClient(Address(url="http://127.0.0.1:1"), deadline_s=0.3)
+        with pytest.raises(KubeError, match="does not answer") as found:
+            await client.list(PODS, NS)
+        assert found.value.status == 0
+        await client.close()
+
+    async def test_a_lost_answer_is_no_second_object(self, server: ApiServer, client: ApiClient):
+        server.faults.lose_answers = 1
+        created = await client.create(PODS, NS, pod("one"))
+        assert created.metadata.uid == server.store.get("pods", NS, "one")["metadata"]["uid"]
+        assert len(list(server.store.all("pods"))) == 1
+
+    async def test_answers_that_are_no_objects(self, server: ApiServer, client: ApiClient):
+        server.faults.answers = [(200, {})]
+        with pytest.raises(KubeError, match="not understood"):
+            await client.list(PODS, NS)
+        with pytest.raises(KubeError, match="could not find"):
+            await client.list(type(PODS)("", "v9", "pods", Pod), NS)
+
+    def test_delays_double_and_are_bounded(self):
+        for tries in range(30):
+            whole = min(5.0, 0.1 * 2.0**tries)
+            assert whole / 2 <= backoff_s(tries) <= whole
+        assert len({backoff_s(5) for _ in range(20)}) > 10
+
+
+ROLES = [
+    {"kind": "Role", "metadata": {"name": "broker", "namespace": NS},
+     "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create"]}]},
+    {"kind": "RoleBinding", "metadata": {"name": "broker", "namespace": NS},
+     "roleRef": {"kind": "Role", "name": "broker"}, "subjects": [{"name": "broker", "namespace": NS}]},
+    {"kind": "ClusterRole", "metadata": {"name": "reader"},
+     "rules": [{"apiGroups": ["scheduling.run.ai"], "resources": ["queues"], "verbs": ["list"]}]},
+    {"kind": "ClusterRoleBinding", "metadata": {"name": "reader"},
+     "roleRef": {"kind": "ClusterRole", "name": "reader"}, "subjects": [{"name": "broker", "namespace": NS}]},
+]  # fmt: skip
+
+
+class TestRights:
+    @pytest.fixture
+    async def server(self) -> AsyncIterator[ApiServer]:
+        async with api_server(Rights.of(ROLES, {"first": (NS, "broker")})) as found:
+            yield found
+
+    @pytest.fixture
+    def token(self, tmp_path: Path) -> Path:
+        path = tmp_path / "token"
+        path.write_text("first\n")
+        return path
+
+    @pytest.fixture
+    async def client(self, server: ApiServer, token: Path) -> AsyncIterator[ApiClient]:
+        found = ApiClient(Address(url=server.url, token_file=token))
+        yield found
+        await found.close()
+
+    async def test_only_what_a_manifest_allows(self, server: ApiServer, client: ApiClient):
+        await client.create(PODS, NS, pod("one"))
+        assert (await client.list(QUEUES)).items == []
+        for refused in (
+            client.delete(PODS, NS, "one"),
+            client.list(PODS, "other"),
+            client.list(POD_GROUPS, NS),
+        ):
+            with pytest.raises(KubeError, match="cannot") as found:
+                await refused
+            assert found.value.status == 403
+        assert server.rights is not None
+        assert server.rights.asked == {
+            Ask("create", "", "pods", NS),
+            Ask("list", "scheduling.run.ai", "queues", ""),
+        }
+
+    async def test_a_token_that_rotates_is_read_again(
+        self, server: ApiServer, client: ApiClient, token: Path
+    ):
+        await client.list(PODS, NS)
+        assert server.rights is not None
+        server.rights.tokens = {"second": (NS, "broker")}
+        token.write_text("second")
+        await client.list(PODS, NS)
+        server.rights.tokens = {"third": (NS, "broker")}
+        with pytest.raises(KubeError) as found:
+            await client.list(PODS, NS)
+        assert found.value.status == 401
+        with pytest.raises(KubeError):
+            await anext(client.watch(PODS, "0", namespace=NS))
+        token.write_text("third")
+        assert await anext(client.watch(PODS, "0", namespace=NS)) is None
+
+    async def test_a_token_that_cannot_be_read(self, client: ApiClient, token: Path):
+        token.unlink()
+        with pytest.raises(KubeError, match="token of the service account"):
+            await client.list(PODS, NS)
+
+    def test_where_the_api_server_is(self, tmp_path: Path):
+        environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+        with pytest.raises(KubeError, match="no pod"):
+            Address.of_pod(environ, tmp_path)
+        (tmp_path / "token").touch()
+        found = Address.of_pod(environ, tmp_path)
+        assert (found.url, found.ca_file) == ("https://[fd00::1]:443", tmp_path / "ca.crt")
+        with pytest.raises(KubeError):
+            Address.of_pod({}, tmp_path)
+
+
+class TestWatch:
+    async def test_changes_since_a_version_are_told(self, server: ApiServer, client: ApiClient):
+        await client.create(PODS, NS, pod("before"))
+        version = (await client.list(PODS, NS)).version
+        await client.create(PODS, NS, pod("one"))
+        watch = client.watch(PODS, version, namespace=NS, for_s=60)
+        assert await anext(watch) is None
+
+        async def told() -> tuple[str, str]:
+            event = await anext(watch)
+            assert isinstance(event, WatchEvent)
+            assert event.object is not None
+            return event.type, event.object.metadata.name
+
+        assert await told() == ("ADDED", "one")
+        await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
+        assert await told() == ("MODIFIED", "one")
+        server.store.create("pods", "elsewhere", pod("other"))
+        await client.delete(PODS, NS, "before")
+        assert await told() == ("DELETED", "before")
+
+    async def test_a_watch_ends_with_a_bookmark(self, server: ApiServer, client: ApiClient):
+        server.store.create("queues", "", {"metadata": {"name": "q"}})
+        events = [event async for event in client.watch(PODS, "0", namespace=NS, for_s=1)]
+        assert events == [None, WatchEvent("BOOKMARK", "1", None)]
+
+    async def test_a_compacted_version_is_expired(self, server: ApiServer, client: ApiClient):
+        await client.create(PODS, NS, pod("one"))
+        server.store.compact()
+        with pytest.raises(Expired):
+            await anext(client.watch(PODS, "0", namespace=NS))
+
+    async def test_a_cut_watch_is_an_error(self, server: ApiServer, client: ApiClient):
+        watch = client.watch(PODS, "0", namespace=NS, for_s=60)
+        assert await anext(watch) is None
+        server.cut_watches()
+        with pytest.raises(KubeError, match="cut"):
+            await anext(watch)
+
+
+class TestReflector:
+    @pytest.fixture
+    async def copy(self, client: ApiClient) -> AsyncIterator[Reflector[Pod]]:
+        found = Reflector(client, PODS, namespace=NS, selector="app=x")
+        task = asyncio.create_task(found.run())
+        yield found
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def test_a_copy_follows_the_collection(self, server: ApiServer, copy: Reflector[Pod]):
+        server.store.create("pods", NS, pod("one", app="x"))
+        server.store.create("pods", NS, pod("not ours"))
+        await until(lambda: set(copy.objects) == {"one"})
+        server.store.bind(NS, "one", "n0")
+        await until(lambda: copy.objects["one"].spec.node_name == "n0")
+        server.store.delete("pods", NS, "one", grace_s=0)
+        await until(lambda: not copy.objects)
+
+    async def test_a_copy_survives_cut_watches_and_compaction(self, server: ApiServer, copy: Reflector[Pod]):
+        for n in range(5):
+            server.store.create("pods", NS, pod(f"p{n}", app="x"))
+            await until(lambda n=n: f"p{n}" in copy.objects)
+            server.store.create("pods", NS, pod(f"q{n}"))
+            server.cut_watches()
+            server.store.delete("pods", NS, f"p{n}")
+            server.store.compact()
+            await until(lambda: not copy.objects)
+
+    async def test_news_grow_old_only_while_the_api_server_is_silent(
+        self, server: ApiServer, copy: Reflector[Pod]
+    ):
+        await until(lambda: copy.age_s(time.monotonic()) < 10)
+        server.faults.frozen.clear()
+        silent_since = time.monotonic()
+        await until(lambda: copy.age_s(time.monotonic()) > 6)
+        assert copy.told_at < silent_since + 5
+        server.faults.frozen.set()
+        await until(lambda: copy.age_s(time.monotonic()) < 1)
+
+    async def test_an_own_answer_counts_before_the_watch_tells_it(self, client: ApiClient):
+        told: list[int] = []
+        copy = Reflector(client, PODS, namespace=NS, changed=lambda: told.append(1))
+        await client.create(PODS, NS, pod("one"))
+        old = (await client.list(PODS, NS)).items[0]
+        new = await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
+        copy.put(new)
+        copy.put(old)
+        assert copy.objects == {"one": new}
+        assert told == [1]
