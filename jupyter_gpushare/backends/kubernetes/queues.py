@@ -1,0 +1,104 @@
+"""Queues and priority classes of KAI for the configured projects.
+
+::
+
+    <p>                 quota, limit and weight of the project     compared with other roots
+    ├── <p>-build       the same quota                             sessions within it
+    └── <p>-train       quota 0, minimum run time                  jobs, and sessions beyond it
+    gpushare-idle       quota 0, weight 0                          a root: below its project an idle
+    ├── gpushare-idle-sessions                                     session would be protected by the
+    └── gpushare-yield                                             project's quota
+
+KAI refuses what equals a quota because of rounding, so quotas and limits are a hundredth more.
+Between roots it reads ``reclaimMinRuntime`` of the root only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, Json, Queue
+from jupyter_gpushare.core.kube.seats import IDLE_LEAF, IDLE_ROOT, YIELD_LEAF, check_project
+from jupyter_gpushare.core.model import WHOLE_GPU, Project
+
+_MARGIN = 0.01
+_UNLIMITED = -1
+
+
+def queues(projects: Iterable[Project], min_run_s: float) -> list[Json]:
+    """Return the Queues of all projects, and those of idle sessions.
+
+    Raises:
+        InvalidRequest: a project's name cannot be a queue's.
+    """
+    found: list[Json] = []
+    for project in projects:
+        name = check_project(project.name)
+        quota = project.quota_milli / WHOLE_GPU + _MARGIN
+        limit = _UNLIMITED if project.limit_milli is None else project.limit_milli / WHOLE_GPU + _MARGIN
+        root = _queue(name, 100 + project.priority, _gpu(quota, limit, project.weight))
+        build = _queue(f"{name}-build", 200, _gpu(quota), parent=name)
+        train = _queue(f"{name}-train", 100, _gpu(0), parent=name)
+        root["spec"]["reclaimMinRuntime"] = "0s"
+        train["spec"]["preemptMinRuntime"] = f"{min_run_s:g}s"
+        found += [root, build, train]
+    idle = _queue(IDLE_ROOT, 1, _gpu(0, weight=0))
+    idle["spec"]["reclaimMinRuntime"] = "0s"
+    leaves = [
+        _queue(leaf, n, _gpu(0, weight=0), parent=IDLE_ROOT) for leaf, n in ((IDLE_LEAF, 2), (YIELD_LEAF, 1))
+    ]
+    return [*found, idle, *leaves]
+
+
+def priority_classes(levels: int) -> list[Json]:
+    """Return the priority classes of seats; ``levels``: how many LAS queues jobs have, at most 10."""
+    values = {"gpushare-session": 110, "gpushare-borrowed": 70, "gpushare-idle": 10, "gpushare-yield": 5}
+    values |= {f"gpushare-train-{level}": 60 - 5 * level for level in range(levels)}
+    return [
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": name, "labels": {MANAGED_BY: "gpushare"}},
+            "value": value,
+            "preemptionPolicy": "Never",  # for the default scheduler; KAI has rules of its own
+        }
+        for name, value in values.items()
+    ]
+
+
+def missing(projects: Iterable[Project], there: Mapping[str, Queue]) -> list[str]:
+    """Return the names of the queues that the projects need and that do not exist."""
+    return [name for q in queues(projects, 0) if (name := q["metadata"]["name"]) not in there]
+
+
+def in_force(project: Project, there: Mapping[str, Queue]) -> Project:
+    """Return the numbers of a project as its Queue says; as configured where there is none."""
+    queue = there.get(project.name)
+    if queue is None:
+        return project
+    gpu = queue.spec.resources.gpu
+    return Project(
+        name=project.name,
+        quota_milli=_milli(gpu.quota),
+        weight=max(0, round(gpu.over_quota_weight)),
+        limit_milli=None if gpu.limit < 0 else _milli(gpu.limit),
+        priority=project.priority,
+    )
+
+
+def _milli(gpus: float) -> int:
+    """Thousandths of a GPU without the margin."""
+    return max(0, round((gpus - _MARGIN) * WHOLE_GPU))
+
+
+def _gpu(quota: float, limit: float = _UNLIMITED, weight: float = 1) -> Json:
+    return {"quota": round(quota, 3), "limit": round(limit, 3), "overQuotaWeight": weight}
+
+
+def _queue(name: str, priority: int, gpu: Json, *, parent: str = "") -> Json:
+    free = {"quota": _UNLIMITED, "limit": _UNLIMITED, "overQuotaWeight": 1}
+    spec: Json = {"priority": priority, "resources": {"gpu": gpu, "cpu": dict(free), "memory": dict(free)}}
+    if parent:
+        spec["parentQueue"] = parent
+    metadata = {"name": name, "labels": {MANAGED_BY: "gpushare"}}
+    return {"apiVersion": "scheduling.run.ai/v2", "kind": "Queue", "metadata": metadata, "spec": spec}
