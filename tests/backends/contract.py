@@ -59,9 +59,14 @@ def cluster(*leases: Lease, gpus: int = 2) -> Cluster:
 class EngineContract:
     """The contract of `Engine`; ``engine`` is a fixture of the subclass."""
 
+    async def told(self, engine: Engine, snapshot: Cluster) -> None:
+        """Return when the scheduler has seen a snapshot; an engine that plans sees it when it is asked."""
+
     async def test_a_waiting_job_is_granted_free_devices_and_no_more(self, engine: Engine) -> None:
         granted: dict[str, str] = {}
-        plan = engine.decide(cluster(*(job(f"j{n}", "vision") for n in range(3))), NOW)
+        snapshot = cluster(*(job(f"j{n}", "vision") for n in range(3)))
+        await self.told(engine, snapshot)
+        plan = engine.decide(snapshot, NOW)
         for action in plan.actions:
             assert isinstance(action, Grant)
             granted.update(dict.fromkeys(action.devices, action.lease))
@@ -70,6 +75,7 @@ class EngineContract:
 
     async def test_what_was_decided_and_not_carried_out_is_decided_again(self, engine: Engine) -> None:
         snapshot = cluster(job("j1", "vision"))
+        await self.told(engine, snapshot)
         first, again = engine.decide(snapshot, NOW), engine.decide(snapshot, NOW + 1)
         assert [action.lease for action in first.actions] == ["j1"]
         assert [action.lease for action in again.actions] == ["j1"]
@@ -87,6 +93,7 @@ class EngineContract:
             for n, project in enumerate(("vision", "nlp"))
         ]
         full = cluster(*running)
+        await self.told(engine, full)
         refused = await engine.admit(full, session("b9", "nlp"), NOW)
         assert isinstance(refused, Explanation)
         assert refused.why in set(Why) - {Why.NOT_WAITING}
@@ -96,6 +103,7 @@ class EngineContract:
 
     async def test_the_outlook_agrees_with_the_decision(self, engine: Engine) -> None:
         snapshot = cluster(*(job(f"j{n}", "vision") for n in range(4)))
+        await self.told(engine, snapshot)
         outlook, plan = engine.outlook(snapshot, NOW), engine.decide(snapshot, NOW)
         granted = {action.lease for action in plan.actions if isinstance(action, Grant)}
         assert set(outlook.grants) == granted
@@ -145,6 +153,7 @@ class EngineContract:
 
     async def test_settling_twice_changes_no_decision(self, engine: Engine) -> None:
         snapshot = cluster(job("j1", "vision"))
+        await self.told(engine, snapshot)
         before = engine.decide(snapshot, NOW).actions
         for _ in range(2):
             await engine.settle(snapshot, NOW)

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import HelperClient, LocalDevices
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.core.model import Cluster
 from tests.backends.contract import (
+    NOW,
     DeviceBench,
     DevicesContract,
     EngineContract,
@@ -28,12 +32,14 @@ from tests.backends.contract import (
     HubContract,
     implementations,
 )
+from tests.backends.contract import cluster as contract_cluster
 from tests.broker.fake_devices import SiteDevices
 from tests.broker.fake_hub import SiteHub
 from tests.broker.site import Site
 from tests.gpu.machine import Machine, Worker, machine_in
 from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, running_hub
 from tests.hub.conftest import Hub as HubProcess
+from tests.kube.bed import Bed, kube_bed
 from tests.waiting import PATIENCE_S
 
 MIB = 1 << 20
@@ -45,6 +51,30 @@ class TestLocalEngine(EngineContract):
     @pytest.fixture
     def engine(self) -> Engine:
         return LocalEngine()
+
+
+class TestKaiEngine(EngineContract):
+    """On an API server of the tests' own, with a model of KAI-Scheduler and nodes without processes."""
+
+    implementation = KaiEngine
+
+    @pytest.fixture
+    async def bed(self) -> AsyncIterator[Bed]:
+        projects = tuple(replace(p, quota_milli=1000) for p in contract_cluster().projects)
+        async with kube_bed({"here": ("GPU-0", "GPU-1")}, projects) as found:
+            yield found
+
+    @pytest.fixture
+    def engine(self, bed: Bed) -> Engine:
+        self.bed = bed
+        return bed.engine
+
+    async def told(self, engine: Engine, snapshot: Cluster) -> None:
+        for lease in snapshot.leases:
+            if lease.devices:
+                self.bed.seat(lease)
+        await engine.settle(snapshot, NOW)
+        await self.bed.quiet()
 
 
 class LocalBench(DeviceBench):

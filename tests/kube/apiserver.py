@@ -201,8 +201,9 @@ class Handler(web.RequestHandler):
             elif method == "PUT":
                 self.answer(store.update(plural, namespace, name, lambda _: body))
             else:
-                grace, uid = body.get("gracePeriodSeconds"), body.get("preconditions", {}).get("uid", "")
-                self.answer(store.delete(plural, namespace, name, grace_s=grace, uid=uid))
+                grace, wanted = body.get("gracePeriodSeconds"), body.get("preconditions", {})
+                version = wanted.get("resourceVersion", "")
+                self.answer(store.delete(plural, namespace, name, grace_s=grace, version=version))
         except Refused as refused:
             self.refuse(refused)
 

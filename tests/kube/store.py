@@ -150,12 +150,12 @@ class Store:
         return self.update("pods", namespace, name, change)
 
     def delete(
-        self, plural: str, namespace: str, name: str, *, grace_s: int | None = None, uid: str = ""
+        self, plural: str, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Json:
         """Delete an object; a pod that runs somewhere ends first, within its grace."""
         old = self.get(plural, namespace, name)
-        if uid and uid != old["metadata"]["uid"]:
-            raise Refused(409, "Conflict", f'{plural} "{name}": the UID in the precondition is another')
+        if version and version != old["metadata"]["resourceVersion"]:
+            raise Refused(409, "Conflict", f'{plural} "{name}": the precondition names another version')
         if plural == "pods":
             grace_s = old["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
             is_bound, phase = bool(old["spec"].get("nodeName")), old["status"]["phase"]

@@ -75,11 +75,13 @@ class TestObjects:
         server.store.delete("pods", NS, "one", grace_s=0)
         assert (await client.list(PODS, NS)).items == []
 
-    async def test_another_object_of_the_same_name_is_not_deleted(self, client: ApiClient):
+    async def test_a_later_version_is_not_deleted(self, client: ApiClient):
         first = await client.create(PODS, NS, pod("one"))
-        await client.delete(PODS, NS, "one")
-        await client.create(PODS, NS, pod("one"))
-        assert not await client.delete(PODS, NS, "one", uid=first.metadata.uid)
+        second = await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
+        with pytest.raises(KubeError) as found:
+            await client.delete(PODS, NS, "one", version=first.metadata.resource_version)
+        assert found.value.status == 409
+        assert await client.delete(PODS, NS, "one", version=second.metadata.resource_version)
 
     async def test_a_long_list_comes_in_pages(self, server: ApiServer, client: ApiClient):
         for n in range(PAGE + 3):

@@ -208,19 +208,19 @@ class ApiClient:
         patched: T = _decoded(response.content, kind.type)
         return patched
 
-    async def delete(self, kind: Resource[T], namespace: str, name: str, *, uid: str = "") -> bool:
+    async def delete(self, kind: Resource[T], namespace: str, name: str, *, version: str = "") -> bool:
         """Delete an object with its own grace period; False: it does not exist.
 
-        ``uid``: only if it is still that object.
+        ``version``: only if it is still that version.
 
         Raises:
-            KubeError: refused, or no answer within the deadline.
+            KubeError: refused (409: another version), or no answer within the deadline.
         """
-        body = {"preconditions": {"uid": uid}} if uid else {}
+        body = {"preconditions": {"resourceVersion": version}} if version else {}
         try:
             await self._ask("DELETE", kind.path(namespace, name), json=body)
         except KubeError as error:
-            if error.status == 404 or (uid and error.status == 409):
+            if error.status == 404:
                 return False
             raise
         return True

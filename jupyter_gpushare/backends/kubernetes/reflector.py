@@ -105,6 +105,11 @@ class Reflector(Generic[T]):
             self.objects[found.metadata.name] = found
             self._changed()
 
+    def forget(self, name: str) -> None:
+        """Take over that a deletion of our own is done."""
+        if self.objects.pop(name, None) is not None:
+            self._changed()
+
     def _apply(self, event: WatchEvent[T]) -> None:
         self._version = event.version or self._version
         if event.object is None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.seats import (
+    YIELD_LEAF,
     Demand,
     Seat,
     Seating,
@@ -141,19 +142,28 @@ def _is_over_quota(lease: Lease, cluster: Cluster) -> bool:
 
 
 def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> list[Change]:
-    """Return the changes that make the seats those that are needed; none if they are.
+    """Return the changes that make the seats those that are needed, the most urgent first.
 
-    Deletions come first, then patches, then new seats: what yields is patched before the return seat
-    that it is for exists.  A running lease that lost its seat gets a new one only after it followed
-    the loss: its device memory must have left the device before it is granted again.
+    What yields is patched before the return seat that it is for is created, and returns come before
+    everything else.  A running lease that lost its seat gets a new one only after it followed the
+    loss: its device memory must have left the device before it is granted again.
     """
     may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
-    deleted: list[Change] = []
-    moved: list[Change] = []
+    changes: list[Change] = []
     for lease_id, mine in seats.items():
         keep = live(seats, lease_id) if lease_id in needed else None
-        deleted += [Delete(s.name) for s in mine if s is not keep and s.seating is not Seating.LEAVING]
+        changes += [Delete(s.name) for s in mine if s is not keep and s.seating is not Seating.LEAVING]
         if keep is not None and keep.terms != (wanted := terms(needed[lease_id])):
-            moved.append(Retarget(keep.name, wanted))
-    created = [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]
-    return [*deleted, *moved, *created]
+            changes.append(Retarget(keep.name, wanted))
+    changes += [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]
+    return sorted(changes, key=_urgency)
+
+
+def _urgency(change: Change) -> int:
+    match change:
+        case Retarget():
+            return 0 if change.terms.queue == YIELD_LEAF else 3
+        case Create():
+            return 1 if change.demand.node else 4
+        case _:
+            return 2

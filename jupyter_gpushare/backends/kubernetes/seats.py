@@ -1,0 +1,219 @@
+"""Seats in the cluster: what the API server and the helpers say about them, and changes of them.
+
+Fencing: every seat carries the epoch of the broker that changed it last.  A change names the version
+of the object that it is based on, so that it fails where another broker was faster; a seat with a
+later epoch says that this broker is not the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+
+from jupyter_gpushare.backends.kubernetes.client import POD_GROUPS, PODS, QUEUES, ApiClient, KubeError
+from jupyter_gpushare.backends.kubernetes.objects import (
+    EPOCH_ANNOTATION,
+    LEASE_LABEL,
+    SELECTOR,
+    Meta,
+    Pod,
+    PodGroup,
+    Queue,
+    SeatPod,
+    pod_group,
+    pod_group_patch,
+    seat_pod,
+)
+from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
+from jupyter_gpushare.core.kube.seats import NAME_BYTES, Demand, Seat, Seating, Terms, request, seat_name
+from jupyter_gpushare.core.model import Device, Why
+from jupyter_gpushare.errors import Superseded
+
+# Nothing becomes lendable on older news.
+STALE_S = 10.0
+_WHY = {"NonPreemptibleOverQuota": Why.QUOTA, "OverLimit": Why.PROJECT_LIMIT}
+
+
+class KubeSeats:
+    """The seats of one broker.
+
+    ``connected``: devices (UUIDs) of a seat by its name; empty until it is connected to a helper.
+    ``epoch``: that of this broker.
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        site: SeatPod,
+        connected: Callable[[str], tuple[str, ...]],
+        epoch: Callable[[], int],
+    ) -> None:
+        self._client = client
+        self._site = site
+        self._connected = connected
+        self._epoch = epoch
+        self._news = asyncio.Event()
+        self._beginning: set[str] = set()  # seats whose pod does not exist yet
+        self._deleted: dict[str, str] = {}  # deleted pods, and the version that was; until the watch tells it
+        own = {"namespace": site.namespace, "selector": SELECTOR, "changed": self.notify}
+        self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
+        self._groups: Reflector[PodGroup] = Reflector(client, POD_GROUPS, **own)  # type: ignore[arg-type]
+        self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
+
+    async def run(self) -> None:
+        """Follow the cluster until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for copy in (self._pods, self._groups, self._queues):
+                group.create_task(copy.run())
+
+    def notify(self) -> None:
+        """Wake who waits for news: a seat changed, or connected."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return after the next news, or after a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+
+    @property
+    def age_s(self) -> float:
+        """Age of the oldest news; infinite until all collections are known."""
+        now = time.monotonic()
+        return max(copy.age_s(now) for copy in (self._pods, self._groups, self._queues))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all collections have been read, however long ago."""
+        return self.age_s != float("inf")
+
+    @property
+    def queues(self) -> dict[str, Queue]:
+        """The cluster's queues by name."""
+        return self._queues.objects
+
+    def seats(self) -> Seats:
+        """Return all seats by lease.
+
+        Raises:
+            Superseded: a newer broker changed a seat.
+        """
+        found: dict[str, list[Seat]] = {}
+        self._deleted = {n: v for n, v in self._deleted.items() if n in self._pods.objects}
+        for name in (self._groups.objects.keys() | self._pods.objects.keys()) - self._beginning:
+            pod = self._pods.objects.get(name)
+            known = self._groups.objects.get(name) or PodGroup(
+                metadata=pod.metadata if pod else Meta(name=name)
+            )
+            self._check_epoch(known, pod)
+            seat = self._seat(name, known, pod)
+            found.setdefault(seat.lease, []).append(seat)
+        return {lease: tuple(sorted(mine, key=lambda s: s.name)) for lease, mine in found.items()}
+
+    def _check_epoch(self, *objects: PodGroup | Pod | None) -> None:
+        for found in objects:
+            stamp = found.metadata.annotations.get(EPOCH_ANNOTATION, "") if found is not None else ""
+            if stamp.isdigit() and int(stamp) > self._epoch():
+                raise Superseded("this broker ends: a newer one has changed the seats of the cluster")
+
+    def _seat(self, name: str, group: PodGroup, pod: Pod | None) -> Seat:
+        reasons, created = group.refusals, group.metadata.creation_timestamp
+        return Seat(
+            name=name,
+            lease=group.metadata.labels.get(LEASE_LABEL, ""),
+            seating=Seating.LEAVING if name in self._deleted else _seating(group, pod),
+            terms=group.terms,
+            node=pod.spec.node_name if pod is not None else "",
+            devices=self._connected(name),
+            since_at=datetime.fromisoformat(created).timestamp() if created else 0.0,
+            why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,
+        )
+
+    # ---- changes -------------------------------------------------------------
+
+    async def apply(self, change: Change, devices: Iterable[Device]) -> None:
+        """Carry one change out; the copies know of it at once.
+
+        Raises:
+            InvalidRequest: the size cannot be requested.
+            KubeError: the API server refused, or does not answer.
+        """
+        match change:
+            case Create(demand):
+                await self.create(demand, devices)
+            case Delete(seat):
+                await self.delete(seat)
+            case Retarget(seat, to):
+                await self._retarget(seat, to)
+
+    async def _retarget(self, seat: str, to: Terms) -> None:
+        group = self._groups.objects.get(seat)
+        if group is None:
+            return
+        body = pod_group_patch(to, self._epoch())
+        body["metadata"]["resourceVersion"] = group.metadata.resource_version
+        try:
+            self._groups.put(await self._client.patch(POD_GROUPS, self._site.namespace, seat, body))
+        except KubeError as error:
+            if error.status not in (
+                404,
+                409,
+            ):  # it has changed: the watch says how, the next round tries again
+                raise
+
+    async def create(self, demand: Demand, devices: Iterable[Device]) -> str:
+        """Create a seat and return its name.
+
+        Raises:
+            InvalidRequest: the size cannot be requested.
+            KubeError: the API server refused, or does not answer; what was begun is deleted by a
+                later round.
+        """
+        asks = request(demand.size, devices)
+        name, namespace, epoch = (
+            seat_name(secrets.token_bytes(NAME_BYTES)),
+            self._site.namespace,
+            self._epoch(),
+        )
+        self._beginning.add(name)
+        try:
+            self._groups.put(await self._client.create(POD_GROUPS, namespace, pod_group(name, demand, epoch)))
+            body = seat_pod(name, demand, asks, self._site, epoch)
+            self._pods.put(await self._client.create(PODS, namespace, body))
+        finally:
+            self._beginning.discard(name)
+        return name
+
+    async def delete(self, name: str) -> None:
+        """Delete the pod of a seat, within its grace; once that is gone, the PodGroup.
+
+        KAI loses sight of a pod without its PodGroup: it stays as long as the pod holds capacity.
+
+        Raises:
+            KubeError: the API server refused, or does not answer.
+        """
+        namespace, pod = self._site.namespace, self._pods.objects.get(name)
+        if pod is None:
+            await self._client.delete(POD_GROUPS, namespace, name)
+            self._groups.forget(name)
+            return
+        try:
+            await self._client.delete(PODS, namespace, name, version=pod.metadata.resource_version)
+            self._deleted[name] = pod.metadata.resource_version
+        except KubeError as error:
+            if error.status != 409:  # it has changed: a later round decides again
+                raise
+
+
+def _seating(group: PodGroup, pod: Pod | None) -> Seating:
+    if pod is None or not group.spec.queue or pod.has_ended:
+        return Seating.GONE
+    if pod.metadata.deletion_timestamp:
+        return Seating.LEAVING
+    return Seating.PLACED if pod.spec.node_name else Seating.WAITING

@@ -1,0 +1,376 @@
+"""The engine of a Kubernetes cluster: KAI-Scheduler decides, and this follows the seats that it grants.
+
+`core.kube` says what follows; here it is asked, carried out and explained.  `KaiEngine.run` keeps the
+copies of the cluster up to date and makes the seats those that leases need (`settle`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from jupyter_gpushare.backends.kubernetes.client import KubeError
+from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
+from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
+from jupyter_gpushare.broker.engine import Engine, Estimate, Explanation, Offer, Outlook, Use
+from jupyter_gpushare.core import explain
+from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
+from jupyter_gpushare.core.kube.demand import demands
+from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, live, reconcile
+from jupyter_gpushare.core.kube.seats import Demand, Seat, Seating, Standing, check_project, request
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    WHOLE_GPU,
+    Cluster,
+    Grant,
+    Kind,
+    Lease,
+    Plan,
+    Project,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import Conflict, InvalidRequest
+
+log = logging.getLogger("gpushare.broker")
+
+PLACE_S = 8.0
+SEAT_S = 90.0
+# A round of changes at least so often, for what no news tell of.
+_ROUND_S = 5.0
+_PROBE = "-"
+
+
+class KaiOutlook(Outlook):
+    """Answers from one snapshot and the seats at that moment."""
+
+    def __init__(self, cluster: Cluster, seats: Seats, sleepable: frozenset[str], now: float) -> None:
+        self._cluster = cluster
+        self._seats = seats
+        self._sleepable = sleepable
+        self._now = now
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return follow(self._cluster, self._seats, self._now)
+
+    @cached_property
+    def _demands(self) -> Mapping[str, Demand]:
+        return demands(self._cluster, self._sleepable, self._now).by_lease
+
+    @cached_property
+    def _claimants(self) -> frozenset[str]:
+        return claimants(self._cluster)
+
+    @cached_property
+    def _free(self) -> Mapping[str, int]:
+        used = dict.fromkeys((device.uuid for device in self._cluster.devices if device.usable), WHOLE_GPU)
+        for lease in self._cluster.leases:
+            for uuid in lease.devices if lease.state in HOLDS_CAPACITY else ():
+                if uuid in used:
+                    used[uuid] -= held_by(lease)
+        return {uuid: max(0, left) for uuid, left in used.items()}
+
+    @cached_property
+    def why(self) -> Mapping[str, Why]:
+        waiting = [x for x in self._cluster.leases if self._waits(x) and x.id not in self.grants]
+        return {x.id: self._reason(x) for x in sorted(waiting, key=self._order)}
+
+    def _waits(self, lease: Lease) -> bool:
+        returns = lease.kind is Kind.TRAIN or lease.wanted
+        return lease.state is State.PENDING or (lease.state is State.SUSPENDED and returns)
+
+    def _order(self, lease: Lease) -> tuple[int, float, str]:
+        demand, seat = self._demands.get(lease.id), live(self._seats, lease.id)
+        return demand.level if demand else 0, seat.since_at if seat else self._now, lease.id
+
+    def _reason(self, lease: Lease) -> Why:
+        if lease.retry_at > self._now:
+            return Why.BACKING_OFF
+        if lease.id not in self._demands:
+            return Why.QUOTA
+        seat = live(self._seats, lease.id)
+        if seat is None or seat.why is None:
+            return Why.AWAITING_RELEASE if seat and seat.seating is Seating.PLACED else Why.NO_CAPACITY
+        return seat.why
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Position among the waiting jobs of the same project."""
+        jobs = {x.id: x.project for x in self._cluster.leases if x.kind is Kind.TRAIN}
+        numbers: dict[str, int] = {}
+        found: dict[str, int] = {}
+        for lease_id in self.why:
+            if lease_id in jobs:
+                numbers[jobs[lease_id]] = found[lease_id] = numbers.get(jobs[lease_id], 0) + 1
+        return found
+
+    @cached_property
+    def grants(self) -> Mapping[str, Grant]:
+        return {action.lease: action for action in self._plan.actions if isinstance(action, Grant)}
+
+    @property
+    def suspends(self) -> tuple[Suspend, ...]:
+        return tuple(action for action in self._plan.actions if isinstance(action, Suspend))
+
+    @property
+    def free_milli(self) -> int:
+        return sum(self._free.values())
+
+    @cached_property
+    def borrowed(self) -> Mapping[str, bool]:
+        return {
+            x.id: x.id not in self._claimants
+            for x in self._cluster.leases
+            if x.state in HOLDS_CAPACITY - LEAVING and x.devices
+        }
+
+    @cached_property
+    def lent(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            x.id: tuple(guest.id for guest in guests(x, self._cluster, self._claimants))
+            for x in self._cluster.leases
+            if x.state is State.SUSPENDED and x.id in self._claimants
+        }
+
+    @cached_property
+    def claims_milli(self) -> Mapping[str, int]:
+        return claimed_milli(self._cluster, self._claimants)
+
+    @cached_property
+    def usage(self) -> Mapping[str, Use]:
+        return {use.project: use for use in explain.uses(self._cluster)}
+
+    def smaller(self, lease: Lease) -> Size | None:
+        """Return None: which smaller size would start, KAI does not say."""
+        return None
+
+    def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
+        return tuple(self._offer(project, size) for size in sizes)
+
+    def _offer(self, project: str, size: Size) -> Offer:
+        """Return what free capacity says; KAI may also take it from leases over their quota."""
+        probe = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=size, queued_at=self._now)
+        considered = replace(self._cluster, leases=(*self._cluster.leases, probe))
+        demand = demands(considered, self._sleepable, self._now).by_lease[_PROBE]
+        fitting: dict[str, int] = {}
+        for device in self._cluster.devices:
+            if device.usable and device.demand_milli(size) <= self._free[device.uuid]:
+                fitting[device.node] = fitting.get(device.node, 0) + 1
+        fits = any(n >= size.device_count for node, n in fitting.items() if node not in demand.not_nodes)
+        return Offer(
+            size=size,
+            starts=explain.Starts.NOW if fits else explain.Starts.NO,
+            why=Why.FREE_CAPACITY if fits else Why.NO_CAPACITY,
+            borrowed=demand.standing is Standing.BORROWED,
+            free_milli=self.free_milli,
+        )
+
+
+class KaiEngine(Engine):
+    """Decides what KAI-Scheduler decided.
+
+    ``sleepable``: nodes whose helper can suspend leases now.
+    """
+
+    def __init__(
+        self,
+        seats: KubeSeats,
+        sleepable: Callable[[], frozenset[str]],
+        clock: Callable[[], float],
+        *,
+        place_s: float = PLACE_S,
+        seat_s: float = SEAT_S,
+    ) -> None:
+        self._seats = seats
+        self._nodes = sleepable
+        self._clock = clock
+        self._place_s, self._seat_s = place_s, seat_s
+        self._configured: tuple[Project, ...] = ()
+        self._snapshot: tuple[Cluster, float] | None = None
+        self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
+        self._failure = ""
+        self._failed: dict[str, float] = {}  # leases and seats whose change failed, and until when it waits
+
+    async def run(self) -> None:
+        """Follow the cluster and settle what leases need until cancelled.
+
+        Raises:
+            Superseded: a newer broker is at work; the process must end for good.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._seats.run())
+            group.create_task(self._settling())
+
+    def _sleepable(self) -> frozenset[str]:
+        return self._nodes() if self._seats.age_s <= STALE_S else frozenset()
+
+    def decide(self, cluster: Cluster, now: float) -> Plan:
+        if not self._seats.is_known:
+            return Plan(())
+        plan = follow(cluster, self._seats.seats(), now)
+        times = [
+            at for at in (plan.next_at, demands(cluster, self._sleepable(), now).next_at) if at is not None
+        ]
+        return replace(plan, next_at=min(times, default=None))
+
+    async def settle(self, cluster: Cluster, now: float) -> None:
+        self._snapshot = cluster, now
+        self._seats.notify()
+
+    async def _settling(self) -> None:
+        while True:
+            change = self._next_change()
+            if change is None:
+                self._failure = ""
+                await self._seats.wait(_ROUND_S)
+                continue
+            assert self._snapshot is not None
+            try:
+                await self._seats.apply(change, self._snapshot[0].devices)
+            except (KubeError, InvalidRequest) as error:
+                if str(error) != self._failure:
+                    log.warning("seats: %s", error)
+                self._failure = str(error)
+                self._failed[_key(change)] = self._clock() + _ROUND_S
+                await self._seats.wait(0.1)
+
+    def _next_change(self) -> Change | None:
+        """Return the most urgent change; None: the seats are those that leases need, or a change waits."""
+        if self._snapshot is None or self._seats.age_s > STALE_S:
+            return None
+        (cluster, _), now = self._snapshot, self._clock()
+        arrived = {lease.id for lease in cluster.leases}
+        self._starting = {x: at for x, at in self._starting.items() if x not in arrived and now < at}
+        self._failed = {key: at for key, at in self._failed.items() if now < at}
+        needed = demands(cluster, self._sleepable(), now).by_lease
+        there = {lease: mine for lease, mine in self._seats.seats().items() if lease not in self._starting}
+        changes = reconcile(cluster, needed, there)
+        return next((change for change in changes if _key(change) not in self._failed), None)
+
+    # ---- a session starts ----------------------------------------------------
+
+    async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
+        if lost := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
+            raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
+        considered = replace(cluster, leases=(*cluster.leases, lease))
+        demand = demands(considered, self._sleepable(), now).by_lease[lease.id]
+        self._starting[lease.id] = float("inf")
+        try:
+            placed = await self._place(demand, cluster)
+        except BaseException:
+            await asyncio.shield(self._withdraw(lease.id))
+            raise
+        if isinstance(placed, Why):
+            await self._withdraw(lease.id)
+            free_milli = self.outlook(cluster, now).free_milli
+            return Explanation(why=placed, position=None, free_milli=free_milli)
+        # Until the lease is in a snapshot, which it is right after its grant was committed.
+        self._starting[lease.id] = self._clock() + _ROUND_S
+        held = {d.uuid: d.demand_milli(lease.size) for d in cluster.devices}
+        return Grant(
+            lease.id,
+            placed.devices,
+            max(held[uuid] for uuid in placed.devices),
+            Why.FREE_CAPACITY,
+            borrowed=demand.standing is Standing.BORROWED,
+        )
+
+    async def _place(self, demand: Demand, cluster: Cluster) -> Seat | Why:
+        """Create a seat, and wait for KAI's answer and then for the seat's connection."""
+        try:
+            async with asyncio.timeout(self._place_s):
+                name = await self._seats.create(demand, cluster.devices)
+                seat = await self._wait_for(
+                    demand.lease, name, lambda s: s.seating is not Seating.WAITING or s.why
+                )
+        except TimeoutError:
+            return Why.NO_CAPACITY
+        except KubeError as error:
+            log.warning("lease=%s has no seat: %s", demand.lease, error)
+            return Why.NO_CAPACITY
+        if seat.seating is Seating.WAITING:
+            return seat.why or Why.NO_CAPACITY
+        known = {device.uuid for device in cluster.devices}
+        try:
+            async with asyncio.timeout(self._seat_s):
+                seat = await self._wait_for(
+                    demand.lease, name, lambda s: s.seating is not Seating.PLACED or s.devices
+                )
+        except TimeoutError:
+            return Why.DEVICE_BROKEN
+        usable = seat.seating is Seating.PLACED and set(seat.devices) <= known
+        return seat if usable else Why.DEVICE_BROKEN
+
+    async def _wait_for(self, lease: str, name: str, until: Callable[[Seat], object]) -> Seat:
+        while True:
+            seat = next((s for s in self._seats.seats().get(lease, ()) if s.name == name), None)
+            if seat is not None and until(seat):
+                return seat
+            await self._seats.wait(_ROUND_S)
+
+    async def _withdraw(self, lease_id: str) -> None:
+        """Delete the seats of a refused start; what fails here, a later round deletes."""
+        try:
+            for _ in range(2):  # the pod, then its PodGroup
+                for seat in self._seats.seats().get(lease_id, ()):
+                    if seat.seating is not Seating.LEAVING:
+                        await self._seats.delete(seat.name)
+                await self._seats.wait(1.0)
+        except KubeError as error:
+            log.warning("lease=%s its seat is not deleted yet: %s", lease_id, error)
+        finally:
+            self._starting.pop(lease_id, None)
+
+    # ---- questions -----------------------------------------------------------
+
+    def check_request(self, cluster: Cluster, lease: Lease) -> None:
+        check_project(lease.project)
+        request(lease.size, cluster.devices)
+        explain.check_request(cluster, lease)
+
+    def outlook(self, cluster: Cluster, now: float) -> Outlook:
+        seats = self._seats.seats() if self._seats.is_known else {}
+        return KaiOutlook(cluster, seats, self._sleepable(), now)
+
+    def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
+        """Return nothing: a replay of ours would foretell another scheduler."""
+        return {}
+
+    def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
+        self._configured = configured
+        return tuple(in_force(project, self._seats.queues) for project in configured)
+
+    def set_project(self, project: Project) -> None:
+        """Refuse.
+
+        Raises:
+            Conflict: the numbers are those of the Queue, which the text names.
+        """
+        raise Conflict("the numbers of %1 are those of the cluster's Queue %1: change it there", project.name)
+
+    def trouble(self) -> tuple[str, ...]:
+        found = []
+        if self._seats.age_s > STALE_S:
+            found.append("The Kubernetes API server does not answer: nothing is lent until it does.")
+        else:
+            found += [
+                f"The cluster has no queue {name}." for name in missing(self._configured, self._seats.queues)
+            ]
+            for project in self._configured:
+                if in_force(project, self._seats.queues) != project:
+                    found.append(f"The numbers of project {project.name} differ from those of its Queue.")
+        if self._failure:
+            found.append(f"Seats cannot be changed: {self._failure}.")
+        return tuple(found)
+
+
+def _key(change: Change) -> str:
+    return change.demand.lease if isinstance(change, Create) else change.seat

@@ -1,0 +1,180 @@
+"""`KaiEngine` on an API server of the tests' own, a model of KAI, and nodes without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jupyter_gpushare.backends.kubernetes.client import ApiClient
+from jupyter_gpushare.backends.kubernetes.client import ApiServer as Address
+from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, seat_pod
+from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
+from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
+from jupyter_gpushare.broker.kai_engine import KaiEngine
+from jupyter_gpushare.core.kube.seats import Demand, Standing, request, seat_name
+from jupyter_gpushare.core.model import Kind, Lease, Project
+from tests.kube.apiserver import ApiServer, api_server
+from tests.kube.kai_model import GPU_GROUP, Kai
+from tests.kube.store import Json
+from tests.waiting import PATIENCE_S
+
+NS = "gpushare"
+MIB = 81920  # of each GPU
+
+
+class Nodes:
+    """Nodes that run seats: a bound seat connects, a deleted one ends once its memory has left.
+
+    Whole GPUs are handed out in random order; a seat does not learn them from its environment.
+    """
+
+    def __init__(self, server: ApiServer, nodes: Mapping[str, tuple[str, ...]], seed: int = 0) -> None:
+        self.server = server
+        self.gpus = dict(nodes)
+        self.devices: dict[str, tuple[str, ...]] = {}  # of connected seats
+        self.holds: set[str] = set()  # seats that may not end yet: their memory is on the device
+        self.connects = True
+        self._groups: dict[str, str] = {}
+        self._rng = random.Random(seed)
+        for name, uuids in nodes.items():
+            labels = {"nvidia.com/gpu.memory": str(MIB)}
+            status = {"allocatable": {"nvidia.com/gpu": str(len(uuids))}}
+            status |= {"conditions": [{"type": "Ready", "status": "True"}]}  # type: ignore[dict-item]
+            server.store.create(
+                "nodes", "", {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
+            )
+
+    def step(self) -> None:
+        """Do what every kubelet does next."""
+        store = self.server.store
+        pods = {pod["metadata"]["name"]: pod for pod in store.all("pods", NS) if pod["spec"].get("nodeName")}
+        for name in set(self.devices) - set(pods):
+            del self.devices[name]
+        used_groups = {pod["metadata"].get("labels", {}).get(GPU_GROUP) for pod in pods.values()}
+        self._groups = {group: uuid for group, uuid in self._groups.items() if group in used_groups}
+        for name, pod in pods.items():
+            if "deletionTimestamp" in pod["metadata"]:
+                if name not in self.holds:
+                    store.delete("pods", NS, name, grace_s=0)
+            elif pod["status"]["phase"] == "Pending":
+                store.patch("pods", NS, name, {"status": {"phase": "Running"}}, part="status")
+            elif name not in self.devices and self.connects:
+                self.devices[name] = self._pick(pod)
+
+    def _pick(self, pod: Json) -> tuple[str, ...]:
+        used = {uuid for mine in self.devices.values() for uuid in mine} | set(self._groups.values())
+        free = [uuid for uuid in self.gpus[pod["spec"]["nodeName"]] if uuid not in used]
+        self._rng.shuffle(free)
+        group = pod["metadata"].get("labels", {}).get(GPU_GROUP)
+        if group:
+            if group not in self._groups:
+                self._groups[group] = free[0]
+            return (self._groups[group],)
+        limits = pod["spec"]["containers"][0]["resources"].get("limits", {})
+        return tuple(sorted(free[: int(limits["nvidia.com/gpu"])]))
+
+    def adopt(self, name: str, pod: Json, devices: tuple[str, ...]) -> None:
+        self.devices[name] = devices
+        group = pod["metadata"]["labels"].get(GPU_GROUP)
+        if group:
+            self._groups[group] = devices[0]
+
+
+class Bed:
+    """One cluster with one engine; the scheduler and the nodes do something every few milliseconds."""
+
+    def __init__(self, server: ApiServer, nodes: Nodes, projects: tuple[Project, ...]) -> None:
+        self.server, self.nodes, self.store = server, nodes, server.store
+        self.kai = Kai(server.store)
+        self.client = ApiClient(Address(url=server.url))
+        self.epoch = 1
+        self.site = SeatPod(image="seat")
+        self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch)
+        self.sleepable = frozenset(nodes.gpus)
+        self.schedules = True
+        self.engine = KaiEngine(
+            self.seats,
+            lambda: self.sleepable,
+            lambda: asyncio.get_running_loop().time(),
+            place_s=20,
+            seat_s=20,
+        )
+        for body in queues(projects, 0):
+            self.store.create("queues", "", body)
+        for body in priority_classes(3):
+            self.store.create("priorityclasses", "", body)
+
+    def _connected(self, name: str) -> tuple[str, ...]:
+        return self.nodes.devices.get(name, ())
+
+    async def run(self) -> None:
+        while True:
+            before = dict(self.nodes.devices)
+            if self.schedules:
+                self.kai.cycle()
+            self.nodes.step()
+            if self.nodes.devices != before:
+                self.seats.notify()
+            await asyncio.sleep(0.02)
+
+    def seat(self, lease: Lease) -> str:
+        """Let a lease that holds devices have its seat, as if it had been placed before."""
+        standing = Standing.SESSION if lease.kind is Kind.BUILD else Standing.TRAIN
+        demand = Demand(lease=lease.id, project=lease.project, standing=standing, size=lease.size)
+        name = seat_name(random.randbytes(16))
+        self.store.create("podgroups", NS, pod_group(name, demand, self.epoch))
+        body = seat_pod(name, demand, request(lease.size, []), self.site, self.epoch)
+        if lease.size.fraction_milli < 1000:
+            body["metadata"]["labels"][GPU_GROUP] = f"group-of-{lease.devices[0]}"
+        body["status"] = {"phase": "Running"}
+        pod = self.store.create("pods", NS, body)
+        node = next(n for n, uuids in self.nodes.gpus.items() if lease.devices[0] in uuids)
+        self.nodes.adopt(name, pod, lease.devices)
+        self.store.bind(NS, name, node)
+        return name
+
+    def seats_of(self, lease: str) -> list[Json]:
+        found = self.store.all("podgroups", NS)
+        return [g for g in found if g["metadata"]["labels"]["gpushare.jupyter.org/lease"] == lease]
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := condition()):
+                await asyncio.sleep(0.01)
+        return found
+
+    async def quiet(self) -> None:
+        """Return when nothing has changed for a while and the engine knows it."""
+        async with asyncio.timeout(PATIENCE_S):
+            since, version = 0, -1
+            while since < 15:
+                await asyncio.sleep(0.02)
+                known = self.seats.is_known and self._is_up_to_date()
+                since = since + 1 if known and version == self.store.version else 0
+                version = self.store.version
+
+    def _is_up_to_date(self) -> bool:
+        there = {g["metadata"]["name"] for g in self.store.all("podgroups", NS)}
+        return {s.name for mine in self.seats.seats().values() for s in mine} == there
+
+
+@asynccontextmanager
+async def kube_bed(
+    nodes: Mapping[str, tuple[str, ...]], projects: Iterable[Project], seed: int = 0
+) -> AsyncIterator[Bed]:
+    """A cluster with these nodes (their GPUs) and queues for these projects."""
+    async with api_server() as server:
+        bed = Bed(server, Nodes(server, nodes, seed), tuple(projects))
+        tasks = [asyncio.create_task(bed.run()), asyncio.create_task(bed.engine.run())]
+        await bed.until(lambda: bed.seats.is_known)
+        try:
+            yield bed
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            await bed.client.close()
+            assert not [e for e in ended if isinstance(e, Exception)], ended
