@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 
 from jupyter_gpushare.backends.kubernetes.client import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
@@ -89,7 +90,7 @@ class KaiOutlook(Outlook):
 
     def _order(self, lease: Lease) -> tuple[int, float, str]:
         demand, seat = self._demands.get(lease.id), live(self._seats, lease.id)
-        return demand.level if demand else 0, seat.since_at if seat else self._now, lease.id
+        return demand.level if demand else 0, seat.since_at if seat else inf, lease.id
 
     def _reason(self, lease: Lease) -> Why:
         if lease.retry_at > self._now:
@@ -229,7 +230,7 @@ class KaiEngine(Engine):
         while True:
             change = self._next_change()
             if change is None:
-                self._failure = ""
+                self._failure = self._failure if self._failed else ""
                 await self._seats.wait(_ROUND_S)
                 continue
             assert self._snapshot is not None
@@ -262,7 +263,7 @@ class KaiEngine(Engine):
             raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
         considered = replace(cluster, leases=(*cluster.leases, lease))
         demand = demands(considered, self._sleepable(), now).by_lease[lease.id]
-        self._starting[lease.id] = float("inf")
+        self._starting[lease.id] = inf
         try:
             placed = await self._place(demand, cluster)
         except BaseException:

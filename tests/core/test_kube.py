@@ -403,6 +403,11 @@ class TestFollow:
         )
         assert follow(c, seats(seat("a", "1"), seat("j")), NOW).actions == ()
 
+    def test_a_session_that_is_not_wanted_gives_its_seat_back(self):
+        c = cluster(build("a", 500, "0", state=ASLEEP))
+        assert follow(c, seats(seat("a", "0")), NOW).actions == ()
+        assert reconcile(c, demands(c, NODES, NOW).by_lease, seats(seat("a", "0"))) == [Delete("s-a")]
+
     def test_a_wake_goes_first(self):
         c = cluster(train("j", 500), build("b", 500, "0"), build("a", 500, "0", state=ASLEEP, wanted=True))
         plan = follow(c, seats(seat("j", "0"), seat("a", "0")), NOW)

@@ -92,20 +92,27 @@ class Bed:
         self.client = ApiClient(Address(url=server.url))
         self.epoch = 1
         self.site = SeatPod(image="seat")
-        self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch)
         self.sleepable = frozenset(nodes.gpus)
         self.schedules = True
-        self.engine = KaiEngine(
-            self.seats,
-            lambda: self.sleepable,
-            lambda: asyncio.get_running_loop().time(),
-            place_s=20,
-            seat_s=20,
-        )
         for body in queues(projects, 0):
             self.store.create("queues", "", body)
         for body in priority_classes(3):
             self.store.create("priorityclasses", "", body)
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """Start an engine that knows nothing yet."""
+        self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch)
+        clock = asyncio.get_running_loop().time
+        self.engine = KaiEngine(self.seats, lambda: self.sleepable, clock, place_s=20, seat_s=20)
+        self.engine_task = asyncio.create_task(self.engine.run())
+
+    async def restart_engine(self) -> None:
+        """End the engine wherever it is, and start another."""
+        self.engine_task.cancel()
+        await asyncio.gather(self.engine_task, return_exceptions=True)
+        self.epoch += 1
+        self.start_engine()
 
     def _connected(self, name: str) -> tuple[str, ...]:
         return self.nodes.devices.get(name, ())
@@ -143,6 +150,8 @@ class Bed:
     async def until(self, condition: Callable[[], Any]) -> Any:
         async with asyncio.timeout(PATIENCE_S):
             while not (found := condition()):
+                if self.engine_task.done():
+                    self.engine_task.result()
                 await asyncio.sleep(0.01)
         return found
 
@@ -168,13 +177,14 @@ async def kube_bed(
     """A cluster with these nodes (their GPUs) and queues for these projects."""
     async with api_server() as server:
         bed = Bed(server, Nodes(server, nodes, seed), tuple(projects))
-        tasks = [asyncio.create_task(bed.run()), asyncio.create_task(bed.engine.run())]
+        running = asyncio.create_task(bed.run())
         await bed.until(lambda: bed.seats.is_known)
         try:
             yield bed
         finally:
+            tasks = running, bed.engine_task
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             await bed.client.close()
-            assert not [e for e in ended if isinstance(e, Exception)], ended
+        assert not [e for e in ended if isinstance(e, Exception)], ended

@@ -6,8 +6,9 @@ lease and its seats                 action
 waiting job, a placed seat          `Grant` of the devices of the seat
 running, no seat, or one that       `Suspend`; a job that cannot be suspended and come
 leaves                              back: `Requeue`
-suspended, a placed seat on its     `Resume`
-own devices
+suspended job, or session that is   `Resume`
+wanted, a placed seat on its own
+devices
 ==================================  ====================================================
 
 A seat is placed for these rules once it is connected: only then its devices are known.  Nothing
@@ -109,6 +110,8 @@ def _action(lease: Lease, cluster: Cluster, seats: Seats) -> Action | None:
         case State.RUNNING if not has_seat:
             return _evicted(lease, cluster)
         case State.SUSPENDED if seat is not None and set(seat.devices) == set(lease.devices):
+            if lease.kind is Kind.BUILD and not lease.wanted:
+                return None  # it gives its seat back
             return Resume(lease.id, Why.WANTED if lease.wanted else Why.CAPACITY_BACK)
         case _:
             return None
