@@ -178,7 +178,7 @@ class KaiOutlook(Outlook):
 class KaiEngine(Engine):
     """Decides what KAI-Scheduler decided.
 
-    ``sleepable``: nodes whose helper can suspend leases now.
+    ``sleepable``: nodes on which a helper can suspend leases now.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class KaiEngine(Engine):
         self._snapshot: tuple[Cluster, float] | None = None
         self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
         self._failure = ""
-        self._failed: dict[str, float] = {}  # leases and seats whose change failed, and until when it waits
+        self._failed: dict[str, float] = {}  # leases and seats with a failed change: not tried again before
 
     async def run(self) -> None:
         """Follow the cluster and settle what leases need until cancelled.

@@ -1,7 +1,7 @@
 """Objects of the Kubernetes API: the fields that we read, and the objects that we create.
 
 A seat is a PodGroup and a pod of the same name.  The PodGroup is created first: KAI ignores a pod
-whose PodGroup is missing.  Neither has ownerReferences, and the pod says ``skip-podgrouper``: KAI
+without one.  Neither has ownerReferences, and the pod says ``skip-podgrouper``: KAI
 makes a PodGroup of its own for a pod that has an owner.
 """
 

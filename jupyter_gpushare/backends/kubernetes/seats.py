@@ -58,7 +58,7 @@ class KubeSeats:
         self._connected = connected
         self._epoch = epoch
         self._news = asyncio.Event()
-        self._beginning: set[str] = set()  # seats whose pod does not exist yet
+        self._beginning: set[str] = set()  # seats being created
         self._deleted: dict[str, str] = {}  # deleted pods, and the version that was; until the watch tells it
         own = {"namespace": site.namespace, "selector": SELECTOR, "changed": self.notify}
         self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class KubeSeats:
                 group.create_task(copy.run())
 
     def notify(self) -> None:
-        """Wake who waits for news: a seat changed, or connected."""
+        """End every `wait`: a seat changed, or connected."""
         self._news.set()
         self._news = asyncio.Event()
 

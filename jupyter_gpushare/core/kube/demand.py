@@ -43,7 +43,7 @@ class Demands:
 def demands(cluster: Cluster, sleepable: Container[str], now: float) -> Demands:
     """Return what every lease needs at ``now``.
 
-    ``sleepable``: nodes whose helper can suspend a lease now.  While news are old it is empty, so
+    ``sleepable``: nodes on which a helper can suspend a lease now.  While news are old it is empty, so
     that nothing becomes lendable.
     """
     return _Round(cluster, sleepable, now).run()
