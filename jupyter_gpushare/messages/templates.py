@@ -298,9 +298,13 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.being_freed": "Needs %1; GPUs are being freed for it.",
         "waiting.told": "Needs %1; the owner of an idle session was told, and it starts at %2 or soon after.",
         "waiting.host_memory": "Needs %1; there is not enough RAM to put more idle sessions to sleep.",
-        "waiting.reserved": "Needs %1; it has waited for long, so GPUs that become free are kept for it.",
+        "waiting.reserved": (
+            "Needs %1; it has waited for long, so GPUs that become free are kept for it "
+            "while its project is within its share."
+        ),
         "waiting.not_bypassed": (
-            "Needs %1; it has waited for long, so no job behind it in its project gets those GPUs first."
+            "Needs %1; it has waited for long, so of the jobs behind it in its project "
+            "only those within its quota get those GPUs first."
         ),
         "waiting.in_order": "Needs %1; the job before it starts first.",
         "waiting.not_worth_it": "Needs %1; pausing others for it would cost more than it gains.",
