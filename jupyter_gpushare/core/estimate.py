@@ -9,7 +9,9 @@ One future (`future`) gives a number of seconds for every question.  `BANDS` say
 which factors outcomes differ from that number in the middle 80 % of the cases, on
 jittered copies of the Philly traces (docs/benchmarks.md).  A question with a wider
 band has no answer: when a job in a later group of the order starts, when a job
-without measured progress ends, and when GPUs become free while such a job runs.
+without measured progress ends, when GPUs become free while such a job runs, and
+every start where several projects share the GPUs (new jobs of another project move
+the shares, and no future of the jobs that are there knows them).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import enum
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 from types import MappingProxyType
 
 from jupyter_gpushare.core.future import replayed
@@ -45,10 +47,10 @@ Band = tuple[float, float]
 # with one project, and where several share the GPUs.
 BANDS: Mapping[Basis, tuple[Band, Band | None]] = MappingProxyType(
     {
-        Basis.START: ((-0.55, 0.8), (-0.6, 1.35)),
+        Basis.START: ((-0.8, 0.5), None),
         Basis.START_OF_GANG: ((-0.3, 0.9), None),
-        Basis.END_OF_RUNNING: ((-0.45, 0.75), (-1.0, 0.5)),
-        Basis.END_OF_WAITING: ((-0.35, 1.35), (-0.6, 1.4)),
+        Basis.END_OF_RUNNING: ((-0.4, 0.6), (-1.05, 0.75)),
+        Basis.END_OF_WAITING: ((-0.3, 1.35), (-0.6, 1.45)),
     }
 )
 # A wider range is not told; below `OFFSET_S` all is the same.
@@ -69,6 +71,7 @@ class Work:
 
     left_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by lease, of measured jobs
     ran_s: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of ended jobs, by project
+    limit_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by lease, until its maximum run time
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +144,18 @@ class _Samples:
 
     def __init__(self, work: Work) -> None:
         self._measured = work.left_gpu_s
+        self._limits = work.limit_gpu_s
         self._of_all = sorted(seconds for ran_s in work.ran_s.values() for seconds in ran_s)
         self._of = {name: sorted(ran_s) for name, ran_s in work.ran_s.items() if len(ran_s) >= LEAST}
 
     def left_gpu_s(self, lease: Lease, now: float) -> float | None:
         """Return the GPU-seconds that a job has left; None: nothing is known."""
-        if (measured := self._measured.get(lease.id)) is not None:
-            return measured
+        left = self._measured.get(lease.id)
+        if left is None:
+            left = self._median_gpu_s(lease, now)
+        return None if left is None else min(left, self._limits.get(lease.id, inf))
+
+    def _median_gpu_s(self, lease: Lease, now: float) -> float | None:
         samples = self._of.get(lease.project, self._of_all)
         if len(samples) < LEAST:
             return None

@@ -4,8 +4,8 @@ It is much cheaper than `replay`, which plans with every rule, and answers for a
 jobs at once.  What it leaves out is measured with the rest of the error
 (`estimate.BANDS`).  Its rules:
 
-* Free GPUs go to the project that is below its quota, then to the one furthest below its
-  fair share with its lag (`fairshare`), and there to the first job in the site's order that fits.
+* Free GPUs go to the project that is below its quota, then to the one furthest below its fair
+  share, and there to the first job in the site's order that fits.  Lags (`fairshare`) are left out.
 * Where the order preempts, a waiting job takes the GPUs of running jobs of its
   project that are of a later level, and within the share of its project those of
   projects above theirs.  Jobs keep their GPUs for the minimum run time.
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from jupyter_gpushare.core.fairshare import Ledger
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, is_waiting, order_of, rank
+from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank
+from jupyter_gpushare.core.quota import fair_shares
 
 HORIZON_S = 30 * 86_400.0
 # Parts of a GPU: sums of thirds are not exact.
@@ -63,13 +63,12 @@ def replayed(
 class _Job:
     __slots__ = (
         *("attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "running", "runs_from"),
-        *("stamp", "waiting"),
+        "stamp",
     )
 
     def __init__(self, lease: Lease, now: float, left: float) -> None:
         self.lease = lease
-        # The lease in either state, made once: on a clock that shows for how long it has run on its GPUs.
-        self.waiting = lease if is_waiting(lease) else replace(lease, state=State.PENDING)
+        # As it runs, on a clock that shows for how long it has run on its GPUs.
         self.running = replace(lease, state=State.RUNNING, attained_gpu_s=0.0, attained_at=0.0)
         self.gpus = gpus(lease)
         self.attained = attained_gpu_s(lease, now)
@@ -93,12 +92,11 @@ class _Replay:
         self._projects = {p.name: p for p in cluster.projects}
         self._used = dict.fromkeys(self._projects, 0.0)
         self._shares = dict.fromkeys(self._projects, inf)
-        self._catch_up: dict[str, float] = {}  # GPUs that a project may have more, for its lag
-        self._free = float(sum(device.usable for device in cluster.devices))
-        self._ledger: Ledger | None = None
-        if cluster.settings.fairness_horizon_s and len(cluster.projects) > 1:
-            self._ledger = Ledger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
-            self._ledger.recount(lease for lease in cluster.leases if not lease.cancelled)
+        self._capacity_milli = WHOLE_GPU * sum(device.usable for device in cluster.devices)
+        self._free = self._capacity_milli / WHOLE_GPU
+        # What each project holds and waits for; none if projects do not share.
+        is_shared = cluster.settings.fairness_horizon_s and len(cluster.projects) > 1
+        self._demand_milli = dict.fromkeys(self._projects if is_shared else (), 0)
         self._jobs: dict[str, _Job] = {}
         self._left = 0  # jobs that have not ended
         self._events: list[tuple[float, int, int, str]] = []
@@ -110,9 +108,12 @@ class _Replay:
         self._lent = 0.0  # GPUs of sessions, which only jobs get
         for lease in cluster.leases:
             self._adopt(lease, left_gpu_s.get(lease.id, inf))
+        self._share()
 
     def _adopt(self, lease: Lease, left: float) -> None:
         holds = lease.state in HOLDS_CAPACITY
+        if holds or (lease.kind is Kind.TRAIN and not lease.cancelled):
+            self._demand(lease, 1)
         if lease.kind is Kind.BUILD:
             at = eligible_at(lease, self._settings)
             if holds:
@@ -172,8 +173,9 @@ class _Replay:
             self._hold(job)
         else:
             self.ends_at[name] = self.now
-            self._count(job.running, -1)
             self._left -= 1
+            self._demand(job.lease, -1)
+            self._share()
         return True
 
     # -- jobs
@@ -222,13 +224,7 @@ class _Replay:
             self.starts_at[lease.id] = self.now
             job.is_new = False
         job.granted_at = self.now
-        self._count(job.waiting, -1)
-        self._count(job.running, 1)
         self._hold(job)
-
-    def _count(self, lease: Lease, sign: int) -> None:
-        if self._ledger is not None:
-            self._ledger.count(lease, sign)
 
     # -- decisions
 
@@ -237,19 +233,18 @@ class _Replay:
         free = max(0.0, self._free - self._lent)
         if not self.free_at or free > self.free_at[-1][1] + _EPSILON:
             self.free_at.append((self.now, free))
-        self._share()
         while self._start_next() or (self._order.preempts and self._preempt()):
             pass
 
+    def _demand(self, lease: Lease, sign: int) -> None:
+        if lease.project in self._demand_milli:
+            self._demand_milli[lease.project] += sign * int(WHOLE_GPU * gpus(lease))
+
     def _share(self) -> None:
-        """Compute what each project may hold, in GPUs, and what it catches up of that."""
-        if self._ledger is None:
-            return
-        self._ledger.advance(self.now)
-        shares = self._ledger.shares_milli()
-        for name, lag in self._ledger.lags_gpu_s.items():
-            self._catch_up[name] = lag / (self._settings.fairness_horizon_s or inf)
-            self._shares[name] = shares[name] / WHOLE_GPU + self._catch_up[name]
+        """Compute what each project may hold, in GPUs."""
+        if self._demand_milli:
+            found = fair_shares(self._projects.values(), self._demand_milli, self._capacity_milli)
+            self._shares = {name: milli / WHOLE_GPU for name, milli in found.items()}
 
     def _start_next(self) -> bool:
         if self._free <= _EPSILON:
@@ -271,32 +266,37 @@ class _Replay:
         quota = project.quota_milli / WHOLE_GPU
         if used + count <= quota + _EPSILON:
             return 0, used / quota
-        over = used - quota - self._catch_up.get(name, 0.0)
-        return 2 - self._is_within_share(name, count), over / max(project.weight, 1)
+        return 2 - self._is_within_share(name, count), (used - quota) / max(project.weight, 1)
 
     def _is_within_share(self, name: str, count: float) -> bool:
         return self._used.get(name, 0.0) + count <= self._shares.get(name, 0.0) + _EPSILON
 
     def _preempt(self) -> bool:
         """Start the first waiting job that may take the GPUs of running jobs."""
+        above = self._above_share()
         heads = sorted((heap[0], key) for key, heap in self._waiting.items() if heap)
         for place, (project, count) in heads:
             missing, running = count - self._free, self._running.get(project)
             victims: list[_Job] = []
             if running and running[-1][0] > place[0]:
                 victims = self._victims(project, place[0], missing)
-            if not victims and self._ledger is not None and self._is_within_share(project, count):
-                victims = self._victims_beyond_share(project, missing)
+            if not victims and above:
+                most, other = above[above[0][1] == project]
+                if missing <= most + _EPSILON and self._is_within_share(project, count):
+                    victims = self._victims(other, _FIRST, missing, most)
             if victims:
                 for job in victims:
                     self._let_go(job)
-                    self._count(job.running, -1)
-                    self._count(job.waiting, 1)
                     # It comes before others of its level, the last to stop first.
                     self._put(job, (job.level, False, False, -self.now, ""))
                 self._start(self._jobs[place[-1]])
                 return True
         return False
+
+    def _above_share(self) -> list[tuple[float, str]]:
+        """Return GPUs and name of the two projects that are furthest above their shares, if several share."""
+        above = [(self._used[n] - self._shares[n], n) for n in self._demand_milli]
+        return sorted(above, reverse=True)[:2]
 
     def _victims(self, project: str, level: Level, missing: float, beyond: float = inf) -> list[_Job]:
         """Return running jobs of a later level that make way; none if they are not enough.
@@ -315,13 +315,6 @@ class _Replay:
                 missing -= job.gpus
                 beyond -= job.gpus
         return found if missing <= _EPSILON else []
-
-    def _victims_beyond_share(self, project: str, missing: float) -> list[_Job]:
-        """Return running jobs of the project that is furthest above its share."""
-        above = {n: self._used[n] - max(0.0, self._shares[n]) for n in self._running if n in self._shares}
-        above.pop(project, None)
-        most = max(above, key=lambda name: above[name], default=None)
-        return [] if most is None else self._victims(most, _FIRST, missing, above[most])
 
     def _recheck(self, at: float) -> None:
         if at < self._recheck_at:

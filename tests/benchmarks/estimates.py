@@ -56,6 +56,7 @@ class Case:
 
 FOUR = ((1, 0), (1, 0), (2, 0), (4, 2))
 CASES = {
+    "2 GPUs": Case("training_philly_0e4a51", 2, reporting=(1.0,), every=20),
     "8 GPUs": Case("training_philly_0e4a51", 8, reporting=(0.0, 0.5, 1.0), every=5),
     "8 GPUs, 4 projects": Case("training_philly_0e4a51", 8, FOUR, every=5),
     "0e4a51": Case("training_philly_0e4a51", 40, reporting=(0.0, 0.5, 1.0)),
@@ -128,7 +129,7 @@ class Questions:
             max_bypass_s=DEFAULT_POLICY.max_bypass_s,
             fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
         )
-        fleet = Fleet(gpus=count, nodes=count // 8)
+        fleet = Fleet(gpus=count, nodes=max(1, count // 8))
         self.devices = fleet.devices()
         self.seen = Outcomes(count)
         self.random = Random(seed)
@@ -193,7 +194,8 @@ def measure(
 ) -> Counter[str]:
     """Count the answers of one copy: asked, told, and with their outcome in the range, by kind."""
     questions = Questions(jobs, case, share, order, seed)
-    at = sorted(job.submit_at + 1 for job in Random(seed).sample(jobs, moments))
+    some_of = Random(seed).sample(jobs, min(moments, len(jobs)))
+    at = sorted(job.submit_at + 1 for job in some_of)
     counts: Counter[str] = Counter()
     for lease, is_end, asked_at, range_ in questions.asked(at):
         kind = "end" if is_end else "start" if lease else "session"

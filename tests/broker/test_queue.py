@@ -275,6 +275,18 @@ async def reports(broker, job):
 
 
 @in_virtual_time
+async def test_a_job_is_expected_to_end_by_its_maximum_run_time(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "2", program=Program(work_s=4_000), max_run_s=1_000.0)
+        await until(lambda: broker.state(job) == "running", 120)
+        await reports(broker, job)
+        await broker.views.forecast.refresh()
+        ends = broker.seen(job).ends_in
+        assert ends.low_s < 200 < ends.high_s < 600
+
+
+@in_virtual_time
 async def test_a_session_that_finds_no_gpu_learns_when_one_is_free(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

@@ -70,14 +70,25 @@ def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight(basis, is
     assert (told > 0) is (BANDS[basis][is_shared] is not None)
 
 
-def test_where_several_projects_share_no_gang_learns_when_it_starts():
+def test_where_several_projects_share_only_measured_ends_are_told():
     projects = [project("p", 1), project("q", 1)]
-    gang = train("gang", 1000, device_count=2, queued_at=NOW, waits_since_at=NOW)
     too = train("too", 1000, "1", attained_at=NOW, project="q")
-    jobs = (running(), too, waiting("one", queued_at=NOW + 1), gang)
+    jobs = (running(), too, waiting("one"))
     c = queue(*jobs, gpus=2, projects=projects, fairness_horizon_s=1_800.0)
     found = forecast(c, NOW, Work(left_gpu_s={x.id: 3_000.0 for x in jobs}))
-    assert found.starts == {"one": around(3_000, Basis.START, is_shared=True)}
+    assert not found.starts
+    assert found.free_in(1) is None
+    assert found.ends == {
+        "on": around(3_000, Basis.END_OF_RUNNING, is_shared=True),
+        "too": around(3_000, Basis.END_OF_RUNNING, is_shared=True),
+        "one": around(6_000, Basis.END_OF_WAITING, is_shared=True),
+    }
+
+
+@pytest.mark.parametrize("left_gpu_s", [{}, {"on": 5_000.0}])
+def test_no_job_is_expected_to_run_for_longer_than_its_maximum(left_gpu_s):
+    work = Work(ran_s=SITE.ran_s, left_gpu_s=left_gpu_s, limit_gpu_s={"on": 90.0})
+    assert forecast(queue(running(), waiting()), NOW, work).starts["next"] == around(90, Basis.START)
 
 
 def test_ended_jobs_of_the_project_come_before_those_of_the_site():

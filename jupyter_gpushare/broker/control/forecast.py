@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
-from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.engine import Engine, Estimate, JobForecast, Work
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import Cluster, State
-from jupyter_gpushare.core.order import attained_gpu_s
+from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
@@ -126,17 +126,23 @@ class Forecast:
         """Return what is known of the work of jobs: by progress, and by those that ended."""
         registry = self._registry
         left: dict[str, float] = {}
+        limits: dict[str, float] = {}
         ran_s: dict[str, list[float]] = {}
         for record in registry.leases.values():
-            job = registry.job_of(record)
-            if job is not None and job.measure is not None:
+            if (job := registry.job_of(record)) is None:
+                continue
+            if job.measure is not None:
                 found = job.measure.left_at(attained_gpu_s(record.lease, now))
                 if found is not None:
                     left[record.id] = found
+            if (limit_s := time_limit.limit_s(job)) is not None:
+                running_s = time_limit.left_s(job, record, now)
+                left_s = limit_s - job.ran_s if running_s is None else running_s
+                limits[record.id] = max(0.0, left_s) * gpus(record.lease)
         newest = (j for j in reversed(tuple(registry.jobs.values())) if _has_run(j))
         for job in islice(newest, MAX_SAMPLES):
             ran_s.setdefault(job.project, []).append(job.ran_s)
-        return Work(left_gpu_s=left, ran_s=ran_s)
+        return Work(left_gpu_s=left, ran_s=ran_s, limit_gpu_s=limits)
 
 
 def seconds(found: Estimate | None) -> wire.Estimate | None:
