@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import traceback
 from dataclasses import fields, replace
+from pathlib import Path
 
 import alembic.autogenerate
 import alembic.migration
@@ -462,3 +463,9 @@ async def test_use_of_a_day_is_replaced_and_old_days_are_dropped(database, monke
     loaded = store.load()
     store.close()
     assert [(u.day, u.used_gpu_s) for u in loaded.usage] == [("2025-01-03", 1.5), ("2025-01-04", 9.0)]
+
+
+def test_migrations_are_one_row_without_a_number_twice():
+    folder = Path(store_module.__file__).parent / "migrations" / "versions"
+    numbers = sorted(path.name.partition("_")[0] for path in folder.glob("[0-9]*.py"))
+    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
