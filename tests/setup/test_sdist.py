@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,28 @@ def test_the_wheel_from_it_is_the_wheel_from_the_checkout_without_node_npm_and_g
     assert made.name == wheel.name
     with zipfile.ZipFile(made) as ours, zipfile.ZipFile(wheel) as theirs:
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
+
+
+def test_pip_installs_it_into_an_empty_environment_without_node(sdist, tmp_path, bare):
+    folder = tmp_path / "env"
+    venv.create(folder, with_pip=False)
+    command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
+    # What the build needs comes from the environment of the tests, not from an index.
+    for package in ("hatchling", "packaging", "pathspec", "pluggy", "trove_classifiers"):
+        (tmp_path / "builder" / package).parent.mkdir(exist_ok=True)
+        (tmp_path / "builder" / package).symlink_to(Path(import_module(package).__file__).parent)
+    subprocess.run(
+        [*command, "--no-deps", "--no-index", "--no-build-isolation", sdist],
+        env={**bare, "PYTHONPATH": str(tmp_path / "builder")},
+        check=True,
+        timeout=240,
+    )
+    assert (folder / "bin" / "gpushare").is_file()
+    extension = folder / "share/jupyter/labextensions/jupyter-gpushare"
+    assert (extension / "package.json").is_file()
+    assert list((extension / "static").glob("remoteEntry.*"))
+    (library,) = folder.rglob("libgpushare_preload.so")
+    ctypes.CDLL(str(library))
 
 
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
