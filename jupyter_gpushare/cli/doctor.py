@@ -34,7 +34,7 @@ from jupyter_gpushare.gpu.leases.files import (
     PagePhase,
 )
 from jupyter_gpushare.gpu.leases.host import limit_bytes
-from jupyter_gpushare.messages import gigabytes
+from jupyter_gpushare.messages import gibibytes
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
 
@@ -309,7 +309,7 @@ def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -
     if "JUPYTERHUB_USER" not in environment:
         return _ok(name, "This is no server of a Hub.")
     if most_bytes is not None:
-        return _ok(name, f"This server is limited to {gigabytes(most_bytes)}.")
+        return _ok(name, f"This server is limited to {gibibytes(most_bytes)}.")
     return _warn(
         name,
         "This server's memory is not limited: it can take all of its machine.",
@@ -381,12 +381,12 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
     ]
     total = sum(limits)
     if lease is not None and lease.memory_limit_bytes and total != lease.memory_limit_bytes:
-        said = f"The limit page says {gigabytes(total)}, the broker {gigabytes(lease.memory_limit_bytes)}."
+        said = f"The limit page says {gibibytes(total)}, the broker {gibibytes(lease.memory_limit_bytes)}."
         return _warn(name, said, "run doctor again; if it stays, tell the administrator")
     if os.access(path, os.W_OK):
-        said = f"{gigabytes(total)}, in a page that this user could change."
+        said = f"{gibibytes(total)}, in a page that this user could change."
         return _warn(name, said, "fine for a demo; in production the device helper runs as another user")
-    return _ok(name, f"{gigabytes(total)} on {count} device{'s' if count != 1 else ''}.")
+    return _ok(name, f"{gibibytes(total)} on {count} device{'s' if count != 1 else ''}.")
 
 
 def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:

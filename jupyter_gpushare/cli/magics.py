@@ -20,7 +20,7 @@ from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.cli import broker_url, main
 from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.messages import gigabytes, local
+from jupyter_gpushare.messages import gibibytes, local
 from jupyter_gpushare.protocol import wire
 
 
@@ -28,7 +28,7 @@ def lease_text(lease: wire.LeaseStatus | None) -> str:
     """Return two lines about a lease: numbers, and what happens next."""
     if lease is None:
         return "This server has no GPU."
-    used, limit = gigabytes(lease.memory_used_bytes), gigabytes(lease.memory_limit_bytes)
+    used, limit = gibibytes(lease.memory_used_bytes), gibibytes(lease.memory_limit_bytes)
     sentence = local(lease.sentence, lease.sentence_texts)
     return f"{lease.size} of {lease.device_name}: {used} of {limit}, {lease.badge}\n{sentence}"
 

@@ -24,7 +24,7 @@ from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
 from jupyter_gpushare.hub import broker_access, compat, contract
 from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
-from jupyter_gpushare.messages import gigabytes
+from jupyter_gpushare.messages import gibibytes
 
 _SERVER_SCOPES = {
     "users:activity!user",
@@ -256,8 +256,8 @@ def _host_memory(site: Site) -> Found:
     if site.machine.ram_bytes // 2 < largest:
         yield _warn(
             "host-memory",
-            f"Half of the RAM ({gigabytes(site.machine.ram_bytes // 2)}) is smaller than the largest GPU "
-            f"({gigabytes(largest)}): a session that fills it cannot be put to sleep.",
+            f"Half of the RAM ({gibibytes(site.machine.ram_bytes // 2)}) is smaller than the largest GPU "
+            f"({gibibytes(largest)}): a session that fills it cannot be put to sleep.",
             "add memory, or raise --host-budget-percent of the device helper",
         )
 

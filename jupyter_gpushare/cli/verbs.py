@@ -25,7 +25,7 @@ from jupyter_gpushare.cli.output import (
     say,
 )
 from jupyter_gpushare.errors import BrokerUnavailable
-from jupyter_gpushare.messages import duration, gigabytes, local, printable
+from jupyter_gpushare.messages import duration, gibibytes, local, printable
 from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def status(args: argparse.Namespace) -> int:
         print("No GPU is held.")
     for lease in status.leases:
         where = "" if lease.server == "" else f" ({lease.server})"
-        used = f"{gigabytes(lease.memory_used_bytes)} of {gigabytes(lease.memory_limit_bytes)}"
+        used = f"{gibibytes(lease.memory_used_bytes)} of {gibibytes(lease.memory_limit_bytes)}"
         print(
             printable(
                 f"{lease.size}{where}  {used}  {lease.badge}  project {lease.project}, held by {lease.level}"
@@ -112,7 +112,7 @@ def status(args: argparse.Namespace) -> int:
                 [
                     p.name,
                     *map(gpus, (p.quota_milli, p.in_use_milli, p.borrowed_milli, p.lent_milli)),
-                    gigabytes(p.saved_bytes) if p.saved_bytes else "-",
+                    gibibytes(p.saved_bytes) if p.saved_bytes else "-",
                     str(p.waiting),
                 ]
                 for p in status.projects

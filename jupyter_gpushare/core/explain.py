@@ -28,8 +28,9 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.planner import dry_run
 from jupyter_gpushare.core.quota import fair_shares, size_of
 from jupyter_gpushare.core.scheduler import SchedulingRound
-from jupyter_gpushare.core.size import Size, gigabytes
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gibibytes import gibibytes
 
 # Fractions that `smaller` tries.
 _FRACTIONS = (750, 500, 250, 125)
@@ -172,8 +173,8 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
     most = max(device.grantable_bytes for device in devices)
     if size.memory_bytes > most:
         raise InvalidRequest(
-            f"Asks for {gigabytes(size.memory_bytes)} of GPU memory; "
-            f"the largest GPU has {gigabytes(most)} to give.",
+            f"Asks for {gibibytes(size.memory_bytes)} of GPU memory; "
+            f"the largest GPU has {gibibytes(most)} to give.",
             reason=Why.TOO_LARGE,
         )
 

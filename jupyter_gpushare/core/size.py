@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gibibytes import gibibytes
 
 WHOLE_GPU = 1000  # thousandths
 MOST_GPUS = 1024
@@ -76,11 +77,11 @@ class Size(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``1/2 GPU``, ``2 GPUs``, ``20 GB of a GPU``, ``MIG 1g.10gb``."""
+        """``1/2 GPU``, ``2 GPUs``, ``20 GiB of a GPU``, ``MIG 1g.10gb``."""
         if self.profile:
             return f"MIG {self.profile}"
         if self.memory_bytes:
-            return f"{gigabytes(self.memory_bytes)} of a GPU"
+            return f"{gibibytes(self.memory_bytes)} of a GPU"
         if self.device_count > 1:
             return f"{self.device_count} GPUs"
         return f"{fraction_text(self.fraction_milli)} GPU"
@@ -91,17 +92,8 @@ def fraction_text(milli: int) -> str:
     return _COMMON.get(milli) or f"{milli / WHOLE_GPU:g}"
 
 
-def gigabytes(count: int) -> str:
-    """``40 GB`` for bytes, with one digit below ten.
-
-    As GPU vendors count: an H100 with 80 GB has 80 times 2**30 bytes.
-    """
-    value = count / (1 << 30)
-    return f"{value:.1f} GB" if 0 < value < 9.95 else f"{value:.0f} GB"
-
-
 def memory_of_field(text: str) -> str:
-    """Return ``20GiB`` for ``20`` from a field labelled GB (`gigabytes`); text with a unit as it is."""
+    """Return ``20GiB`` for ``20`` from a field labelled GiB; text with a unit as it is."""
     stem = text.strip()
     return f"{stem}GiB" if stem.isascii() and stem.replace(".", "", 1).isdigit() else stem
 

@@ -180,7 +180,7 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
     return Card(
         value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
         label=offer.label,
-        detail=f"{messages.gigabytes(offer.memory_bytes)}{of}",
+        detail=f"{messages.gibibytes(offer.memory_bytes)}{of}",
         starts=_starts(offer),
         promise="" if disabled else promise,
         reason=_sentence(offer.reason),

@@ -10,7 +10,7 @@
 * `decisions`  lines of the decision log
 """
 
-from jupyter_gpushare.core.size import gigabytes
+from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages.decisions import DecisionFacts, decision
 from jupyter_gpushare.messages.leases import LeaseFacts, badge, sentence
 from jupyter_gpushare.messages.progress import doubt, left_s, measured

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core.measure import Doubt
 from jupyter_gpushare.core.model import Kind, State
+from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.messages.queue import BECAUSE, because_of
 from jupyter_gpushare.messages.reasons import reason_text, reason_texts
 from jupyter_gpushare.messages.templates import Texts, text
@@ -189,7 +190,7 @@ def _over_limit(facts: LeaseFacts) -> Texts:
     used, limit = facts.memory_used_bytes, facts.memory_limit_bytes
     if not limit or used <= limit + TOLERANCE_BYTES:
         return ()
-    return (text("lease.over_limit", memory(used), memory(limit)),)
+    return (text("lease.over_limit", *map(reason_text, compared(used, limit))),)
 
 
 def _idle_sentence(facts: LeaseFacts, idle: Text) -> Text:

@@ -15,6 +15,7 @@ from jupyter_gpushare.protocol.wire import Text
 # Groups of templates that are reasons.
 FAMILIES = ("reason.", "taint.", "xid.", "recovery.")
 _USES = "it uses "
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) GiB")  # `gibibytes`
 
 
 def reason_text(reason: str) -> Text:
@@ -31,6 +32,8 @@ def reason_texts(reason: str) -> Texts:
 
 
 def _part(words: str) -> str | Text:
+    if amount := _MEMORY.fullmatch(words):
+        return text("memory", amount[1])
     return _known(words) or words
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jupyter_gpushare.core.model import Lease
-from jupyter_gpushare.core.size import Size, fraction_text, gigabytes
+from jupyter_gpushare.core.size import Size, fraction_text
+from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages.templates import english, text
 from jupyter_gpushare.protocol.wire import Text
 
@@ -22,8 +23,8 @@ def size_text(size: Size) -> Text:
 
 
 def memory(count: int) -> Text:
-    """Return `gigabytes` for translation."""
-    return text("memory", gigabytes(count).removesuffix(" GB"))
+    """Return `gibibytes` for translation."""
+    return text("memory", gibibytes(count).removesuffix(" GiB"))
 
 
 # How the memory limit of a lease is enforced.

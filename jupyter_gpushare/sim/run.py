@@ -25,12 +25,12 @@ from jupyter_gpushare.core.model import (
     Settings,
 )
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.sim import fractions, report, synthetic, traces
 from jupyter_gpushare.sim.arguments import count, numbers, positive, seconds, seconds_or, share_and_error
 from jupyter_gpushare.sim.progress import Bar
 from jupyter_gpushare.sim.reporting import some
 from jupyter_gpushare.sim.scenario import (
-    GIB,
     GPUS_PER_NODE,
     DeviceState,
     Fleet,

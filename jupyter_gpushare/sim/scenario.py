@@ -22,11 +22,11 @@ from jupyter_gpushare.core.replay import Costs, Replay
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.sim.metrics import Meter
 from jupyter_gpushare.sim.srtf import TraceJob
 from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob
 
-GIB = 1 << 30
 GPUS_PER_NODE = 8
 NOTEBOOKS, JOBS = "notebooks", "jobs"
 # How many small jobs always wait where load is made to saturate: more than a node takes at once.

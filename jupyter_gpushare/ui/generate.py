@@ -20,6 +20,7 @@ import msgspec
 
 from jupyter_gpushare import errors
 from jupyter_gpushare.core.size import GPUS_PATTERN, MEMORY_PATTERN
+from jupyter_gpushare.gibibytes import GIB, TENTHS_BELOW
 from jupyter_gpushare.messages import TEMPLATES
 from jupyter_gpushare.protocol import wire
 
@@ -114,7 +115,7 @@ def catalogue_module() -> str:
     made = refusals()
     lines = [
         HEADER + "\nimport type { TranslationBundle } from '@jupyterlab/translation';",
-        "\nimport { isoText } from './messages';",
+        "\nimport { isoText } from './locale';",
         "\n/** Sentences by key (`jupyter_gpushare/messages/templates.py`), errors by English template. */",
         "export const CATALOGUE: {",
         "  readonly [key: string]: (trans: TranslationBundle, args: readonly string[]) => string;",
@@ -169,12 +170,15 @@ def template_of(node: ast.AST) -> ast.expr | None:
 
 
 def sizes_module() -> str:
-    """Return ``src/sizes.ts``: which sizes `core.size` reads."""
+    """Return ``src/sizes.ts``: which sizes `core.size` reads, and how `gibibytes` writes memory."""
     return (
         f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker says what is too fine or too many. */\n"
         f"export const GPUS = {_expression(GPUS_PATTERN)};\n"
         "\n/** An amount of memory: 20GiB, 500MB or a number of bytes. */\n"
         f"export const MEMORY = {_expression(MEMORY_PATTERN)};\n"
+        f"\n/** Bytes of the unit that every amount of memory is shown in. */\nexport const GIB = {GIB};\n"
+        "\n/** Amounts below this many GiB have one digit after the point. */\n"
+        f"export const TENTHS_BELOW = {TENTHS_BELOW};\n"
     )
 
 

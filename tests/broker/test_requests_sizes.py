@@ -148,7 +148,7 @@ async def test_parts_so_small_that_they_only_take_places_are_refused(tmp_path):
         broker = await site.start_broker()
         with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
             await site.submit("bo", "0.049")
-        with pytest.raises(InvalidRequest, match=r"at least 3\.\d GB"):
+        with pytest.raises(InvalidRequest, match=r"at least 3\.\d GiB"):
             await site.submit("bo", memory="1GiB")
         with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
             await broker.admission.start(spawn("ada", "0.001"))

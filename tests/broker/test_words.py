@@ -112,12 +112,12 @@ def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
 def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_that_takes():
     gives = facts(State.SUSPENDED, wanted=True, back_in=messages.range_text(5, 42))
     assert said(messages.sentence, gives) == (
-        "Getting the GPU back from a training job of project nlp, then copying 6.5 GB. "
+        "Getting the GPU back from a training job of project nlp, then copying 6.5 GiB. "
         "Your cell runs after that. It is back in 5 to 42 s."
     )
     assert said(messages.badge, gives) == "Waking up"
     copies = facts(State.RESUMING)
-    assert said(messages.sentence, copies) == "Copying 6.5 GB back to the GPU. Your cell runs after that."
+    assert said(messages.sentence, copies) == "Copying 6.5 GiB back to the GPU. Your cell runs after that."
     asleep = facts(State.SUSPENDED, back_in=messages.range_text(5, 42))
     assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(messages.sentence, asleep)
 
@@ -369,4 +369,4 @@ def test_a_lease_that_uses_more_than_its_limit_says_so(kind):
         used = 41 << 30 if over else (40 << 30) + (64 << 20)  # the watchdog's tolerance
         case = facts(State.RUNNING, kind, idle_s=idle_s, memory_used_bytes=used, memory_limit_bytes=40 << 30)
         text = said(messages.sentence, case)
-        assert ("It uses 41 GB of GPU memory, more than the 40 GB that it was given" in text) is over
+        assert ("It uses 41 GiB of GPU memory, more than the 40 GiB that it was given" in text) is over

@@ -128,7 +128,7 @@ def test_service_verbs_hand_their_words_to_the_service(gpushare, monkeypatch, ve
 def test_status_shows_lease_project_and_jobs_in_the_brokers_words(gpushare, broker):
     ran = gpushare("status")
     assert ran.code == 0
-    assert "1/2 GPU  6.8 GB of 40 GB  Active  project vision, held by preload" in ran.out
+    assert "1/2 GPU  6.8 GiB of 40 GiB  Active  project vision, held by preload" in ran.out
     assert "Your 1/2 GPU is in use." in ran.out
     assert "sweep" in ran.out
     assert "first try" not in ran.out  # it has ended

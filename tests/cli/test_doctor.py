@@ -234,7 +234,7 @@ def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monke
     monkeypatch.setattr(os, "access", lambda *_: True)
     check = doctor.check_limit_page(page, status.leases[0])
     assert check.result is Result.WARN
-    assert "40 GB" in check.message
+    assert "40 GiB" in check.message
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert doctor.check_limit_page(page, status.leases[0]).result is Result.OK
 

@@ -27,7 +27,7 @@ def shell(broker, monkeypatch):
 def test_gpu_shows_the_lease_of_this_server(shell, capsys):
     shell.run_cell("%gpu")
     assert capsys.readouterr().out == (
-        "1/2 GPU of H100-80GB: 6.8 GB of 40 GB, Active\nYour 1/2 GPU is in use.\n"
+        "1/2 GPU of H100-80GB: 6.8 GiB of 40 GiB, Active\nYour 1/2 GPU is in use.\n"
     )
 
 

@@ -136,7 +136,7 @@ def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():
             r"a MIG instance of profile 1g\.10gb; no GPU here is divided\.",
         ),
         (train("x", 1000, device_count=8, consolidate=False), r"Asks for 8 GPUs; there are 3\."),
-        (train("x", 0, memory_bytes=100 * GIB), r"100 GB of GPU memory; the largest GPU has 78 GB"),
+        (train("x", 0, memory_bytes=100 * GIB), r"100 GiB of GPU memory; the largest GPU has 78 GiB"),
         (train("x", 1000, device_count=2), r"Asks for 2 GPUs; project p may use at most 1 GPU\."),
         (train("x", 0), "asks for nothing"),
         (train("x", -1), "asks for nothing"),

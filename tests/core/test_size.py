@@ -95,7 +95,7 @@ def test_what_is_no_mig_profile_is_refused(text):
     ("size", "text"),
     [
         (Size(500), "1/2 GPU"), (Size(120), "0.12 GPU"), (Size(1000), "1 GPU"), (Size(1000, 2), "2 GPUs"),
-        (Size(memory_bytes=20 * GIB), "20 GB of a GPU"), (Size(memory_bytes=GIB // 2), "0.5 GB of a GPU"),
+        (Size(memory_bytes=20 * GIB), "20 GiB of a GPU"), (Size(memory_bytes=GIB // 2), "0.5 GiB of a GPU"),
         (Size(1000, profile="1g.10gb"), "MIG 1g.10gb"),
     ],
 )  # fmt: skip

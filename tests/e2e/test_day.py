@@ -33,7 +33,7 @@ UNTIL_LUNCH = """from pathlib import Path
 import time
 while not Path("lunch").exists():
     time.sleep(0.1)"""
-MEMORY = re.compile(r"^6\.\d of \d+ GB$")
+MEMORY = re.compile(r"^6\.\d of \d+ GiB$")
 INTACT = 'print("intact:", weights.is_intact())'
 
 TRAIN = [

@@ -120,7 +120,7 @@ GRANT: dict[str, Any] = {
     },
     "devices": ["GPU-1"],
     "memory_limit_bytes": 40 << 30,
-    "message": "Your half GPU (40 GB of an H100) is ready.",
+    "message": "Your half GPU (40 GiB of an H100) is ready.",
 }
 NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": ""}
 

@@ -70,7 +70,7 @@ def test_a_size_that_cannot_start_is_disabled_with_its_reason() -> None:
 
 def test_cards_say_memory_device_time_and_promise() -> None:
     text = " ".join(page(offered()).text.split())
-    assert "1/2 GPU 40 GB of H100-80GB starts now guaranteed" in text
+    assert "1/2 GPU 40 GiB of H100-80GB starts now guaranteed" in text
 
 
 def test_the_last_choice_is_preselected_however_it_was_written() -> None:

@@ -234,7 +234,7 @@ def test_the_progress_page_tells_what_was_granted(hub: Hub) -> None:
         events = hub.api("GET", "users/ada/server/progress").text
         starting.join()
         assert "Asking for your GPU." in events
-        if "Your half GPU (40 GB of an H100) is ready." in events:
+        if "Your half GPU (40 GiB of an H100) is ready." in events:
             return
         hub.stop_server("ada")
     raise AssertionError(events)

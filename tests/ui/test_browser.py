@@ -46,13 +46,13 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
     page, broker, golden
 ):
     status = page.locator(".gpushare-status button")
-    await expect(status).to_contain_text("1/2 GPU 6.8/40 GB Active")
+    await expect(status).to_contain_text("1/2 GPU 6.8/40 GiB Active")
     await status.focus()
     await page.keyboard.press("Enter")
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
     memory = panel.get_by_role("meter", name="GPU memory")
-    await expect(memory).to_have_attribute("aria-valuetext", "6.8 of 40 GB")
+    await expect(memory).to_have_attribute("aria-valuetext", "6.8 of 40 GiB")
     await expect(panel).to_contain_text("Queued, number 3")
     await picture(page, "panel-active")
 
@@ -75,7 +75,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
 
     broker.say_status(golden("status_asleep") | {"seq": warned["seq"] + 2})
     await expect(banner).to_contain_text("Run any GPU cell to wake it")
-    await expect(memory).to_have_attribute("aria-valuetext", "6.8 GB in RAM")
+    await expect(memory).to_have_attribute("aria-valuetext", "6.8 GiB in RAM")
     await expect(toasts).to_contain_text("Asleep since 6 May 2031, ")
     await expect(toasts).not_to_contain_text("Your GPU is lent in")
     await picture(page, "panel-asleep")
@@ -92,7 +92,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_banner_and_noti
 
 
 async def test_silence_of_the_broker_is_shown_without_old_numbers(page, broker):
-    await expect(page.locator(".gpushare-status button")).to_contain_text("6.8/40 GB")
+    await expect(page.locator(".gpushare-status button")).to_contain_text("6.8/40 GiB")
     await page.locator(".gpushare-status button").click()
     broker.stop()
     panel = page.get_by_role("region", name="Shared GPU")

@@ -147,7 +147,7 @@ class ServerAdmission:
             memory_limit_bytes=limit,
             asleep=asleep,
             borrowed=borrowed,
-            message=f"Your {size} ({messages.gigabytes(limit)} of {name}) is "
+            message=f"Your {size} ({messages.gibibytes(limit)} of {name}) is "
             + ("lent just now and comes with your first GPU cell." if asleep else "ready."),
         )
 

@@ -61,7 +61,7 @@ class RequestPolicy:
             least_bytes = smallest * least // WHOLE_GPU
             if size.memory_bytes < least_bytes:
                 raise InvalidRequest(
-                    "ask for at least %1: less is not given out here", messages.gigabytes(least_bytes)
+                    "ask for at least %1: less is not given out here", messages.gibibytes(least_bytes)
                 )
         elif size.fraction_milli < least:
             raise InvalidRequest(

@@ -30,7 +30,7 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters["gigabytes"] = messages.gigabytes
+_ENVIRONMENT.filters["gibibytes"] = messages.gibibytes
 _ENVIRONMENT.filters["duration"] = messages.duration
 _ENVIRONMENT.filters["about"] = messages.about
 _ENVIRONMENT.filters["said"] = lambda texts: messages.english(texts, time=str)

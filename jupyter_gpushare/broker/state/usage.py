@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
 from jupyter_gpushare.core.model import WHOLE_GPU, State
+from jupyter_gpushare.gibibytes import GIB
 
 # Days of use that are shown.
 WEEK_DAYS = 7
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
-_GIB = 1 << 30
 
 
 def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
@@ -26,7 +26,7 @@ def use_of(record: LeaseRecord, day: str, seconds: float) -> UsageRecord | None:
     if lease.state is State.RUNNING:
         return replace(use, used_gpu_s=seconds * lease.held_milli * len(lease.devices) / WHOLE_GPU)
     if lease.state in _ASLEEP:
-        return replace(use, saved_gib_s=seconds * lease.saved_bytes / _GIB)
+        return replace(use, saved_gib_s=seconds * lease.saved_bytes / GIB)
     return None
 
 

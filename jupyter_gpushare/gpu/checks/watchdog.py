@@ -27,6 +27,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 
+from jupyter_gpushare.gibibytes import compared, gibibytes
 from jupyter_gpushare.gpu.checks.unleased import TOLERANCE_BYTES, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import Usage
 from jupyter_gpushare.gpu.events import Events
@@ -88,9 +89,10 @@ class Watchdog:
         if not self._is_due((lease.name, uuid), now):
             return
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
-            reason = f"uses {used} bytes of a device that is lent"
+            reason = f"uses {gibibytes(used)} of a device that is lent"
         else:
-            reason = f"uses {used} bytes, {lease.allowed_bytes(uuid)} are granted"
+            uses, granted = compared(used, lease.allowed_bytes(uuid))
+            reason = f"uses {uses}, {granted} are granted"
         victim, action = _victim(lease, uuid, usage), "warn"
         stops = self._action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):

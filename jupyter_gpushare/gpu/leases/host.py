@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 
 CGROUPS = "/sys/fs/cgroup"
@@ -98,15 +99,12 @@ class HostMemory:
             return ""
         budget_bytes = self.budget_bytes() - taken_bytes - self._promised_bytes
         if need_bytes > budget_bytes:
-            return (
-                f"the copy needs {need_bytes} bytes of host memory, "
-                f"{max(0, budget_bytes)} of the budget are left"
-            )
+            needs, left = compared(need_bytes, max(0, budget_bytes))
+            return f"the copy needs {needs} of host memory, {left} of the budget are left"
         available_bytes = self.available_bytes() - self._promised_bytes
         if need_bytes > available_bytes:
-            return (
-                f"the copy needs {need_bytes} bytes of host memory, {max(0, available_bytes)} are available"
-            )
+            needs, left = compared(need_bytes, max(0, available_bytes))
+            return f"the copy needs {needs} of host memory, {left} are available"
         promised = self._promised_by_cgroup
         return _cgroup_refusal(need_bytes, {path: free[path] - promised.get(path, 0) for path in free})
 
@@ -115,9 +113,8 @@ def _cgroup_refusal(need_bytes: int, left: Mapping[str, int]) -> str:
     left_bytes = min(left.values(), default=need_bytes)
     if need_bytes <= left_bytes:
         return ""
-    return (
-        f"the copy needs {need_bytes} bytes in the memory cgroup of the lease, {max(0, left_bytes)} are left"
-    )
+    needs, has = compared(need_bytes, max(0, left_bytes))
+    return f"the copy needs {needs} in the memory cgroup of the lease, {has} are left"
 
 
 def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.lease import Lease
@@ -109,7 +110,8 @@ class MemoryReservations:
             free = self._nvml.free_bytes(uuid) - taken.get(uuid, 0)
             margin = self._devices.margin_bytes(uuid, count)
             if free < count + margin:
-                return f"{count} bytes (and a margin of {margin}) are needed on {uuid}, {free} are free"
+                needs, kept, has = compared(count, margin, free)
+                return f"{needs} (and a margin of {kept}) are needed on {uuid}, {has} are free"
         return ""
 
     @contextmanager

@@ -3,7 +3,7 @@
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import { isoText } from './messages';
+import { isoText } from './locale';
 
 /** Sentences by key (`jupyter_gpushare/messages/templates.py`), errors by English template. */
 export const CATALOGUE: {
@@ -22,7 +22,7 @@ export const CATALOGUE: {
   'range.mixed': (trans, args) => trans.__('%1 to %2', ...args),
   'range.about': (trans, args) => trans.__('about %1', ...args),
   'range.up_to': (trans, args) => trans.__('at most %1', ...args),
-  'memory': (trans, args) => trans.__('%1 GB', ...args),
+  'memory': (trans, args) => trans.__('%1 GiB', ...args),
   'part.list': (trans, args) => trans.__('%1, %2', ...args),
   'reason.uses': (trans, args) => trans.__('it uses %1', ...args),
   'taint.managed': (trans, args) => trans.__('managed memory', ...args),
@@ -56,10 +56,10 @@ export const CATALOGUE: {
   'reason.lost': (trans, args) => trans.__('its GPU memory could not be brought back: restart the kernel or job', ...args),
   'reason.process_silent': (trans, args) => trans.__('process %1 does not answer', ...args),
   'reason.resumed_unasked': (trans, args) => trans.__('lease %1 was resumed on its device while no broker answered', ...args),
-  'reason.no_memory': (trans, args) => trans.__('%1 bytes (and a margin of %2) are needed on %3, %4 are free', ...args),
-  'reason.host_budget': (trans, args) => trans.__('the copy needs %1 bytes of host memory, %2 of the budget are left', ...args),
-  'reason.host_memory': (trans, args) => trans.__('the copy needs %1 bytes of host memory, %2 are available', ...args),
-  'reason.host_cgroup': (trans, args) => trans.__('the copy needs %1 bytes in the memory cgroup of the lease, %2 are left', ...args),
+  'reason.no_memory': (trans, args) => trans.__('%1 (and a margin of %2) are needed on %3, %4 are free', ...args),
+  'reason.host_budget': (trans, args) => trans.__('the copy needs %1 of host memory, %2 of the budget are left', ...args),
+  'reason.host_memory': (trans, args) => trans.__('the copy needs %1 of host memory, %2 are available', ...args),
+  'reason.host_cgroup': (trans, args) => trans.__('the copy needs %1 in the memory cgroup of the lease, %2 are left', ...args),
   'reason.unknown_bytes': (trans, args) => trans.__('the driver does not say how much memory process %1 holds', ...args),
   'reason.lock_slow': (trans, args) => trans.__('locking the processes of the lease took too long', ...args),
   'reason.no_rest': (trans, args) => trans.__('process %1 did not come to rest: %2', ...args),
@@ -68,8 +68,8 @@ export const CATALOGUE: {
   'reason.damaged': (trans, args) => trans.__('the driver failed to checkpoint it (%1): its GPU state may be damaged', ...args),
   'reason.not_checkpointed': (trans, args) => trans.__('the driver failed to checkpoint it (%1)', ...args),
   'reason.ended_within': (trans, args) => trans.__('process %1 ended within %2 of the driver', ...args),
-  'reason.over_lent': (trans, args) => trans.__('uses %1 bytes of a device that is lent', ...args),
-  'reason.over_granted': (trans, args) => trans.__('uses %1 bytes, %2 are granted', ...args),
+  'reason.over_lent': (trans, args) => trans.__('uses %1 of a device that is lent', ...args),
+  'reason.over_granted': (trans, args) => trans.__('uses %1, %2 are granted', ...args),
   'reason.unleased': (trans, args) => trans.__('a process without a lease uses this device', ...args),
   'reason.test_needs_root': (trans, args) => trans.__('%1; suspending needs a helper that runs as root', ...args),
   'reason.test_failed': (trans, args) => trans.__('self-test failed: %1', ...args),

@@ -7,7 +7,7 @@ import type { IDisposable } from '@lumino/disposable';
 import uPlot from 'uplot';
 
 import type { IDay } from './days';
-import { weekday } from './messages';
+import { weekday } from './locale';
 
 const HEIGHT = 120;
 /** Share of the width of a day, for each of its two bars. */

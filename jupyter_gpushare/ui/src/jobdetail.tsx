@@ -11,7 +11,8 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './variables';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, momentText, timeText } from './messages';
+import { duration, environmentText, gapText, jobBadge, momentText } from './messages';
+import { timeText } from './locale';
 
 /** Distance that counts as scrolled to the end: scroll positions may be fractional. */
 const END_PX = 4;

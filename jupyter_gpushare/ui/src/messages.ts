@@ -1,18 +1,23 @@
-/** Sentences of the page itself; the only module that formats sizes and times. */
+/** Sentences of the page itself; the only module that formats sizes. */
 
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import { CATALOGUE } from './catalogue';
 import type { IDay } from './days';
+import { GIB, TENTHS_BELOW } from './sizes';
+import { numberText, timeText, weekday } from './locale';
 import type { GpuState, Notice, Phase } from './state';
 import type { CheckpointMode, IHistory, IJob, ILeaseStatus, IProjectUse } from './wire';
 
-/** As the device names have it: an H100-80GB has 80 of these. */
-const GB = 2 ** 30;
+/** `6.8` below ten, `40` above: GiB without the unit, as Python's `gibibytes`. */
+export function gibibytes(bytes: number): string {
+  const value = bytes / GIB;
+  return value > 0 && value < TENTHS_BELOW ? value.toFixed(1) : value.toFixed(0);
+}
 
-/** `6.8` below ten, `40` above: gigabytes without the unit. */
-export function gigabytes(bytes: number): string {
-  const value = bytes / GB;
-  return value > 0 && value < 9.95 ? value.toFixed(1) : value.toFixed(0);
+/** `6.8 GiB`: an amount of memory, as the broker's sentences have it. */
+export function memory(trans: TranslationBundle, bytes: number): string {
+  return CATALOGUE['memory']!(trans, [gibibytes(bytes)]);
 }
 
 /** `0.5`, `2`: GPUs from thousandths of a GPU. */
@@ -31,52 +36,13 @@ export function duration(trans: TranslationBundle, seconds: number): string {
   return trans.__('%1 h', Math.round(seconds / 3600));
 }
 
-/** `120`, `1,234.568`, `0.000123`: at most three digits behind the point, or three that count. */
-export function numberText(value: number): string {
-  const digits = Math.abs(value) < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 3 };
-  return value.toLocaleString([], digits);
-}
-
-/** `14:20`, or `14:20:07`, as the reader's place writes it; another day than today is there too: `6 May, 14:20`. */
-export function timeText(moment: Date, seconds = false, now = new Date()): string {
-  const time = {
-    hour: 'numeric',
-    minute: '2-digit',
-    second: seconds ? '2-digit' : undefined
-  } as const;
-  if (moment.toDateString() === now.toDateString()) {
-    return moment.toLocaleTimeString([], time);
-  }
-  const isThisYear = moment.getFullYear() === now.getFullYear();
-  return moment.toLocaleString([], {
-    ...time,
-    day: 'numeric',
-    month: 'short',
-    year: isThisYear ? undefined : 'numeric'
-  });
-}
-
-/** Returns a time in a sentence (ISO 8601), with seconds where it has them. */
-export function isoText(at: string): string {
-  return timeText(new Date(at), /T\d\d:\d\d:/.test(at));
-}
-
-/** `Tue`, or `Tue 6 May`: a day in UTC, as people here write it. */
-export function weekday(day: string, date = false): string {
-  return new Date(`${day}T00:00:00Z`).toLocaleDateString([], {
-    weekday: 'short',
-    timeZone: 'UTC',
-    ...(date && { day: 'numeric', month: 'short' })
-  });
-}
-
 /** Returns a server's error message as a sentence: capital letter, full stop. */
 export function asSentence(text: string): string {
   const begun = /^[a-z]+[ ,]/.test(text) ? text[0]!.toUpperCase() + text.slice(1) : text;
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;
 }
 
-/** `1/2 GPU 6.8/40 GB Active`; empty: show nothing. */
+/** `1/2 GPU 6.8/40 GiB Active`; empty: show nothing. */
 export function statusText(trans: TranslationBundle, state: GpuState): string {
   switch (state.kind) {
     case 'loading':
@@ -91,12 +57,12 @@ export function statusText(trans: TranslationBundle, state: GpuState): string {
 
 function leaseText(trans: TranslationBundle, lease: ILeaseStatus): string {
   // While it sleeps, the last measurement may be from before.
-  const used = gigabytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
+  const used = gibibytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
-    '%1 %2/%3 GB %4',
+    '%1 %2/%3 %4',
     lease.size,
     used,
-    gigabytes(lease.memory_limit_bytes),
+    memory(trans, lease.memory_limit_bytes),
     lease.badge
   );
 }
@@ -130,12 +96,12 @@ export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
 /** What a meter of GPU memory says aloud. */
 export function memoryText(trans: TranslationBundle, lease: ILeaseStatus): string {
   if (lease.memory_saved_bytes > 0) {
-    return trans.__('%1 GB in RAM', gigabytes(lease.memory_saved_bytes));
+    return trans.__('%1 in RAM', memory(trans, lease.memory_saved_bytes));
   }
   return trans.__(
-    '%1 of %2 GB',
-    gigabytes(lease.memory_used_bytes),
-    gigabytes(lease.memory_limit_bytes)
+    '%1 of %2',
+    gibibytes(lease.memory_used_bytes),
+    memory(trans, lease.memory_limit_bytes)
   );
 }
 
@@ -278,9 +244,9 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
 /** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */
 function warningText(trans: TranslationBundle, lease: ILeaseStatus): string {
   return trans.__(
-    'Your GPU is lent in %1: others wait. Its %2 GB of GPU memory move to RAM, and your variables stay.',
+    'Your GPU is lent in %1: others wait. Its %2 of GPU memory move to RAM, and your variables stay.',
     duration(trans, lease.lend_in_s ?? 0),
-    gigabytes(lease.memory_used_bytes)
+    memory(trans, lease.memory_used_bytes)
   );
 }
 
@@ -404,7 +370,7 @@ export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointM
 export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
   const step =
     lease.state === 'resuming'
-      ? trans.__('step 2 of 2, copying %1 GB back', gigabytes(lease.memory_saved_bytes))
+      ? trans.__('step 2 of 2, copying %1 back', memory(trans, lease.memory_saved_bytes))
       : trans.__('step 1 of 2, getting the GPU back');
   return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
 }

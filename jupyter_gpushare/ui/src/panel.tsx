@@ -15,16 +15,16 @@ import { ThemeChanged, Week } from './week';
 import { IDecision, IHistory, IJob, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
   duration,
-  gigabytes,
   jobBadge,
   levelText,
+  memory,
   memoryText,
   progressText,
   projectParts,
   projectText,
-  sentence,
-  timeText
+  sentence
 } from './messages';
+import { timeText } from './locale';
 
 const SHOWN_JOBS = 5;
 const SHOWN_EVENTS = 8;
@@ -283,7 +283,7 @@ function Process(props: {
         {name}
       </span>
       <span>
-        {trans.__('%1 GB', gigabytes(process.used_bytes))}
+        {memory(trans, process.used_bytes)}
         {process.kernel_id !== '' && (
           <Button
             className="gpushare-link"

@@ -1,4 +1,4 @@
-/** `1/2 GPU 6.8/40 GB Active`, coloured only when it wants attention. */
+/** `1/2 GPU 6.8/40 GiB Active`, coloured only when it wants attention. */
 
 import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';

@@ -7,21 +7,20 @@ import {
   daysText,
   duration,
   environmentText,
-  gigabytes,
+  gibibytes,
   jobBadge,
   memoryText,
   noticeText,
-  numberText,
   progressAndTimeText,
   progressText,
   projectText,
   sentence,
   statusText,
-  timeText,
   wakingSteps,
   wantsAttention,
   weekText
 } from '../src/messages';
+import { numberText, timeText } from '../src/locale';
 import { ANSWERS, HISTORY, JOB, NO_ANSWER } from './answers';
 import { trans } from './trans';
 
@@ -34,8 +33,8 @@ describe('a refusal', () => {
 });
 
 describe('sizes and times', () => {
-  it('has one digit below ten gigabytes and none above', () => {
-    expect([0, 6.8, 9.94, 9.96, 40, 160].map(size => gigabytes(size * 2 ** 30))).toEqual([
+  it('has one digit below ten and none above', () => {
+    expect([0, 6.8, 9.94, 9.96, 40, 160].map(size => gibibytes(size * 2 ** 30))).toEqual([
       '0',
       '6.8',
       '9.9',
@@ -113,10 +112,10 @@ describe('a job', () => {
 
 describe('status bar', () => {
   it('says size, memory and badge', () => {
-    expect(statusText(trans, stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GB Active');
-    expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GB Asleep, GPU lent');
+    expect(statusText(trans, stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GiB Active');
+    expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GiB Asleep, GPU lent');
     const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
-    expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GB ');
+    expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GiB ');
     expect(statusText(trans, stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
     expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
     expect(statusText(trans, stateOf(NO_ANSWER))).toBe('GPU: no data');
@@ -163,8 +162,8 @@ describe('sentences', () => {
   });
 
   it('say what a meter shows', () => {
-    expect(memoryText(trans, ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GB');
-    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GB in RAM');
+    expect(memoryText(trans, ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GiB');
+    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GiB in RAM');
     expect(projectText(trans, ANSWERS.active.projects[0]!)).toBe(
       '1 guaranteed, 1.5 in use, 1 borrowed, 1 job waiting'
     );
@@ -203,7 +202,7 @@ describe('sentences', () => {
       'Waking up: step 1 of 2, getting the GPU back, 2 s so far. Your cell runs after that.'
     );
     expect(wakingSteps(trans, { ...lease, state: 'resuming', memory_saved_bytes: 6.8 * 2 ** 30 }, 4)).toBe(
-      'Waking up: step 2 of 2, copying 6.8 GB back, 4 s so far. Your cell runs after that.'
+      'Waking up: step 2 of 2, copying 6.8 GiB back, 4 s so far. Your cell runs after that.'
     );
   });
 });

@@ -2,7 +2,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import { describe, expect, it, vi } from 'vitest';
 
 import { CATALOGUE } from '../src/catalogue';
-import { isoText } from '../src/messages';
+import { isoText } from '../src/locale';
 import { messageOf } from '../src/requests';
 import { translated } from '../src/translate';
 import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
@@ -29,7 +29,7 @@ describe('translated', () => {
     const [lease] = translated(LOUD, ANSWERS.warned).leases;
     expect(lease!.badge).toBe('LENT IN 5 MIN');
     expect(lease!.sentence).toBe(
-      "IDLE FOR 10 MIN AND 2 JOBS ARE WAITING. IN 5 MIN YOUR GPU MEMORY (6.8 GB) MOVES TO THIS MACHINE'S RAM " +
+      "IDLE FOR 10 MIN AND 2 JOBS ARE WAITING. IN 5 MIN YOUR GPU MEMORY (6.8 GIB) MOVES TO THIS MACHINE'S RAM " +
         'AND THE GPU IS LENT. YOUR VARIABLES STAY.'
     );
     expect(translated(LOUD, JOBS).map(job => job.reason)).toContain(
@@ -87,8 +87,8 @@ describe('translated', () => {
     const decision = { sentence: 'old', sentence_texts: TIMELINE.moments[1]!.sentence_texts };
     const status = { ...ANSWERS.active, events: [decision] };
     expect(translated(LOUD, status).events[0]!.sentence).toContain('STARTS: THE GPUS THAT IT NEEDS ARE FREE.');
-    const lease = { size: '20 GB of a GPU', size_texts: [inMemory('20')] };
-    expect(translated(LOUD, lease).size).toBe('20 GB OF A GPU');
+    const lease = { size: '20 GiB of a GPU', size_texts: [inMemory('20')] };
+    expect(translated(LOUD, lease).size).toBe('20 GIB OF A GPU');
   });
 
   it('translates what the Hub and the driver gave as a reason, and the numbers of a project', () => {
