@@ -93,6 +93,7 @@ def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = 
         selected=selected,
         trouble=_sentence(trouble),
         idle=messages.duration(idle_s) if idle_s else "",
+        mig=any("profile" in offer.options for each in offers for offer in each.offers),
         project_field=options.PROJECT_FIELD,
         exact_memory=options.EXACT_MEMORY,
     )

@@ -28,6 +28,7 @@ class DecisionFacts:
     subject: Text  # "bo's job train (2 GPUs)", "ada's session (1/2 GPU)"
     kind: Kind
     beneficiary: Text | None = None
+    made_way: tuple[str, ...] = ()  # actions on other leases for this one
 
 
 def decision(facts: DecisionFacts) -> Text:
@@ -35,6 +36,9 @@ def decision(facts: DecisionFacts) -> Text:
     because: str | Text = facts.why.replace("_", " ")
     if facts.why in _BECAUSE:
         because = text(_BECAUSE[facts.why])
+    if facts.why == Why.FREE_CAPACITY and facts.made_way:
+        slept = "suspend" in facts.made_way
+        because = text("because.put_to_sleep" if slept else "because.made_way")
     is_job = facts.kind is Kind.TRAIN
     key = {
         "grant": "decision.grant",

@@ -125,12 +125,16 @@ def _session_sentence(facts: LeaseFacts) -> Texts:
             return (text("session.starting", facts.size, limit),)
         case State.RUNNING:
             return _running_sentence(facts)
+        case State.SUSPENDING if not facts.memory_used_bytes:
+            return (text("session.suspending_empty"),)
         case State.SUSPENDING:
             return (text("session.suspending", memory(facts.memory_used_bytes)),)
         case State.SUSPENDED if facts.wanted:
             return _waking_sentence(facts, saved), *_back_in(facts)
         case State.SUSPENDED:
             return _asleep_sentence(facts)
+        case State.RESUMING if not facts.memory_saved_bytes:
+            return text("session.waking_empty"), *_back_in(facts)
         case State.RESUMING:
             return text("session.copying", saved), *_back_in(facts)
         case State.STOPPING:
@@ -144,11 +148,13 @@ def _session_sentence(facts: LeaseFacts) -> Texts:
 
 
 def _asleep_sentence(facts: LeaseFacts) -> Texts:
+    if not facts.memory_saved_bytes:  # a new server or a restarted kernel: nothing sleeps, nothing is safe
+        if facts.lent_to:
+            return (text("session.lent_empty", facts.lent_to),)
+        return text("session.not_used"), text("session.how_to_wake_empty")
     lent = text("session.lent_to", facts.lent_to) if facts.lent_to else text("session.not_used")
     wake = text("session.how_to_wake_damaged" if facts.damaged else "session.how_to_wake")
-    if not facts.memory_saved_bytes:  # nothing of it is held, so nothing can be said to be safe
-        wake = text("session.how_to_wake_empty")
-    elif facts.usually_wakes:
+    if facts.usually_wakes:
         wake = text("session.how_to_wake_usually", facts.usually_wakes)
     elif facts.back_in and not facts.damaged:
         wake = text("session.how_to_wake_in", facts.back_in)

@@ -34,6 +34,17 @@ async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart
 
 
 @in_virtual_time
+async def test_the_offers_of_instances_tell_of_no_lending(tmp_path):
+    for profile in (PROFILE, ""):
+        folder = tmp_path / (profile or "whole")
+        folder.mkdir()
+        async with Site(folder, profile=profile) as site:
+            broker = await site.start_broker()
+            offers = broker.views.offers(["vision"], "vision")
+            assert (offers.idle_timeout_s > 0) is not bool(profile)
+
+
+@in_virtual_time
 async def test_a_session_gets_an_instance_too(tmp_path):
     async with Site(tmp_path, profile=PROFILE) as site:
         broker = await site.start_broker()

@@ -23,14 +23,13 @@ from tests.broker.virtual_time import in_virtual_time, until
 
 def lease(state: State, milli: int, *, idle: bool = False, kind: Kind = Kind.BUILD) -> Lease:
     return Lease(
-        id=f"{state}{milli}{kind}",
+        id=f"idle{milli}" if idle else f"{state}{milli}{kind}",
         project="p",
         kind=kind,
         size=Size(milli),
         held_milli=milli,
         devices=("GPU-0",),
         state=state,
-        idle_since_at=1.0 if idle else None,
     )
 
 
@@ -55,13 +54,28 @@ def overview(broker: Broker) -> Overview:
     ],
 )
 def test_shares_come_to_all_usable_gpus(leases, says):
-    found = gpu_breakdown(leases, ["GPU-0"], broken=2)
+    at_work = {each.id for each in leases if not each.id.startswith("idle")}
+    found = gpu_breakdown(leases, ["GPU-0"], 2, at_work)
     assert found == replace(says, broken=2)
     assert found.usable == 1
 
 
 def test_what_lies_on_a_broken_gpu_counts_for_nothing():
-    assert gpu_breakdown([lease(State.RUNNING, 500)], [], broken=1) == GpuBreakdown(broken=1)
+    assert gpu_breakdown([lease(State.RUNNING, 500)], [], 1, ()) == GpuBreakdown(broken=1)
+
+
+@in_virtual_time
+async def test_a_kernel_that_is_busy_without_its_gpu_computes_nothing(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.gpu_cell(ada)
+        assert overview(broker).now().computing == 0.5
+        busy = [wire.KernelActivity(id="k", name="a.ipynb", busy=True, idle_s=0.0)]
+        server = broker.lease(ada.handle).server
+        await broker.requests.activity("ada", server, wire.ActivityReport(kernels=busy))
+        await asyncio.sleep(30)
+        assert (overview(broker).now().computing, overview(broker).now().idle) == (0.0, 0.5)
 
 
 def test_a_row_is_the_mean_of_its_minutes():

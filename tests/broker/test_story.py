@@ -22,6 +22,10 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(tmp_path):
         job = await site.submit("bo", "2", program=Program(work_s=100))
         await until(lambda: broker.state(job) == "running", 120)
         assert broker.state(ada.handle) == "suspended"
+        granted = next(
+            d for d in broker.registry.decisions.latest if (d.lease, d.action) == (job.lease_id, "grant")
+        )
+        assert granted.sentence.endswith("starts: others were put to sleep for it.")
         assert ada.used == {}
         assert ada.saved == used
         assert broker.lease(ada.handle).lease.saved_bytes == sum(used.values())

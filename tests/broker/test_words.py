@@ -343,8 +343,11 @@ def test_another_reader_is_told_of_the_owner_by_name():
     [
         (
             {"memory_saved_bytes": 0},
-            "Asleep since 14:20. Your GPU is lent to a training job of project nlp. "
-            "It comes back with your next GPU cell.",
+            "Your GPU is lent to a training job of project nlp; it comes back with your first GPU cell.",
+        ),
+        (
+            {"memory_saved_bytes": 0, "lent_to": None},
+            "Nobody uses your GPU just now. It comes back with your first GPU cell.",
         ),
         (
             {"memory_saved_bytes": 0, "wanted": True},
@@ -354,6 +357,16 @@ def test_another_reader_is_told_of_the_owner_by_name():
 )
 def test_nothing_is_called_safe_or_copied_where_nothing_is_held(more, told):
     assert said(messages.sentence, facts(State.SUSPENDED, **more)) == told
+
+
+def test_no_copy_of_nothing_is_told():
+    nothing = {"memory_saved_bytes": 0, "memory_used_bytes": 0}
+    assert said(messages.sentence, facts(State.RESUMING, **nothing)) == (
+        "Getting the GPU back. Your cell runs after that."
+    )
+    assert said(messages.sentence, facts(State.SUSPENDING, **nothing)) == (
+        "Your GPU is being lent. If you run a cell now, it waits and then runs."
+    )
 
 
 def test_no_variables_are_promised_to_a_session_that_holds_no_memory():

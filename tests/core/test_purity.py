@@ -14,7 +14,7 @@ ALLOWED = {
     "itertools", "math", "re", "operator", "types", "typing",
     "random",  # only `random.Random(seed)`: replayed futures
 }  # fmt: skip
-OURS = ("jupyter_gpushare.core", "jupyter_gpushare.errors")
+OURS = ("jupyter_gpushare.core", "jupyter_gpushare.errors", "jupyter_gpushare.gibibytes")
 FORBIDDEN_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "globals"}
 MODULES = sorted(Path(jupyter_gpushare.core.__file__).parent.rglob("*.py"))
 

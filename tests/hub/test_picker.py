@@ -126,6 +126,13 @@ def test_a_first_visit_preselects_the_smallest_size_where_gpus_are_not_shared() 
     assert checked(page(shown)) == ['{"profile": "1g.10gb"}']
 
 
+def test_no_lending_is_told_of_where_nothing_is_lent() -> None:
+    mig = ({"profile": "1g.10gb"}, 10, "now", True)
+    assert "is lent" not in page(msgspec.structs.replace(sizes(mig), idle_timeout_s=0.0)).text
+    assert "MIG instances are never lent" in page(sizes(mig, ({"fraction": "0.5"}, 40, "now", True))).text
+    assert "MIG" not in page(sizes(({"fraction": "0.5"}, 40, "now", True))).text
+
+
 def test_a_choice_of_no_gpu_is_remembered() -> None:
     assert checked(page(offered(), last={"gpus": 0})) == ['{"gpus": 0}']
 

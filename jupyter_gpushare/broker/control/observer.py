@@ -65,7 +65,7 @@ class Observer:
                 found = by_handle.pop(record.handle, None)
                 if record.state is not State.PENDING:  # else it is of an attempt that is over
                     await self._observe_lease(record, found, now)
-        self._observe_machine(sample)
+        self._observe_machine(sample, now)
         orphans = []
         for lease in by_handle.values():
             if lease.is_gone:
@@ -76,11 +76,12 @@ class Observer:
         if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
             await registry.notify()
 
-    def _observe_machine(self, sample: Sample) -> None:
+    def _observe_machine(self, sample: Sample, now: float) -> None:
         registry = self.registry
         usable = [device.uuid for device in registry.devices.for_planner() if device.usable]
         leases = (record.lease for record in registry.index.placed.values())
-        breakdown = gpu_breakdown(leases, usable, len(sample.devices) - len(usable))
+        broken, at_work = len(sample.devices) - len(usable), snapshot.at_work(registry, now)
+        breakdown = gpu_breakdown(leases, usable, broken, at_work)
         registry.meter.note(breakdown, sample.devices)
 
     async def _fence_orphans(self, orphans: Sequence[LeaseSample]) -> None:

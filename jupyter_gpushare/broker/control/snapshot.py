@@ -113,6 +113,11 @@ def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | N
     return None if observation.kernel_busy or now - active < _ACTIVE_S else active
 
 
+def at_work(registry: Registry, now: float) -> set[str]:
+    """Return the ids of leases that were seen to use a GPU a moment ago, whatever their kernels say."""
+    return {id for id in registry.index.placed if now - registry.observations[id].active_at < _ACTIVE_S}
+
+
 def never_sleeps(registry: Registry, record: LeaseRecord) -> bool:
     """Return whether a session is marked as never to be suspended, by a right that its project has."""
     project = registry.policy.project_config(record.lease.project)

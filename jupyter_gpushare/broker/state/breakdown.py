@@ -2,13 +2,14 @@
 
 Four parts add up to all usable GPUs: *computing* and *idle* are held by running
 sessions and jobs, *lent* is held in the capacity of suspended sessions, *free*
-is the rest.  Utilization is measured; allocation is what leases hold.
+is the rest.  What computes was seen to use the GPU: neither holding one nor a busy
+kernel is enough.  Utilization is measured; allocation is what leases hold.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -37,8 +38,10 @@ class GpuBreakdown:
         return self.computing + self.idle + self.lent + self.free
 
 
-def gpu_breakdown(leases: Iterable[Lease], usable: Iterable[str], broken: int) -> GpuBreakdown:
-    """Return the use of the usable devices (UUIDs) by ``leases`` with their measurements."""
+def gpu_breakdown(
+    leases: Iterable[Lease], usable: Iterable[str], broken: int, at_work: Container[str]
+) -> GpuBreakdown:
+    """Return the use of the usable devices (UUIDs) by ``leases``; ``at_work``: ids of those that compute."""
     bound: dict[str, list[Lease]] = {uuid: [] for uuid in usable}
     for lease in leases:
         for device in lease.devices:
@@ -49,7 +52,7 @@ def gpu_breakdown(leases: Iterable[Lease], usable: Iterable[str], broken: int) -
         holders = [lease for lease in there if lease.state in HOLDS_CAPACITY]
         lent += sum(lent_milli(there).values()) / WHOLE_GPU
         held += sum(lease.held_milli for lease in holders) / WHOLE_GPU
-        idle += sum(lease.held_milli for lease in holders if lease.idle_since_at is not None) / WHOLE_GPU
+        idle += sum(lease.held_milli for lease in holders if lease.id not in at_work) / WHOLE_GPU
     # An idle borrower counts as lent, not as idle.
     idle = min(idle, held - lent)
     return GpuBreakdown(

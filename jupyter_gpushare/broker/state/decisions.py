@@ -24,6 +24,16 @@ class Decisions:
         self._wall = wall
         self._seq = self.latest[-1].seq if self.latest else 0
 
+    def made_way_for(self, lease_id: str) -> tuple[str, ...]:
+        """Return the actions on other leases for this one since its last grant, of the latest entries."""
+        found: dict[str, None] = {}
+        for entry in reversed(self.latest):
+            if entry.lease == lease_id and entry.action == "grant":
+                break
+            if entry.for_lease == lease_id:
+                found[entry.action] = None
+        return tuple(found)
+
     def add(
         self, record: LeaseRecord | None, action: str, text: Text, *, why: str = "", for_lease: str = ""
     ) -> DecisionRecord:

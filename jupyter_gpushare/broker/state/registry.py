@@ -357,6 +357,7 @@ class Registry:
             why=why,
             subject=self.subject_of(record),
             kind=record.lease.kind,
+            made_way=self.decisions.made_way_for(record.id) if action == "grant" else (),
             beneficiary=self._beneficiary(record, self.leases.get(for_lease)),
         )
         return self.decisions.add(record, action, messages.decision(facts), why=why, for_lease=for_lease)

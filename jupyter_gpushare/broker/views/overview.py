@@ -62,7 +62,8 @@ class Overview:
         """Return the present use of the GPUs."""
         cluster = self._cluster_views.now().cluster
         usable = [device.uuid for device in cluster.devices if device.usable]
-        return gpu_breakdown(cluster.leases, usable, len(cluster.devices) - len(usable))
+        at_work = snapshot.at_work(self._registry, self._registry.clock())
+        return gpu_breakdown(cluster.leases, usable, len(cluster.devices) - len(usable), at_work)
 
     async def past(self, period: str) -> list[MachineUse | None]:
         """Return the past use in `PARTS` equal parts, oldest first; None: not measured.

@@ -246,8 +246,14 @@ class Views:
             use=use,
             free_milli=max(0, registry.devices.total_milli - held),
             total_milli=registry.devices.total_milli,
-            idle_timeout_s=registry.policy.idle_timeout_s,
+            idle_timeout_s=registry.policy.idle_timeout_s if self._lends() else 0.0,
         )
+
+    def _lends(self) -> bool:
+        """Return whether a session that starts now could be lent: MIG instances never are."""
+        known = self.registry.devices.for_planner()
+        able = any(device.suspendable and not device.profile for device in known)
+        return able and not self.registry.lending_switch.obstacle
 
     def _sizes(self) -> list[Size]:
         """Return the offered sizes: the site's for undivided GPUs, and each MIG profile."""

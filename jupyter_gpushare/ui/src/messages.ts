@@ -243,6 +243,12 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
 
 /** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */
 function warningText(trans: TranslationBundle, lease: ILeaseStatus): string {
+  if (lease.memory_used_bytes === 0) {
+    return trans.__(
+      'Your GPU is lent in %1: others wait. It comes back with your next GPU cell.',
+      duration(trans, lease.lend_in_s ?? 0)
+    );
+  }
   return trans.__(
     'Your GPU is lent in %1: others wait. Its %2 of GPU memory move to RAM, and your variables stay.',
     duration(trans, lease.lend_in_s ?? 0),
@@ -368,6 +374,9 @@ export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointM
 
 /** Returns both steps of a slow resume, with the seconds so far. */
 export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
+  if (lease.memory_saved_bytes === 0) {
+    return trans.__('Getting the GPU back, %1 s so far. Your cell runs after that.', Math.floor(seconds));
+  }
   const step =
     lease.state === 'resuming'
       ? trans.__('step 2 of 2, copying %1 back', memory(trans, lease.memory_saved_bytes))
@@ -377,6 +386,9 @@ export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, secon
 
 /** Returns the current step of a resume in short, beside the broker's sentence. */
 export function wakingStep(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
+  if (lease.memory_saved_bytes === 0) {
+    return trans.__('%1 s so far.', Math.floor(seconds));
+  }
   return trans.__('Step %1 of 2, %2 s so far.', lease.state === 'resuming' ? 2 : 1, Math.floor(seconds));
 }
 

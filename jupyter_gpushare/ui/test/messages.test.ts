@@ -196,6 +196,14 @@ describe('sentences', () => {
     expect(text.match(/: 0 used, 0 given to others/g)).toHaveLength(5);
   });
 
+  it('copy nothing where nothing is held', () => {
+    const empty = { ...ANSWERS.waking.leases[0]!, memory_saved_bytes: 0, memory_used_bytes: 0 };
+    expect(wakingSteps(trans, empty, 4)).toBe('Getting the GPU back, 4 s so far. Your cell runs after that.');
+    expect(noticeText(trans, { kind: 'warned', lease: { ...empty, lend_in_s: 30 } })).toBe(
+      'Your GPU is lent in 30 s: others wait. It comes back with your next GPU cell.'
+    );
+  });
+
   it('count both steps of waking', () => {
     const lease = ANSWERS.waking.leases[0]!;
     expect(wakingSteps(trans, { ...lease, state: 'suspended' }, 2.9)).toBe(
