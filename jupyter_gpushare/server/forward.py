@@ -44,6 +44,7 @@ FORWARDS: tuple[Forward, ...] = (
     Forward("GET", "jobs/{}/timeline", wire.JobTimeline, _JOB),
     Forward("POST", "jobs/{}/retry", wire.Job, _JOB, status=201),
     Forward("POST", "leases/{}/resume", wire.LeaseStatus, _LEASE),
+    Forward("POST", "leases/{}/stay-asleep", wire.LeaseStatus, _LEASE),
     Forward("POST", "leases/{}/keep", wire.LeaseStatus, _LEASE, body=wire.KeepRequest),
     Forward("POST", "leases/{}/lend", wire.LeaseStatus, _LEASE),
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
@@ -195,3 +198,25 @@ async def test_the_machine_is_told_what_stays_a_leases_own_and_what_is_only_borr
         await until(lambda: broker.state(job) == "running", 120)
         borrower = site.held[broker.lease(job).handle]
         assert borrower.guaranteed == dict.fromkeys(borrower.limits, 0)
+
+
+@in_virtual_time
+async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cell(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        job = await site.submit("bo", "2", program=Program(work_s=3_000))
+        await until(lambda: broker.state(job) == "running", 400)
+        record = broker.lease(ada.handle)
+        with pytest.raises(Conflict, match="waits for its GPU"):
+            await broker.requests.stay_asleep(record)
+        cell = asyncio.create_task(site.gpu_cell(ada))
+        await until(lambda: broker.registry.observations[record.id].wanted, 10)
+        await broker.requests.stay_asleep(broker.lease(ada.handle))
+        await asyncio.sleep(120)
+        assert (broker.state(ada.handle), broker.state(job)) == ("suspended", "running")
+        for busy in (False, True):
+            kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0)
+            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        await until(lambda: broker.state(ada.handle) == "running", 60)
+        await cell

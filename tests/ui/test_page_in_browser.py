@@ -427,3 +427,70 @@ async def test_a_time_in_a_sentence_is_in_the_zone_and_language_of_the_reader(la
         lab.say(golden("status_asleep"))
         banner = page.locator(".gpushare-banner")
         await expect(banner).to_contain_text("Asleep since 6. Mai 2031, 19:50. Your GPU is lent")
+
+
+async def run_waiting_cell(page, lab, golden, status) -> None:
+    """Run a cell of the open notebook that ends when `told` exists, while its GPU is away."""
+    (lab.work / "told").unlink(missing_ok=True)
+    await page.locator(".jp-Notebook .jp-Cell").first.click()
+    await page.locator(".jp-Notebook .cm-content").first.click()
+    await page.keyboard.press("Control+A")
+    await page.keyboard.insert_text(UNTIL_TOLD)
+    lab.say(golden("status_asleep"))
+    await expect(page.locator(".gpushare-banner")).to_contain_text("Asleep")
+    await page.keyboard.press("Shift+Enter")
+    lab.say(status)
+    await expect(page.locator(".jp-Cell .gpushare-cell-line")).to_contain_text("Waking up: step")
+
+
+def waiting(golden) -> dict[str, object]:
+    """A status in which a cell waits for a GPU that others have."""
+    status = golden("status_waking")
+    status["leases"][0]["state"] = "suspended"
+    return status
+
+
+async def test_interrupt_and_restart_while_waking_answer_at_once_and_end_the_waiting(
+    page, lab, broker, golden
+):
+    await run_waiting_cell(page, lab, golden, waiting(golden))
+    broker.answer("POST leases/b7q2mzk4x9/stay-asleep", golden("status_asleep")["leases"][0])
+    toasts = page.locator(".Toastify")
+    await run_command(page, "notebook:interrupt-kernel")
+    await expect(toasts).to_contain_text("Your cell waits for the GPU and is interrupted when it is back.")
+    await picture(page, "interrupt-waking")
+    await toasts.get_by_role("button", name="Stay asleep").click()
+    await asyncio.to_thread(eventually, lambda: len(broker.asked("POST leases/b7q2mzk4x9/stay-asleep")) == 1)
+    await expect(page.locator(".gpushare-banner").get_by_role("button", name="Stay asleep")).to_be_visible()
+    await run_command(page, "kernelmenu:restart")
+    await page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+    await expect(toasts).to_contain_text("no cell waits for the GPU any more")
+    await asyncio.to_thread(eventually, lambda: len(broker.asked("POST leases/b7q2mzk4x9/stay-asleep")) == 2)
+    await expect(page.locator(".jp-Cell .gpushare-cell-line")).to_have_count(0)
+
+
+async def test_a_notebook_is_renamed_and_closed_while_its_gpu_is_copied_back(page, lab, broker, golden):
+    await run_waiting_cell(page, lab, golden, golden("status_waking"))
+    tab = page.locator(".lm-TabBar-tab", has_text="train.ipynb").first
+    await tab.click(button="right")
+    await page.get_by_role("menuitem", name="Rename Notebook").click()
+    await page.get_by_role("dialog").get_by_role("textbox").fill("later.ipynb")
+    await page.get_by_role("dialog").get_by_role("button", name="Rename").click()
+    await expect(page.locator(".lm-TabBar-tab", has_text="later.ipynb").first).to_be_visible()
+    await expect(page.locator(".gpushare-banner")).to_contain_text("s so far")
+    await expect(page.locator(".jp-Cell .gpushare-cell-line")).to_contain_text("Waking up: step")
+    await (
+        page.locator(".lm-TabBar-tab", has_text="later.ipynb")
+        .first.locator(".lm-TabBar-tabCloseIcon")
+        .click()
+    )
+    discard = page.get_by_role("dialog").get_by_role("button", name="Discard")
+    await expect(discard.or_(page.locator(".jp-Launcher").first)).to_be_visible()
+    if await discard.is_visible():
+        await discard.click()
+    await expect(page.locator(".gpushare-banner")).to_have_count(0)
+    await expect(page.locator(".gpushare-status button")).to_contain_text("Waking up")
+    (lab.work / "told").touch()
+    lab.say(golden("status_active"))
+    await expect(page.locator(".Toastify")).to_contain_text("Your GPU is back")
+    (lab.work / "later.ipynb").rename(lab.work / "train.ipynb")

@@ -197,12 +197,15 @@ class Observer:
 
     async def _wanted(self, record: LeaseRecord, *, queries_only: bool) -> None:
         observation = self.registry.observations[record.id]
+        if observation.declined:
+            return
         # Frameworks query streams in the background: without a busy kernel that is no request.
         if not record.is_job and (observation.kernel_busy or not queries_only):
             await self.registry.want(record)
 
     async def _stalled(self, record: LeaseRecord, now: float) -> None:
         """Wake a session that seems to wait in a call which the library does not count."""
-        if not record.is_job and self.registry.observations[record.id].wake_by_stall(now):
+        observation = self.registry.observations[record.id]
+        if not record.is_job and not observation.declined and observation.wake_by_stall(now):
             log.info("lease=%s wakes: its kernel waits without a counted call", record.handle)
             await self.registry.want(record)

@@ -320,6 +320,19 @@ class RequestService:
             raise Conflict("only a session that is asleep can be woken")
         await self.registry.want(record)
 
+    async def stay_asleep(self, record: LeaseRecord) -> None:
+        """Let a session sleep that was to wake: its calls wait until the next cell, or until it is woken.
+
+        Raises:
+            Conflict: it does not wait for its GPU, or already gets its memory back.
+        """
+        observation = self.registry.observations[record.id]
+        if record.state is not State.SUSPENDED or record.is_job or not observation.wanted:
+            raise Conflict("only a session that waits for its GPU can stay asleep")
+        observation.decline()
+        log.info("lease=%s stays asleep", record.handle)
+        await self.registry.notify()
+
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
         """Protect a session from suspension for ``minutes``, within the user's daily budget.
 

@@ -238,7 +238,7 @@ class Leases(Base):
 
 
 class LeaseAction(Base):
-    """Wake, keep or lend a lease of mine; mark it never to be put to sleep, or take the mark away."""
+    """Wake, keep or lend a lease of mine, or let it sleep; mark it never to sleep, or take that away."""
 
     async def post(self, lease_id: str, action: str) -> None:
         identity = await self.identify()
@@ -247,6 +247,8 @@ class LeaseAction(Base):
         match action:
             case "resume":
                 await requests.wake(record)
+            case "stay-asleep":
+                await requests.stay_asleep(record)
             case "keep":
                 await requests.keep(record, self.body(wire.KeepRequest).minutes if self.content else 30)
             case "lend":

@@ -71,7 +71,8 @@ class Observation:
     end_announced: bool = False  # of its maximum run time
     kernel_active_at: float = 0.0
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
-    wanted_at: float | None = None  # its owner needs it since; only `want` and `enter` write it
+    wanted_at: float | None = None  # its owner needs it since; `want`, `decline` and `enter` write it
+    declined: bool = False  # its owner lets it sleep: the calls that wait do not wake it
     retry_at: float = 0.0  # nothing is planned for it before
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
@@ -98,6 +99,7 @@ class Observation:
         if busy is self.kernel_busy:
             return False
         self.busy_since_at, self.woken_by_stall = now if busy else None, False
+        self.declined = self.declined and not busy  # a new cell may need its GPU
         return True
 
     def wake_by_stall(self, now: float) -> bool:
@@ -116,8 +118,12 @@ class Observation:
         """Note that the owner needs a lease in ``state``; return whether that is new and counts there."""
         if WANTED[state] is WakeRequest.IGNORED or self.wanted:
             return False
-        self.wanted_at = now
+        self.wanted_at, self.declined = now, False
         return True
+
+    def decline(self) -> None:
+        """Note that the owner lets it sleep, until the next cell begins or the owner asks for it."""
+        self.wanted_at, self.declined = None, True
 
     def enter(self, state: State) -> None:
         """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it.
@@ -128,7 +134,7 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample = False, None, None
             self.measured_at = float("-inf")
         if WANTED[state] is not WakeRequest.KEPT:
-            self.wanted_at = None
+            self.wanted_at, self.declined = None, False
 
     @classmethod
     def since(cls, now: float) -> Observation:

@@ -36,9 +36,10 @@ export class Actions {
         return lease.suspendable ? [this.keep(false), this.lend()] : [];
       case 'asleep':
         return [this.wake()];
+      case 'waking':
+        return lease.state === 'suspended' ? [this.stayAsleep()] : [];
       case 'starting':
       case 'falling-asleep':
-      case 'waking':
       case 'lost':
       case 'ended':
         return [];
@@ -52,6 +53,16 @@ export class Actions {
       caption: this._trans.__('Get the GPU back now, before a cell needs it'),
       accent: true,
       run: async () => void (await this._do('resume'))
+    };
+  }
+
+  stayAsleep(): Action {
+    return {
+      verb: 'stay-asleep',
+      label: this._trans.__('Stay asleep'),
+      caption: this._trans.__('Leave the GPU to others; a waiting cell goes on when you wake it'),
+      accent: false,
+      run: async () => void (await this._do('stay-asleep'))
     };
   }
 

@@ -367,6 +367,7 @@ export const CATALOGUE: {
   'only a server may report its kernels, with its own token': (trans, args) => trans.__('only a server may report its kernels, with its own token', ...args),
   'only a session that is asleep can be woken': (trans, args) => trans.__('only a session that is asleep can be woken', ...args),
   'only a session that is awake can be lent': (trans, args) => trans.__('only a session that is awake can be lent', ...args),
+  'only a session that waits for its GPU can stay asleep': (trans, args) => trans.__('only a session that waits for its GPU can stay asleep', ...args),
   'only jobs of one project and priority that have not run are moved among each other: change project or priority first': (trans, args) => trans.__('only jobs of one project and priority that have not run are moved among each other: change project or priority first', ...args),
   'only sessions are marked; a job says with `checkpoint` how it is paused': (trans, args) => trans.__('only sessions are marked; a job says with `checkpoint` how it is paused', ...args),
   'only the Hub\'s spawner may ask this': (trans, args) => trans.__('only the Hub\'s spawner may ask this', ...args),

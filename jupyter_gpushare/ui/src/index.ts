@@ -16,6 +16,7 @@ import type { ReadonlyJSONObject } from '@lumino/coreutils';
 import { Actions } from './actions';
 import { CellLines } from './cells';
 import { listen } from './events';
+import { Interrupts } from './interrupts';
 import { jobsPlugin } from './jobsplugin';
 import { GpuModel } from './model';
 import { ISeenJobs, seenJobs } from './state';
@@ -226,7 +227,7 @@ const banner: JupyterFrontEndPlugin<void> = {
   requires: [IGpuModel, INotebookTracker],
   optional: [ITranslator],
   activate: (
-    _: JupyterFrontEnd,
+    app: JupyterFrontEnd,
     gpu: IGpuModel,
     notebooks: INotebookTracker,
     translator: ITranslator | null
@@ -235,7 +236,14 @@ const banner: JupyterFrontEndPlugin<void> = {
     const actions = actionsOf(gpu, trans);
     const enabled = (): boolean => gpu.options().banner;
     const lines = new CellLines(gpu.model, enabled, trans);
+    const isNeeded = (restarted: string): boolean =>
+      Array.from(app.serviceManager.kernels.running()).some(
+        kernel => kernel.id !== restarted && kernel.execution_state === 'busy'
+      );
+    const interrupts = new Interrupts(gpu.model, actions, isNeeded, trans);
+    app.commands.commandExecuted.connect((_, { id }) => interrupts.onCommand(id));
     const add = (notebook: NotebookPanel): void => {
+      interrupts.watch(notebook);
       Banner.addTo(notebook, gpu.model, actions, enabled, trans);
       lines.watch(notebook);
     };

@@ -384,6 +384,22 @@ export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, secon
   return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
 }
 
+/** The answer to an interrupt while the GPU comes back. */
+export function interruptedText(trans: TranslationBundle, lease: ILeaseStatus): string {
+  return lease.state === 'suspended'
+    ? trans.__(
+        'Your cell waits for the GPU and is interrupted when it is back. To end it now, restart the kernel.'
+      )
+    : trans.__('Your cell is interrupted as soon as the GPU memory is copied back.');
+}
+
+/** The answer to a restart while the GPU comes back. */
+export function restartedText(trans: TranslationBundle, ends: boolean): string {
+  return ends
+    ? trans.__('The kernel restarts, and no cell waits for the GPU any more: it comes back with your next GPU cell.')
+    : trans.__('The kernel restarts; the GPU comes back meanwhile.');
+}
+
 /** Returns the current step of a resume in short, beside the broker's sentence. */
 export function wakingStep(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
   if (lease.memory_saved_bytes === 0) {

@@ -21,7 +21,7 @@ import {
   IOffers
 } from './wire';
 
-export type LeaseVerb = 'resume' | 'keep' | 'lend';
+export type LeaseVerb = 'resume' | 'stay-asleep' | 'keep' | 'lend';
 
 /** What is asked about a job that is not submitted yet; empty: as the broker has it. */
 export type IOffersQuery = {

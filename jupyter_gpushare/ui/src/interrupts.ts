@@ -1,0 +1,64 @@
+/** Answers at once when a kernel that waits for its GPU is interrupted or restarted. */
+
+import { Notification } from '@jupyterlab/apputils';
+import { NotebookPanel } from '@jupyterlab/notebook';
+import { TranslationBundle } from '@jupyterlab/translation';
+
+import { Actions } from './actions';
+import { interruptedText, restartedText } from './messages';
+import { GpuModel } from './model';
+import { phaseOf } from './state';
+import { ILeaseStatus } from './wire';
+
+const INTERRUPT: ReadonlySet<string> = new Set(['notebook:interrupt-kernel', 'kernelmenu:interrupt']);
+const CLOSE_MS = 10_000;
+
+export class Interrupts {
+  /** ``isNeeded``: whether a kernel other than this one is busy, and may wait for the GPU as well. */
+  constructor(
+    private readonly _model: GpuModel,
+    private readonly _actions: Actions,
+    private readonly _isNeeded: (restarted: string) => boolean,
+    private readonly _trans: TranslationBundle
+  ) {}
+
+  /** To be called with each command of JupyterLab. */
+  onCommand(id: string): void {
+    const lease = INTERRUPT.has(id) ? this._waiting() : null;
+    if (lease !== null) {
+      const actions = this._actions.of(lease).map(({ label, caption, run }) => ({
+        label,
+        caption,
+        callback: () => void run()
+      }));
+      Notification.info(interruptedText(this._trans, lease), { autoClose: CLOSE_MS, actions });
+    }
+  }
+
+  /** Follows the kernel of a notebook: a restart ends the waiting of its cells. */
+  watch({ sessionContext }: NotebookPanel): void {
+    sessionContext.statusChanged.connect((_, status) => {
+      if (status === 'restarting') {
+        void this._onRestart(sessionContext.session?.kernel?.id ?? '');
+      }
+    });
+  }
+
+  private async _onRestart(kernel: string): Promise<void> {
+    const lease = this._waiting();
+    if (lease === null) {
+      return;
+    }
+    const ends = lease.state === 'suspended' && !this._isNeeded(kernel);
+    Notification.info(restartedText(this._trans, ends), { autoClose: CLOSE_MS });
+    if (ends) {
+      await this._actions.stayAsleep().run();
+    }
+  }
+
+  private _waiting(): ILeaseStatus | null {
+    const { state } = this._model;
+    const lease = state.kind === 'ready' ? state.lease : null;
+    return lease !== null && phaseOf(lease) === 'waking' ? lease : null;
+  }
+}
