@@ -83,6 +83,7 @@ class Observer:
         broken, at_work = len(sample.devices) - len(usable), snapshot.at_work(registry, now)
         breakdown = gpu_breakdown(leases, usable, broken, at_work)
         registry.meter.note(breakdown, sample.devices)
+        registry.tally.used(breakdown, now)
 
     async def _fence_orphans(self, orphans: Sequence[LeaseSample]) -> None:
         """Grant nothing on devices of running leases that are missing in the database, until they end."""

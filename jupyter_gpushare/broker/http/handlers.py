@@ -24,6 +24,7 @@ from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.errors import (
     NotAllowed,
     NotFound,
+    RequestError,
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
@@ -395,7 +396,14 @@ class SpawnerStart(Spawner):
     """A server is about to start."""
 
     async def post(self) -> None:
-        self.answer(await self.control.admission.start(self.body(wire.SpawnRequest)))
+        spawns = self.control.registry.tally.spawns
+        try:
+            grant = await self.control.admission.start(self.body(wire.SpawnRequest))
+        except RequestError as error:
+            spawns[error.reason] += 1
+            raise
+        spawns["no_gpu" if grant.lease is None else "asleep" if grant.asleep else "granted"] += 1
+        self.answer(grant)
         self.control.faults.mended(_SPAWNER)
 
 

@@ -5,7 +5,7 @@ Owners and administrators read it; every entry is also stored.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from jupyter_gpushare import messages
@@ -21,6 +21,7 @@ class Decisions:
 
     def __init__(self, wall: Callable[[], str], stored: Iterable[DecisionRecord] = ()) -> None:
         self.latest = deque(stored, maxlen=_KEPT)
+        self.counted: Counter[tuple[str, str]] = Counter()  # by action and reason, for metrics
         self._wall = wall
         self._seq = self.latest[-1].seq if self.latest else 0
 
@@ -39,6 +40,7 @@ class Decisions:
     ) -> DecisionRecord:
         """Return a new entry, which the caller stores; without a lease it concerns the machine."""
         self._seq += 1
+        self.counted[action, why] += 1
         entry = DecisionRecord(
             seq=self._seq,
             at=self._wall(),

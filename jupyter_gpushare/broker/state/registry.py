@@ -39,6 +39,7 @@ from jupyter_gpushare.broker.state.records import (
 )
 from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.store import Loaded, Store
+from jupyter_gpushare.broker.state.tally import Tally
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
 from jupyter_gpushare.broker.state.usage import Usage, use_of
 from jupyter_gpushare.core import order
@@ -84,6 +85,7 @@ class Registry:
         self._sums_kept_at = clock()
         self.wake_times = WakeTimes()
         self.meter = Meter(clock())
+        self.tally = Tally()
         self.devices = DeviceState()
         self.hub_backoff_until = float("-inf")  # no job is started before
         self.notices: dict[str, Notice] = {}  # by the session whose owner is told
@@ -292,6 +294,7 @@ class Registry:
             why=transition.why or record.why,
         )
         log_transition(record, changed, transition)
+        self.tally.moved(record, state, now, self._observations.get(record.id))
         also: list[Change] = []
         ran = record.state is State.RUNNING and state is not State.RUNNING
         if job is None and ran:
