@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -16,7 +16,7 @@ from math import inf
 from jupyter_gpushare.backends.kubernetes.client import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
 from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
-from jupyter_gpushare.broker.engine import Engine, Estimate, Explanation, Offer, Outlook, Use
+from jupyter_gpushare.broker.engine import Engine, Explanation, JobForecast, Offer, Outlook, Use, Work
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.core.kube.demand import demands
@@ -341,9 +341,9 @@ class KaiEngine(Engine):
         seats = self._seats.seats() if self._seats.is_known else {}
         return KaiOutlook(cluster, seats, self._sleepable(), now)
 
-    def estimates(self, cluster: Cluster, now: float, durations_s: Sequence[float]) -> Mapping[str, Estimate]:
+    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
         """Return nothing: a replay of ours would foretell another scheduler."""
-        return {}
+        return JobForecast()
 
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
         self._configured = configured

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.backends.kubernetes.objects import EPOCH_ANNOTATION
-from jupyter_gpushare.broker.engine import Explanation
+from jupyter_gpushare.broker.engine import Explanation, JobForecast, Work
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
@@ -446,4 +446,4 @@ class TestQueues:
         assert engine.trouble() == ("The numbers of project nlp differ from those of its Queue.",)
         with pytest.raises(Conflict, match="Queue nlp"):
             engine.set_project(bigger)
-        assert engine.estimates(Cluster(devices=(), projects=(), leases=()), 0.0, []) == {}
+        assert engine.forecast(Cluster(devices=(), projects=(), leases=()), 0.0, Work()) == JobForecast()
