@@ -207,7 +207,9 @@ class TestFencedHub(HubContract):
         async for bench in site_hub(tmp_path):
             assert bench.site.broker is not None
             store, devices = bench.site.broker.store, bench.site.broker.devices
-            yield SiteHubBench(bench.site, FencedHub(bench.hub, devices, store_epoch(store)))
+            yield SiteHubBench(
+                bench.site, FencedHub(bench.hub, devices, store_epoch(store), bench.site.broker.loop.faults)
+            )
 
 
 class TestSiteHub(HubContract):
