@@ -112,6 +112,8 @@ c.JupyterHub.allow_named_servers = True
 # Ctrl-C ends everything. In production set this to False: servers and jobs then live through
 # a restart of the Hub.
 c.JupyterHub.cleanup_servers = True
+# `--respawn` watches the broker; the Hub's own check of it logs an error when Ctrl-C ends the broker first.
+c.JupyterHub.service_check_interval = 0
 
 
 # ---- servers ---------------------------------------------------------------------------

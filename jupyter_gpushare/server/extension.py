@@ -24,6 +24,7 @@ from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
 
 MAX_SESSIONS = 1_000
 RESTART_S = 60
+CANCEL_AGAIN_S = 0.5
 
 
 class GpuShareExtension(ExtensionApp):
@@ -60,10 +61,15 @@ class GpuShareExtension(ExtensionApp):
             self._tasks.append(asyncio.create_task(self._keep_up(work)))
 
     async def stop_extension(self) -> None:
-        """End both tasks and close the connection."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End both tasks and close the connection.
+
+        A library below may lose a cancellation that arrives together with an answer
+        (`asyncio.wait_for` of Python 3.11 does), and the server must end all the same.
+        """
+        while left := [task for task in self._tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
         if self._broker is not None:
             await self._broker.watch.stop()

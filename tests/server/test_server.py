@@ -9,6 +9,7 @@ import msgspec
 
 from jupyter_gpushare.messages import local
 from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.server.extension import GpuShareExtension
 from tests.waiting import PATIENCE_S
 
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
@@ -133,3 +134,24 @@ def test_server_ends_at_once_though_a_long_poll_is_open(server, broker, eventual
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "never" not in log
+
+
+async def test_the_extension_stops_although_a_library_loses_its_first_cancellation():
+    lost = 0
+
+    async def listen() -> None:
+        nonlocal lost
+        while True:
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            except asyncio.CancelledError:
+                lost += 1
+                if lost == 2:
+                    raise
+
+    extension = GpuShareExtension()
+    extension._broker = extension._client = None
+    extension._tasks = [asyncio.create_task(listen())]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(extension.stop_extension(), PATIENCE_S)
+    assert lost == 2

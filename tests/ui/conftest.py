@@ -187,7 +187,13 @@ def _jupyterlab(tmp_path: Path, broker: Any, app: str, packages: Path | None) ->
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            last = (tmp_path / "lab.log").read_text(errors="replace")[-4_000:]
+            pytest.fail(f"JupyterLab did not end after SIGTERM; its log ends with:\n{last}")
 
 
 @pytest.fixture
