@@ -156,9 +156,10 @@ class Hub(abc.ABC):
     """JupyterHub: its servers, users and groups.  The same for every engine."""
 
     @abc.abstractmethod
-    async def start_server(self, key: ServerKey) -> None:
+    async def start_server(self, key: ServerKey, shown: str) -> None:
         """Ask the Hub to start a job's server; returns when the Hub has accepted the request.
 
+        ``shown`` is what its pages call the server, where the Hub has such names.
         A server that already starts or runs is accepted.
 
         Raises:

@@ -21,6 +21,8 @@ _PAGE = 200
 _MAX_PAGES = 500
 # 401, 403: token not accepted or without a scope; 429: too many spawns; 503: the Hub starts or stops.
 _NOT_NOW = (401, 403, 429, 503)
+# From this version on a named server has a display name beside the one in its address.
+_SHOWS_NAMES = 6
 # What the Hub says (jupyterhub/apihandlers/users.py, jupyterhub/scopes.py).
 _NAMED_SERVERS_OFF = "Named servers are not enabled"
 _LACKS_SCOPE = "not authorized with current scopes"
@@ -77,12 +79,16 @@ class HubClient(Hub):
         )
         # The last list of users with servers, by page, with the Hub's tag of that answer.
         self._pages: dict[int, tuple[str, list[_User]]] = {}
+        self._shows_names = False  # as the Hub's last answer said: it may be upgraded at any time
 
     async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
         try:
-            return await self._http.request(method, path, **options)  # type: ignore[arg-type]
+            response = await self._http.request(method, path, **options)  # type: ignore[arg-type]
         except httpx.TransportError as error:
             raise HubError(f"the Hub does not answer ({type(error).__name__})") from None
+        major = response.headers.get("X-JupyterHub-Version", "").partition(".")[0]
+        self._shows_names = major.isdecimal() and int(major) >= _SHOWS_NAMES
+        return response
 
     @staticmethod
     def _said(response: httpx.Response) -> str:
@@ -95,7 +101,7 @@ class HubClient(Hub):
         said = self._said(response)
         return HubError(f"{what}: {said}", remedy=_remedy(response.status_code, said))
 
-    async def start_server(self, key: ServerKey) -> None:
+    async def start_server(self, key: ServerKey, shown: str) -> None:
         """Ask the Hub to start a named server.
 
         Raises:
@@ -103,7 +109,9 @@ class HubClient(Hub):
                 user's named servers, or when the Hub does not accept the token.
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
-        response = await self._ask("POST", path, json={})
+        # An older Hub takes the whole body for options of the spawner.
+        named = {"display_name": shown} if self._shows_names else {}
+        response = await self._ask("POST", path, json=named)
         if response.status_code in (201, 202):
             return
         said = self._said(response)

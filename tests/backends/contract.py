@@ -299,7 +299,7 @@ class HubContract:
 
     async def test_a_server_is_listed_from_its_start_to_its_stop(self, bench: HubBench) -> None:
         assert not await bench.hub.has_server(self.KEY)
-        await bench.hub.start_server(self.KEY)
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
         assert await bench.hub.has_server(self.KEY)
         await bench.ready(self.KEY)
         assert self.KEY in await bench.hub.servers()
@@ -311,10 +311,10 @@ class HubContract:
         assert await bench.hub.server_url(self.KEY) == ""
 
     async def test_starting_twice_is_starting_once(self, bench: HubBench) -> None:
-        await bench.hub.start_server(self.KEY)
-        await bench.hub.start_server(self.KEY)
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
         await bench.ready(self.KEY)
-        await bench.hub.start_server(self.KEY)
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
         assert [key for key in await bench.hub.servers() if key == self.KEY] == [self.KEY]
 
     async def test_stopping_an_unknown_server_changes_nothing(self, bench: HubBench) -> None:

@@ -29,7 +29,8 @@ class SiteHub(Hub):
         self.site = site
         self.broker = broker
 
-    async def start_server(self, key: ServerKey) -> None:
+    async def start_server(self, key: ServerKey, shown: str) -> None:
+        self.site.shown[key] = shown
         await self.broker.devices.effect("start_server", key.server)
         if key not in self.site.servers:
             self.site.servers[key] = "spawn"

@@ -58,6 +58,7 @@ class Site:
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
         self.held: dict[str, Held] = {}
         self.servers: dict[ServerKey, str] = {}
+        self.shown: dict[ServerKey, str] = {}  # what the Hub's pages call them
         self.programs: dict[str, Program] = {}
         self.runs: list[Run] = []
         self.started: Counter[str] = Counter()  # by job id

@@ -142,7 +142,7 @@ async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(tmp_path):
         key = ServerKey("bo", "jabcdefghij-1")
         site.servers[key] = "ready"
         site.epoch = 9
-        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key)):
+        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key, "train")):
             with pytest.raises(HelperError, match="newer broker"):
                 await change
         assert site.servers == {key: "ready"}

@@ -111,6 +111,19 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(tmp_pat
         assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("train.py", "train.py "), ("a\x1b[31m\n  b", "a?[31m? b "), ("\u591c", "\u591c "), (" ", "")],
+)
+@in_virtual_time
+async def test_the_hub_shows_the_name_of_a_job(tmp_path, name, shown):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", name=name, program=Program(work_s=1))
+        await until(lambda: broker.job(job).result)
+        assert list(site.shown.values()) == [f"{shown}(job {job.id})"]
+
+
 @in_virtual_time
 async def test_a_cancel_while_the_job_gives_way_is_not_lost(tmp_path):
     """It is on its way back into the queue when its owner cancels it."""

@@ -55,7 +55,7 @@ async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkey
         broker = await site.start_broker()
         real, asked = broker.hub.start_server, []
 
-        async def refuse(key):
+        async def refuse(key, shown):
             asked.append(site.now)
             raise HubError("Missing or invalid credentials.", not_now=True)
 
@@ -121,8 +121,8 @@ async def test_a_start_with_a_lost_answer_is_not_started_a_second_time(tmp_path,
         broker = await site.start_broker()
         real = broker.hub.start_server
 
-        async def answer_lost(key):
-            await real(key)
+        async def answer_lost(key, shown):
+            await real(key, shown)
             raise HubError("the Hub does not answer (ReadTimeout)")
 
         monkeypatch.setattr(broker.hub, "start_server", answer_lost)

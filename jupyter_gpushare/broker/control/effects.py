@@ -21,6 +21,7 @@ from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot, time_limit
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
 from jupyter_gpushare.broker.control.error_log import ErrorLog
+from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
@@ -263,7 +264,8 @@ class Effects:
     async def _start_job(self, record: LeaseRecord) -> None:
         """Ask the Hub to start a job's server, then wait until it runs or has failed to start."""
         key = ServerKey(record.lease.user, record.handle)
-        request = asyncio.create_task(self.hub.start_server(key))
+        shown = shown_name(self.registry.jobs[record.id[1:]])
+        request = asyncio.create_task(self.hub.start_server(key, shown))
         try:
             # The Hub answers after seconds; an attempt that is stopped meanwhile does not wait for it.
             while not request.done() and self._still(record, State.GRANTED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease
 from jupyter_gpushare.errors import InvalidRequest
@@ -25,6 +26,12 @@ def default_name(command: Sequence[str]) -> str:
     if _RUNS_ANOTHER.fullmatch(name):
         name = next((word for word in words[1:] if word and not word.startswith("-")), name)
     return name[:60]
+
+
+def shown_name(job: JobRecord) -> str:
+    """Return what the Hub's pages call the server of a job: ``train.py (job k3v9m2x7qa)``."""
+    name = " ".join(messages.printable(job.name).split())
+    return f"{name} (job {job.id})".lstrip()
 
 
 def check_job(request: wire.JobRequest) -> None:
