@@ -450,9 +450,7 @@ def waiting(golden) -> dict[str, object]:
     return status
 
 
-async def test_interrupt_and_restart_while_waking_answer_at_once_and_end_the_waiting(
-    page, lab, broker, golden
-):
+async def test_interrupt_and_restart_while_waking_are_answered_at_once(page, lab, broker, golden):
     await run_waiting_cell(page, lab, golden, waiting(golden))
     broker.answer("POST leases/b7q2mzk4x9/stay-asleep", golden("status_asleep")["leases"][0])
     toasts = page.locator(".Toastify")

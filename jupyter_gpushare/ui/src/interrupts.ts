@@ -37,9 +37,13 @@ export class Interrupts {
 
   /** Follows the kernel of a notebook: a restart ends the waiting of its cells. */
   watch({ sessionContext }: NotebookPanel): void {
+    let isTold = false; // JupyterLab says it more than once, also after other states
     sessionContext.statusChanged.connect((_, status) => {
-      if (status === 'restarting') {
+      if (status === 'restarting' && !isTold) {
+        isTold = true;
         void this._onRestart(sessionContext.session?.kernel?.id ?? '');
+      } else if (status === 'idle' || status === 'busy') {
+        isTold = false;
       }
     });
   }
