@@ -73,6 +73,7 @@ class TestKaiEngine(EngineContract):
         for lease in snapshot.leases:
             if lease.devices:
                 self.bed.seat(lease)
+        await self.bed.quiet()  # the engine creates every seat itself: it would take these for missing ones
         await engine.settle(snapshot, NOW)
         await self.bed.quiet()
 
