@@ -26,6 +26,7 @@ _SHOWS_NAMES = 6
 # What the Hub says (jupyterhub/apihandlers/users.py, jupyterhub/scopes.py).
 _NAMED_SERVERS_OFF = "Named servers are not enabled"
 _LACKS_SCOPE = "not authorized with current scopes"
+_UNKNOWN_CALLER = "invalid credentials"
 
 
 class _Server(msgspec.Struct):
@@ -59,7 +60,8 @@ def _remedy(status: int, said: str) -> str:
             "give the broker's role in c.JupyterHub.load_roles the scopes list:users, read:users, "
             "read:groups, read:servers, servers and delete:servers"
         )
-    if status in (401, 403):
+    # A 403 may also be a hook's, or the answer of the broker to the spawner.
+    if status == 401 or (status == 403 and _UNKNOWN_CALLER in said):
         return (
             "JUPYTERHUB_API_TOKEN of the broker (broker.env) and api_token of the service gpushare in the "
             "Hub's configuration must be the same token; restart both after a change"

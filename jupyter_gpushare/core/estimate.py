@@ -19,12 +19,12 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, inf
 from types import MappingProxyType
 
 from jupyter_gpushare.core.future import replayed
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, Settings
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Device, Kind, Lease, Settings
 from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting, order_of
 
 # Fewer ended jobs than this say nothing.
@@ -71,7 +71,7 @@ class Work:
 
     left_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by lease, of measured jobs
     ran_s: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of ended jobs, by project
-    limit_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by lease, until its maximum run time
+    limit_s: Mapping[str, float] = field(default_factory=dict)  # by lease, until its maximum run time
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
 
     No new work comes in the future, and sessions keep what they hold.
     """
+    cluster = replace(cluster, leases=tuple(_sized(x, cluster.devices) for x in cluster.leases))
     jobs = [x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled]
     samples = _Samples(work)
     left = {x.id: found for x in jobs if (found := samples.left_gpu_s(x, now)) is not None}
@@ -112,10 +113,22 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
         if end is not None and lease.id in work.left_gpu_s:
             basis = Basis.END_OF_WAITING if is_waiting(lease) else Basis.END_OF_RUNNING
             _tell(ends, lease.id, around(end - now, basis, is_shared=is_shared))
-    free = [(around(at - now, Basis.START, is_shared=is_shared), count) for at, count in future.free_at]
+    # What is free now and is not offered lies in parts, or is claimed by a session that sleeps.
+    free = [
+        (around(at - now, Basis.START, is_shared=is_shared) if at > now else None, count)
+        for at, count in future.free_at
+    ]
     # The first of many jobs of unknown work ends at any time: the range would be too wide.
     is_known = all(id in work.left_gpu_s for id in running)
     return Forecast(starts, ends, tuple(free) if is_known else ())
+
+
+def _sized(lease: Lease, devices: Sequence[Device]) -> Lease:
+    """Return a lease that says which part of a GPU it gets, although it asks for memory."""
+    if lease.held_milli or not lease.size.memory_bytes:
+        return lease
+    parts = (device.demand_milli(lease.size) for device in devices if device.usable)
+    return replace(lease, held_milli=min(parts, default=WHOLE_GPU))
 
 
 def _tell(found: dict[str, Estimate], lease_id: str, estimate: Estimate | None) -> None:
@@ -144,7 +157,7 @@ class _Samples:
 
     def __init__(self, work: Work) -> None:
         self._measured = work.left_gpu_s
-        self._limits = work.limit_gpu_s
+        self._limits = work.limit_s
         self._of_all = sorted(seconds for ran_s in work.ran_s.values() for seconds in ran_s)
         self._of = {name: sorted(ran_s) for name, ran_s in work.ran_s.items() if len(ran_s) >= LEAST}
 
@@ -153,7 +166,7 @@ class _Samples:
         left = self._measured.get(lease.id)
         if left is None:
             left = self._median_gpu_s(lease, now)
-        return None if left is None else min(left, self._limits.get(lease.id, inf))
+        return None if left is None else min(left, self._limits.get(lease.id, inf) * gpus(lease))
 
     def _median_gpu_s(self, lease: Lease, now: float) -> float | None:
         samples = self._of.get(lease.project, self._of_all)

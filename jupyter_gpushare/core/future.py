@@ -118,6 +118,8 @@ class _Replay:
             at = eligible_at(lease, self._settings)
             if holds:
                 self._free -= gpus(lease)
+            elif lease.state is State.SUSPENDED:
+                self._lent += gpus(lease)  # it takes them back for its next cell
             if at is not None:
                 self._lendable[lease.id] = gpus(lease)
                 self._schedule(max(at, self.now), _SESSION, 0, lease.id)

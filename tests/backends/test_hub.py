@@ -11,7 +11,7 @@ from tornado import httpserver, web
 from tornado.testing import bind_unused_port
 
 from jupyter_gpushare.backends.base import HubError, ServerKey
-from jupyter_gpushare.backends.hub import HubClient
+from jupyter_gpushare.backends.hub import HubClient, _remedy
 
 JOB = ServerKey("bo", "jabcdefghij-1")
 
@@ -223,3 +223,9 @@ async def test_a_hub_that_is_not_there_is_an_error_that_passes():
         await client.start_server(JOB, "train.py (job abcdefghij)")
     assert not failed.value.permanent
     await client.close()
+
+
+def test_only_a_refused_token_of_the_broker_is_told_to_be_exchanged():
+    assert "JUPYTERHUB_API_TOKEN" in _remedy(403, "Missing or invalid credentials.")
+    assert "JUPYTERHUB_API_TOKEN" in _remedy(401, "Unauthorized")
+    assert _remedy(403, "only the Hub's spawner may ask this") == ""

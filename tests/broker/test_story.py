@@ -212,11 +212,15 @@ async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cel
             await broker.requests.stay_asleep(record)
         cell = asyncio.create_task(site.gpu_cell(ada))
         await until(lambda: broker.registry.observations[record.id].wanted, 10)
+        other = wire.KernelActivity(id="other", busy=True, idle_s=0.0)
+        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[other]))
         await broker.requests.stay_asleep(broker.lease(ada.handle))
         await asyncio.sleep(120)
         assert (broker.state(ada.handle), broker.state(job)) == ("suspended", "running")
-        for busy in (False, True):
-            kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0)
-            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[kernel]))
+        for busy in (False, True):  # beside another kernel, which is busy all the time
+            kernels = [
+                wire.KernelActivity(id=k, busy=b, idle_s=0.0) for k, b in (("k", busy), ("other", True))
+            ]
+            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=kernels))
         await until(lambda: broker.state(ada.handle) == "running", 60)
         await cell

@@ -15,6 +15,7 @@ from jupyter_gpushare.core.estimate import (
     median_left_s,
 )
 from jupyter_gpushare.core.model import Order
+from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, NOW, build, cluster, project, train
 
 # Median: 600.
@@ -87,7 +88,7 @@ def test_where_several_projects_share_only_measured_ends_are_told():
 
 @pytest.mark.parametrize("left_gpu_s", [{}, {"on": 5_000.0}])
 def test_no_job_is_expected_to_run_for_longer_than_its_maximum(left_gpu_s):
-    work = Work(ran_s=SITE.ran_s, left_gpu_s=left_gpu_s, limit_gpu_s={"on": 90.0})
+    work = Work(ran_s=SITE.ran_s, left_gpu_s=left_gpu_s, limit_s={"on": 90.0})
     assert forecast(queue(running(), waiting()), NOW, work).starts["next"] == around(90, Basis.START)
 
 
@@ -140,7 +141,16 @@ def test_a_session_learns_when_so_many_gpus_are_free():
     assert found.free_in(2) == around(500, Basis.START)
     assert found.free_in(3) is None
     assert forecast(queue(running()), NOW, SITE).free_in(1) is None
-    assert forecast(queue(gpus=2), NOW, work).free_in(2) == around(0, Basis.START)
+    # Free already, and not offered: in parts of several GPUs, for instance.
+    assert forecast(queue(gpus=2), NOW, work).free_in(2) is None
+
+
+@pytest.mark.parametrize("memory", ["20GiB", "400GiB"])
+def test_a_job_that_asks_for_memory_stops_no_estimates(memory):
+    memory = waiting("memory", size=Size.of_memory(memory))
+    found = forecast(queue(running(), memory, waiting("last"), gpus=2), NOW, SITE)
+    assert "last" in found.starts
+    assert not forecast(queue(memory, gpus=0), NOW, SITE).ends
 
 
 def test_sessions_keep_what_they_hold_until_they_may_be_lent():

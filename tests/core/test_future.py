@@ -125,6 +125,11 @@ def test_a_suspended_session_holds_nothing():
     assert replayed(cluster(asleep, waits("x")), NOW, {"x": 100}).starts_at == {"x": NOW}
 
 
+def test_a_gpu_that_a_suspended_session_claims_is_free_for_jobs_only():
+    asleep = build("nb", 1000, "0", state=State.SUSPENDED)
+    assert replayed(cluster(asleep, waits("x")), NOW, {"x": 100}).free_at == ((NOW, 0.0),)
+
+
 def test_a_cancelled_job_leaves_the_queue_and_keeps_its_gpu_until_it_has_ended():
     c = cluster(on("a", cancelled=True), waits("gone", cancelled=True), waits("x"))
     found = replayed(c, NOW, {"a": 100, "gone": 100, "x": 100})

@@ -117,7 +117,8 @@ class Chance(random.Random):
         }
         for place, names in likely.items():
             name = self.choice(names) if self.random() < 0.8 else self.text()
-            path = path.replace(place, quote(name.encode(errors="replace"), safe=""))
+            if name not in (".", ".."):  # every client resolves these before it asks
+                path = path.replace(place, quote(name.encode(errors="replace"), safe=""))
         return path
 
     def token(self, path: str) -> str | None:
@@ -225,5 +226,9 @@ def test_every_answer_is_a_documented_one_and_the_broker_stays_healthy(server: S
             server.job = answer.json()["id"]
         statuses[answer.status_code] += 1
     print(f"answers by status: {dict(statuses)}")
+    # A server that started ends what the spawner said of itself.
+    start = b'{"user": "cy", "server": "", "groups": ["nlp"], "uid": 1000}'
+    started = server.ask("post", "/spawner/start", SPAWNER, start)
+    assert started.status_code == 200, started.text
     assert {200, 201, 204, 400, 403, 404} <= set(statuses)
     until(server.healthy, "the broker is healthy")

@@ -135,7 +135,7 @@ def empty(*folders: Path) -> None:
             path.unlink()
 
 
-def test_no_server_starts_without_the_limits_that_are_set(tmp_path: Path) -> None:
+async def test_no_server_starts_without_the_limits_that_are_set(tmp_path: Path) -> None:
     with pytest.raises(SpawnException) as refused:
         spawner(cgroup_root=str(tmp_path / "none"), processes_limit=100).make_preexec_fn("ada")
     assert "could not be set" in str(refused.value)

@@ -17,7 +17,7 @@ from jupyter_gpushare.broker.engine import Engine, Estimate, JobForecast, Work
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import Cluster, State
-from jupyter_gpushare.core.order import attained_gpu_s, gpus
+from jupyter_gpushare.core.order import attained_gpu_s
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
@@ -95,14 +95,18 @@ class Forecast:
     async def run(self) -> None:
         """Update the forecast every `EVERY_S` until cancelled."""
         while True:
-            try:
-                await self.refresh()
-            except Exception:  # an estimate is dispensable, the task is not
-                log.exception("no estimates")
+            await self.refresh()
             await asyncio.sleep(EVERY_S)
 
     async def refresh(self) -> None:
-        """Compute the forecast once."""
+        """Compute the forecast once; an error is logged, because no request fails for an estimate."""
+        try:
+            await self._refresh()
+        except Exception:
+            log.exception("no estimates")
+            self._found = JobForecast()
+
+    async def _refresh(self) -> None:
         registry, now = self._registry, self._registry.clock()
         if self._waiting() > MAX_WAITING or registry.devices.inventory is None:
             self._found = JobForecast()
@@ -138,11 +142,11 @@ class Forecast:
             if (limit_s := time_limit.limit_s(job)) is not None:
                 running_s = time_limit.left_s(job, record, now)
                 left_s = limit_s - job.ran_s if running_s is None else running_s
-                limits[record.id] = max(0.0, left_s) * gpus(record.lease)
+                limits[record.id] = max(0.0, left_s)
         newest = (j for j in reversed(tuple(registry.jobs.values())) if _has_run(j))
         for job in islice(newest, MAX_SAMPLES):
             ran_s.setdefault(job.project, []).append(job.ran_s)
-        return Work(left_gpu_s=left, ran_s=ran_s, limit_gpu_s=limits)
+        return Work(left_gpu_s=left, ran_s=ran_s, limit_s=limits)
 
 
 def seconds(found: Estimate | None) -> wire.Estimate | None:

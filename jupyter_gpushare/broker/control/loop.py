@@ -131,9 +131,10 @@ class Loop:
         for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
         snapshot.update_fairness(registry, self.engine, now)
+        await registry.store_sums(now)
+        # No wait from here to the intents: a request in between would change what was planned for.
         cluster = snapshot.cluster(registry, self.engine, now)
         plan = self.engine.decide(cluster, now)
-        await registry.store_sums(now)
         self._next_at = plan.next_at
         notices = {notice.lease: notice for notice in plan.notices}
         if notices != registry.notices:

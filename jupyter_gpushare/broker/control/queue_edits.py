@@ -87,10 +87,10 @@ class QueueEdits:
         beside = place.before or place.behind or ""
         registry, record = self.registry, self._queued(job)
         other = registry.jobs.get(beside)
-        if other is None or other.user != job.user or other.id == job.id:
-            raise InvalidRequest("you have no other job %1", repr(beside[:40]))
         leases = {x.id: x for x in self._own_order(record.lease)}
-        if self._queued(other).id not in leases or record.id not in leases:
+        if record.id in leases and (other is None or other.user != job.user or other.id == job.id):
+            raise InvalidRequest("you have no other job %1", repr(beside[:40]))
+        if other is None or record.id not in leases or self._queued(other).id not in leases:
             raise InvalidRequest(
                 "only jobs of one project and priority that have not run are moved among each other: "
                 "change project or priority first"

@@ -300,7 +300,8 @@ class RequestService:
         if record is None or record.is_job:
             return
         observation, now = self.registry.observations[record.id], self.registry.clock()
-        changed = observation.report_kernels(any(k.busy for k in report.kernels), now)
+        busy = frozenset(k.id[:64] for k in report.kernels[:1_000] if k.busy)
+        changed = observation.report_kernels(busy, now)
         idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
         if observation.kernel_busy:
             observation.kernel_active_at = now

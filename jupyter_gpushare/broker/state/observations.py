@@ -66,6 +66,7 @@ class Observation:
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
+    busy: frozenset[str] = frozenset()  # kernels that run a cell, by their server's last report
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
     woken_by_stall: bool = False  # in the present cell
     end_announced: bool = False  # of its maximum run time
@@ -94,12 +95,14 @@ class Observation:
         """Whether a kernel runs a cell."""
         return self.busy_since_at is not None
 
-    def report_kernels(self, busy: bool, now: float) -> bool:
-        """Note whether a kernel is busy; return whether that is a change."""
+    def report_kernels(self, kernels: frozenset[str], now: float) -> bool:
+        """Note which kernels are busy; return whether it changed that one is."""
+        if kernels - self.busy:
+            self.declined = False  # a new cell may need its GPU
+        self.busy, busy = kernels, bool(kernels)
         if busy is self.kernel_busy:
             return False
         self.busy_since_at, self.woken_by_stall = now if busy else None, False
-        self.declined = self.declined and not busy  # a new cell may need its GPU
         return True
 
     def wake_by_stall(self, now: float) -> bool:

@@ -131,9 +131,11 @@ class SentenceInputs:
         What is on its devices leaves first; then its memory is copied back.  Copies take
         from as long as in the self-test to twice that.
         """
-        view, lease = self._cluster_views.now(), record.lease
-        is_claimed = record.id in view.outlook.lent or lease.state is State.RESUMING
-        if record.is_job or lease.state not in (State.SUSPENDED, State.RESUMING) or not is_claimed:
+        lease = record.lease
+        if record.is_job or lease.state not in (State.SUSPENDED, State.RESUMING):
+            return None
+        view = self._cluster_views.now()
+        if lease.state is State.SUSPENDED and record.id not in view.outlook.lent:
             return None
         _, bytes_per_s = self._registry.devices.copy_rates(lease.devices)
         saved = snapshot.measured(self._registry, record, view.at).saved_bytes

@@ -128,6 +128,11 @@ class Views:
             return None  # the driver does not split utilization between processes
         return self.registry.devices.utilization_percent(lease.devices)
 
+    def _starts_in(self, record: LeaseRecord | None) -> wire.Estimate | None:
+        if record is None or record.state not in (State.PENDING, State.SUSPENDED):
+            return None
+        return seconds(self.forecast.start(record.id))
+
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
@@ -183,7 +188,7 @@ class Views:
             retries=request.retries,
             borrow=request.borrow,
             source=request.source,
-            starts_in=None if record is None else seconds(self.forecast.start(record.id)),
+            starts_in=self._starts_in(record),
             ends_in=None if record is None else seconds(self.forecast.end(record.id)),
             notify=request.notify,
             priority=request.priority,

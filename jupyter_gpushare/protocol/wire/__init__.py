@@ -33,6 +33,7 @@ from jupyter_gpushare.protocol.wire.jobs import (
     Estimate,
     Job,
     JobChange,
+    JobLimit,
     JobList,
     JobMoment,
     JobOutlook,

@@ -32,6 +32,12 @@ class JobSource(Message, frozen=True):
     parameters: dict[str, str] = {}  # of a notebook, as they were typed
 
 
+class JobLimit(Answer, frozen=True):
+    """The maximum run time of a stored `JobRequest`, read without the rest, which may be large."""
+
+    max_run_s: float | None = None
+
+
 class JobRequest(Message, frozen=True):
     """Body of ``POST jobs``."""
 
