@@ -10,7 +10,8 @@ import { GpuModel } from './model';
 import { phaseOf } from './state';
 import { ILeaseStatus } from './wire';
 
-const INTERRUPT: ReadonlySet<string> = new Set(['notebook:interrupt-kernel', 'kernelmenu:interrupt']);
+// Kernel > Interrupt (`kernelmenu:interrupt`) executes one of these.
+const INTERRUPT: ReadonlySet<string> = new Set(['notebook:interrupt-kernel', 'console:interrupt-kernel']);
 const CLOSE_MS = 10_000;
 
 export class Interrupts {
