@@ -96,7 +96,8 @@ class Settings(Application):
         DEFAULT_POLICY.starvation_guard_s,
         allow_none=True,
         help="Seconds of waiting after which a job comes first in its project, and GPUs are kept for it "
-        "against all within the project's share; None: never.",
+        "against all within the project's share; None: never. The orders progress and las do so only where "
+        "min_run is above 0.",
     ).tag(config=True)
     skip_wait = Float(
         DEFAULT_POLICY.max_bypass_s,

@@ -1,7 +1,7 @@
 """Capacity reserved for jobs that were bypassed for too long, and for jobs that are moved.
 
 A job that does not fit is bypassed, until it has waited for ``max_bypass_s``
-under `Order.BACKFILL`, or starves under a preemptive order.  Then the devices
+under `Order.BACKFILL`, or starves (`order`) under any order.  Then the devices
 that lack least for it are reserved: capacity that is released there goes to no
 later job.  One job per project at a time.
 
