@@ -118,7 +118,7 @@ class _Replay:
             at = eligible_at(lease, self._settings)
             if holds:
                 self._free -= gpus(lease)
-            elif lease.state is State.SUSPENDED:
+            else:
                 self._lent += gpus(lease)  # it takes them back for its next cell
             if at is not None:
                 self._lendable[lease.id] = gpus(lease)
