@@ -122,6 +122,11 @@ class LocalDevices(Devices):
         return self._helper.watch()
 
     async def prepare(self, holder: Holder) -> Prepared:
+        """As `Devices.prepare`.
+
+        Raises:
+            HelperError: it refused, does not answer, or the preload library is missing on this machine.
+        """
         request = helper.SetLimit(
             lease=holder.handle,
             uid=holder.uid,

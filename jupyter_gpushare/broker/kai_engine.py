@@ -259,6 +259,11 @@ class KaiEngine(Engine):
     # ---- a session starts ----------------------------------------------------
 
     async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
+        """As `Engine.admit`.
+
+        Raises:
+            Conflict: the cluster has no queue for the project.
+        """
         if lost := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
             raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
         considered = replace(cluster, leases=(*cluster.leases, lease))

@@ -34,6 +34,7 @@ _UNIT_LINES = {
 
 
 def api_token(site: Site) -> Found:
+    """Yield what is wrong with the API token of the broker: its file, the Hub's copy, the Hub's answer."""
     service, path = site.service() or {}, site.files.broker_environment
     if service.get("command") or not service.get("api_token"):
         return  # the Hub starts the broker and gives it a token; or the check of the service has said it
@@ -78,6 +79,7 @@ def port(site: Site) -> Found:
 
 
 def units(site: Site) -> Found:
+    """Yield what is wrong with the systemd units and their drop-ins."""
     folder = site.files.units
     units = {name: folder / name for name in _UNIT_LINES}
     if not any(path.is_file() for path in units.values()):

@@ -36,6 +36,7 @@ class GpuShareExtension(ExtensionApp):
     serverapp: Any
 
     def initialize_handlers(self) -> None:
+        """Register events and routes, and connect to the broker that the environment names."""
         self._tasks: list[asyncio.Task[None]] = []
         self._client: BrokerClient | None = None
         self._broker: Broker | None = None

@@ -36,7 +36,7 @@ async def test_a_spawner_that_cannot_read_its_token_is_in_health_and_on_the_page
 
 
 async def test_other_users_of_the_machine_report_no_fault(http: Http, monkeypatch):
-    monkeypatch.setattr("jupyter_gpushare.broker.http.handlers.source_of", lambda _: "uid 1234 by socket")
+    monkeypatch.setattr("jupyter_gpushare.broker.http.spawner.source_of", lambda _: "uid 1234 by socket")
     answer = await http.ask("POST", "spawner/fault", "-", json={"message": "all is lost"})
     assert answer.status_code == 403
     assert await _health(http) == (200, [])

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 
 import prometheus_client
-from tornado import iostream
 
-from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.http.peers import source_of
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.errors import (
     NotAllowed,
     NotFound,
-    RequestError,
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
@@ -32,9 +26,6 @@ from jupyter_gpushare.protocol import wire
 log = logging.getLogger("gpushare.broker")
 
 MAX_WAIT_S = 30.0
-# Source of the spawner's faults in `Faults`, and the most that is kept of one.
-_SPAWNER = "spawner"
-_FAULT_CHARACTERS = 500
 
 
 def _mine(record: LeaseRecord, identity: Identity) -> LeaseRecord:
@@ -351,87 +342,6 @@ class OpenApi(Base):
 
     async def get(self) -> None:
         self.answer(self.service.site.openapi())
-
-
-class Spawner(Base):
-    """For the Hub's spawner alone."""
-
-    async def prepare(self) -> None:
-        await super().prepare()
-        await self.authorize()
-
-    async def authorize(self) -> None:
-        """Return if the request has the spawner's token, over a channel that verified the broker.
-
-        Raises:
-            NotAllowed: it has not, or came over plain TCP, whose port another process may hold.
-        """
-        stream = self.request.connection.stream  # type: ignore[union-attr]
-        if stream.socket.family != socket.AF_UNIX and not isinstance(stream, iostream.SSLIOStream):
-            raise NotAllowed(
-                "the spawner's token is taken over the broker's unix socket or TLS, not over plain HTTP: "
-                "set c.GPUShareMixin.broker_url to unix:// or https://",
-                reason="unverified_channel",
-            )
-        if not self.is_spawner():
-            raise NotAllowed("only the Hub's spawner may ask this")
-
-    def is_spawner(self) -> bool:
-        """Return whether the request has the spawner's token."""
-        return self.service.access.is_spawner(self.request.headers.get("Authorization", ""))
-
-
-class SpawnerOffers(Spawner):
-    """What the spawn page shows to a user."""
-
-    async def get(self) -> None:
-        groups = self.get_query_arguments("group")
-        project = self.control.request_policy.choose_project(
-            groups, self.get_query_argument("project", None) or None
-        )
-        self.answer(self.service.views.offers(groups, project))
-
-
-class SpawnerStart(Spawner):
-    """A server is about to start."""
-
-    async def post(self) -> None:
-        spawns = self.control.registry.tally.spawns
-        try:
-            grant = await self.control.admission.start(self.body(wire.SpawnRequest))
-        except RequestError as error:
-            spawns[error.reason] += 1
-            raise
-        spawns["no_gpu" if grant.lease is None else "asleep" if grant.asleep else "granted"] += 1
-        self.answer(grant)
-        self.control.faults.mended(_SPAWNER)
-
-
-class SpawnerFault(Spawner):
-    """The Hub's spawner cannot work: shown to administrators until a server starts.
-
-    A spawner that cannot read its token is known by the uid of its process, the Hub's.
-    """
-
-    def is_spawner(self) -> bool:
-        """Return whether root or the broker's own user asks, over the unix socket, or the spawner's token."""
-        source = source_of(self.request.connection.stream.socket)  # type: ignore[union-attr]
-        return source in {f"uid {uid} by socket" for uid in (0, os.geteuid())} or super().is_spawner()
-
-    async def post(self) -> None:
-        """Note the fault for ``health`` and the page."""
-        said = messages.printable(self.body(wire.SpawnFault).message)[:_FAULT_CHARACTERS]
-        log.error("the Hub's spawner cannot start servers: %s", said)
-        self.control.faults.found(_SPAWNER, f"The Hub's spawner cannot start servers with GPUs: {said}")
-        self.set_status(204)
-
-
-class SpawnerStop(Spawner):
-    """A server has ended."""
-
-    async def post(self) -> None:
-        await self.control.admission.stop(self.body(wire.SpawnStop))
-        self.set_status(204)
 
 
 class Metrics(Base):

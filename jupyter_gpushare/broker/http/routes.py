@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jupyter_gpushare.broker.http import handlers
+from jupyter_gpushare.broker.http import handlers, spawner
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.protocol import wire
 
@@ -64,10 +64,10 @@ ROUTES: tuple[Route, ...] = (
     Route("decisions", handlers.Decisions, {"get": wire.Decisions}, {}),
     Route("health", handlers.Health, {"get": wire.Health}, {}, {"503": wire.Health}),
     Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),
-    Route("spawner/offers", handlers.SpawnerOffers, {"get": wire.Offers}, {}),
-    Route("spawner/start", handlers.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
-    Route("spawner/fault", handlers.SpawnerFault, {"post": None}, {"post": wire.SpawnFault}),
-    Route("spawner/stop", handlers.SpawnerStop, {"post": None}, {"post": wire.SpawnStop}),
+    Route("spawner/offers", spawner.SpawnerOffers, {"get": wire.Offers}, {}),
+    Route("spawner/start", spawner.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
+    Route("spawner/fault", spawner.SpawnerFault, {"post": None}, {"post": wire.SpawnFault}),
+    Route("spawner/stop", spawner.SpawnerStop, {"post": None}, {"post": wire.SpawnStop}),
 )
 
 

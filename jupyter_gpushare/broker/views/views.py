@@ -43,6 +43,7 @@ _RESULTS: Mapping[str, wire.JobState] = {
 MAX_EVENTS = 20
 # Health reports a lease when its processes have not answered for so long.
 UNREAD_S = 10.0
+_WAITS = (State.PENDING, State.SUSPENDED)
 # Reasons for which free GPUs do not let a session start.
 _NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 
@@ -128,11 +129,6 @@ class Views:
             return None  # the driver does not split utilization between processes
         return self.registry.devices.utilization_percent(lease.devices)
 
-    def _starts_in(self, record: LeaseRecord | None) -> wire.Estimate | None:
-        if record is None or record.state not in (State.PENDING, State.SUSPENDED):
-            return None
-        return seconds(self.forecast.start(record.id))
-
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
@@ -188,7 +184,7 @@ class Views:
             retries=request.retries,
             borrow=request.borrow,
             source=request.source,
-            starts_in=self._starts_in(record),
+            starts_in=seconds(self.forecast.start(record.id)) if record and record.state in _WAITS else None,
             ends_in=None if record is None else seconds(self.forecast.end(record.id)),
             notify=request.notify,
             priority=request.priority,
