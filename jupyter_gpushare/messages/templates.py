@@ -199,7 +199,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.asleep": "Asleep since %1.",
         "session.lent_to": "Your GPU is lent to %1.",
         "session.lent_empty": "Your GPU is lent to %1; it comes back with your first GPU cell.",
-        "session.not_used": "Nobody uses your GPU just now.",
+        "session.not_used": "Your GPU is unused just now.",
         "session.how_to_wake": "Run any GPU cell to wake it; your variables are safe.",
         "session.how_to_wake_empty": "It comes back with your first GPU cell.",
         "session.how_to_wake_damaged": "Run any GPU cell to wake it.",

@@ -100,7 +100,7 @@ def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
     assert "since 14:20" in text
     assert "training job of project nlp" in text
     assert "Run any GPU cell" in text
-    assert "Nobody uses your GPU" in said(messages.sentence, facts(State.SUSPENDED, lent_to=None))
+    assert "Your GPU is unused just now" in said(messages.sentence, facts(State.SUSPENDED, lent_to=None))
     assert said(messages.badge, facts(State.SUSPENDED)) == "Asleep, GPU lent"
     assert said(messages.badge, facts(State.SUSPENDED, lent_to=None)) == "Asleep"
     assert "to wake it; your variables are safe." in text
@@ -347,7 +347,7 @@ def test_another_reader_is_told_of_the_owner_by_name():
         ),
         (
             {"memory_saved_bytes": 0, "lent_to": None},
-            "Nobody uses your GPU just now. It comes back with your first GPU cell.",
+            "Your GPU is unused just now. It comes back with your first GPU cell.",
         ),
         (
             {"memory_saved_bytes": 0, "wanted": True},

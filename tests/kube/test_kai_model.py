@@ -112,7 +112,7 @@ def test_a_project_at_its_limit_gets_no_more():
 
 def test_a_missing_queue_is_said():
     world = World(1)
-    world.seat("s", "nobody-knows-it", Standing.TRAIN)
+    world.seat("s", "unknown-project", Standing.TRAIN)
     assert world.cycles() == {"s": "QueueDoesNotExist"}
 
 

@@ -172,7 +172,7 @@ export const CATALOGUE: {
   'session.asleep': (trans, args) => trans.__('Asleep since %1.', ...args),
   'session.lent_to': (trans, args) => trans.__('Your GPU is lent to %1.', ...args),
   'session.lent_empty': (trans, args) => trans.__('Your GPU is lent to %1; it comes back with your first GPU cell.', ...args),
-  'session.not_used': (trans, args) => trans.__('Nobody uses your GPU just now.', ...args),
+  'session.not_used': (trans, args) => trans.__('Your GPU is unused just now.', ...args),
   'session.how_to_wake': (trans, args) => trans.__('Run any GPU cell to wake it; your variables are safe.', ...args),
   'session.how_to_wake_empty': (trans, args) => trans.__('It comes back with your first GPU cell.', ...args),
   'session.how_to_wake_damaged': (trans, args) => trans.__('Run any GPU cell to wake it.', ...args),
