@@ -92,8 +92,8 @@ class Devices(abc.ABC):
         """
 
     @abc.abstractmethod
-    def watch(self) -> AsyncIterator[Event]:
-        """Yield events until the connection ends.
+    def watch(self) -> AsyncIterator[Event | None]:
+        """Yield None once connected, then events until the connection ends.
 
         Raises:
             HelperError: no connection, or a newer broker is at work.

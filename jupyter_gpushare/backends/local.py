@@ -63,8 +63,8 @@ class HelperClient:
             writer.close()
         return _result(line, verb, kind)
 
-    async def watch(self) -> AsyncIterator[helper.Event]:
-        """Yield events as they happen, until the connection ends.
+    async def watch(self) -> AsyncIterator[helper.Event | None]:
+        """Yield None once the helper has accepted, then events as they happen, until the connection ends.
 
         Raises:
             HelperError: no connection, it broke, or the helper refused.
@@ -77,8 +77,9 @@ class HelperClient:
                 said = msgspec.json.decode(line)
                 if isinstance(said, dict) and said.get("kind") in tuple(helper.EventKind):
                     yield msgspec.convert(said, helper.Event)
-                elif isinstance(said, dict) and said.get("ok") is False:
+                elif isinstance(said, dict) and "ok" in said:
                     _result(line, "watch", dict)
+                    yield None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise HelperError("silent", f"the device helper's events ended: {error!r}") from None
         finally:
@@ -118,7 +119,7 @@ class LocalDevices(Devices):
     async def sample(self) -> helper.Sample:
         return await self._helper.ask("sample", None, helper.Sample)
 
-    def watch(self) -> AsyncIterator[helper.Event]:
+    def watch(self) -> AsyncIterator[helper.Event | None]:
         return self._helper.watch()
 
     async def prepare(self, holder: Holder) -> Prepared:

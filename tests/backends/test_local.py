@@ -238,7 +238,7 @@ async def test_events_come_one_by_one_until_the_connection_ends(helper, devices)
         protocol.Event(seq=2, at=2.0, kind=protocol.EventKind.ENDED, lease="b-1"),
     ]
     helper.answer = lambda _: ok(SAMPLE) + b"".join(protocol.encode(e) for e in events)
-    assert [event async for event in devices.watch()] == events
+    assert [event async for event in devices.watch()] == [None, *events]
 
 
 async def test_events_that_are_refused_or_make_no_sense_are_errors(helper, devices):

@@ -124,13 +124,16 @@ class SiteDevices(Devices):
             host_saved_bytes=sum(sum(h.saved.values()) for h in site.held.values()),
         )
 
-    async def watch(self) -> AsyncIterator[helper.Event]:
+    async def watch(self) -> AsyncIterator[helper.Event | None]:
         self._read()
         inbox: asyncio.Queue[helper.Event] = asyncio.Queue()
         self.site.inboxes.append(inbox)
         try:
+            yield None
             while True:
-                yield await inbox.get()
+                event = await inbox.get()
+                self._reach()
+                yield event
         finally:
             self.site.inboxes.remove(inbox)
 

@@ -9,6 +9,7 @@ import pytest
 
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.control.error_log import ErrorLog
+from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 
@@ -63,6 +64,38 @@ async def test_an_hour_without_a_helper_or_a_hub_is_two_lines_each(tmp_path, cap
         assert len(found) == 2
         assert found[-1] == "reconciling_servers: works again"
         assert len(looks) <= 3600 / 15 + 2
+
+
+@in_virtual_time
+async def test_each_part_of_the_loop_says_when_it_fails_and_when_it_works_again(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        site.helper_silent = True
+        site.emit(EventKind.ENDED, "x")  # the helper's events end with its connection
+        broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
+        await asyncio.sleep(600)
+        site.helper_silent = False
+        await asyncio.sleep(60)
+        for part in ("measuring", "watching", "removing_servers"):
+            failed, works = lines(caplog, f"{part}: ")
+            assert failed == f"{part}: the device helper did not answer"
+            assert works == f"{part}: works again"
+
+
+@in_virtual_time
+async def test_a_fault_of_the_broker_itself_is_logged_once_with_its_traceback(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        decide, broker.loop.engine.decide = broker.loop.engine.decide, None
+        await asyncio.sleep(600)
+        broker.loop.engine.decide = decide
+        await asyncio.sleep(60)
+        failed, works = (each for each in caplog.records if each.getMessage().startswith("deciding"))
+        assert failed.levelno == logging.ERROR
+        assert failed.exc_info is not None
+        assert works.getMessage() == "deciding: works again"
 
 
 @in_virtual_time

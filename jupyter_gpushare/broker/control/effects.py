@@ -150,8 +150,8 @@ class Effects:
             log.info("lease=%s overtaken: %s", record.handle, error)
         except StoreError:
             return  # `Journal.failed` ends the process
-        except Exception:
-            log.exception("lease=%s %s failed", record.handle, effect.__name__)
+        except Exception as error:
+            self._errors.broke(what, error)
             if observation is not None:
                 observation.effect_retry_at = self.registry.clock() + 5 * POLL_S
         finally:

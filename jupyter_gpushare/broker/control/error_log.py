@@ -18,11 +18,21 @@ class ErrorLog:
 
     def failed(self, what: str, error: Exception) -> None:
         """Log the error, unless the same one was logged and ``what`` has not worked since."""
-        if self._failing.get(what) != str(error):
+        if self._is_new(what, str(error)):
             log.warning("%s: %s", what, error)
-            self._failing[what] = str(error)
-            if len(self._failing) > _MOST:
-                del self._failing[next(iter(self._failing))]
+
+    def broke(self, what: str, error: Exception) -> None:
+        """Log an error of the broker's own code with its traceback, as often as `failed` does."""
+        if self._is_new(what, repr(error)):
+            log.error("%s failed", what, exc_info=error)
+
+    def _is_new(self, what: str, text: str) -> bool:
+        if self._failing.get(what) == text:
+            return False
+        self._failing[what] = text
+        if len(self._failing) > _MOST:
+            del self._failing[next(iter(self._failing))]
+        return True
 
     def works(self, what: str) -> None:
         """Log that ``what`` works again, if it failed before."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
@@ -61,49 +60,57 @@ class Loop:
             StoreError: the database failed; the process must end.
             Superseded: a newer broker is at work; the process must end for good.
         """
-        parts = (
-            self._measuring,
-            self.observer.watch,
-            self._deciding,
-            self._reconciling_servers,
-            self._removing_servers,
-        )
+        parts = {
+            "measuring": self._measuring,
+            "watching": self.observer.watch,
+            "deciding": self._deciding,
+            "reconciling_servers": self._reconciling_servers,
+            "removing_servers": self._removing_servers,
+        }
         async with asyncio.TaskGroup() as group:
-            for part in parts:
-                group.create_task(self._supervised(part), name=part.__name__)
+            for name, part in parts.items():
+                group.create_task(self._supervised(name, part), name=name)
             group.create_task(self._raise_store_failure())
 
     async def _raise_store_failure(self) -> None:
         await asyncio.shield(self.registry.journal.failed)
 
-    async def _supervised(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one part until cancelled; after an error it is logged and started again."""
+    async def _supervised(self, name: str, part: Callable[[], AsyncIterator[None]]) -> None:
+        """Run one part until cancelled; after an error it is started again.
+
+        A part yields each time that it has worked.  This is the one place that logs when a part
+        fails and when it works again.
+        """
         while True:
+            pause_s = SAMPLE_S
             try:
-                await part()
+                async for _ in part():
+                    self._errors.works(name)
             except StoreError:
                 raise
             except (HelperError, HubError, DeviceError, DiskFull) as error:
                 if isinstance(error, HelperError) and error.kind == ErrorKind.STALE_EPOCH:
                     raise self.registry.journal.fail(Superseded(f"this broker ends: {error}")) from None
-                self._errors.failed(part.__name__.strip("_"), error)
-            except Exception:
-                log.exception("%s failed", part.__name__.strip("_"))
-            await asyncio.sleep(SAMPLE_S)
+                self._errors.failed(name, error)
+                if isinstance(error, HubError):
+                    pause_s = SERVERS_S  # the Hub logs each request that it refuses
+            except Exception as error:
+                self._errors.broke(name, error)
+            await asyncio.sleep(pause_s)
 
-    async def _measuring(self) -> None:
+    async def _measuring(self) -> AsyncIterator[None]:
         while True:
             await self.observer.measure()
-            self._errors.works("measuring")
+            yield
             await asyncio.sleep(SAMPLE_S)
 
     # ---- deciding ------------------------------------------------------------
 
-    async def _deciding(self) -> None:
+    async def _deciding(self) -> AsyncIterator[None]:
         while True:
             began = self.registry.clock()
             await self.decide()
-            self._errors.works("deciding")
+            yield
             # A round takes long where the queue is long: requests get at least as much time.
             await asyncio.sleep(min(SAMPLE_S, self.registry.clock() - began))
             timeout = SAMPLE_S
@@ -196,19 +203,14 @@ class Loop:
 
     # ---- servers of the Hub --------------------------------------------------
 
-    async def _reconciling_servers(self) -> None:
+    async def _reconciling_servers(self) -> AsyncIterator[None]:
         """Compare with the Hub's list when processes of a lease are missed, else every `SERVERS_S`."""
         missed = self.observer.missed
         while True:
             missed.clear()
-            try:
-                if not self.registry.journal.is_disk_full:
-                    await self.reconcile_servers()
-            except (HubError, HelperError) as error:
-                # Not sooner than otherwise: the Hub logs each request that it refuses.
-                self._errors.failed("reconciling_servers", error)
-            else:
-                self._errors.works("reconciling_servers")
+            if not self.registry.journal.is_disk_full:
+                await self.reconcile_servers()
+            yield
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SERVERS_S):
                     await missed.wait()
@@ -237,7 +239,7 @@ class Loop:
             if is_job_server(key.server) and not self._expected(key) and await self._is_ours(key):
                 await self.hub.stop_server(key)
 
-    async def _removing_servers(self) -> None:
+    async def _removing_servers(self) -> AsyncIterator[None]:
         """Remove the servers of ended attempts, so that the Hub's pages list no job that has ended."""
         ended, pauses = self.effects.ended_servers, dict[ServerKey, tuple[float, float]]()
         while True:
@@ -253,6 +255,7 @@ class Loop:
                 else:
                     ended.pop(key, None)
                     pauses.pop(key, None)
+            yield
             await asyncio.sleep(SAMPLE_S)
 
     def _expected(self, key: ServerKey) -> bool:

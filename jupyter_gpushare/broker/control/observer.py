@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices
@@ -127,15 +127,17 @@ class Observer:
         if is_new and not self.registry.journal.is_disk_full:
             await self.registry.advance(record, Started())
 
-    async def watch(self) -> None:
-        """Handle the helper's events until the connection ends.
+    async def watch(self) -> AsyncIterator[None]:
+        """Handle the helper's events until the connection ends; yields once connected and after each.
 
         Raises:
             HelperError: no connection, it broke, or a newer broker is at work.
         """
         self._inventory_due = True  # a device may have changed while no connection was open
         async for event in self._devices.watch():
-            await self._on_event(event)
+            if event is not None:
+                await self._on_event(event)
+            yield
 
     async def _on_event(self, event: HelperEvent) -> None:
         record = self.registry.by_handle(event.lease) if event.lease else None
