@@ -98,7 +98,7 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
     samples = _Samples(work)
     left = {x.id: found for x in jobs if (found := samples.left_gpu_s(x, now)) is not None}
     future = replayed(cluster, now, left, most_events=most_events)
-    is_shared = len({x.project for x in jobs}) > 1 and cluster.settings.fairness_horizon_s is not None
+    is_shared = len({x.project for x in jobs}) > 1
     running = [x.id for x in jobs if x.state in HOLDS_CAPACITY]
     is_open = any(id not in left for id in running)
     starts: dict[str, Estimate] = {}

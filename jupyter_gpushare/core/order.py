@@ -202,21 +202,24 @@ def has_guard(settings: Settings) -> bool:
 
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
     """Whether a waiting job has waited for longer than the starvation guard."""
+    return _has_waited(lease, now, settings) and is_waiting(lease) and has_guard(settings)
+
+
+def _has_waited(lease: Lease, at: float, settings: Settings) -> bool:
+    """Whether the last wait of a job was as long as the guard by ``at``."""
     guard_s = settings.starvation_guard_s
-    if guard_s is None or now < lease.waits_since_at + guard_s:
-        return False
-    return is_waiting(lease) and has_guard(settings)
+    return guard_s is not None and at >= lease.waits_since_at + guard_s
 
 
-def with_turn(lease: Lease, now: float, settings: Settings) -> Lease:
-    """Return a waiting job that gets capacity at ``now``, with its turns counted."""
-    return replace(lease, turns=lease.turns + 1) if is_starved(lease, now, settings) else lease
+def with_turn(lease: Lease, granted_at: float, settings: Settings) -> Lease:
+    """Return a job that begins to run on capacity granted at ``granted_at``, with its turns counted."""
+    starved = _has_waited(lease, granted_at, settings) and has_guard(settings)
+    return replace(lease, turns=lease.turns + 1) if starved else lease
 
 
 def undisturbed_until(lease: Lease, settings: Settings) -> float:
     """Time until which no job of its project preempts a running job."""
-    guard_s = settings.starvation_guard_s
-    starved = guard_s is not None and lease.granted_at >= lease.waits_since_at + guard_s
+    starved = _has_waited(lease, lease.granted_at, settings)
     return lease.granted_at + _turn_s(lease.turns if starved else 1, settings)
 
 

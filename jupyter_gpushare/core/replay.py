@@ -333,8 +333,6 @@ class Replay:
             sim.left_s -= self.now - sim.runs_from_at
             sim.runs_from_at = None
             sim.lease = self._served(before)
-        elif before.kind is Kind.TRAIN:
-            sim.lease = with_turn(before, self.now, self._settings)
         sim.stamp += 1
         sim.lease = replace(sim.lease, state=state, **changes)
         takes_s = self._takes(sim)
@@ -361,6 +359,8 @@ class Replay:
         lease, now = sim.lease, self.now
         self._due = True  # `Plan.next_at` did not know that the lease would run or wait
         changes: dict[str, Any]
+        if lease.kind is Kind.TRAIN and lease.state in (State.GRANTED, State.RESUMING):
+            lease = with_turn(lease, lease.granted_at, self._settings)
         match lease.state:
             case State.GRANTED:
                 event, changes = Event.STARTED, {"attained_at": now}

@@ -222,7 +222,7 @@ class SchedulingRound:
 
     def is_within_share(self, job: Lease) -> bool:
         """Whether the project of ``job`` holds no more than its share, and that is enough for the job."""
-        share = max(self.shares.of(job.project), self.state.account(job).project.quota_milli)
+        share = self._entitled(job)
         return self.state.account(job).use <= share and self.state.least_size(job) <= share
 
     def _run_pass(self, serving: Pass) -> None:
@@ -258,7 +258,7 @@ class SchedulingRound:
                 cursor.advance()
             elif not serving.admits(self, job):
                 last = serving.competes or not self.shared  # jobs not admitted wait for their own project
-                if self.order.strict or (last and self._is_bypass_over(job)):
+                if self.order.strict or (last and self._is_bypass_over(job) and self._may_hold_up(job)):
                     return False
                 cursor.skip_shape()
             elif self._serve(job, shape, serving):
@@ -283,8 +283,20 @@ class SchedulingRound:
         """
         if not self.shared or self.waiting[job.id] is not Why.NO_CAPACITY or self.is_within_share(job):
             return False
-        reachable = self.state.least_size(job) <= self.shares.most(job.project)
-        return reachable and order.is_starved(job, self.now, self.settings)
+        return order.is_starved(job, self.now, self.settings) and self._may_hold_up(job)
+
+    def _may_hold_up(self, job: Lease) -> bool:
+        """Whether the share of its project can hold a job that starves, now or once the project lags."""
+        size = self.state.least_size(job)
+        if not self.shared or size <= self._entitled(job):
+            return True
+        if self.settings.fairness_horizon_s and size <= self.shares.most(job.project):
+            return True
+        return not order.is_starved(job, self.now, self.settings)
+
+    def _entitled(self, job: Lease) -> int:
+        """Thousandths that the project of ``job`` may hold by its share or its quota."""
+        return max(self.shares.of(job.project), self.state.account(job).project.quota_milli)
 
     def _mark_blocked(self, cursor: Cursor) -> None:
         cursor.advance()

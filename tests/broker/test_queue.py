@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
@@ -89,6 +90,26 @@ async def test_a_job_that_waited_for_long_is_known_for_it_after_a_restart(tmp_pa
         await broker.end()
         broker = await site.start_broker()
         assert sum(x.lease.turns for x in broker.registry.leases.values()) == 1
+
+
+@in_virtual_time
+async def test_a_job_that_waited_for_long_waits_on_after_a_start_that_failed(tmp_path):
+    """It stays first, and the start that failed is no turn of it."""
+    nlp = ProjectConfig(name="nlp", quota_milli=2000, priority_max=5, groups=("nlp",))
+    policy = Policy(projects=(nlp,), starvation_guard_s=900.0)
+    async with Site(tmp_path, policy=policy) as site:
+        broker = await site.start_broker()
+        first = await site.submit("bo", "2", program=Program(work_s=1_000))
+        late = await site.submit("bo", "2", program=Program(work_s=5_000))
+        await until(lambda: broker.state(first) == "running", 60)
+        high = await site.submit("bo", "2", priority=5, program=Program(work_s=5_000))
+        await until(lambda: broker.state(high) == "running", 1_000)
+        waits_since_at = broker.lease(late).lease.waits_since_at
+        site.fault("start_server", HubError("the Hub did not start it: try later"))
+        await until(lambda: broker.lease(late).tries, 3_000)
+        assert broker.lease(late).lease.waits_since_at == waits_since_at
+        await until(lambda: broker.state(late) == "running", 3_000)
+        assert broker.lease(late).lease.turns == 1
 
 
 @in_virtual_time

@@ -178,7 +178,7 @@ class Reference(Numbers):
                 x = queue[0]
                 if x.id in self.done:
                     queue.pop(0)
-                elif last and not admits(x) and self.starves(x):
+                elif last and not admits(x) and self.starves(x) and self.reachable(x):
                     queue.clear()
                 elif not admits(x):
                     queue[:] = [y for y in queue if self.shape(y) != self.shape(x)]
@@ -204,10 +204,16 @@ class Reference(Numbers):
 
     def holds_up(self, x: Lease) -> bool:
         """A starved job larger than its project's share, which must fall behind first."""
-        others = sum(m for n, m in self.quota.items() if n != x.project)
-        reachable = self.size(x) <= 1000 * len(self.c.devices) - others
         kept = x.id in self.kept.values() or not self.starves(x)
-        return not kept and self.competing() and reachable and not self.within_share(x)
+        return not kept and self.competing() and self.reachable(x) and not self.within_share(x)
+
+    def reachable(self, x: Lease) -> bool:
+        """Whether the share of its project holds ``x``, now or once the project lags enough."""
+        others = sum(m for n, m in self.quota.items() if n != x.project)
+        most = 1000 * len(self.c.devices) - others if self.c.settings.fairness_horizon_s else 0
+        return not self.competing() or self.size(x) <= max(
+            self.shares[x.project], self.quota[x.project], most
+        )
 
     def keep(self, x: Lease) -> None:
         """Reserve the devices that lack least, for one job of each project."""

@@ -71,11 +71,12 @@ def test_a_range_is_around_its_prediction_and_within_a_factor_of_eight(basis, is
     assert (told > 0) is (BANDS[basis][is_shared] is not None)
 
 
-def test_where_several_projects_share_only_measured_ends_are_told():
+@pytest.mark.parametrize("horizon_s", [1_800.0, None])
+def test_where_several_projects_share_only_measured_ends_are_told(horizon_s):
     projects = [project("p", 1), project("q", 1)]
     too = train("too", 1000, "1", attained_at=NOW, project="q")
     jobs = (running(), too, waiting("one"))
-    c = queue(*jobs, gpus=2, projects=projects, fairness_horizon_s=1_800.0)
+    c = queue(*jobs, gpus=2, projects=projects, fairness_horizon_s=horizon_s)
     found = forecast(c, NOW, Work(left_gpu_s={x.id: 3_000.0 for x in jobs}))
     assert not found.starts
     assert found.free_in(1) is None
@@ -94,11 +95,11 @@ def test_no_job_is_expected_to_run_for_longer_than_its_maximum(left_gpu_s):
 
 def test_ended_jobs_of_the_project_come_before_those_of_the_site():
     projects = [project("p", 1), project("q", 0)]
-    work = Work(ran_s={"p": RAN_S, "q": [50.0] * 10})
-    found = forecast(queue(running(project="q"), waiting(), projects=projects), NOW, work)
+    work = Work(ran_s={"p": [50.0] * 10, "q": RAN_S})
+    found = forecast(queue(running(), waiting(), projects=projects), NOW, work)
     assert found.starts["next"] == around(50, Basis.START)
-    few = Work(ran_s={"p": RAN_S, "q": [50.0] * 9})
-    found = forecast(queue(running(project="q"), waiting(), projects=projects), NOW, few)
+    few = Work(ran_s={"p": [50.0] * 9, "q": RAN_S})
+    found = forecast(queue(running(), waiting(), projects=projects), NOW, few)
     assert found.starts["next"] == around(100, Basis.START)
 
 

@@ -110,10 +110,29 @@ def test_a_job_larger_than_its_share_that_waits_for_long_holds_up_its_own_projec
         *(stops(f"q{n}", project="q", waits_since_at=NOW) for n in range(2)),
         gpus=4,
         projects=[project("p", 0), project("q", 0)],
-        **GUARD,
+        **{**GUARD, "fairness_horizon_s": 86400.0},
     )
     assert started(c) == ["q0", "q1"]
     assert (why(c, "wide"), why(c, "small")) == (Why.NO_CAPACITY, Why.IN_LINE)
+
+
+@pytest.mark.parametrize(
+    ("gpus_of_wide", "horizon_s"),
+    [pytest.param(4, None, id="shares-are-not-caught-up"), pytest.param(3, 86400.0, id="owed-to-another")],
+)
+def test_a_job_that_its_share_never_holds_keeps_no_share_from_its_project(gpus_of_wide, horizon_s):
+    """Its project's next job takes the share from a project above its own."""
+    held = (stops(f"q{n}", f"{n}", project="q", granted_at=NOW - 5000) for n in range(4))
+    wide = stops("wide", device_count=gpus_of_wide, waits_since_at=NOW - 1000)
+    c = cluster(
+        *held,
+        wide,
+        stops("small", waits_since_at=NOW),
+        gpus=4,
+        projects=[project("p", 0), project("q", 2)],
+        **{**GUARD, "fairness_horizon_s": horizon_s},
+    )
+    assert [(a.why, a.for_lease) for a in actions(c)] == [(Why.OVER_QUOTA, "small")]
 
 
 def test_capacity_is_kept_for_one_job_and_the_next_of_its_size_waits_for_that():

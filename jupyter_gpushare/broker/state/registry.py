@@ -317,15 +317,20 @@ class Registry:
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
-        """Return a lease in its new state, with its attained service and the start of its wait."""
+        """Return a lease in its new state, with its attained service and the start of its wait.
+
+        A job whose start failed waits on: it did not run.
+        """
+        starts = lease.state in (State.GRANTED, State.RESUMING)
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=now)
         elif lease.attained_at is not None:
             lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
-        if state in _WAITING and lease.state not in _WAITING:
+        if state in _WAITING and lease.state not in _WAITING and not starts:
             lease = replace(lease, waits_since_at=now)
-        elif lease.kind is Kind.TRAIN and state in (State.GRANTED, State.RESUMING):
-            lease = order.with_turn(lease, now, self.policy.settings())
+        elif lease.kind is Kind.TRAIN and starts and state is State.RUNNING:
+            granted_at = lease.granted_at if lease.state is State.GRANTED else now
+            lease = order.with_turn(lease, granted_at, self.policy.settings())
         return replace(lease, state=state)
 
     def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
