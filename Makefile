@@ -38,7 +38,7 @@ UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -pat
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
 # Most tests wait for processes: three at once use two cores well.  One file
 # stays in one worker: its fixtures and its users of the machine are its own.
-WORKERS ?= 3
+WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How much the tests marked `long_form` try in `make test-long`.
 LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600
@@ -66,7 +66,7 @@ hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127
 demo-check: | $(STAMPS)/venv
 	@$(BIN)/python demo/hub.py --check
 
-test: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/docs  ## run every test, three files at once; PYTEST_ARGS="tests/core -k idle" runs some
+test: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/docs  ## run every test, four files at once; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
 	$(if $(PYTEST_ARGS),,(cd $(UI) && jlpm test))
 	python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
