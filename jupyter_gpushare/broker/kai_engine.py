@@ -44,6 +44,9 @@ log = logging.getLogger("gpushare.broker")
 
 PLACE_S = 8.0
 SEAT_S = 90.0
+# A refusal counts once it has stood for so long: KAI's sums of fractions are floats in random order, so
+# that what fails in one cycle may succeed in the next.
+STANDS_S = 2.0
 # A round of changes at least so often, for what no news tell of.
 _ROUND_S = 5.0
 _PROBE = "-"
@@ -189,11 +192,12 @@ class KaiEngine(Engine):
         *,
         place_s: float = PLACE_S,
         seat_s: float = SEAT_S,
+        stands_s: float = STANDS_S,
     ) -> None:
         self._seats = seats
         self._nodes = sleepable
         self._clock = clock
-        self._place_s, self._seat_s = place_s, seat_s
+        self._place_s, self._seat_s, self._stands_s = place_s, seat_s, stands_s
         self._configured: tuple[Project, ...] = ()
         self._snapshot: tuple[Cluster, float] | None = None
         self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
@@ -228,25 +232,32 @@ class KaiEngine(Engine):
 
     async def _settling(self) -> None:
         while True:
-            change = self._next_change()
-            if change is None:
-                self._failure = self._failure if self._failed else ""
-                await self._seats.wait(_ROUND_S)
-                continue
-            assert self._snapshot is not None
+            change: Change | None = None
             try:
-                await self._seats.apply(change, self._snapshot[0].devices)
+                change = await self._next_change()
+                if change is None:
+                    self._failure = self._failure if self._failed else ""
+                    await self._seats.wait(_ROUND_S)
+                else:
+                    assert self._snapshot is not None
+                    await self._seats.apply(change, self._snapshot[0].devices)
             except (KubeError, InvalidRequest) as error:
                 if str(error) != self._failure:
                     log.warning("seats: %s", error)
                 self._failure = str(error)
-                self._failed[_key(change)] = self._clock() + _ROUND_S
+                if change is not None:
+                    self._failed[_key(change)] = self._clock() + _ROUND_S
                 await self._seats.wait(0.1)
 
-    def _next_change(self) -> Change | None:
-        """Return the most urgent change; None: the seats are those that leases need, or a change waits."""
+    async def _next_change(self) -> Change | None:
+        """Return the most urgent change; None: the seats are those that leases need, or a change waits.
+
+        Raises:
+            KubeError: seats of an older broker cannot be taken over.
+        """
         if self._snapshot is None or self._seats.age_s > STALE_S:
             return None
+        await self._seats.take_over()
         (cluster, _), now = self._snapshot, self._clock()
         arrived = {lease.id for lease in cluster.leases}
         self._starting = {x: at for x, at in self._starting.items() if x not in arrived and now < at}
@@ -294,9 +305,7 @@ class KaiEngine(Engine):
         try:
             async with asyncio.timeout(self._place_s):
                 name = await self._seats.create(demand, cluster.devices)
-                seat = await self._wait_for(
-                    demand.lease, name, lambda s: s.seating is not Seating.WAITING or s.why
-                )
+                seat = await self._answered(demand.lease, name)
         except TimeoutError:
             return Why.NO_CAPACITY
         except KubeError as error:
@@ -314,6 +323,18 @@ class KaiEngine(Engine):
             return Why.DEVICE_BROKEN
         usable = seat.seating is Seating.PLACED and set(seat.devices) <= known
         return seat if usable else Why.DEVICE_BROKEN
+
+    async def _answered(self, lease: str, name: str) -> Seat:
+        """Wait until KAI placed a seat, or until its refusal stands for `STANDS_S`."""
+        while True:
+            seat = await self._wait_for(lease, name, lambda s: s.seating is not Seating.WAITING or s.why)
+            if seat.seating is not Seating.WAITING:
+                return seat
+            try:
+                async with asyncio.timeout(self._stands_s):
+                    await self._wait_for(lease, name, lambda s: s.seating is not Seating.WAITING or not s.why)
+            except TimeoutError:
+                return seat
 
     async def _wait_for(self, lease: str, name: str, until: Callable[[Seat], object]) -> Seat:
         while True:

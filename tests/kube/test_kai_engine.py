@@ -11,6 +11,7 @@ import pytest
 
 from jupyter_gpushare.backends.kubernetes.objects import EPOCH_ANNOTATION
 from jupyter_gpushare.broker.engine import Explanation, JobForecast, Work
+from jupyter_gpushare.core.kube.follow import Retarget
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
@@ -194,6 +195,19 @@ class TestStart:
         bed.engine._place_s = 0.3
         assert isinstance(await broker.session("a"), Explanation)
         await broker.until(lambda: not objects(bed))
+
+    async def test_a_refusal_of_one_cycle_is_no_refusal(self, bed: Bed, broker: Broker):
+        bed.schedules = False
+        starting = asyncio.create_task(broker.session("a"))
+        name = (await bed.until(lambda: bed.seats_of("a")))[0]["metadata"]["name"]
+        await bed.until(lambda: len(objects(bed)) == 2)
+        said = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": []}]
+        body = {"status": {"schedulingConditions": said}}
+        bed.store.patch("podgroups", NS, name, body, part="status")
+        await bed.until(lambda: any(s.why for s in bed.seats.seats().get("a", ())))
+        assert not starting.done()
+        bed.schedules = True
+        assert isinstance(await starting, Grant)
 
     async def test_a_start_that_is_given_up_leaves_nothing(self, bed: Bed, broker: Broker):
         bed.schedules = False
@@ -392,6 +406,30 @@ class TestFaults:
                 bed.engine.decide(broker.cluster, broker.now)
             bed.start_engine()  # for the end of the bed
             bed.epoch = 2
+
+    async def test_a_broker_that_starts_writes_its_epoch_on_every_seat_before_it_acts(
+        self, bed: Bed, broker: Broker
+    ):
+        await broker.session("a")
+        await bed.quiet()
+        name = bed.seats_of("a")[0]["metadata"]["name"]
+        hung = dict(bed.seats._pods.objects), dict(bed.seats._groups.objects), bed.seats
+        await bed.restart_engine()
+        broker.engine = bed.engine
+        asked = len(bed.server.requests)
+        broker.job("j")
+        await broker.until(lambda: broker.state("j") is State.RUNNING)
+        writes = [path for method, path in bed.server.requests[asked:] if method != "GET"]
+        assert len([path for path in writes[:2] if path.endswith(name)]) == 2
+        for plural in ("pods", "podgroups"):
+            assert bed.store.get(plural, NS, name)["metadata"]["annotations"][EPOCH_ANNOTATION] == "2"
+        *stale, seats = hung
+        seats._pods.objects, seats._groups.objects = stale
+        (seat,) = bed.seats.seats()["a"]
+        await seats.apply(Retarget(name, replace(seat.terms, queue="gpushare-yield")), ())
+        await seats.delete(name)
+        assert "deletionTimestamp" not in bed.store.get("pods", NS, name)["metadata"]
+        assert broker.queue("a") == "vision-build"
 
     async def test_a_change_based_on_an_older_version_is_not_made(self, bed: Bed, broker: Broker):
         """What an old broker would do that hung between reading and writing."""

@@ -185,6 +185,18 @@ def pod_group_patch(to: Terms, epoch: int) -> Json:
     return {"metadata": {"annotations": _stamp(epoch)}, "spec": _spec(to)}
 
 
+def stamp_patch(found: Object, epoch: int) -> Json:
+    """Return the merge patch that says that an object is this broker's, made from that version of it."""
+    version = found.metadata.resource_version
+    return {"metadata": {"annotations": _stamp(epoch), "resourceVersion": version}}
+
+
+def epoch_of(found: Object) -> int:
+    """Return the epoch of the broker that changed an object last; 0: it says none."""
+    said = found.metadata.annotations.get(EPOCH_ANNOTATION, "")
+    return int(said) if said.isascii() and said.isdigit() else 0
+
+
 def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int) -> Json:
     """Return the pod of a seat."""
     annotations = {POD_GROUP_ANNOTATION: name, SKIP_PODGROUPER: "true", **_stamp(epoch)}
@@ -207,7 +219,10 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
             {
                 "name": "seat",
                 "image": site.image,
-                "args": ["seat", "--lease", demand.lease, "--name", name, "--host-dir", site.host_dir],
+                "args": [
+                    *("seat", "--lease", demand.lease, "--name", name),
+                    *("--epoch", str(epoch), "--host-dir", site.host_dir),
+                ],
                 "resources": resources,
                 "volumeMounts": [{"name": "host", "mountPath": site.host_dir}],
             }

@@ -2,7 +2,9 @@
 
 Fencing: every seat carries the epoch of the broker that changed it last.  A change names the version
 of the object that it is based on, so that it fails where another broker was faster; a seat with a
-later epoch says that this broker is not the newest.
+later epoch says that this broker is not the newest.  Before its first change a broker writes its
+epoch on every seat (`take_over`): what an older one that hung would still change has another
+version then.  Only a creation names no version: the helpers refuse a seat of an older broker.
 """
 
 from __future__ import annotations
@@ -11,22 +13,32 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from typing import TypeVar
 
-from jupyter_gpushare.backends.kubernetes.client import POD_GROUPS, PODS, QUEUES, ApiClient, KubeError
+from jupyter_gpushare.backends.kubernetes.client import (
+    POD_GROUPS,
+    PODS,
+    QUEUES,
+    ApiClient,
+    KubeError,
+    Resource,
+)
 from jupyter_gpushare.backends.kubernetes.objects import (
-    EPOCH_ANNOTATION,
     LEASE_LABEL,
     SELECTOR,
     Meta,
+    Object,
     Pod,
     PodGroup,
     Queue,
     SeatPod,
+    epoch_of,
     pod_group,
     pod_group_patch,
     seat_pod,
+    stamp_patch,
 )
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
@@ -34,8 +46,12 @@ from jupyter_gpushare.core.kube.seats import NAME_BYTES, Demand, Seat, Seating, 
 from jupyter_gpushare.core.model import Device, Why
 from jupyter_gpushare.errors import Superseded
 
+T = TypeVar("T", bound=Object)
+
 # Nothing becomes lendable on older news.
 STALE_S = 10.0
+# Requests under way together when a broker takes the seats over.
+_AT_ONCE = 16
 _WHY = {"NonPreemptibleOverQuota": Why.QUOTA, "OverLimit": Why.PROJECT_LIMIT}
 
 
@@ -118,8 +134,7 @@ class KubeSeats:
 
     def _check_epoch(self, *objects: PodGroup | Pod | None) -> None:
         for found in objects:
-            stamp = found.metadata.annotations.get(EPOCH_ANNOTATION, "") if found is not None else ""
-            if stamp.isdigit() and int(stamp) > self._epoch():
+            if found is not None and epoch_of(found) > self._epoch():
                 raise Superseded("this broker ends: a newer one has changed the seats of the cluster")
 
     def _seat(self, name: str, group: PodGroup, pod: Pod | None) -> Seat:
@@ -136,6 +151,26 @@ class KubeSeats:
         )
 
     # ---- changes -------------------------------------------------------------
+
+    async def take_over(self) -> bool:
+        """Write this broker's epoch on every seat of an older one; whether there was one.
+
+        Raises:
+            KubeError: the API server refused, or does not answer.
+        """
+        epoch = self._epoch()
+        groups = [x for x in self._groups.objects.values() if epoch_of(x) < epoch]
+        pods = [x for x in self._pods.objects.values() if epoch_of(x) < epoch]
+        older = [self._stamp(self._groups, POD_GROUPS, group) for group in groups]
+        older += [self._stamp(self._pods, PODS, pod) for pod in pods if not pod.metadata.deletion_timestamp]
+        for begun in range(0, len(older), _AT_ONCE):
+            await asyncio.gather(*older[begun : begun + _AT_ONCE])
+        return bool(older)
+
+    async def _stamp(self, copy: Reflector[T], kind: Resource[T], found: T) -> None:
+        name, body = found.metadata.name, stamp_patch(found, self._epoch())
+        with _unless_changed():
+            copy.put(await self._client.patch(kind, self._site.namespace, name, body))
 
     async def apply(self, change: Change, devices: Iterable[Device]) -> None:
         """Carry one change out; the copies know of it at once.
@@ -158,14 +193,8 @@ class KubeSeats:
             return
         body = pod_group_patch(to, self._epoch())
         body["metadata"]["resourceVersion"] = group.metadata.resource_version
-        try:
+        with _unless_changed():
             self._groups.put(await self._client.patch(POD_GROUPS, self._site.namespace, seat, body))
-        except KubeError as error:
-            if error.status not in (
-                404,
-                409,
-            ):  # it has changed: the watch says how, the next round tries again
-                raise
 
     async def create(self, demand: Demand, devices: Iterable[Device]) -> str:
         """Create a seat and return its name.
@@ -203,12 +232,19 @@ class KubeSeats:
             await self._client.delete(POD_GROUPS, namespace, name)
             self._groups.forget(name)
             return
-        try:
+        with _unless_changed():
             await self._client.delete(PODS, namespace, name, version=pod.metadata.resource_version)
             self._deleted[name] = pod.metadata.resource_version
-        except KubeError as error:
-            if error.status != 409:  # it has changed: a later round decides again
-                raise
+
+
+@contextlib.contextmanager
+def _unless_changed() -> Iterator[None]:
+    """Let a change of an object that has changed or is gone come to nothing: a later round decides again."""
+    try:
+        yield
+    except KubeError as error:
+        if error.status not in (404, 409):
+            raise
 
 
 def _seating(group: PodGroup, pod: Pod | None) -> Seating:
