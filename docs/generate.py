@@ -23,6 +23,7 @@ from traitlets import DefaultHandler, HasTraits, TraitType
 
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http.routes import ROUTES
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, State
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
@@ -193,6 +194,7 @@ def configuration_page() -> str:
         (GPUShareMixin, "in the Hub"),
         (LimitedProcesses, "in the Hub, for local processes"),
         (GPUShareBroker, "in the broker"),
+        (GPUShareKube, "in the broker, on Kubernetes"),
     ):
         doc = _markdown((kind.__doc__ or "").strip().split("\n\n")[0])
         lines += [f"## {kind.__name__}: {where}", "", doc, ""]

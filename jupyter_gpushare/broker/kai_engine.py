@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from jupyter_gpushare.backends.kubernetes.client import KubeError
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
 from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
 from jupyter_gpushare.broker.engine import Engine, Explanation, JobForecast, Offer, Outlook, Use, Work

@@ -31,6 +31,7 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
         "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
+        "kube": ("jupyter_gpushare.cli.kube", "Queues for a Kubernetes cluster, and whether it is ready"),
         "helper": ("jupyter_gpushare.gpu.service.helper", "run the device helper of a GPU machine"),
     }
 )

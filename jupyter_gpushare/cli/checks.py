@@ -1,9 +1,12 @@
-"""The result of one check of ``gpushare doctor``."""
+"""The result of one check of ``gpushare doctor`` or ``gpushare kube check``."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
+from jupyter_gpushare.cli.output import print_json
+from jupyter_gpushare.messages import printable
 from jupyter_gpushare.protocol import wire
 
 
@@ -37,3 +40,15 @@ def warn(name: str, message: str, advice: str) -> Check:
 def fail(name: str, message: str, advice: str) -> Check:
     """Return a check that found a fault."""
     return Check(name=name, result=Result.FAIL, message=message, advice=advice)
+
+
+def print_checks(checks: Sequence[Check], *, as_json: bool) -> None:
+    """Print checks, one or two lines each, or as one JSON object."""
+    if as_json:
+        print_json({"ok": not any(c.result is Result.FAIL for c in checks), "checks": checks})
+        return
+    width = max(len(c.name) for c in checks)
+    for check in checks:
+        print(printable(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
+        if check.advice:
+            print(printable(f"      {'':<{width}}  -> {check.advice}"))

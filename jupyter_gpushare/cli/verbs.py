@@ -327,7 +327,7 @@ def checked_id(args: argparse.Namespace, given: str) -> str:
 def doctor(args: argparse.Namespace) -> int:
     """Check that GPUs, limits and the broker work here."""
     from jupyter_gpushare.cli import doctor
-    from jupyter_gpushare.cli.checks import Result
+    from jupyter_gpushare.cli.checks import Result, print_checks
 
     url = args.url or os.environ.get("GPUSHARE_API_URL", "")
     if args.site:
@@ -336,14 +336,7 @@ def doctor(args: argparse.Namespace) -> int:
         checks = site.examine(args.hub_config, args.broker_config, site_facts.this_machine())
     else:
         checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
-    if args.json:
-        print_json({"ok": not any(c.result is Result.FAIL for c in checks), "checks": checks})
-    else:
-        width = max(len(c.name) for c in checks)
-        for check in checks:
-            print(printable(f"{check.result:<4}  {check.name:<{width}}  {check.message}"))
-            if check.advice:
-                print(printable(f"      {'':<{width}}  -> {check.advice}"))
+    print_checks(checks, as_json=args.json)
     if any(c.name == "broker" and c.result is Result.FAIL and url for c in checks):
         return EXIT_UNREACHABLE
     return EXIT_REFUSED if any(c.result is Result.FAIL for c in checks) else EXIT_OK

@@ -183,8 +183,20 @@ class Handler(web.RequestHandler):
             store.listeners.remove(watch.hear)
             self.server.watches.discard(watch)
 
+    def _review(self) -> None:
+        """Answer whether an account has a right, as every account may ask."""
+        asked = json.loads(self.request.body)["spec"]["resourceAttributes"]
+        rights, token = self.server.rights, self.request.headers.get("Authorization", "")[len("Bearer ") :]
+        ask = Ask(asked["verb"], asked["group"], asked["resource"], asked["namespace"])
+        allowed = rights is None or rights.would_allow(token, ask)
+        meta = {"creationTimestamp": None}
+        self.answer({"metadata": meta, "spec": {}, "status": {"allowed": allowed}}, 201)
+
     async def _change(self, group: str | None, version: str, rest: str) -> None:
         method = self.request.method or ""
+        if method == "POST" and rest == "selfsubjectaccessreviews":
+            self._review()
+            return
         try:
             plural, namespace, name, sub = self._place(group or "", version, rest)
             self._check(_VERBS[method], group or "", plural, sub, namespace)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.client import ApiClient
-from jupyter_gpushare.backends.kubernetes.client import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, seat_pod
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats

@@ -32,12 +32,15 @@ class Rights:
 
     def allows(self, token: str, ask: Ask) -> bool:
         """Whether the account of ``token`` may do this."""
-        allowed = any(_covers(rule, ask) for rule in self._rules(self.tokens[token], ask.namespace))
+        allowed = self.would_allow(token, ask)
         if allowed:
             self.asked.add(ask)
         else:
             self.refused.append(ask)
         return allowed
+
+    def would_allow(self, token: str, ask: Ask) -> bool:
+        return any(_covers(rule, ask) for rule in self._rules(self.tokens[token], ask.namespace))
 
     def _rules(self, account: tuple[str, str], namespace: str) -> Iterable[Json]:
         for binding in self.manifests:

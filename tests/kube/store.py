@@ -23,6 +23,7 @@ KINDS: dict[tuple[str, str, str], tuple[bool, str]] = {
     ("", "v1", "configmaps"): (True, "ConfigMap"),
     ("scheduling.run.ai", "v2alpha2", "podgroups"): (True, "PodGroup"),
     ("scheduling.run.ai", "v2", "queues"): (False, "Queue"),
+    ("kai.scheduler", "v1", "schedulingshards"): (False, "SchedulingShard"),
     ("scheduling.k8s.io", "v1", "priorityclasses"): (False, "PriorityClass"),
 }
 PLURALS = {kind: plural for (_, _, plural), (_, kind) in KINDS.items()}

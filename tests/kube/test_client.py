@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
     PAGE,
     POD_GROUPS,
@@ -17,11 +19,9 @@ from jupyter_gpushare.backends.kubernetes.client import (
     QUEUES,
     ApiClient,
     Expired,
-    KubeError,
     WatchEvent,
     backoff_s,
 )
-from jupyter_gpushare.backends.kubernetes.client import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.objects import Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from tests.kube.apiserver import ApiServer, api_server

@@ -9,20 +9,25 @@ The token of a service account is read again when its file may have changed, and
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import httpx
 import msgspec
 
-from jupyter_gpushare.backends.kubernetes.objects import Json, Object, Pod, PodGroup, Queue
-from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer, KubeError
+from jupyter_gpushare.backends.kubernetes.objects import (
+    Json,
+    Node,
+    Object,
+    Pod,
+    PodGroup,
+    Queue,
+    SchedulingShard,
+)
 
 T = TypeVar("T", bound=Object)
 
@@ -30,17 +35,8 @@ PAGE = 500
 _TOKEN_S = 30.0  # kubelet renews the file long before the token in it ends
 _DEADLINE_S = 10.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _RETRIED = (429, 500, 502, 503, 504)
 _GONE = 410
-
-
-class KubeError(GpuShareError):
-    """The API server refused (``status``), or does not answer (``status`` 0)."""
-
-    def __init__(self, message: str, *, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Expired(KubeError):
@@ -67,28 +63,9 @@ class Resource(Generic[T]):
 PODS = Resource("", "v1", "pods", Pod)
 POD_GROUPS = Resource("scheduling.run.ai", "v2alpha2", "podgroups", PodGroup)
 QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiServer:
-    """Where the API server is, and how to authenticate."""
-
-    url: str
-    token_file: Path | None = None
-    ca_file: Path | None = None
-
-    @classmethod
-    def of_pod(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ApiServer:
-        """Return the API server of the cluster that this process runs in.
-
-        Raises:
-            KubeError: this process does not run in a pod with a service account.
-        """
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
-        if not host or not port or not (account / "token").exists():
-            raise KubeError("this is no pod with a service account: no API server to ask")
-        host = f"[{host}]" if ":" in host else host
-        return cls(url=f"https://{host}:{port}", token_file=account / "token", ca_file=account / "ca.crt")
+NODES = Resource("", "v1", "nodes", Node, namespaced=False)
+PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)
+SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", SchedulingShard, namespaced=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +106,14 @@ class _Status(msgspec.Struct):
     code: int = 0
 
 
+class _Allowed(msgspec.Struct):
+    allowed: bool = False
+
+
+class _Review(msgspec.Struct):
+    status: _Allowed
+
+
 class ApiClient:
     """Requests to one API server."""
 
@@ -145,11 +130,8 @@ class ApiClient:
         self._sleep = sleep
         self._clock = clock
         self._token, self._token_at = "", float("-inf")
-        verify: ssl.SSLContext | bool = True
-        if server.ca_file is not None:
-            verify = ssl.create_default_context(cafile=server.ca_file)
         self._http = httpx.AsyncClient(
-            base_url=server.url, verify=verify, timeout=deadline_s, trust_env=False
+            base_url=server.url, verify=server.tls(), timeout=deadline_s, trust_env=False
         )
 
     async def close(self) -> None:
@@ -225,6 +207,19 @@ class ApiClient:
             raise
         return True
 
+    async def may(self, verb: str, group: str, resource: str, namespace: str = "") -> bool:
+        """Whether this account has a right; without ``namespace`` in the whole cluster.
+
+        Raises:
+            KubeError: refused, or no answer within the deadline.
+        """
+        asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
+        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        response = await self._ask("POST", path, json={**body, "spec": {"resourceAttributes": asked}})
+        review: _Review = _decoded(response.content, _Review)
+        return review.status.allowed
+
     async def watch(
         self, kind: Resource[T], version: str, *, namespace: str = "", selector: str = "", for_s: int = 5
     ) -> AsyncIterator[WatchEvent[T] | None]:
@@ -257,7 +252,7 @@ class ApiClient:
 
     def _headers(self) -> dict[str, str]:
         if self._server.token_file is None:
-            return {}
+            return {"Authorization": f"Bearer {self._server.token}"} if self._server.token else {}
         if self._clock() - self._token_at >= _TOKEN_S:
             try:
                 self._token = self._server.token_file.read_text().strip()

@@ -154,6 +154,54 @@ class Queue(Object, frozen=True):
     spec: QueueSpec = QueueSpec()
 
 
+class NodeStatus(_Struct, frozen=True):
+    """What a node has to allocate, by resource; Kubernetes quantities."""
+
+    allocatable: dict[str, str] = {}
+
+
+class Node(Object, frozen=True):
+    """A node."""
+
+    status: NodeStatus = NodeStatus()
+
+
+class ActionConfig(_Struct, frozen=True):
+    """Whether KAI carries out one of its actions; None: its default."""
+
+    enabled: bool | None = None
+
+
+class PlacementStrategy(_Struct, frozen=True):
+    """``binpack`` or ``spread``, by resource."""
+
+    gpu: str | None = None
+    cpu: str | None = None
+
+
+class ShardSpec(_Struct, frozen=True):
+    """Settings of one scheduler of KAI."""
+
+    actions: dict[str, ActionConfig] = {}
+    placement_strategy: PlacementStrategy = PlacementStrategy()
+
+    @property
+    def consolidates(self) -> bool:
+        """Whether it moves running pods to make a newcomer fit: on unless it spreads, or is told not to.
+
+        So in KAI-Scheduler d5bc503a, ``pkg/apis/kai/v1/schedulingshard_types.go`` (setDefaultActions).
+        """
+        said = self.actions.get("consolidation", ActionConfig()).enabled
+        strategy = self.placement_strategy
+        return "spread" not in (strategy.gpu, strategy.cpu) if said is None else said
+
+
+class SchedulingShard(Object, frozen=True):
+    """One scheduler of KAI (``kai.scheduler/v1``)."""
+
+    spec: ShardSpec = ShardSpec()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatPod:
     """What a site says about seat pods; memory and CPU are Kubernetes quantities."""

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
     ApiClient,
     Expired,
-    KubeError,
     Resource,
     WatchEvent,
     backoff_s,

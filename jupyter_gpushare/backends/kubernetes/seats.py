@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import TypeVar
 
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
     POD_GROUPS,
     PODS,
     QUEUES,
     ApiClient,
-    KubeError,
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.objects import (

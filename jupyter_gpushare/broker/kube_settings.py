@@ -1,0 +1,118 @@
+"""Traits of the engine for Kubernetes: the API server, seats, and how long a start waits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from traitlets import Dict, Float, Integer, List, TraitError, Unicode, validate
+from traitlets.config import Configurable
+
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer
+from jupyter_gpushare.backends.kubernetes.objects import SeatPod
+from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SITE = SeatPod()
+
+
+class GPUShareKube(Configurable):
+    """The broker on a Kubernetes cluster with KAI-Scheduler."""
+
+    namespace = Unicode(
+        _SITE.namespace, help="Namespace of seats and of the broker; users must not create anything in it."
+    ).tag(config=True)
+    kubeconfig = Unicode(
+        "",
+        help="Kubeconfig file whose current context is the cluster; by default the service account of the "
+        "pod that the broker runs in.",
+    ).tag(config=True)
+    api_server = Unicode(
+        "", help="URL of the API server, with token_file and ca_file instead of a kubeconfig file."
+    ).tag(config=True)
+    token_file = Unicode("", help="With api_server: file with a token, which is read again every 30 s.").tag(
+        config=True
+    )
+    ca_file = Unicode(
+        "",
+        help="With api_server: file with the certificate authority of the API server; by default those of "
+        "the system.",
+    ).tag(config=True)
+    scheduler_name = Unicode(_SITE.scheduler_name, help="Name of KAI's scheduler in pods.").tag(config=True)
+    seat_image = Unicode("", help="Image of seats: one with this package, as that of the device helper.").tag(
+        config=True
+    )
+    seat_runtime_class = Unicode(_SITE.runtime_class, help="Runtime class of seats.").tag(config=True)
+    seat_grace_s = Integer(
+        _SITE.grace_s,
+        min=30,
+        max=3600,
+        help="Seconds that a seat may take to end once KAI evicts it: so long its lease may take to be "
+        "suspended. 10 s before, the processes of a lease that could not be suspended are ended.",
+    ).tag(config=True)
+    seat_resources = Dict(
+        {kind: dict(values) for kind, values in _SITE.resources.items()},
+        help="Requests and limits of a seat's container for CPU and memory.",
+    ).tag(config=True)
+    seat_tolerations = List(Dict(), [], help="Tolerations of seats, such as for nvidia.com/gpu.").tag(
+        config=True
+    )
+    host_dir = Unicode(
+        _SITE.host_dir, help="Folder of the device helper on each node: its sockets and lease directories."
+    ).tag(config=True)
+    place_timeout = Float(
+        PLACE_S,
+        help="Seconds in which KAI has to place the seat of a session that starts; then it is refused. "
+        "Longer waits for capacity that is being freed, and holds one of the Hub's starts as long.",
+    ).tag(config=True)
+    seat_timeout = Float(
+        SEAT_S,
+        help="Seconds in which a placed seat has to start: the first fraction on a GPU also waits for KAI's "
+        "reservation pod, and a node's first seat for its image.",
+    ).tag(config=True)
+
+    @validate("namespace")
+    def _dns_label(self, proposal: Any) -> str:
+        if not _LABEL.fullmatch(proposal.value):
+            raise TraitError(f"GPUShareKube.namespace is the name of a namespace, not {proposal.value!r}")
+        return str(proposal.value)
+
+    @validate("place_timeout", "seat_timeout")
+    def _above_0(self, proposal: Any) -> float:
+        if not 0 < proposal.value <= 3600:
+            raise TraitError(f"GPUShareKube.{proposal.trait.name} is more than 0 and at most 3600 seconds")
+        return float(proposal.value)
+
+    @validate("api_server")
+    def _url(self, proposal: Any) -> str:
+        if proposal.value and not re.match(r"https?://[^/]+/?$", proposal.value):
+            raise TraitError(f"GPUShareKube.api_server is like https://10.0.0.1:6443, not {proposal.value!r}")
+        return str(proposal.value).rstrip("/")
+
+    def address(self) -> ApiServer:
+        """Return the API server that is configured.
+
+        Raises:
+            KubeError: none is, or its file cannot be read; the text says what to change.
+        """
+        if self.api_server:
+            return ApiServer(
+                url=self.api_server,
+                token_file=Path(self.token_file) if self.token_file else None,
+                ca_file=Path(self.ca_file) if self.ca_file else None,
+            )
+        return ApiServer.of_kubeconfig(Path(self.kubeconfig)) if self.kubeconfig else ApiServer.of_pod()
+
+    def seat(self) -> SeatPod:
+        """Return what all seats have in common."""
+        return SeatPod(
+            namespace=self.namespace,
+            scheduler_name=self.scheduler_name,
+            image=self.seat_image,
+            runtime_class=self.seat_runtime_class,
+            grace_s=self.seat_grace_s,
+            host_dir=self.host_dir,
+            resources=self.seat_resources,
+            tolerations=tuple(self.seat_tolerations),
+        )

@@ -1,0 +1,102 @@
+"""``gpushare kube``: what an administrator of a Kubernetes cluster prepares, and whether it is right.
+
+``queues`` prints the Queues and priority classes of the configured projects; ``check`` examines a
+cluster, and starts nothing.  Both read the broker's configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from traitlets import TraitError
+
+from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
+from jupyter_gpushare.broker.app import GPUShareBroker
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from jupyter_gpushare.cli.checks import Check, Result, print_checks
+from jupyter_gpushare.cli.kube_checks import examine
+from jupyter_gpushare.cli.output import print_json
+from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+
+EXAMPLES = """\
+examples:
+  gpushare kube queues --config broker_config.py | kubectl apply -f -
+      create the Queues and priority classes of the configured projects, or change their numbers
+  gpushare kube check --config broker_config.py
+      before users come, with the rights of the broker
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What the configuration file says."""
+
+    projects: tuple[Project, ...]
+    min_run_s: float
+    levels: int  # LAS queues of jobs
+    kube: GPUShareKube
+
+
+def configured(file: Path) -> Configured:
+    """Return what the broker's configuration says of projects and cluster.
+
+    Raises:
+        InvalidRequest: a quota has no number of GPUs.
+        TraitError: a setting is wrong, or the file cannot be read.
+    """
+    app = GPUShareBroker()
+    app.initialize(["--config", str(file)])
+    policy, projects = app.policy(), []
+    for project in policy.projects:
+        if project.quota_milli is None:
+            raise InvalidRequest(
+                "project %1: its quota is a percentage, and a Queue has a number of GPUs: write quota = 4",
+                project.name,
+            )
+        projects.append(project.project(0, None))
+    levels = len(policy.las_thresholds_gpu_s) + 1
+    return Configured(tuple(projects), policy.min_run_s, levels, GPUShareKube(parent=app))
+
+
+def _print_queues(site: Configured) -> int:
+    items = [*queues(site.projects, site.min_run_s), *priority_classes(site.levels)]
+    print_json({"apiVersion": "v1", "kind": "List", "items": items})
+    return 0
+
+
+def _check(site: Configured, as_json: bool) -> int:
+    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels))
+    print_checks(checks, as_json=as_json)
+    return 1 if any(check.result is Result.FAIL for check in checks) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry of ``gpushare kube``."""
+    parser = argparse.ArgumentParser(
+        prog="gpushare kube",
+        description="GPUs of a Kubernetes cluster with KAI-Scheduler.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, text in (
+        ("queues", "print the Queues and priority classes of the configured projects, as JSON"),
+        ("check", "examine the cluster: API server, rights, Queues, KAI's settings, nodes"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="of the broker")
+        if name == "check":
+            verb.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    try:
+        site = configured(args.config)
+        return _print_queues(site) if args.verb == "queues" else _check(site, args.json)
+    except (GpuShareError, TraitError) as error:
+        print(f"gpushare kube: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,192 @@
+"""The checks of ``gpushare kube check``: one `Check` per thing of a cluster that can be wrong.
+
+They ask the API server only, with the rights that the broker has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
+from jupyter_gpushare.backends.kubernetes.client import (
+    NODES,
+    PODS,
+    PRIORITY_CLASSES,
+    QUEUES,
+    SHARDS,
+    ApiClient,
+)
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node
+from jupyter_gpushare.backends.kubernetes.queues import in_force, missing, priority_classes
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from jupyter_gpushare.cli.checks import Check, fail, ok, warn
+from jupyter_gpushare.core.model import Project
+
+_KAI = "scheduling.run.ai"
+# Verb, group and resource of every request of the broker: in its namespace, and in the whole cluster.
+RIGHTS = tuple(
+    (verb, group, resource)
+    for group, resource in (("", "pods"), (_KAI, "podgroups"))
+    for verb in ("get", "list", "watch", "create", "patch", "delete")
+)
+CLUSTER_RIGHTS = tuple(
+    (verb, group, resource)
+    for group, resource in ((_KAI, "queues"), ("", "nodes"))
+    for verb in ("list", "watch")
+)
+_APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the checks look at."""
+
+    client: ApiClient
+    kube: GPUShareKube
+    projects: Sequence[Project]
+    levels: int
+
+
+async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) -> list[Check]:
+    """Return one check per thing that can be wrong, with the remedy.
+
+    Raises:
+        KubeError: no API server is configured, or its file cannot be read.
+    """
+    client = ApiClient(kube.address(), deadline_s=5.0)
+    try:
+        cluster = Cluster(client, kube, projects, levels)
+        answers = await _api_server(cluster)
+        if answers.advice:
+            return [answers]
+        return [answers, *[await _checked(name, check, cluster) for name, check in _CHECKS.items()]]
+    finally:
+        await client.close()
+
+
+async def _api_server(cluster: Cluster) -> Check:
+    try:
+        await cluster.client.list(PODS, cluster.kube.namespace)
+    except KubeError as error:
+        advice = {
+            0: "set c.GPUShareKube.api_server or kubeconfig to an API server that answers from here",
+            401: "give a token that the API server accepts (c.GPUShareKube.token_file)",
+            403: f"bind the broker's Role in the namespace {cluster.kube.namespace} to this account",
+        }
+        return fail("api-server", f"{error}.", advice.get(error.status, "look at the log of the API server"))
+    return ok("api-server", "It answers, and lets the broker read its namespace.")
+
+
+async def _checked(
+    name: str, check: Callable[[Cluster], Coroutine[Any, Any, Check]], cluster: Cluster
+) -> Check:
+    try:
+        return await check(cluster)
+    except KubeError as error:
+        return warn(name, f"This cannot be examined: {error}.", "give this account the right to read it")
+
+
+async def _rights(cluster: Cluster) -> Check:
+    lacking = []
+    for rights, namespace in ((RIGHTS, cluster.kube.namespace), (CLUSTER_RIGHTS, "")):
+        for verb, group, resource in rights:
+            if not await cluster.client.may(verb, group, resource, namespace):
+                lacking.append(f"{verb} {resource}")
+    if not lacking:
+        return ok("rights", "This account has all rights that the broker needs.")
+    return fail(
+        "rights", f"This account may not: {', '.join(lacking)}.", "add these verbs to the broker's Role"
+    )
+
+
+async def _queues(cluster: Cluster) -> Check:
+    try:
+        there = {queue.metadata.name: queue for queue in (await cluster.client.list(QUEUES)).items}
+    except KubeError as error:
+        if error.status != 404:
+            raise
+        return fail(
+            "queues",
+            "The cluster has no Queues: KAI-Scheduler is not installed.",
+            "install KAI-Scheduler, then run this check again",
+        )
+    if lost := missing(cluster.projects, there):
+        return fail("queues", f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
+    differing = [p.name for p in cluster.projects if in_force(p, there) != p]
+    if differing:
+        text = f"The Queue of project {', '.join(differing)} has other numbers than the configuration."
+        return warn("queues", text, f"the Queue's numbers count; to set those configured: {_APPLY}")
+    return ok("queues", "Every project has its Queues, with the configured numbers.")
+
+
+async def _priority_classes(cluster: Cluster) -> Check:
+    there = {found.metadata.name for found in (await cluster.client.list(PRIORITY_CLASSES)).items}
+    lost = [
+        c["metadata"]["name"] for c in priority_classes(cluster.levels) if c["metadata"]["name"] not in there
+    ]
+    if lost:
+        return fail(
+            "priority-classes", f"The cluster has no priority class {', '.join(lost)}.", f"run {_APPLY}"
+        )
+    return ok("priority-classes", "All are there.")
+
+
+async def _consolidation(cluster: Cluster) -> Check:
+    shards = (await cluster.client.list(SHARDS)).items
+    moving = [shard.metadata.name for shard in shards if shard.spec.consolidates]
+    if not moving:
+        return ok("consolidation", "KAI does not move running pods for newcomers.")
+    return fail(
+        "consolidation",
+        f"KAI's action consolidation is on in shard {', '.join(moving)}: it moves running jobs for any "
+        "newcomer, past quota and minimum run time.",
+        "set spec.actions.consolidation.enabled of the SchedulingShard to false "
+        "(scheduler.actions.consolidation.enabled in the values of KAI's chart)",
+    )
+
+
+async def _nodes(cluster: Cluster) -> Check:
+    nodes = (await cluster.client.list(NODES)).items
+    having = {node.metadata.name: count for node in nodes if (count := _gpus(node))}
+    if not having:
+        return fail(
+            "nodes",
+            f"No node has {GPU_RESOURCE} to allocate.",
+            "install NVIDIA's GPU operator, or its device plugin",
+        )
+    several = sorted(name for name, count in having.items() if count > 1)
+    if several:
+        return warn(
+            "nodes",
+            f"{len(having)} nodes with GPUs. Those with several ({', '.join(several[:5])}): only sessions "
+            "that have all GPUs of their node are lent.",
+            "nothing, if that is enough: the GPU of a part comes back to its session on one-GPU nodes only",
+        )
+    return ok("nodes", f"{len(having)} nodes with one GPU each.")
+
+
+def _gpus(node: Node) -> int:
+    said = node.status.allocatable.get(GPU_RESOURCE, "0")
+    return int(said) if said.isascii() and said.isdigit() else 0
+
+
+async def _seats(cluster: Cluster) -> Check:
+    if not cluster.kube.seat_image:
+        return fail(
+            "seats",
+            "No image for seats is configured.",
+            "c.GPUShareKube.seat_image = the image of the device helper",
+        )
+    return ok("seats", f"Their image is {cluster.kube.seat_image}.")
+
+
+_CHECKS: dict[str, Callable[[Cluster], Coroutine[Any, Any, Check]]] = {
+    "rights": _rights,
+    "queues": _queues,
+    "priority-classes": _priority_classes,
+    "consolidation": _consolidation,
+    "nodes": _nodes,
+    "seats": _seats,
+}
