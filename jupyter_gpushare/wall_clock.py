@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 # Times of another day show no day within the first span, and a weekday within the second.
@@ -34,6 +35,18 @@ def seconds_to_midnight(at: str) -> float:
     moment = datetime.fromisoformat(at).astimezone(UTC)
     midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
     return (midnight - moment).total_seconds()
+
+
+def by_day(until: str, seconds: float) -> Iterator[tuple[str, float]]:
+    """Yield each day (UTC) of the ``seconds`` before ``until``, the last first, with its seconds."""
+    end = datetime.fromisoformat(until).astimezone(UTC)
+    while seconds > 0:
+        # A midnight ends the day before.
+        last = end - timedelta(microseconds=1)
+        begin = last.replace(hour=0, minute=0, second=0, microsecond=0)
+        within = min(seconds, (end - begin).total_seconds())
+        yield begin.date().isoformat(), within
+        seconds, end = seconds - within, begin
 
 
 def clock_time(at: str, now: str = "") -> str:

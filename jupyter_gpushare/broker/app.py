@@ -43,7 +43,7 @@ from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
 from jupyter_gpushare.broker.http.listener import SHARE, Listener, connections_allowed
-from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv
+from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file
 from jupyter_gpushare.broker.http.sockets import PARENT_VARIABLE, Addresses, Sockets
@@ -269,6 +269,7 @@ class GPUShareBroker(Settings):
                 (prefix + "metrics", Metrics, options),
                 (prefix + "?", AdminPage, options),
                 (prefix + "decisions.csv", DecisionsCsv, options),
+                (prefix + "usage.csv", UsageCsv, options),
                 (".*", NoSuchPath, options),
             ],
             cookie_secret=self._cookie_secret(),

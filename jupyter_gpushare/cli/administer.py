@@ -1,13 +1,15 @@
-"""Verbs of the command line that change settings of a running broker, for administrators."""
+"""Verbs of the command line for administrators: settings of a running broker, and use of the GPUs."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import sys
 from contextlib import closing
 from typing import Literal
 from urllib.parse import quote
 
-from jupyter_gpushare.cli.output import lending_text, print_json, project_text
+from jupyter_gpushare.cli.output import lending_text, print_json, print_table, project_text
 from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
 from jupyter_gpushare.messages import printable
 from jupyter_gpushare.protocol import wire
@@ -58,3 +60,37 @@ def quota(args: argparse.Namespace) -> int:
         print(printable(f"There is no project {args.project!r} for you."))
         return EXIT_REFUSED
     return EXIT_OK
+
+
+_AMOUNTS = ("held_gpu_h", "computing_gpu_h", "borrowed_gpu_h", "lent_gpu_h")
+
+
+def usage(args: argparse.Namespace) -> int:
+    """Print GPU-hours for chargeback as a table, CSV or JSON; return the exit code."""
+    asked = {name: getattr(args, name) for name in ("by", "since", "until", "user", "project")}
+    params = {name: value for name, value in asked.items() if value is not None}
+    with closing(connect(args)) as client:
+        answer = client.get("usage", wire.Usage, params=params)
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    rows = [[getattr(row, name) for name in (*answer.by, *_AMOUNTS)] for row in answer.rows]
+    if args.csv:
+        table = csv.writer(sys.stdout, lineterminator="\n")
+        table.writerows([[*answer.by, *_AMOUNTS], *map(_for_spreadsheets, rows)])
+        return EXIT_OK
+    days = f"from {answer.since} to {answer.until} (UTC)"
+    if not rows:
+        print(f"No GPU was used {days}.")
+        return EXIT_OK
+    total = ["total", *([""] * len(answer.by))][: len(answer.by)]
+    rows.append([*total, *(getattr(answer.total, name) for name in _AMOUNTS)])
+    head = [*(name.upper() for name in answer.by), "HELD", "COMPUTING", "BORROWED", "LENT"]
+    print_table(head, [[f"{x:.2f}" if isinstance(x, float) else x or "unknown" for x in row] for row in rows])
+    print(f"GPU-hours {days}; kept for {answer.kept_days} days.")
+    return EXIT_OK
+
+
+def _for_spreadsheets(row: list[str | float]) -> list[str | float]:
+    """Return a row of which no text starts a formula."""
+    return [f"'{x}" if isinstance(x, str) and x.startswith(("=", "+", "-", "@")) else x for x in row]

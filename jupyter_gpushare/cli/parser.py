@@ -210,6 +210,7 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "gpushare admin lending default  as configured",
     )
     lending.add_argument("mode", nargs="?", choices=[*MODES, "default"])
+    _add_usage(settings)
     quota = _verb(
         settings,
         "quota",
@@ -225,6 +226,26 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     quota.add_argument("--limit", type=float, metavar="G", help="the most GPUs that it may hold")
     quota.add_argument("--force", action="store_true", help="also more than the machine has")
     quota.add_argument("--reset", action="store_true", help="take all changes back")
+
+
+def _add_usage(settings: argparse._SubParsersAction[Parser]) -> None:
+    usage = _verb(
+        settings,
+        "usage",
+        administer.usage,
+        "GPU-hours of all users, for chargeback",
+        "gpushare admin usage                                this month, by user, project and GPU model",
+        "gpushare admin usage --by project,month --since 2026-01-01",
+        "gpushare admin usage --by user,day --user ada --csv",
+    )
+    usage.add_argument(
+        "--by", metavar="COLUMNS", help="of user, project, gpu and one of day and month, with commas"
+    )
+    usage.add_argument("--since", metavar="DAY", help="the first, like 2026-11-01 (UTC)")
+    usage.add_argument("--until", metavar="DAY", help="the last (default: today)")
+    usage.add_argument("--user", metavar="NAME", help="only of this user")
+    usage.add_argument("--project", metavar="P", help="only of this project")
+    usage.add_argument("--csv", action="store_true", help="print CSV")
 
 
 def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:

@@ -10,6 +10,7 @@ from tornado import web
 from tests.broker.http_site import PREFIX, Http
 
 PATHS = ["", "decisions.csv", "metrics", "api/v1/status", "api/v1/health", "api/v1/nosuch", "nosuch"]
+PATHS.append("usage.csv")
 LOGIN = web.create_signed_value(b"secret", "service-gpushare", "root").decode()
 NAVIGATES = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document", "Sec-Fetch-Site": "same-origin"}
 

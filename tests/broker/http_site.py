@@ -21,7 +21,7 @@ from jupyter_gpushare.broker.http.base import Site as HttpSite
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
 from jupyter_gpushare.broker.http.listener import SHARE, Listener
-from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv
+from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.protocol import wire
@@ -121,6 +121,7 @@ class Http:
                 (PREFIX + "metrics", Metrics, options),
                 (PREFIX + "?", AdminPage, options),
                 (PREFIX + "decisions.csv", DecisionsCsv, options),
+                (PREFIX + "usage.csv", UsageCsv, options),
                 (".*", NoSuchPath, options),
             ],
             cookie_secret=b"secret",

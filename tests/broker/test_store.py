@@ -5,9 +5,12 @@ from __future__ import annotations
 import sqlite3
 import traceback
 from dataclasses import fields, replace
+from datetime import date, timedelta
 from pathlib import Path
 
 import alembic.autogenerate
+import alembic.command
+import alembic.config
 import alembic.migration
 import pytest
 import sqlalchemy as sa
@@ -26,6 +29,7 @@ from jupyter_gpushare.broker.state.records import (
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.state.tables import metadata
+from jupyter_gpushare.broker.state.usage import Amounts, UsageQuery
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import DiskFull, StoreError
@@ -64,6 +68,7 @@ LEASE = LeaseRecord(
     attempt=3,
     since_at="2025-01-02T03:04:05.678Z",
     entered_at=7.5,
+    counted_at=8.5,
     why="idle",
     requeue=True,
     note="a note",
@@ -114,7 +119,16 @@ DECISION = DecisionRecord(
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)
 USAGE = UsageRecord(
-    day="2025-01-02", user="bö", project="nlp", used_gpu_s=1.5, lent_gpu_s=2.5, saved_gib_s=3.5, kept_s=4.5
+    day="2025-01-02",
+    user="bö",
+    project="nlp",
+    gpu="NVIDIA H200",
+    used_gpu_s=1.5,
+    computing_gpu_s=0.75,
+    borrowed_gpu_s=0.25,
+    lent_gpu_s=2.5,
+    saved_gib_s=3.5,
+    kept_s=4.5,
 )
 LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS)
@@ -361,6 +375,7 @@ async def test_moments_of_another_boot_start_anew(database):
         0.0,
     )
     assert registry.leases[LEASE.id].entered_at == 3.0
+    assert registry.leases[LEASE.id].uncounted_s(5.0) == 2.0
     registry.journal.failed.cancel()
     store.close()
 
@@ -455,14 +470,68 @@ async def test_a_job_is_found_by_its_owner_however_long_ago_it_ended(database):
     store.close()
 
 
-async def test_use_of_a_day_is_replaced_and_old_days_are_dropped(database, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_USAGE_DAYS", 2)
+async def test_use_of_a_day_is_replaced_and_kept_for_400_days(database):
     store = database()
-    await store.commit([replace(USAGE, day=f"2025-01-0{n}") for n in range(1, 5)])
-    await store.commit([replace(USAGE, day="2025-01-04", used_gpu_s=9.0)])
+    last = date(2025, 3, 1)
+    days = [(last - timedelta(days=n)).isoformat() for n in (401, 400, 399, 0)]
+    await store.commit([replace(USAGE, day=day) for day in days])
+    await store.commit([replace(USAGE, day=days[-1], used_gpu_s=9.0)])
+    everything = UsageQuery(since="2000-01-01", until="2100-01-01", by=("day",))
+    found = await store.usage(everything, "2100-01-01", 10)
+    store.close()
+    assert [(day, amounts.used_gpu_s) for (day,), amounts in found] == [(days[2], 1.5), (days[3], 9.0)]
+
+
+async def test_only_the_newest_week_of_use_is_loaded(database):
+    store = database()
+    days = [f"2025-01-{n:02}" for n in range(1, 11)]
+    await store.commit([replace(USAGE, day=day, gpu=gpu) for day in days for gpu in ("A", "B")])
     loaded = store.load()
     store.close()
-    assert [(u.day, u.used_gpu_s) for u in loaded.usage] == [("2025-01-03", 1.5), ("2025-01-04", 9.0)]
+    assert sorted({u.day for u in loaded.usage}) == days[-7:]
+    assert len(loaded.usage) == 14
+
+
+async def test_use_is_added_up_by_what_is_asked_for(database):
+    store = database()
+    rows_of = [
+        replace(USAGE, day=day, user=user, gpu=gpu, used_gpu_s=1.0)
+        for day in ("2025-01-31", "2025-02-01")
+        for user in ("ada", "bo")
+        for gpu in ("A", "B")
+    ]
+    await store.commit(rows_of)
+    query = UsageQuery(since="2025-01-01", until="2025-12-31", by=("month", "user"))
+    by_month = await store.usage(query, "2025-12-31", 10)
+    assert [(group, amounts.used_gpu_s) for group, amounts in by_month] == [
+        ((month, user), 2.0) for month in ("2025-01", "2025-02") for user in ("ada", "bo")
+    ]
+    ada = await store.usage(replace(query, by=("gpu",), user="ada"), "2025-02-01", 10)
+    none = await store.usage(replace(query, project="vision"), "2025-12-31", 10)
+    store.close()
+    assert (ada, none) == (
+        [(("A",), Amounts(1.0, 0.75, 0.25, 2.5)), (("B",), Amounts(1.0, 0.75, 0.25, 2.5))],
+        [],
+    )
+
+
+def test_use_of_an_earlier_version_is_kept_without_a_model(database):
+    store = database()
+    with store._engine.begin() as connection:
+        config = alembic.config.Config()
+        config.set_main_option("script_location", str(Path(store_module.__file__).parent / "migrations"))
+        config.attributes["connection"] = connection
+        alembic.command.downgrade(config, "0016")
+        row = {"day": "2025-01-02", "user": "bo", "project": "nlp", "used": 1.5}
+        said = 'INSERT INTO usage (day, "user", project, used_gpu_s, lent_gpu_s, saved_gib_s, kept_s)'
+        connection.execute(sa.text(f"{said} VALUES (:day, :user, :project, :used, 2, 3, 4)"), row)
+    store.close()
+    store = database()
+    (kept,) = store.load().usage
+    store.close()
+    assert kept == UsageRecord(
+        day="2025-01-02", user="bo", project="nlp", used_gpu_s=1.5, lent_gpu_s=2, saved_gib_s=3, kept_s=4
+    )
 
 
 def test_migrations_are_one_row_without_a_number_twice():

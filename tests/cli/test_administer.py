@@ -1,4 +1,4 @@
-"""`gpushare admin lending` and `gpushare sleep`."""
+"""`gpushare admin` and `gpushare sleep`."""
 
 from __future__ import annotations
 
@@ -63,3 +63,35 @@ def test_a_project_that_does_not_exist_is_named(gpushare, broker, golden):
     broker.answer("GET projects", {"projects": golden("status_active")["projects"]})
     shown = gpushare("admin", "quota", "nosuch")
     assert (shown.code, shown.out.strip()) == (1, "There is no project 'nosuch' for you.")
+
+
+def row(**values):
+    hours = {"held_gpu_h": 2.5, "computing_gpu_h": 2.0, "borrowed_gpu_h": 0.5, "lent_gpu_h": 0.0}
+    return msgspec.to_builtins(wire.UsageRow(**hours | values))
+
+
+USAGE = {
+    "since": "2031-05-01",
+    "until": "2031-05-06",
+    "by": ["user", "gpu"],
+    "rows": [row(user="=ada", gpu="NVIDIA H200"), row(user="bo", gpu="")],
+    "total": row(held_gpu_h=5.0),
+    "kept_days": 400,
+}
+
+
+def test_use_is_a_table_csv_or_json(gpushare, broker):
+    broker.answer("GET usage", USAGE)
+    shown = gpushare("admin", "usage", "--by", "user,gpu", "--since", "2031-05-01").out.splitlines()
+    assert broker.seen[-1].query == {"by": "user,gpu", "since": "2031-05-01"}
+    assert [line.split() for line in shown[:3]] == [
+        ["USER", "GPU", "HELD", "COMPUTING", "BORROWED", "LENT"],
+        ["=ada", "NVIDIA", "H200", "2.50", "2.00", "0.50", "0.00"],
+        ["bo", "unknown", "2.50", "2.00", "0.50", "0.00"],
+    ]
+    assert shown[3].startswith("total")
+    assert shown[4] == "GPU-hours from 2031-05-01 to 2031-05-06 (UTC); kept for 400 days."
+    assert gpushare("admin", "usage", "--csv").out.splitlines()[1] == "'=ada,NVIDIA H200,2.5,2.0,0.5,0.0"
+    assert gpushare("admin", "usage", "--json").json["total"]["held_gpu_h"] == 5.0
+    broker.answer("GET usage", USAGE | {"rows": []})
+    assert gpushare("admin", "usage").out == "No GPU was used from 2031-05-01 to 2031-05-06 (UTC).\n"

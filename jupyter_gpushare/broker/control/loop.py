@@ -20,6 +20,7 @@ from jupyter_gpushare.broker.control.effects import START_S, Effects
 from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.metering import Metering
 from jupyter_gpushare.broker.control.observer import Observer
 from jupyter_gpushare.broker.control.time_limit import TimeLimits
 from jupyter_gpushare.broker.engine import Engine
@@ -50,6 +51,7 @@ class Loop:
         self.effects = Effects(registry, devices, self.hub, self.observer)
         self.lending = LendingControl(registry, engine)
         self.time_limits = TimeLimits(registry)
+        self._metering = Metering(registry, engine)
         self._errors = ErrorLog()
         self._next_at: float | None = None
 
@@ -141,6 +143,7 @@ class Loop:
         await registry.store_sums(now)
         # No wait from here to the intents: a request in between would change what was planned for.
         cluster = snapshot.cluster(registry, self.engine, now)
+        self._metering.sample(cluster, now)
         plan = self.engine.decide(cluster, now)
         self._next_at = plan.next_at
         notices = {notice.lease: notice for notice in plan.notices}

@@ -15,7 +15,7 @@ from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
-from jupyter_gpushare.broker.views import history
+from jupyter_gpushare.broker.views import chargeback, history
 from jupyter_gpushare.errors import (
     NotAllowed,
     NotFound,
@@ -315,6 +315,30 @@ class History(Base):
     async def get(self) -> None:
         identity = await self.identify()
         self.answer(await history.week(self.control.registry, identity.user))
+
+
+class Usage(Base):
+    """GPU-hours by user, project, GPU model, day or month, of all users for an admin, else mine.
+
+    ``?by=user,month&since=2031-05-01&until=2031-05-31&user=&project=``
+    """
+
+    async def get(self) -> None:
+        self.answer(await usage_of(self, await self.identify()))
+
+
+async def usage_of(handler: Base, identity: Identity) -> wire.Usage:
+    """Return the use that a request asks for, within the rights of its user.
+
+    Raises:
+        InvalidRequest: the query is wrong.
+        StoreError: the database cannot be read.
+    """
+    registry, names = handler.control.registry, ("by", "since", "until", "user", "project")
+    asked = {name: handler.get_query_argument(name, "") for name in names}
+    if not identity.admin:
+        asked["user"] = identity.user
+    return await chargeback.usage(registry, chargeback.query(registry.iso_now()[:10], **asked))
 
 
 class Decisions(Base):

@@ -17,6 +17,7 @@ from tornado import httputil
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.http.handlers import usage_of
 from jupyter_gpushare.broker.state.records import LendingMode, MachineUse
 from jupyter_gpushare.broker.views.overview import PERIODS
 from jupyter_gpushare.errors import InvalidRequest, NotAllowed, RequestError
@@ -224,6 +225,26 @@ class DecisionsCsv(Page):
             if len(piece) < _PIECE:
                 return
             seq = piece[-1].seq
+
+
+class UsageCsv(Page):
+    """GPU-hours as CSV (RFC 4180), with the parameters of ``GET usage``; people get their own part."""
+
+    async def get(self) -> None:
+        identity = await self.current_user_or_login()
+        if identity is None:
+            return
+        usage = await usage_of(self, identity)
+        text = io.StringIO()
+        table = csv.writer(text)
+        amounts = [name for name in wire.UsageRow.__struct_fields__ if name.endswith("_gpu_h")]
+        table.writerow([*usage.by, *amounts])
+        for row in usage.rows:
+            table.writerow(_for_spreadsheets(getattr(row, name)) for name in (*usage.by, *amounts))
+        self.set_header("Content-Type", "text/csv; charset=utf-8; header=present")
+        self.set_header("Content-Disposition", 'attachment; filename="gpushare-usage.csv"')
+        self.set_header("Cache-Control", "no-store")
+        self.finish(text.getvalue())
 
 
 def _for_spreadsheets(value: Any) -> Any:

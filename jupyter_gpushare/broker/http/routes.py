@@ -61,6 +61,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("devices", handlers.Devices, {"get": wire.Devices}, {}),
     Route("history", handlers.History, {"get": wire.History}, {}),
+    Route("usage", handlers.Usage, {"get": wire.Usage}, {}),
     Route("decisions", handlers.Decisions, {"get": wire.Decisions}, {}),
     Route("health", handlers.Health, {"get": wire.Health}, {}, {"503": wire.Health}),
     Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
+from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State
+
+# A lender with the device (UUID), the GPUs that it lends there, and for how many seconds.
+Lent = tuple[LeaseRecord, str, float, float]
 
 
 def sleeps(lease: Lease) -> bool:
@@ -42,8 +45,8 @@ class Lending:
     counted_at: dict[str, float] = field(default_factory=dict)  # by device
 
     def open(
-        self, records: Iterable[LeaseRecord], now: float, day: str, devices: Collection[str] | None = None
-    ) -> list[UsageRecord]:
+        self, records: Iterable[LeaseRecord], now: float, devices: Collection[str] | None = None
+    ) -> list[Lent]:
         """Return what was lent on ``devices`` (None: on all) since each was last counted."""
         there: dict[str, dict[str, LeaseRecord]] = {}
         for record in records:
@@ -51,21 +54,21 @@ class Lending:
                 if devices is None or device in devices:
                     there.setdefault(device, {})[record.id] = record
         return [
-            UsageRecord(
-                day=day,
-                user=bound[lender].lease.user,
-                project=bound[lender].lease.project,
-                lent_gpu_s=max(0.0, now - self.counted_at.get(device, self.began_at)) * milli / WHOLE_GPU,
+            (
+                bound[lender],
+                device,
+                milli / WHOLE_GPU,
+                max(0.0, now - self.counted_at.get(device, self.began_at)),
             )
             for device, bound in there.items()
             for lender, milli in lent_milli([record.lease for record in bound.values()]).items()
         ]
 
     def count(
-        self, records: Collection[LeaseRecord], now: float, day: str, devices: Collection[str] | None = None
-    ) -> list[UsageRecord]:
+        self, records: Collection[LeaseRecord], now: float, devices: Collection[str] | None = None
+    ) -> list[Lent]:
         """Return the same, and begin anew."""
-        found = self.open(records, now, day, devices)
+        found = self.open(records, now, devices)
         if devices is None:
             self.began_at = now
             self.counted_at.clear()

@@ -33,6 +33,7 @@ class LeaseRecord:
     attempt: int = 1
     since_at: str = ""  # wall clock (ISO 8601, UTC): when it entered its state
     entered_at: float = 0.0  # the same moment on the monotonic clock
+    counted_at: float = 0.0  # monotonic: its use until then is in the sums, if that is later
     why: str = ""  # the reason of the last decision about it (core `Why`)
     requeue: bool = False  # stopping: it goes back to the queue afterwards
     note: str = ""  # why it is in this state, a part of an English sentence
@@ -59,6 +60,10 @@ class LeaseRecord:
         """Whether the lease belongs to a training job and not to a session."""
         return self.lease.kind is Kind.TRAIN
 
+    def uncounted_s(self, now: float) -> float:
+        """Return the seconds in its present state that are in no sum of use yet."""
+        return max(0.0, now - max(self.entered_at, self.counted_at))
+
     @property
     def handle(self) -> str:
         """The name of this attempt at the device helper, and of a job's server at the Hub.
@@ -84,7 +89,7 @@ def with_current_boot(record: LeaseRecord, now: float) -> LeaseRecord:
         keep_until_at=0.0,
         attained_at=None if record.lease.attained_at is None else now,
     )
-    return replace(record, lease=lease, entered_at=now)
+    return replace(record, lease=lease, entered_at=now, counted_at=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +153,20 @@ class UsageRecord:
     day: str
     user: str
     project: str
-    used_gpu_s: float = 0.0
+    gpu: str = ""  # model of the GPUs; empty: not known
+    used_gpu_s: float = 0.0  # held by what runs
+    computing_gpu_s: float = 0.0  # of it seen to use the GPU, while a broker measured
+    borrowed_gpu_s: float = 0.0  # of it over the guarantee of the project, while a broker measured
     lent_gpu_s: float = 0.0
     saved_gib_s: float = 0.0  # device memory that was parked in host memory
     kept_s: float = 0.0  # of the day's budget for "Keep it"
+
+    def plus(self, other: UsageRecord) -> UsageRecord:
+        """Return the sum of both, for the day, user, project and model of this one."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in USE_AMOUNTS})
+
+
+USE_AMOUNTS = ("used_gpu_s", "computing_gpu_s", "borrowed_gpu_s", "lent_gpu_s", "saved_gib_s", "kept_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from jupyter_gpushare.broker.state.devices import DeviceState
 from jupyter_gpushare.broker.state.fairness import FairnessTracker
 from jupyter_gpushare.broker.state.journal import Journal
 from jupyter_gpushare.broker.state.lease_index import LeaseIndex
-from jupyter_gpushare.broker.state.lending import Lending
 from jupyter_gpushare.broker.state.lending_switch import LendingSwitch
 from jupyter_gpushare.broker.state.notifications import Notifications
 from jupyter_gpushare.broker.state.observations import Observation, WakeTimes
@@ -41,7 +40,7 @@ from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.store import Loaded, Store
 from jupyter_gpushare.broker.state.tally import Tally
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
-from jupyter_gpushare.broker.state.usage import Usage, use_of
+from jupyter_gpushare.broker.state.usage import Usage
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
 from jupyter_gpushare.errors import Conflict, NotFound, StoreError
@@ -78,8 +77,6 @@ class Registry:
         self.decisions = Decisions(wall)
         self.overrides: dict[str, ProjectOverride] = {}
         self.fairness = FairnessTracker(Lags())
-        self.usage = Usage()
-        self.lending = Lending(began_at=clock())
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions = SuspensionCounts()
         self._sums_kept_at = clock()
@@ -87,6 +84,7 @@ class Registry:
         self.meter = Meter(clock())
         self.tally = Tally()
         self.devices = DeviceState()
+        self.usage = Usage(self.devices.model_name, clock())
         self.hub_backoff_until = float("-inf")  # no job is started before
         self.notices: dict[str, Notice] = {}  # by the session whose owner is told
         self.notifications = Notifications(store.epoch)
@@ -132,7 +130,7 @@ class Registry:
         self.overrides = {o.name: o for o in loaded.overrides}
         lags, self.lending_switch.override, self.suspensions = loaded.meta
         self.fairness = FairnessTracker(lags)
-        self.usage = Usage(loaded.usage)
+        self.usage.load(loaded.usage)
 
     # ---- changes -------------------------------------------------------------
 
@@ -229,7 +227,7 @@ class Registry:
         self._observations[record.id] = Observation.since(self.clock())
 
     async def store_sums(self, now: float) -> None:
-        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes.
+        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes of some.
 
         Raises:
             StoreError: the database failed.
@@ -238,6 +236,10 @@ class Registry:
             return
         self._sums_kept_at = now
         stored: list[Change] = [*self._count_lent()]
+        counted, held = self.usage.count_held(self.index.placed.values(), now, self.iso_now())
+        for record in counted:
+            self._cache(record)
+        stored += [*counted, *held, *self.usage.unstored()]
         if lags := self.fairness.to_store():
             stored.append(lags)
         if row := self.meter.row(now, self.iso_now()):
@@ -305,8 +307,7 @@ class Registry:
             self._cache_job(job)
             also.append(job)
         also += self._count_lent({*record.lease.devices, *changed.lease.devices})
-        if stretch := use_of(record, self.iso_now()[:10], now - record.entered_at):
-            also.append(self.usage.count(stretch))
+        also += map(self.usage.count, self.usage.of(record, self.iso_now(), record.uncounted_s(now)))
         if transition.why:
             event = transition.event
             action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
@@ -335,8 +336,7 @@ class Registry:
 
     def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
         """Count what was lent on these devices (None: on all) until now, before a change there."""
-        lent = self.lending.count(self.leases.values(), self.clock(), self.iso_now()[:10], devices)
-        return [self.usage.count(stretch) for stretch in lent]
+        return self.usage.count_lent(self.leases.values(), self.clock(), self.iso_now(), devices)
 
     async def record_notice(
         self, record: LeaseRecord | None, action: str, key: str, *details: str | wire.Text

@@ -37,10 +37,13 @@ from jupyter_gpushare.wall_clock import before
 MAX_DECISIONS = 100_000
 # Ended jobs and leases kept, newest first.
 MAX_ENDED = 10_000
-# Stored days of use; a week is shown.
-MAX_USAGE_DAYS = 100
+# Stored days of use.
+MAX_USAGE_DAYS = 400
 # Stored days of the use of the machine's GPUs.
 MAX_MACHINE_DAYS = 90
+
+# Of a row of use.
+USE_KEY = ("day", "user", "project", "gpu")
 
 Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | MachineUse | MetaValue
 
@@ -88,10 +91,11 @@ def write(connection: Connection, change: Change) -> None:
             return
         case UsageRecord():
             row = {f.name: getattr(change, f.name) for f in fields(change)}
-            key_of = [usage.c[name] == row[name] for name in ("day", "user", "project")]
+            key_of = [usage.c[name] == row[name] for name in USE_KEY]
             if not connection.execute(usage.update().where(*key_of).values(row)).rowcount:
                 connection.execute(usage.insert().values(row))
-                _forget_days(connection)
+                oldest = before(change.day, days=MAX_USAGE_DAYS - 1)[:10]
+                connection.execute(usage.delete().where(usage.c.day < oldest))
             return
         case MachineUse():
             connection.execute(
@@ -118,14 +122,6 @@ def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> Non
     if records:
         changed = leases.update().where(leases.c.id == sa.bindparam("known_id"))
         connection.execute(changed, [{**lease_row(each), "known_id": each.id} for each in records])
-
-
-def _forget_days(connection: Connection) -> None:
-    """Drop the days beyond the newest `MAX_USAGE_DAYS`."""
-    days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc())
-    oldest = connection.execute(days.offset(MAX_USAGE_DAYS).limit(1)).scalar()
-    if oldest is not None:
-        connection.execute(usage.delete().where(usage.c.day <= oldest))
 
 
 def _prune(connection: Connection) -> None:

@@ -22,7 +22,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ import alembic.script
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from jupyter_gpushare.broker.state.database_errors import brief, is_disk_full
 from jupyter_gpushare.broker.state.records import (
     DecisionRecord,
     JobRecord,
@@ -59,7 +59,9 @@ from jupyter_gpushare.broker.state.tables import (
     meta_values,
     projects,
     usage,
+    usage_select,
 )
+from jupyter_gpushare.broker.state.usage import AMOUNTS, WEEK_DAYS, Amounts, UsageQuery, UsageSum
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import DiskFull, StoreError
 from jupyter_gpushare.wall_clock import iso_now
@@ -75,8 +77,6 @@ _LOCK_HOLDER = sa.text(
 _MAX_HOLDER_BYTES = 200
 # Nothing is written with less free space: a commit of the largest request needs about half of it.
 MIN_FREE_BYTES = 4 << 20
-# SQLSTATE of PostgreSQL's disk_full (manual, appendix A).
-_POSTGRESQL_DISK_FULL = "53100"
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Loaded:
     jobs: tuple[JobRecord, ...]  # living ones and the newest ended ones
     decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
     overrides: tuple[ProjectOverride, ...]
-    usage: tuple[UsageRecord, ...]  # of the newest `MAX_USAGE_DAYS` days
+    usage: tuple[UsageRecord, ...]  # of the newest `WEEK_DAYS` days with any
     meta: MetaValues
     boot_id: str  # the boot that the stored monotonic moments belong to
 
@@ -105,7 +105,7 @@ def database_trouble(url: str) -> str:
             current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
         engine.dispose()
     except sa.exc.SQLAlchemyError as error:
-        return _brief(error)
+        return brief(error)
     except ImportError as error:
         return f"{error}: install the package of its driver"
     config = alembic.config.Config()
@@ -148,7 +148,7 @@ class Store:
                     write_meta(connection, "boot_id", boot_id)
         except sa.exc.SQLAlchemyError as error:
             self.close()
-            raise StoreError(f"the database {self._url!r} cannot be used: {_brief(error)}") from None
+            raise StoreError(f"the database {self._url!r} cannot be used: {brief(error)}") from None
         except StoreError:
             self.close()
             raise
@@ -210,11 +210,13 @@ class Store:
         try:
             return self._load()
         except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"the database cannot be read: {_brief(error)}") from None
+            raise StoreError(f"the database cannot be read: {brief(error)}") from None
 
     def _load(self) -> Loaded:
         living = leases.select().where(leases.c.state.not_in([State.RELEASED, State.FAILED]))
         recent = jobs.select().order_by(jobs.c.submitted_at.desc())
+        days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc()).limit(WEEK_DAYS)
+        week = usage.select().where(usage.c.day.in_(days.subquery().select()))
         with self._engine.connect() as connection:
             return Loaded(
                 leases=tuple(lease_of(row) for row in connection.execute(living).mappings()),
@@ -236,7 +238,7 @@ class Store:
                 overrides=tuple(
                     ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
                 ),
-                usage=tuple(UsageRecord(**row) for row in connection.execute(usage.select()).mappings()),
+                usage=tuple(UsageRecord(**row) for row in connection.execute(week).mappings()),
                 meta=meta_values(partial(read_meta, connection)),
                 boot_id=read_meta(connection, "boot_id") or "",
             )
@@ -273,6 +275,15 @@ class Store:
         rows = await self._read(machine.select().where(machine.c.at >= at).order_by(machine.c.at))
         return tuple(MachineUse(**row) for row in rows)
 
+    async def usage(self, query: UsageQuery, before: str, limit: int) -> list[UsageSum]:
+        """Return at most ``limit`` sums of use up to the day before ``before``, which may end the query.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        rows = await self._read(usage_select(query, before).limit(limit))
+        return [(tuple(row[name] for name in query.by), Amounts(*(row[a] for a in AMOUNTS))) for row in rows]
+
     async def helped(self, user: str, since: str) -> int:
         """Return for how many other leases the user's sessions were suspended since a time (ISO 8601).
 
@@ -294,7 +305,7 @@ class Store:
             with self._engine.connect() as connection:
                 return list(connection.execute(query).mappings())
         except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"the database cannot be read: {_brief(error)}") from None
+            raise StoreError(f"the database cannot be read: {brief(error)}") from None
 
     async def job(self, job_id: str, user: str | None) -> JobRecord | None:
         """Return a job of ``user`` (None: of any user), also one that is no longer in memory.
@@ -385,10 +396,10 @@ class Store:
             self._is_full = True
             raise
         except sa.exc.SQLAlchemyError as error:
-            if _is_disk_full(error):
+            if is_disk_full(error):
                 self._is_full = True
                 raise DiskFull from None
-            raise StoreError(f"a commit failed: {_brief(error)}") from None
+            raise StoreError(f"a commit failed: {brief(error)}") from None
 
     def _free_bytes(self) -> int:
         """Return the free space beside an SQLite file for a process without privileges."""
@@ -415,22 +426,6 @@ class Store:
 def _holder() -> str:
     """Return the text that names this broker to a second one; PostgreSQL cuts it at 63 characters."""
     return f"process {os.getpid()} on {socket.gethostname()[:20]} since {iso_now()[:16]}Z"
-
-
-def _is_disk_full(error: sa.exc.SQLAlchemyError) -> bool:
-    """Return whether a commit failed for want of space.
-
-    SQLite reports a write that ENOSPC cut short as SQLITE_FULL, before any sync (os_unix.c, unixWrite).
-    """
-    cause = getattr(error, "orig", None)
-    is_sqlite = getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-    return is_sqlite or getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
-
-
-def _brief(error: sa.exc.SQLAlchemyError) -> str:
-    """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
-    cause = getattr(error, "orig", None) or error
-    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
 
 def _sqlite_pragmas(connection: Any, _record: Any) -> None:

@@ -20,6 +20,7 @@ from jupyter_gpushare.broker.state.records import (
     MetaValues,
     SuspensionCounts,
 )
+from jupyter_gpushare.broker.state.usage import AMOUNTS, UsageQuery
 from jupyter_gpushare.core.measure import Doubt, Measure
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
@@ -68,6 +69,7 @@ leases = sa.Table(
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("since_at", sa.String(40), nullable=False),
     sa.Column("entered_at", sa.Float, nullable=False),
+    sa.Column("counted_at", sa.Float, nullable=False, server_default="0"),
     sa.Column("why", sa.String(64), nullable=False),
     sa.Column("requeue", sa.Boolean, nullable=False),
     sa.Column("note", sa.Text, nullable=False),
@@ -142,7 +144,10 @@ usage = sa.Table(
     sa.Column("day", sa.String(10), primary_key=True),
     sa.Column("user", sa.String(255), primary_key=True),
     sa.Column("project", sa.String(255), primary_key=True),
+    sa.Column("gpu", sa.String(255), primary_key=True),
     sa.Column("used_gpu_s", sa.Float, nullable=False),
+    sa.Column("computing_gpu_s", sa.Float, nullable=False),
+    sa.Column("borrowed_gpu_s", sa.Float, nullable=False),
     sa.Column("lent_gpu_s", sa.Float, nullable=False),
     sa.Column("saved_gib_s", sa.Float, nullable=False),
     sa.Column("kept_s", sa.Float, nullable=False),
@@ -231,6 +236,21 @@ def job_of(row: sa.RowMapping) -> JobRecord:
         doubt = None if measure["doubt"] is None else Doubt(measure["doubt"])
         values["measure"] = Measure(**measure | {"doubt": doubt})
     return JobRecord(**values)
+
+
+def usage_select(query: UsageQuery, before: str) -> sa.Select[Any]:
+    """Return the statement that adds up what ``query`` asks for, up to the day before ``before``."""
+    by = [
+        sa.literal_column("substr(day, 1, 7)").label("month") if name == "month" else usage.c[name]
+        for name in query.by
+    ]
+    sums = [sa.func.sum(usage.c[name]).label(name) for name in AMOUNTS]
+    chosen = sa.select(*by, *sums).group_by(*by).order_by(*by)
+    chosen = chosen.where(usage.c.day >= query.since, usage.c.day <= query.until, usage.c.day < before)
+    for name in ("user", "project"):
+        if (only := getattr(query, name)) is not None:
+            chosen = chosen.where(usage.c[name] == only)
+    return chosen
 
 
 def meta_row(value: MetaValue) -> tuple[str, str]:

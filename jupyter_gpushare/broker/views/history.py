@@ -8,7 +8,7 @@ from datetime import date, timedelta
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, UsageRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.usage import WEEK_DAYS, use_of
+from jupyter_gpushare.broker.state.usage import WEEK_DAYS
 from jupyter_gpushare.protocol import wire
 
 
@@ -42,16 +42,14 @@ async def week(registry: Registry, user: str) -> wire.History:
     Raises:
         StoreError: the database cannot be read.
     """
-    today = registry.iso_now()[:10]
+    until = registry.iso_now()
+    today = until[:10]
     first = (date.fromisoformat(today) - timedelta(days=WEEK_DAYS - 1)).isoformat()
     now = registry.clock()
     stretches: list[UsageRecord] = [
         u for u in registry.usage.sums.values() if u.user == user and u.day >= first
     ]
-    for record in registry.leases.values():
-        if record.lease.user == user and (use := use_of(record, today, now - record.entered_at)):
-            stretches.append(use)
-    stretches += [u for u in registry.lending.open(registry.leases.values(), now, today) if u.user == user]
+    stretches += [u for u in registry.usage.open(registry.leases.values(), now, until) if u.user == user]
     by_day: dict[tuple[str, str], list[UsageRecord]] = {}
     for use in stretches:
         by_day.setdefault((use.day, use.project), []).append(use)

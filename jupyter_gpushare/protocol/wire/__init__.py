@@ -78,5 +78,7 @@ from jupyter_gpushare.protocol.wire.status import (
     ProjectUse,
     Rung,
     Status,
+    Usage,
+    UsageRow,
 )
 from jupyter_gpushare.protocol.wire.text import Text

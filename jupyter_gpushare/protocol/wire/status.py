@@ -262,6 +262,31 @@ class History(Answer, frozen=True):
     saved_gib_s: float = 0.0
 
 
+class UsageRow(Answer, frozen=True):
+    """GPU-hours of one group; a column that the rows are not grouped by is None."""
+
+    held_gpu_h: float  # held by sessions and jobs that run
+    computing_gpu_h: float  # of it seen to use the GPU
+    borrowed_gpu_h: float  # of it over the guarantee of the project
+    lent_gpu_h: float  # used by other leases on GPUs of suspended sessions
+    user: str | None = None
+    project: str | None = None
+    gpu: str | None = None  # model of the GPUs; empty: not known
+    day: str | None = None  # UTC, "2031-05-06"
+    month: str | None = None  # "2031-05"
+
+
+class Usage(Answer, frozen=True):
+    """Answer to ``GET usage``: GPU-hours for chargeback."""
+
+    since: str  # first day, UTC
+    until: str  # last day
+    by: list[str]  # of user, project, gpu, day, month
+    rows: list[UsageRow]
+    total: UsageRow
+    kept_days: int  # use of earlier days is deleted
+
+
 class Health(Answer, frozen=True):
     """Answer to ``GET health``: whether the broker can decide and act."""
 

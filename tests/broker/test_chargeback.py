@@ -1,0 +1,159 @@
+"""GPU-hours for chargeback: held, computing, borrowed and lent, by user, project, model, day and month."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+
+import pytest
+
+from jupyter_gpushare.broker.state.records import UsageRecord
+from jupyter_gpushare.broker.views import chargeback
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.wall_clock import by_day
+from tests.broker.http_site import PREFIX
+from tests.broker.machine import Program
+from tests.broker.site import Site
+from tests.broker.virtual_time import in_virtual_time, until
+
+# From the begin of a site in memory to its first midnight (UTC).
+TO_MIDNIGHT_S = 6_400.0
+
+
+async def told(broker, by, **only):
+    today = broker.registry.iso_now()[:10]
+    asked = {"since": "2023-11-01"} | only
+    return await chargeback.usage(broker.registry, chargeback.query(today, by=by, **asked))
+
+
+def test_a_stretch_is_divided_at_midnight():
+    assert list(by_day("2023-11-15T00:00:00.000Z", 10)) == [("2023-11-14", 10)]
+    assert list(by_day("2023-11-15T01:00:00.000Z", 0)) == []
+    assert list(by_day("2023-11-15T01:00:00.000Z", 3600 + 86_400 + 5)) == [
+        ("2023-11-15", 3600),
+        ("2023-11-14", 86_400),
+        ("2023-11-13", 5),
+    ]
+
+
+@in_virtual_time
+async def test_each_day_has_the_hours_that_were_held_in_it(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "2", program=Program(work_s=TO_MIDNIGHT_S + 3_600))
+        await until(lambda: broker.state(job) == "running", 120)
+        began_s = site.now
+        # Before it ends, too: the broker dies, and the day has passed.
+        await asyncio.sleep(TO_MIDNIGHT_S + 1_000 - site.now)
+        await broker.end()
+        broker = await site.start_broker()
+        running = await told(broker, "day,user")
+        first, second = running.rows
+        assert (first.day, second.day) == ("2023-11-14", "2023-11-15")
+        assert first.held_gpu_h == pytest.approx(2 * (TO_MIDNIGHT_S - began_s) / 3600, rel=1e-3)
+        assert second.held_gpu_h == pytest.approx(2 * (site.now - TO_MIDNIGHT_S) / 3600, rel=1e-3)
+        await until(lambda: broker.job(job).result, 10_000)
+        after = await told(broker, "day,user")
+        assert after.rows[0].held_gpu_h == pytest.approx(first.held_gpu_h, rel=1e-3)
+        assert after.total.held_gpu_h == pytest.approx(2 * broker.job(job).ran_s / 3600, rel=1e-3)
+
+
+@in_virtual_time
+async def test_a_power_cut_loses_minutes_and_not_the_days_of_a_session(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        await asyncio.sleep(5_000)
+        before = (await told(broker, "user")).total.held_gpu_h
+        assert before == pytest.approx(0.5 * 5_000 / 3600, rel=0.02)
+        await broker.end()
+        stored = sum(use.used_gpu_s for use in broker.store.load().usage) / 3600
+        assert before - stored <= 0.5 * 310 / 3600
+
+
+@in_virtual_time
+async def test_what_is_lent_borrowed_and_computed_goes_to_its_user_and_model(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await site.session("ada", "1/2")
+        # Guaranteed 1 of 2: a job of 2 borrows 1, and ada's half of it is lent.
+        job = await site.submit("bo", "2", program=Program(work_s=1_000))
+        await until(lambda: broker.state(job) == "running", 120)
+        began_s = site.now
+        await until(lambda: broker.job(job).result, 2_000)
+        ran_s = site.now - began_s
+        by_user = {row.user: row for row in (await told(broker, "user")).rows}
+        bo, ada = by_user["bo"], by_user["ada"]
+        assert bo.held_gpu_h == pytest.approx(2 * ran_s / 3600, rel=0.02)
+        assert bo.borrowed_gpu_h == pytest.approx(1 * ran_s / 3600, rel=0.05)
+        assert 0 < bo.computing_gpu_h <= bo.held_gpu_h + 1e-3
+        assert (bo.lent_gpu_h, ada.borrowed_gpu_h) == (0, 0)
+        assert ada.lent_gpu_h == pytest.approx(0.5 * ran_s / 3600, rel=0.05)
+        models = {device.name for device in broker.registry.devices.listed}
+        assert {row.gpu for row in (await told(broker, "gpu")).rows} == models
+        only = await told(broker, "project,month", user="ada")
+        assert [(row.project, row.month) for row in only.rows] == [("vision", "2023-11")]
+
+
+@in_virtual_time
+async def test_days_that_are_on_disk_only_are_told_with_those_in_memory(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        old = [
+            UsageRecord(day=f"2023-{month:02}-01", user="bo", project="nlp", gpu="old", used_gpu_s=3600.0)
+            for month in range(1, 11)
+        ]
+        await broker.registry.journal.commit(*old)
+        job = await site.submit("bo", "1", program=Program(work_s=3_600))
+        await until(lambda: broker.job(job).result, 5_000)
+        year = await told(broker, "month", since="2023-01-01")
+        assert [row.month for row in year.rows] == [f"2023-{month:02}" for month in range(1, 12)]
+        assert [row.held_gpu_h for row in year.rows] == pytest.approx([1.0] * 11, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"by": "users"},
+        {"by": "user,user"},
+        {"by": "day,month"},
+        {"since": "2023-02-30"},
+        {"until": "now"},
+    ],
+)
+def test_a_wrong_query_is_refused(wrong):
+    with pytest.raises(InvalidRequest):
+        chargeback.query("2023-11-14", **wrong)
+
+
+async def test_too_many_rows_are_refused_with_what_to_do(http, monkeypatch):
+    monkeypatch.setattr(chargeback, "MAX_ROWS", 1)
+    registry = http.broker.registry
+    for user in ("ada", "bo"):
+        registry.usage.count(UsageRecord(day="2023-11-14", user=user, project="nlp", used_gpu_s=1))
+    answer = await http.ask("GET", "usage?by=user&since=2023-01-01", "root")
+    assert (answer.status_code, "fewer days" in answer.text) == (400, True)
+
+
+async def test_an_administrator_gets_all_and_a_user_the_own_part(http):
+    registry = http.broker.registry
+    for user in ("ada", "=bo"):
+        registry.usage.count(UsageRecord(day="2023-11-14", user=user, project="nlp", used_gpu_s=7_200))
+    query = "usage?by=user,day&since=2023-11-01"
+    rows = (await http.ask("GET", query, "root")).json()["rows"]
+    assert [(row["user"], row["held_gpu_h"], row["project"]) for row in rows] == [
+        ("=bo", 2.0, None),
+        ("ada", 2.0, None),
+    ]
+    mine = (await http.ask("GET", f"{query}&user=%3Dbo", "ada")).json()["rows"]
+    assert [row["user"] for row in mine] == ["ada"]
+    table = f"{http.url}{PREFIX}{query.replace('usage', 'usage.csv', 1)}"
+    answer = await http.ask("GET", table, "root")
+    assert answer.headers["Content-Type"].startswith("text/csv")
+    assert list(csv.reader(io.StringIO(answer.text))) == [
+        ["user", "day", "held_gpu_h", "computing_gpu_h", "borrowed_gpu_h", "lent_gpu_h"],
+        ["'=bo", "2023-11-14", "2.0", "0.0", "0.0", "0.0"],
+        ["ada", "2023-11-14", "2.0", "0.0", "0.0", "0.0"],
+    ]
+    assert "=bo" not in (await http.ask("GET", table, "ada")).text
