@@ -7,12 +7,23 @@ import contextlib
 import os
 import stat
 import weakref
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.protocol.wire import SpawnFault
+from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.protocol.wire import NOT_THE_SPAWNER, UNVERIFIED_CHANNEL, SpawnFault
 
+if TYPE_CHECKING:
+    from jupyterhub.spawner import Spawner as _SpawnerBase
+else:
+    _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
+
+T = TypeVar("T")
+_NOT_SET_UP = "the Hub's GPU service is not set up (see the Hub's log)"
 _REPORT_S = 2.0
 _UNKNOWN = "-"
 _TOKEN_MAX_BYTES = 4096
@@ -38,6 +49,11 @@ def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> B
     if key not in pools:
         pools[key] = BrokerClient(f"{url}/api/v1", token, certificate=certificate, timeout_s=timeout_s)
     return pools[key]
+
+
+def refuses_hub(error: RequestError) -> bool:
+    """Return whether the broker refuses this Hub itself, and not what a user asks for."""
+    return error.reason in (NOT_THE_SPAWNER, UNVERIFIED_CHANNEL)
 
 
 def report_fault(url: str, message: str) -> None:
@@ -97,3 +113,53 @@ def read_certificate(path: Path) -> str:
     if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o022:
         raise GpuShareError(f"{path} can be changed by others: chmod go-w {path}")
     return certificate
+
+
+class BrokerAccess(_SpawnerBase):
+    """The mixin's requests to the broker, with the Hub's token."""
+
+    broker_url: str
+    broker_certificate_file: str
+    broker_token_file: str
+    broker_timeout_s: float
+
+    def _broker_client(self) -> BrokerClient:
+        """Return the Hub's connection to the broker.
+
+        Raises:
+            BrokerUnavailable: the token cannot be used; the log says why.
+        """
+        try:
+            return connection(
+                self.broker_url,
+                token=read_token(Path(self.broker_token_file)),
+                certificate=self._certificate(),
+                timeout_s=self.broker_timeout_s,
+            )
+        except GpuShareError as error:
+            self._tell_administrator(str(error))
+            raise BrokerUnavailable(_NOT_SET_UP) from None
+
+    async def _answer(self, request: Awaitable[T]) -> T:
+        """Return the broker's answer to ``request``.
+
+        Raises:
+            RequestError: refused, for a reason the user can read.
+            BrokerUnavailable: no answer, or the broker refuses this Hub; the log says why.
+        """
+        try:
+            return await request
+        except RequestError as error:
+            if not refuses_hub(error):
+                raise
+            self._tell_administrator(f"the broker refuses the token in {self.broker_token_file}: {error}")
+            raise BrokerUnavailable(_NOT_SET_UP) from None
+
+    def _tell_administrator(self, said: str) -> None:
+        """Write why no server can start to the Hub's log, and to the broker's page and health."""
+        self.log.error("user=%s server=%s cannot start: %s", self.user.name, self.name, said)
+        report_fault(self.broker_url, said)
+
+    def _certificate(self) -> str:
+        path = self.broker_certificate_file
+        return read_certificate(Path(path)) if path else ""

@@ -7,33 +7,23 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from traitlets.config import LoggingConfigurable
-
-from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.hub import options, picker
+from jupyter_gpushare.hub.broker_access import BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
 from jupyter_gpushare.protocol.wire import Offers
-
-if TYPE_CHECKING:
-    from jupyterhub.spawner import Spawner as _SpawnerBase
-else:
-    _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 # Names of servers that run jobs; their command comes from the broker.
 JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 _MAX_PROJECTS_SHOWN = 8
 
 
-class SpawnPage(_SpawnerBase):
+class SpawnPage(BrokerAccess):
     """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
 
     offers_timeout_s: float
-
-    @abstractmethod
-    def _broker_client(self) -> BrokerClient: ...
 
     @abstractmethod
     def _identity(self) -> tuple[str, str, list[str]]: ...
@@ -60,7 +50,7 @@ class SpawnPage(_SpawnerBase):
         try:
             async with asyncio.timeout(self.offers_timeout_s):
                 client = self._broker_client()
-                first = await client.get("spawner/offers", Offers, params=known)
+                first = await self._answer(client.get("spawner/offers", Offers, params=known))
                 others = [p for p in first.projects[:_MAX_PROJECTS_SHOWN] if p != first.project]
                 more = await asyncio.gather(
                     *(client.get("spawner/offers", Offers, params={**known, "project": p}) for p in others)

@@ -24,7 +24,6 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from jupyterhub.scopes import scope_definitions
@@ -32,9 +31,8 @@ from jupyterhub.traitlets import Command
 from traitlets import Float, TraitError, Unicode, default, validate
 
 from jupyter_gpushare import channel
-from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, RequestError
-from jupyter_gpushare.hub import broker_access, distinct, grant_environment, options
+from jupyter_gpushare.hub import distinct, grant_environment, options
 from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
 from jupyter_gpushare.hub.memory import MemoryForSleep
 from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, SHARED_RESOURCE, refusal
@@ -173,32 +171,6 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
 
     # ---- the broker --------------------------------------------------------------
 
-    def _broker_client(self) -> BrokerClient:
-        """Return the Hub's connection to the broker.
-
-        Raises:
-            BrokerUnavailable: the token cannot be used; the log says why.
-        """
-        try:
-            return broker_access.connection(
-                self.broker_url,
-                token=broker_access.read_token(Path(self.broker_token_file)),
-                certificate=self._certificate(),
-                timeout_s=self.broker_timeout_s,
-            )
-        except GpuShareError as error:
-            self._tell_administrator(str(error))
-            raise BrokerUnavailable("the Hub's GPU service is not set up (see the Hub's log)") from None
-
-    def _tell_administrator(self, said: str) -> None:
-        """Write why no server can start to the Hub's log, and to the broker's page and health."""
-        self.log.error("user=%s server=%s cannot start: %s", self.user.name, self.name, said)
-        broker_access.report_fault(self.broker_url, said)
-
-    def _certificate(self) -> str:
-        path = self.broker_certificate_file
-        return broker_access.read_certificate(Path(path)) if path else ""
-
     def _identity(self) -> tuple[str, str, list[str]]:
         return self.user.name, self.name, sorted(group.name for group in self.user.groups)
 
@@ -247,7 +219,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             self._lease_possible = True
             patience_s = min(self.broker_timeout_s, self.start_timeout / 2)
             async with asyncio.timeout(patience_s if needed else _NO_GPU_TIMEOUT_S):
-                return await self._broker_client().post("spawner/start", body, SpawnGrant, repeatable=True)
+                client = self._broker_client()
+                return await self._answer(client.post("spawner/start", body, SpawnGrant, repeatable=True))
         except RequestError as error:
             self._lease_possible = False
             raise refusal(str(error), error.reason, error.status) from None
@@ -399,8 +372,9 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 stop = SpawnStop(user=user, server=server)
-                await self._broker_client().post(
-                    "spawner/stop", stop, type(None), repeatable=True, await_start=False
+                client = self._broker_client()
+                await self._answer(
+                    client.post("spawner/stop", stop, type(None), repeatable=True, await_start=False)
                 )
         except BrokerStopped:
             # The Hub ends its services before its servers; a broker that starts compares its leases

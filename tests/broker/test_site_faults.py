@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from jupyter_gpushare import native
@@ -33,6 +35,30 @@ async def test_a_spawner_that_cannot_read_its_token_is_in_health_and_on_the_page
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": None}
     assert (await http.ask("POST", "spawner/start", SPAWNER, json=start)).status_code == 200
     assert await _health(http) == (200, [])
+
+
+async def test_a_spawner_with_another_token_reads_that_word(http: Http):
+    start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": None}
+    answer = await http.ask("POST", "spawner/start", "wrong", json=start)
+    assert (answer.status_code, answer.json()["reason"]) == (403, "not_the_spawner")
+
+
+def test_faults_are_logged_when_they_begin_and_end_and_at_most_once_a_minute(caplog):
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    faults = Faults(lambda: now)
+    for second in range(600):
+        now = float(second)
+        faults.found("spawner", f"The Hub's spawner cannot start server {second}.")
+        faults.found("hub-start", "The Hub refuses.", forget_s=30)
+    said = [each.getMessage() for each in caplog.records]
+    assert said[:2] == ["The Hub's spawner cannot start server 0.", "The Hub refuses."]
+    assert len(said) == 11
+    faults.mended("spawner", "hub-start", "hub-stop")
+    assert [each.getMessage() for each in caplog.records[11:]] == [
+        "spawner: works again",
+        "hub-start: works again",
+    ]
 
 
 async def test_other_users_of_the_machine_report_no_fault(http: Http, monkeypatch):

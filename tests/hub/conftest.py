@@ -136,6 +136,7 @@ class FakeBroker:
     hang_s: float = 0.0
     starts_in: dict[str, float] | None = None  # of the size that is not free
     projects: list[str] = field(default_factory=lambda: ["vision"])
+    token: str = SPAWNER_TOKEN  # the only one that it accepts
     _server: ThreadingHTTPServer | None = None
 
     @property
@@ -151,6 +152,7 @@ class FakeBroker:
         self.hang_s = 0.0
         self.starts_in = None
         self.projects = ["vision"]
+        self.token = SPAWNER_TOKEN
         self.up()
 
     def up(self) -> None:
@@ -207,6 +209,8 @@ class FakeBroker:
         query = parse_qs(parts.query)
         self.asked.append(Asked(method, path, query, body, authorization.partition(" ")[2]))
         time.sleep(self.hang_s)
+        if path != "spawner/fault" and self.asked[-1].token != self.token:
+            return 403, {"status": 403, "reason": "not_the_spawner", "message": "only the Hub's spawner"}
         if path == "spawner/offers":
             answer = offers(query.get("project", self.projects)[0], self.projects)
             answer["offers"][1]["starts_in"] = self.starts_in

@@ -140,3 +140,23 @@ def test_a_token_file_that_others_can_read_gives_no_gpu_and_tells_the_admin(hub:
         assert hub.start_server("ada").status_code == 201
     finally:
         token.chmod(0o600)
+
+
+def test_a_token_that_the_broker_refuses_gives_no_gpu_and_tells_the_admin(hub: Hub) -> None:
+    hub.broker.token = "a-newer-token"
+    refused = hub.start_server("ada", {"fraction": "1/2"})
+    assert refused.status_code == 503
+    assert "only the Hub's spawner" not in refused.text
+    wait_for(lambda: hub.broker.of("spawner/fault"), "the broker is told")
+    said = hub.broker.of("spawner/fault")[0].body["message"]
+    assert said == f"the broker refuses the token in {hub.folder}/spawner-token: only the Hub's spawner"
+    assert said in hub.log()
+    assert hub.start_server("ada").status_code == 201
+
+
+def test_a_token_that_the_broker_refuses_leaves_the_page_without_sizes_and_tells_the_admin(hub: Hub) -> None:
+    hub.broker.token = "a-newer-token"
+    with hub.browser("ada") as browser:
+        page = browser.get("/hub/spawn/ada")
+    assert "only the Hub's spawner" not in page.text
+    wait_for(lambda: hub.broker.of("spawner/fault"), "the broker is told")

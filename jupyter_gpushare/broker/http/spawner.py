@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 
@@ -13,8 +12,6 @@ from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.http.peers import source_of
 from jupyter_gpushare.errors import NotAllowed, RequestError
 from jupyter_gpushare.protocol import wire
-
-log = logging.getLogger("gpushare.broker")
 
 # Source of the spawner's faults in `Faults`, and the most that is kept of one.
 _SPAWNER = "spawner"
@@ -39,10 +36,10 @@ class Spawner(Base):
             raise NotAllowed(
                 "the spawner's token is taken over the broker's unix socket or TLS, not over plain HTTP: "
                 "set c.GPUShareMixin.broker_url to unix:// or https://",
-                reason="unverified_channel",
+                reason=wire.UNVERIFIED_CHANNEL,
             )
         if not self.is_spawner():
-            raise NotAllowed("only the Hub's spawner may ask this")
+            raise NotAllowed("only the Hub's spawner may ask this", reason=wire.NOT_THE_SPAWNER)
 
     def is_spawner(self) -> bool:
         """Return whether the request has the spawner's token."""
@@ -89,7 +86,6 @@ class SpawnerFault(Spawner):
     async def post(self) -> None:
         """Note the fault for ``health`` and the page."""
         said = messages.printable(self.body(wire.SpawnFault).message)[:_FAULT_CHARACTERS]
-        log.error("the Hub's spawner cannot start servers: %s", said)
         self.control.faults.found(_SPAWNER, f"The Hub's spawner cannot start servers with GPUs: {said}")
         self.set_status(204)
 

@@ -48,6 +48,8 @@ from jupyter_gpushare.protocol.wire.jobs import (
     LaunchRequest,
 )
 from jupyter_gpushare.protocol.wire.spawner import (
+    NOT_THE_SPAWNER,
+    UNVERIFIED_CHANNEL,
     GpuRequest,
     Offer,
     Offers,

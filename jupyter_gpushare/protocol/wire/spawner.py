@@ -66,6 +66,11 @@ class SpawnStop(Message, frozen=True):
     server: str
 
 
+# Reasons of a refusal (`ErrorAnswer.reason`) that concern the Hub itself, not what a user asks for.
+NOT_THE_SPAWNER = "not_the_spawner"  # another token than the spawner's
+UNVERIFIED_CHANNEL = "unverified_channel"
+
+
 class SpawnFault(Message, frozen=True):
     """From the Hub: why its spawner can start no server with a GPU; an administrator has to mend it."""
 
