@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 
-from jupyter_gpushare.messages import duration, local, printable
+from jupyter_gpushare.messages import duration, local, one_line, printable
 from jupyter_gpushare.protocol import wire
 
 _LEAST_COLUMNS = 40
@@ -20,9 +20,11 @@ def print_json(answer: object) -> None:
     print(wire.indented(answer))
 
 
-def line(job: wire.Job) -> str:
-    """Return a job in one line."""
-    return printable(f"{job.id}  {job.state}  {local(job.reason, job.reason_texts)}".rstrip())
+def lines(job: wire.Job) -> list[str]:
+    """Return a job in one line, and below it what a failed one printed last."""
+    told, *printed = local(job.reason, job.reason_texts).splitlines() or [""]
+    first = f"{job.id}  {job.state}  {told}".rstrip()
+    return [printable(first), *(f"    {printable(line)}" for line in printed)]
 
 
 def print_job(args: argparse.Namespace, job: wire.Job) -> None:
@@ -30,7 +32,7 @@ def print_job(args: argparse.Namespace, job: wire.Job) -> None:
     if args.json:
         print_json(job)
     else:
-        print(line(job))
+        print("\n".join(lines(job)))
 
 
 def print_jobs(jobs: Sequence[wire.Job]) -> None:
@@ -40,7 +42,7 @@ def print_jobs(jobs: Sequence[wire.Job]) -> None:
         [
             [
                 *(j.id, j.name, j.state, j.size, j.project),
-                *(duration(j.waited_s), duration(j.ran_s), local(j.reason, j.reason_texts)),
+                *(duration(j.waited_s), duration(j.ran_s), one_line(local(j.reason, j.reason_texts))),
             ]
             for j in jobs
         ],
@@ -88,9 +90,10 @@ def gpus(milli: int) -> str:
     return f"{milli / 1000:g}"
 
 
-def note(text: str) -> None:
-    """Print a line to standard error, beside the result."""
-    print(printable(text.rstrip()), file=sys.stderr, flush=True)
+def note(*lines: str) -> None:
+    """Print lines to standard error, beside the result."""
+    for line in lines:
+        print(printable(line.rstrip()), file=sys.stderr, flush=True)
 
 
 def complain(args: argparse.Namespace, status: int, reason: str, message: str) -> None:

@@ -16,7 +16,7 @@ from jupyter_gpushare.cli.job_logs import ENDED
 from jupyter_gpushare.cli.output import (
     day_and_time,
     gpus,
-    line,
+    lines,
     note,
     print_job,
     print_jobs,
@@ -25,7 +25,7 @@ from jupyter_gpushare.cli.output import (
     say,
 )
 from jupyter_gpushare.errors import BrokerUnavailable
-from jupyter_gpushare.messages import duration, gibibytes, local, printable
+from jupyter_gpushare.messages import duration, gibibytes, local, one_line, printable
 from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def submit(args: argparse.Namespace) -> int:
         # The key makes a repeated request the same job.
         job = client.post("jobs", request, wire.Job, key=uuid.uuid4().hex)
         if args.wait:
-            note(line(job))
+            note(*lines(job))
             job = _wait(client, job)
     print_job(args, job)  # the only line on standard output
     return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
@@ -226,7 +226,7 @@ def _wait(client: BlockingClient, job: wire.Job) -> wire.Job:
             time.sleep(POLL_S)
             before, job = job, _patiently(client, job.id)
             if job.state not in ENDED and (job.state, job.reason) != (before.state, before.reason):
-                note(line(job))
+                note(*lines(job))
     except KeyboardInterrupt:
         note(f"The job goes on; `gpushare cancel {job.id}` stops it.")
         raise
@@ -276,7 +276,7 @@ def logs(args: argparse.Namespace) -> int:
                 source.job = _patiently(client, job_id)
     printer.finish()
     if source.job is not None and (args.follow or not printer.attempts):
-        note(line(source.job))
+        note(*lines(source.job))
     return EXIT_OK
 
 
@@ -305,7 +305,8 @@ def show(args: argparse.Namespace) -> int:
         print_json({"job": job, "timeline": timeline.moments})
         return EXIT_OK
     say(f"{job.name} ({job.id}): {job.state}")
-    say(local(job.reason, job.reason_texts), indent="  ")
+    for told in local(job.reason, job.reason_texts).splitlines():
+        say(told, indent="  ")
     say(f"{job.size}, project {job.project}, attempt {job.attempt}", indent="  ")
     say(f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}", indent="  ")
     say(shlex.join(job.command), indent="  ")
@@ -313,7 +314,7 @@ def show(args: argparse.Namespace) -> int:
         say(f"log: {job.log}", indent="  ")
     if timeline.moments:
         print()
-        print_table(["AT", ""], [[day_and_time(m.at), m.sentence] for m in timeline.moments])
+        print_table(["AT", ""], [[day_and_time(m.at), one_line(m.sentence)] for m in timeline.moments])
     return EXIT_OK
 
 

@@ -25,7 +25,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -63,9 +62,8 @@ from jupyter_gpushare.protocol.jobfiles import (
     forget_old_attempts,
     forget_old_jobs,
     jobs_dir,
-    log_end,
+    last_lines,
     log_path,
-    read_log,
     unseen_outcome,
     write_record,
 )
@@ -86,23 +84,7 @@ _LOOK_EVERY_S = 0.2
 # Tokens of this server; the job could take the place of its owner's browser with them.
 _SECRETS = ("JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
 
-# Of what a failed command printed last, in the sentence about its end.
-_LAST_BYTES = 16 << 10
-_LAST_CHARS = 200
-# Colours and movements of a terminal (ECMA-48): CSI sequences.
-_CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-
 log = logging.getLogger("gpushare.job")
-
-
-def last_line(path: Path) -> str:
-    """Return the last line with text in a log, plain and at most `_LAST_CHARS` long; "" without one."""
-    text = read_log(path, max(0, log_end(path) - _LAST_BYTES), _LAST_BYTES).data.decode(errors="replace")
-    for line in reversed(re.split(r"[\r\n]+", _CSI.sub("", text))):
-        plain = "".join(c if c.isprintable() else " " for c in line).strip()
-        if plain:
-            return plain if len(plain) <= _LAST_CHARS else f"{plain[: _LAST_CHARS - 3]}..."
-    return ""
 
 
 class Runner:
@@ -253,8 +235,9 @@ class Runner:
             reporting.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
-        if self._record.exit_code and not self._record.stopped and (line := last_line(self._log_path)):
-            self._record = replace(self._record, reason=f"{self._record.reason} It last printed: {line}")
+        if self._record.exit_code and not self._record.stopped and (lines := last_lines(self._log_path)):
+            told = "\n".join([f"{self._record.reason} It last printed:", *lines])
+            self._record = replace(self._record, reason=told)
 
     def _start(self, progress_socket: str) -> tuple[Command, threading.Thread]:
         env = command_environment(self._env, self._spec, progress_socket)

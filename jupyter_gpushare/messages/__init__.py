@@ -31,6 +31,7 @@ from jupyter_gpushare.messages.units import (
     duration_text,
     memory,
     needs_of,
+    one_line,
     printable,
     range_text,
     size_text,

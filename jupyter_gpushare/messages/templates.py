@@ -133,7 +133,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.hub_unread": "the Hub's answer is not understood: %1",
         "reason.hub_silent": "the Hub does not answer (%1)",
         "reason.hub_status": "status %1",
-        "reason.last_printed": "%1 It last printed: %2",
+        "reason.last_printed": "%1 It last printed:\n%2",
         "reason.runner_killed": "Its runner was killed, and the command with it.",
         "reason.stopped_late": "Stopped; it had not ended %1 s after SIGTERM and was killed.",
         "reason.stopped": "Stopped.",

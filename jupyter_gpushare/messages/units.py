@@ -55,6 +55,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def one_line(text: str) -> str:
+    """Return a text for one line: the first line, and of more than one the last."""
+    first, *more = text.splitlines() or [""]
+    return f"{first} {more[-1].strip()}" if more else first
+
+
 def duration(seconds: float) -> str:
     """Return ``5 s``, ``6 min``, ``2 h``: one unit, rounded."""
     return english(duration_text(seconds))

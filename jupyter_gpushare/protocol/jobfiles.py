@@ -47,6 +47,12 @@ _LONGEST_CHARACTER = 4
 # A command has at most 128 KiB; a record says little more.
 _RECORD_BYTES = 1 << 20
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
+# Of what a failed command printed last.
+_LAST_BYTES = 16 << 10
+_LAST_LINES = 5
+_LAST_CHARS = 200  # of each line
+# Colours and movements of a terminal (ECMA-48): CSI sequences.
+_CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def open_for_reading(path: Path) -> BinaryIO:
@@ -173,6 +179,16 @@ def log_end(path: Path) -> int:
         with contextlib.suppress(OSError):
             ends.append(begin + part.stat().st_size)
     return max(ends)
+
+
+def last_lines(path: Path) -> list[str]:
+    """Return the last lines with text in a log: 5 of 200 characters at most, without control characters."""
+    text = read_log(path, max(0, log_end(path) - _LAST_BYTES), _LAST_BYTES).data.decode(errors="replace")
+    # Of a line that was drawn over and over, like a progress bar, the newest.
+    drawn = (line.rstrip("\r").rpartition("\r")[2] for line in _CSI.sub("", text).split("\n"))
+    plain = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in drawn)
+    kept = [line for line in plain if line][-_LAST_LINES:]
+    return [line if len(line) <= _LAST_CHARS else f"{line[: _LAST_CHARS - 3]}..." for line in kept]
 
 
 class BoundedLog:

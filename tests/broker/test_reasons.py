@@ -86,7 +86,7 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         DRIVER,
         "cuInit failed with code 3",
         "the Hub did not start j1-1: status 503",
-        "Ended by SIGKILL. It last printed: step 7",
+        "Ended by SIGKILL. It last printed:\nstep 7",
     ],
 )
 def test_a_known_reason_has_a_key_and_its_own_english(reason):
@@ -124,6 +124,6 @@ def test_the_reasons_are_found():
 
 
 def test_what_a_program_printed_is_never_read_as_a_reason():
-    told = reason_text("Ended with exit code 1. It last printed: not measured")
+    told = reason_text("Ended with exit code 1. It last printed:\nnot measured")
     assert told.key == "reason.last_printed"
     assert told.args[1] == "not measured"

@@ -159,6 +159,19 @@ async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(tmp_path):
 
 
 @in_virtual_time
+async def test_what_a_failed_job_printed_last_is_bounded_and_without_control_characters(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=50))
+        await until(lambda: broker.state(job) == "running")
+        said = "\n".join(["Ended with exit code 1. It last printed:", "\x1b[2Ja\tb", *["x" * 999] * 99])
+        await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=1, reason=said))
+        lines = broker.job(job).reason.split("\n")
+        assert lines[:2] == ["Ended with exit code 1. It last printed:", "?[2Ja?b"]
+        assert [len(line) for line in lines[2:]] == [300] * 4
+
+
+@in_virtual_time
 async def test_a_report_that_comes_when_its_attempt_is_over_changes_nothing(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

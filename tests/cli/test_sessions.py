@@ -88,6 +88,25 @@ def test_show_tells_the_job_and_every_pause_at_the_times_of_this_machine(gpushar
     assert (shown["job"]["id"], shown["timeline"]) == ("k3v9m2x7qa", [moment | {"sentence_texts": []}])
 
 
+PRINTED = "Ended with exit code 1. It last printed:\nIn line 3:\nValueError: bad"
+
+
+def test_a_failed_job_shows_its_last_lines_and_in_a_table_the_last(gpushare, broker, golden):
+    failed = golden("job") | {"state": "failed", "reason": PRINTED, "reason_texts": []}
+    broker.answer("GET jobs/k3v9m2x7qa", failed)
+    broker.answer("GET jobs/k3v9m2x7qa/timeline", {"moments": []})
+    quoted = ["Ended with exit code 1. It last printed:", "In line 3:", "ValueError: bad"]
+    assert gpushare("show", "k3v9m2x7qa").out.splitlines()[1:4] == [f"  {line}" for line in quoted]
+    broker.answer("POST jobs", failed, 201)
+    assert gpushare("submit", "--wait", "--", "false").out.splitlines() == [
+        f"k3v9m2x7qa  failed  {quoted[0]}",
+        "    In line 3:",
+        "    ValueError: bad",
+    ]
+    broker.answer("GET jobs", {"jobs": [failed]})
+    assert gpushare("jobs").out.splitlines()[1].endswith(f"{quoted[0]} ValueError: bad")
+
+
 def test_retry_prints_the_new_job(gpushare, broker, golden):
     broker.answer("POST jobs/k3v9m2x7qa/retry", golden("job") | {"id": "newjob0001"}, 201)
     assert gpushare("retry", "k3v9m2x7qa").out.startswith("newjob0001  ")

@@ -58,17 +58,18 @@ def test_a_command_that_ended_before_the_hub_looked_is_still_there_to_be_seen(st
 def test_a_failing_command_fails_with_its_exit_code(start: Start) -> None:
     report = start("sh", "-c", "echo oops >&2; exit 7").ended()
     assert report["exit_code"] == 7
-    assert report["reason"] == "Ended with exit code 7. It last printed: oops"
+    assert report["reason"] == "Ended with exit code 7. It last printed:\noops"
 
 
-def test_a_failed_job_quotes_its_last_line_without_colours_and_bounded(start: Start) -> None:
+def test_a_failed_job_quotes_its_last_lines_without_colours_and_bounded(start: Start) -> None:
     code = (
-        "import sys; print('a' * 999); "
-        "print('\\x1b[31mValueError\\x1b[0m:\\x07 ' + 'x' * 999 + '\\n\\n'); sys.exit(1)"
+        "import sys; print('first'); print('a' * 999); print(' 1%|\\r 2%|#'); print('\\tindented'); print(); "
+        "print('\\x1b[31mValueError\\x1b[0m:\\x07 ' + 'x' * 999 + '\\n\\n'); print('end', end=''); "
+        "sys.exit(1)"
     )
-    reason = start(*python(code)).ended()["reason"]
-    quoted = reason.removeprefix("Ended with exit code 1. It last printed: ")
-    assert quoted == f"ValueError:  {'x' * 184}..."
+    told, *quoted = start(*python(code)).ended()["reason"].split("\n")
+    assert told == "Ended with exit code 1. It last printed:"
+    assert quoted == ["a" * 197 + "...", " 2%|#", " indented", f"ValueError:  {'x' * 184}...", "end"]
 
 
 def test_a_job_that_was_stopped_or_succeeded_quotes_nothing(start: Start) -> None:

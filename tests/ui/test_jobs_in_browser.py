@@ -82,6 +82,48 @@ async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(pag
     assert len(await loaded(page)) > len(at_start)
 
 
+async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, broker, golden):
+    lines = ["Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: bad"]
+    head = "Ended with exit code 1. It last printed:"
+    failed = golden("job") | {"state": "failed", "reason": "\n".join([head, *lines])}
+    ended = {"key": "reason.exit_code", "args": ["1"]}
+    failed |= {"reason_texts": [{"key": "reason.last_printed", "args": [ended, "\n".join(lines)]}]}
+    broker.answer("GET jobs", {"jobs": [failed]})
+    lab.say(golden("status_active") | {"jobs": [failed]})
+    await run_command(page, "gpushare:jobs", {"job": failed["id"]})
+    row = page.locator(".gpushare-job-row .gpushare-reason")
+    await expect(row).to_have_text(f"{head} ValueError: bad")
+    told = page.get_by_role("region", name="Job night").get_by_role("status").first
+    assert (await told.inner_text()).split("\n") == [head, *lines]
+    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
+    await expect(page.locator(".gpushare-panel .gpushare-job")).to_contain_text(f"{head} ValueError: bad")
+    for theme in THEMES[:2]:
+        await use_theme(page, theme)
+        await accessible(page, ".gpushare-jobs")
+        await picture(page, f"jobs-failed-{theme.split()[-1].lower()}")
+
+
+async def test_a_narrow_list_shows_when_a_job_starts(page, lab, broker, golden):
+    said = "Number 3. Needs 2 GPUs together; 1.25 are free. Starts in 25 to 50 min."
+    waiting = [job | {"reason": said, "reason_texts": []} for job in queue(golden, 40)]
+    broker.answer("GET jobs", {"jobs": waiting})
+    lab.say(golden("status_active") | {"jobs": []})
+    await page.set_viewport_size({"width": 700, "height": 700})
+    await run_command(page, "gpushare:jobs")
+    reason = page.locator(".gpushare-job-row .gpushare-reason").first
+    await expect(reason).to_have_text(said)
+    whole = "reason => reason.scrollHeight <= reason.clientHeight && reason.scrollWidth <= reason.clientWidth"
+    await page.wait_for_function(f"() => ({whole})(document.querySelector('.gpushare-reason'))")
+    for theme in THEMES[:2]:
+        await use_theme(page, theme)
+        await picture(page, f"jobs-narrow-{theme.split()[-1].lower()}")
+    rows = page.locator(".gpushare-job-row")
+    await rows.first.focus()
+    await page.keyboard.press("End")
+    await expect(rows.and_(page.locator('[aria-selected="true"]'))).to_contain_text("train 40")
+    await expect(rows.and_(page.locator('[aria-selected="true"]'))).to_be_in_viewport()
+
+
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
     running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z"}
     running |= {"profile": "1g.10gb", "priority": 5}

@@ -39,6 +39,9 @@ log = logging.getLogger("gpushare.broker")
 
 # Retry-After of a full queue: jobs end every few minutes.
 _QUEUE_RETRY_S = 60.0
+# Of what a runner says about an end: a sentence, and the last lines that its command printed.
+_REASON_LINES = 6
+_REASON_CHARS = 300  # of each line
 
 
 class RequestService:
@@ -259,7 +262,7 @@ class RequestService:
                     job,
                     exit_code=code,
                     stopped=report.stopped,
-                    reason=report.reason[:500],
+                    reason=_plain(report.reason),
                     reason_texts=(),
                     done=job.done if report.done is None else report.done,
                     total=job.total if report.total is None else report.total,
@@ -410,3 +413,9 @@ def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:
             job.id,
         )
     return job
+
+
+def _plain(reason: str) -> str:
+    """Return what a runner said, bounded; only its line breaks stay of what is not printable."""
+    lines = reason.splitlines()[:_REASON_LINES]
+    return "\n".join(messages.printable(line[:_REASON_CHARS]) for line in lines)

@@ -27,7 +27,7 @@ _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("jupyter_gpushare.broker.http", "templates"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
-    finalize=lambda value: messages.printable(value) if type(value) is str else value,
+    finalize=lambda value: messages.printable(messages.one_line(value)) if type(value) is str else value,
     trim_blocks=True,
     lstrip_blocks=True,
 )
@@ -251,7 +251,7 @@ def _for_spreadsheets(value: Any) -> Any:
     """Return a value that starts no formula and has no control characters."""
     if not isinstance(value, str):
         return value
-    value = messages.printable(value)
+    value = messages.printable(messages.one_line(value))
     return f"'{value}" if value.startswith(("=", "+", "-", "@")) else value
 
 

@@ -116,7 +116,7 @@ export const CATALOGUE: {
   'reason.hub_unread': (trans, args) => trans.__('the Hub\'s answer is not understood: %1', ...args),
   'reason.hub_silent': (trans, args) => trans.__('the Hub does not answer (%1)', ...args),
   'reason.hub_status': (trans, args) => trans.__('status %1', ...args),
-  'reason.last_printed': (trans, args) => trans.__('%1 It last printed: %2', ...args),
+  'reason.last_printed': (trans, args) => trans.__('%1 It last printed:\n%2', ...args),
   'reason.runner_killed': (trans, args) => trans.__('Its runner was killed, and the command with it.', ...args),
   'reason.stopped_late': (trans, args) => trans.__('Stopped; it had not ended %1 s after SIGTERM and was killed.', ...args),
   'reason.stopped': (trans, args) => trans.__('Stopped.', ...args),

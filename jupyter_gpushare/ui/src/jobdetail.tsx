@@ -11,7 +11,7 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './variables';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, momentText } from './messages';
+import { duration, environmentText, gapText, jobBadge, momentText, oneLine } from './messages';
 import { timeText } from './locale';
 
 /** Distance that counts as scrolled to the end: scroll positions may be fractional. */
@@ -169,6 +169,9 @@ function LogView(props: IDetailProps): JSX.Element {
       <pre
         ref={box}
         className="gpushare-log"
+        role="log"
+        // Not read out as it grows.
+        aria-live="off"
         tabIndex={0}
         aria-label={trans.__('Log of %1', job.name)}
         onScroll={({ currentTarget: { scrollTop, clientHeight, scrollHeight } }) =>
@@ -342,7 +345,7 @@ function Timeline(props: IDetailProps): JSX.Element {
         <li key={n} data-what={moment.what}>
           <time dateTime={moment.at}>{timeText(new Date(moment.at), true)}</time>
           <b>{momentText(trans, moment.what)}</b>
-          <span>{moment.sentence}</span>
+          <span>{oneLine(moment.sentence)}</span>
         </li>
       ))}
     </ol>

@@ -11,10 +11,12 @@ import { IDetailProps, JobDetail } from './jobdetail';
 import { canBeMarked, Mark, MarkedJobs } from './jobmarks';
 import { GpuModel } from './model';
 import { IJob } from './wire';
-import { duration, jobBadge, progressAndTimeText, sentence } from './messages';
+import { duration, jobBadge, oneLine, progressAndTimeText, sentence } from './messages';
 
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
+/** Of a list up to this width, whose reasons take three lines (`base.css` has both numbers). */
+const [NARROW_PX, NARROW_ROW_PX] = [600, 76];
 const BEYOND = 8;
 /** With Alt: moves a job in the queue. */
 const STEPS: { readonly [key: string]: -1 | 1 } = { ArrowUp: -1, ArrowDown: 1 };
@@ -223,20 +225,21 @@ function Rows(props: {
   const { jobs, selected, select, trans } = props;
   const scroller = React.useRef<HTMLDivElement>(null);
   const [top, setTop] = React.useState(0);
-  const height = useHeight(scroller);
+  const { height, width } = useSize(scroller);
+  const rowPx = width <= NARROW_PX ? NARROW_ROW_PX : ROW_PX;
   useFocusOn(selected, scroller);
   const at = jobs.findIndex(job => job.id === selected);
   // The detail below takes height away: the selected row stays in sight.
   React.useLayoutEffect(() => {
     if (at !== -1) {
-      showRow(scroller.current!, at);
+      showRow(scroller.current!, at, rowPx);
     }
-  }, [height]);
+  }, [height, rowPx]);
   const move = (to: number): void => {
     const n = Math.max(0, Math.min(jobs.length - 1, to));
     if (jobs[n] !== undefined) {
       select(jobs[n].id);
-      showRow(scroller.current!, n);
+      showRow(scroller.current!, n, rowPx);
     }
   };
   return (
@@ -264,19 +267,20 @@ function Rows(props: {
             }
             return;
           }
-          const to = target(event.key, at, jobs.length, Math.max(1, Math.floor(height / ROW_PX) - 1));
+          const to = target(event.key, at, jobs.length, Math.max(1, Math.floor(height / rowPx) - 1));
           if (to !== undefined) {
             event.preventDefault();
             move(to);
           }
         }}
       >
-        <div role="presentation" style={{ height: jobs.length * ROW_PX, position: 'relative' }}>
-          {drawn(jobs.length, top, height, Math.max(0, at)).map(n => (
+        <div role="presentation" style={{ height: jobs.length * rowPx, position: 'relative' }}>
+          {drawn(jobs.length, top, height, rowPx, Math.max(0, at)).map(n => (
             <Row
               key={jobs[n]!.id}
               job={jobs[n]!}
               n={n}
+              px={rowPx}
               selected={n === at}
               reached={n === Math.max(0, at)}
               select={select}
@@ -292,16 +296,16 @@ function Rows(props: {
   );
 }
 
-/** Returns the height of an element, as it is now. */
-function useHeight(element: React.RefObject<HTMLElement>): number {
-  const [height, setHeight] = React.useState(600);
+/** Returns the size of an element, as it is now. */
+function useSize(element: React.RefObject<HTMLElement>): { height: number; width: number } {
+  const [size, setSize] = React.useState({ height: 600, width: Infinity });
   React.useEffect(() => {
     const node = element.current!;
-    const observer = new ResizeObserver(() => setHeight(node.clientHeight));
+    const observer = new ResizeObserver(() => setSize({ height: node.clientHeight, width: node.offsetWidth }));
     observer.observe(node);
     return () => observer.disconnect();
   }, []);
-  return height;
+  return size;
 }
 
 /** Moves the keyboard focus to the selected row, if it is in the list. */
@@ -329,19 +333,19 @@ function target(key: string, at: number, rows: number, page: number): number | u
 }
 
 /** Scrolls as little as needed to show a row. */
-function showRow(scroller: HTMLElement, n: number): void {
-  const y = n * ROW_PX;
+function showRow(scroller: HTMLElement, n: number, rowPx: number): void {
+  const y = n * rowPx;
   if (y < scroller.scrollTop) {
     scroller.scrollTop = y;
-  } else if (y + ROW_PX > scroller.scrollTop + scroller.clientHeight) {
-    scroller.scrollTop = y + ROW_PX - scroller.clientHeight;
+  } else if (y + rowPx > scroller.scrollTop + scroller.clientHeight) {
+    scroller.scrollTop = y + rowPx - scroller.clientHeight;
   }
 }
 
 /** Returns the rows to draw: those in sight, and the one that the keyboard reaches. */
-function drawn(rows: number, top: number, height: number, reached: number): number[] {
-  const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
-  const last = Math.min(rows, Math.ceil((top + height) / ROW_PX) + BEYOND);
+function drawn(rows: number, top: number, height: number, rowPx: number, reached: number): number[] {
+  const first = Math.max(0, Math.floor(top / rowPx) - BEYOND);
+  const last = Math.min(rows, Math.ceil((top + height) / rowPx) + BEYOND);
   const found = Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
   return reached < rows && !found.includes(reached) ? [...found, reached] : found;
 }
@@ -387,6 +391,7 @@ function Heads(props: {
 const Row = React.memo(function Row(props: {
   job: IJob;
   n: number;
+  px: number;
   selected: boolean;
   reached: boolean;
   select: (id: string) => void;
@@ -405,13 +410,13 @@ const Row = React.memo(function Row(props: {
       aria-keyshortcuts="Space Alt+ArrowUp Alt+ArrowDown"
       tabIndex={props.reached ? 0 : -1}
       data-job={job.id}
-      style={{ transform: `translateY(${n * ROW_PX}px)`, height: ROW_PX }}
+      style={{ transform: `translateY(${n * props.px}px)`, height: props.px }}
       onClick={() => props.select(job.id)}
     >
       <span role="gridcell" className="gpushare-job-name" title={job.id}>
         <Mark job={job} marked={props.marked} toggle={props.toggle} trans={trans} />
         <b>{job.name}</b>
-        <small title={job.reason}>{job.reason || job.project}</small>
+        <small className="gpushare-reason" title={job.reason}>{oneLine(job.reason) || job.project}</small>
       </span>
       <span role="gridcell" className="gpushare-state" data-state={job.state}>
         {jobBadge(trans, job)}
@@ -431,6 +436,7 @@ const Row = React.memo(function Row(props: {
 interface IRowProps {
   readonly job: IJob;
   readonly n: number;
+  readonly px: number;
   readonly selected: boolean;
   readonly reached: boolean;
   readonly marked: boolean;
@@ -439,6 +445,6 @@ interface IRowProps {
 /** Answers are new objects each time; a row is drawn again when it would look different. */
 function sameRow(a: IRowProps, b: IRowProps): boolean {
   const keys = ['id', 'name', 'state', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
-  const same = a.n === b.n && a.selected === b.selected && a.reached === b.reached && a.marked === b.marked;
+  const same = a.n === b.n && a.px === b.px && a.selected === b.selected && a.reached === b.reached && a.marked === b.marked;
   return same && keys.every(key => a.job[key] === b.job[key]);
 }

@@ -160,6 +160,12 @@ export function jobBadge(trans: TranslationBundle, job: IJob): string {
   }
 }
 
+/** A reason for one line: its first line, and of more than one the last. */
+export function oneLine(reason: string): string {
+  const lines = reason.split('\n');
+  return lines.length === 1 ? reason : `${lines[0]} ${lines[lines.length - 1]!.trim()}`;
+}
+
 /** `120 of 1,000`, `120 done`; empty: the job does not say. */
 export function progressText(trans: TranslationBundle, job: IJob): string {
   if (job.done === null) {
@@ -235,7 +241,7 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
     case 'job-paused':
       return pausedText(trans, notice.job, notice.again);
     case 'job-ended':
-      return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), notice.job.reason);
+      return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), oneLine(notice.job.reason));
     case 'jobs':
       return jobsText(trans, notice.ended, notice.paused);
   }

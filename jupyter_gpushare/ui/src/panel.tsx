@@ -19,6 +19,7 @@ import {
   levelText,
   memory,
   memoryText,
+  oneLine,
   progressText,
   projectParts,
   projectText,
@@ -387,7 +388,9 @@ function Job(props: {
           {jobBadge(trans, job)}
         </span>
       </div>
-      <div className="gpushare-muted">{job.reason}</div>
+      <div className="gpushare-muted" title={job.reason}>
+        {oneLine(job.reason)}
+      </div>
       <div className="gpushare-muted">
         {job.started_at === null
           ? trans.__('%1, waited %2', job.size, duration(trans, job.waited_s))
