@@ -324,7 +324,8 @@ class Why(enum.StrEnum):
     PROJECT_LIMIT = "project_limit"
     QUOTA = "quota"  # it does not borrow, and its project's quota is in use
     TOO_LARGE = "too_large"  # can never run here
-    HOST_MEMORY = "host_memory"
+    HOST_MEMORY = "host_memory"  # of the sessions that would have to sleep
+    JOB_HOST_MEMORY = "job_host_memory"  # of the job itself; a job with its own checkpoint would start
     BACKING_OFF = "backing_off"
     DEVICE_BROKEN = "device_broken"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from jupyter_gpushare.core.capacity import UNLENT, CapacityView, free_soon, unclaimed_now, unclaimed_soon
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fragmentation import Task, Workload
-from jupyter_gpushare.core.model import Lease, Why
+from jupyter_gpushare.core.model import CheckpointMode, Lease, Why
 from jupyter_gpushare.core.placement import Index, Placement, Topology, empty_device, find
 from jupyter_gpushare.core.queues import Shape
 from jupyter_gpushare.core.quota import held_by
@@ -48,6 +49,11 @@ class Placer:
             return found
         needed = state.host_memory_needed(job, found.devices, found.held_milli)
         return found if needed <= state.host_free else None
+
+    def lacks_host_memory(self, job: Lease) -> bool:
+        """Whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""
+        stopped = replace(job, survival=CheckpointMode.NONE)
+        return self.find_for_job(stopped, free_soon) is not None
 
     def uses_lent(self, placement: Placement, unclaimed: CapacityView) -> bool:
         """Whether part of ``placement`` is claimed by suspended sessions."""

@@ -345,7 +345,10 @@ class SchedulingRound:
                 if job.size.device_count > 1:
                     self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
                 return Why.AWAITING_RELEASE
-        return self._reclaim(job, soon, serving)
+        why = self._reclaim(job, soon, serving)
+        if why is Why.NO_CAPACITY and not soon and self.placer.lacks_host_memory(job):
+            return Why.JOB_HOST_MEMORY
+        return why
 
     def _lacks_quota(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow and does not want to."""

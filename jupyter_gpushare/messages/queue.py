@@ -56,6 +56,7 @@ _NEEDS: Mapping[str, str] = {
     Why.QUOTA: "waiting.quota",
     Why.AWAITING_RELEASE: "waiting.being_freed",
     Why.HOST_MEMORY: "waiting.host_memory",
+    Why.JOB_HOST_MEMORY: "waiting.job_host_memory",
     Why.RESERVED: "waiting.reserved",
     Why.NOT_BYPASSED: "waiting.not_bypassed",
     Why.IN_LINE: "waiting.in_order",

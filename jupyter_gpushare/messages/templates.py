@@ -300,6 +300,10 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.being_freed": "Needs %1; GPUs are being freed for it.",
         "waiting.told": "Needs %1; the owner of an idle session was told, and it starts at %2 or soon after.",
         "waiting.host_memory": "Needs %1; there is not enough RAM to put more idle sessions to sleep.",
+        "waiting.job_host_memory": (
+            "Needs %1; there is not enough RAM to suspend it when the owner of a lent GPU comes back. "
+            "A job that saves its own checkpoint needs no RAM."
+        ),
         "waiting.reserved": (
             "Needs %1; it has waited for long, so GPUs that become free are kept for it "
             "while its project is within its share."

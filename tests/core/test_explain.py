@@ -72,6 +72,29 @@ def test_what_gets_capacity_now_is_explained_by_its_decision():
             Why.HOST_MEMORY,
             cluster(build("a", 500, "0", idle_s=9000, used_bytes=9), train("x", 1000), host_budget_bytes=9),
         ),
+        (  # its session could sleep, but the job could not beside it
+            Why.JOB_HOST_MEMORY,
+            cluster(build("a", 500, "0", idle_s=9000, used_bytes=9), train("x", 1000), host_budget_bytes=GIB),
+        ),
+        (
+            Why.JOB_HOST_MEMORY,
+            cluster(build("a", 500, "0", state=ASLEEP), train("x", 1000), host_budget_bytes=GIB),
+        ),
+        (  # suspended before: more than it saved is needed
+            Why.JOB_HOST_MEMORY,
+            cluster(
+                build("a", 500, "0", state=ASLEEP), train("x", 1000, "0", state=ASLEEP), host_budget_bytes=GIB
+            ),
+        ),
+        (  # the job's own memory is not what it lacks
+            Why.NO_CAPACITY,
+            cluster(
+                build("a", 500, "0", state=ASLEEP),
+                build("b", 500, "0"),
+                train("x", 1000),
+                host_budget_bytes=GIB,
+            ),
+        ),
         (Why.NO_CAPACITY, cluster(build("a", 600, "0"), build("x", 500))),
         (Why.QUOTA, cluster(train("x", 500, borrow=False), projects=[project("p", 0)])),
         (Why.PROJECT_LIMIT, cluster(build("x", 500), projects=[project("p", 0, limit_milli=400)])),

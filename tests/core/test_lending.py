@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from jupyter_gpushare.core.model import CheckpointMode, Plan, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.planner import plan
-from tests.core.build import ASLEEP, GIB, NOW, actions, build, cluster, device, grant, project, train
+from jupyter_gpushare.core.planner import dry_run, plan
+from tests.core.build import ASLEEP, GIB, NOW, actions, build, cluster, device, grant, project, train, why
 
 
 def test_an_idle_session_is_suspended_for_a_job():
@@ -12,7 +16,7 @@ def test_an_idle_session_is_suspended_for_a_job():
     assert actions(c) == [Suspend("nb", Why.IDLE, "job")]
 
 
-def test_no_session_is_suspended_when_no_job_waits():
+def test_no_session_is_suspended_when_no_job_why():
     assert plan(cluster(build("nb", 500, "0", idle_s=3600)), NOW) == Plan(())
 
 
@@ -196,7 +200,7 @@ def test_an_owner_backs_off_but_keeps_its_capacity():
     assert plan(c, NOW) == Plan((), next_at=NOW + 5)
 
 
-def test_an_owner_without_its_device_waits():
+def test_an_owner_without_its_device_why():
     assert actions(cluster(owner(), gpus=0)) == []
 
 
@@ -272,6 +276,33 @@ def test_a_guest_backs_off():
     assert plan(cluster(guest), NOW) == Plan((), next_at=NOW + 3)
 
 
+@pytest.mark.parametrize("state", [State.RUNNING, ASLEEP])
+def test_a_job_that_waits_for_host_memory_would_start_with_a_checkpoint_of_its_own(state):
+    lender = build("nb", 500, "0", state=state, idle_s=9000)
+    job = train("job", 1000)
+    short = cluster(lender, job, host_budget_bytes=GIB)
+    assert (actions(short), why(short, "job")) == ([], Why.JOB_HOST_MEMORY)
+    for survival in (CheckpointMode.SIGTERM, CheckpointMode.NONE):
+        done = dry_run(cluster(lender, replace(job, survival=survival), host_budget_bytes=GIB), NOW).run()
+        assert done.waiting.get("job") in (None, Why.AWAITING_RELEASE)
+        assert done.actions
+
+
+def test_a_job_that_waits_for_host_memory_takes_another_gpu_and_holds_up_no_other_job():
+    c = cluster(
+        build("nb", 1000, "0", state=ASLEEP),
+        train("first", 1000, queued_at=1),
+        train("second", 1000, queued_at=2, survival=CheckpointMode.SIGTERM),
+        host_budget_bytes=GIB,
+    )
+    assert actions(c) == [grant("second", 0, borrowed=True)]
+    assert why(c, "first") is Why.JOB_HOST_MEMORY
+    assert actions(replace(c, devices=(device(0), device(1)))) == [
+        grant("first", 1),
+        grant("second", 0, borrowed=True),
+    ]
+
+
 def test_a_job_that_cannot_be_parked_anyway_needs_no_host_memory():
     job, asleep = train("job", 1000), build("nb", 500, "0", state=ASLEEP)
     c = cluster(asleep, job, host_budget_bytes=0, gpus=[device(0, suspendable=False)])
@@ -330,8 +361,10 @@ def test_a_busy_session_or_one_that_cannot_sleep_makes_host_memory_no_scarcer():
 
 def test_two_idle_sessions_sleep_only_if_host_memory_holds_both():
     both = [build(f"b{n}", 500, "0", used_bytes=100, idle_s=9000) for n in range(2)]
-    c = cluster(*both, train("job", 1000, survival=CheckpointMode.NONE), host_budget_bytes=150)
-    assert actions(c) == []
+    for survival in (CheckpointMode.NONE, CheckpointMode.SUSPEND):
+        c = cluster(*both, train("job", 1000, survival=survival), host_budget_bytes=150)
+        assert actions(c) == []
+        assert why(c, "job") is Why.HOST_MEMORY
 
 
 def test_when_host_memory_gets_short_a_smaller_session_gives_way_to_the_next_job():

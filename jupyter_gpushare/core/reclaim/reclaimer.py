@@ -38,6 +38,8 @@ from jupyter_gpushare.core.reclaim.victims import Cost, ReclaimScope, Victim, Vi
 
 # Reasons for which a job of another project is preempted that owes nothing.
 _TAKEN = frozenset({Why.OVER_QUOTA, Why.MOVED})
+# Reasons to wait for host memory.
+_HOST_MEMORY = frozenset({Why.HOST_MEMORY, Why.JOB_HOST_MEMORY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +101,16 @@ class Reclaimer:
         protected = self._shares.at_or_below_share() if below_share else frozenset()
         scope = partial(self.victim_index.scope, job, owed=owed, below_share=below_share, protected=protected)
         plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
-        if plan is Why.HOST_MEMORY and self._host_free != self.state.host_free:
+        if plan in _HOST_MEMORY and self._host_free != self.state.host_free:
             self.victim_index.forget()
             for cache in (self._known_options, self._cheapest, self._searches):
                 cache.clear()
             self._host_free = self.state.host_free
             plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
-        if isinstance(plan, Why) and (plan is Why.HOST_MEMORY or self.victim_index.memory_short):
+        if isinstance(plan, Why) and (plan in _HOST_MEMORY or self.victim_index.memory_short):
             without_lending = self._for_job(job, scope(lend=False), over_limit, soon)
-            plan = Why.HOST_MEMORY if isinstance(without_lending, Why) else without_lending
+            why = plan if plan in _HOST_MEMORY else Why.HOST_MEMORY
+            plan = why if isinstance(without_lending, Why) else without_lending
         return plan
 
     def _for_job(
@@ -251,10 +254,14 @@ class Reclaimer:
         return True
 
     def _with_host_memory(self, victims: Sequence[Victim], reserve_bytes: int) -> tuple[Victim, ...] | Why:
-        """``victims``, where host memory holds the suspended ones and ``reserve_bytes``, else `HOST_MEMORY`.
+        """``victims``, where host memory holds the suspended ones and ``reserve_bytes``.
 
-        A job that finds no host memory is stopped instead; a session never is.
+        Else `JOB_HOST_MEMORY` if it holds the suspended ones, and `HOST_MEMORY` if it does not.  A job
+        that finds no host memory is stopped instead; a session never is.
         """
+        if reserve_bytes and isinstance(self._with_host_memory(victims, 0), Why):
+            return Why.HOST_MEMORY
+        short = Why.JOB_HOST_MEMORY if reserve_bytes else Why.HOST_MEMORY
         left = self.state.host_free - reserve_bytes
         left += sum(self.state.reserved_bytes.get(v.lease.id, 0) for v in victims)
         settled = []
@@ -265,8 +272,8 @@ class Reclaimer:
             elif v.lease.kind is Kind.TRAIN:
                 settled.append(Victim(v.lease, Cost.STOPPED_JOB, v.why, suspends=False))
             else:
-                return Why.HOST_MEMORY
-        return Why.HOST_MEMORY if reserve_bytes and left < 0 else tuple(settled)
+                return short
+        return short if reserve_bytes and left < 0 else tuple(settled)
 
     def _uses_lent(self, capacities: Iterable[DeviceCapacity], need: int, victims: Iterable[Victim]) -> bool:
         """Whether the capacity reclaimed so would be claimed by a suspended session."""

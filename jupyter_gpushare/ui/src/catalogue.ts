@@ -246,6 +246,7 @@ export const CATALOGUE: {
   'waiting.being_freed': (trans, args) => trans.__('Needs %1; GPUs are being freed for it.', ...args),
   'waiting.told': (trans, args) => trans.__('Needs %1; the owner of an idle session was told, and it starts at %2 or soon after.', ...args),
   'waiting.host_memory': (trans, args) => trans.__('Needs %1; there is not enough RAM to put more idle sessions to sleep.', ...args),
+  'waiting.job_host_memory': (trans, args) => trans.__('Needs %1; there is not enough RAM to suspend it when the owner of a lent GPU comes back. A job that saves its own checkpoint needs no RAM.', ...args),
   'waiting.reserved': (trans, args) => trans.__('Needs %1; it has waited for long, so GPUs that become free are kept for it while its project is within its share.', ...args),
   'waiting.not_bypassed': (trans, args) => trans.__('Needs %1; it has waited for long, so of the jobs behind it in its project only those within its quota get those GPUs first.', ...args),
   'waiting.in_order': (trans, args) => trans.__('Needs %1; the job before it starts first.', ...args),
