@@ -39,9 +39,11 @@ def check_projects(status: wire.Status, devices: wire.Devices) -> list[Check]:
         advice = "the administrator adds the user to a Hub group of a project in c.GPUShareBroker.projects"
         return [fail("projects", said, advice)]
     names = ", ".join(project.name for project in status.projects)
-    guaranteed = sum(project.quota_milli for project in status.projects) / WHOLE_GPU
+    guaranteed = devices.guaranteed_milli / WHOLE_GPU
     if devices.devices and guaranteed > len(devices.devices):
-        said = f"{names}: {guaranteed:g} GPUs are guaranteed; this machine has {len(devices.devices)}."
+        said = (
+            f"Projects are guaranteed {guaranteed:g} GPUs together; this machine has {len(devices.devices)}."
+        )
         advice = "the administrator lowers the quotas (`gpushare admin quota`, c.GPUShareBroker.projects)"
         return [warn("projects", said, advice)]
     return [ok("projects", f"You may use the GPUs of {names}.")]

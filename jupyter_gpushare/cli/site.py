@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jupyter_gpushare import channel, native
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.policy import parse_project
-from jupyter_gpushare.broker.state.store import database_trouble
+from jupyter_gpushare.broker.state.policy import Policy, beyond_machine, parse_project
+from jupyter_gpushare.broker.state.store import database_trouble, stored_overrides
 from jupyter_gpushare.cli import site_services as services
 from jupyter_gpushare.cli.checks import Check, Result
 from jupyter_gpushare.cli.checks import fail as _fail
@@ -208,16 +208,21 @@ def _database(site: Site) -> Found:
 
 
 def _quotas(site: Site) -> Found:
-    gpus = len(site.machine.gpu_memory_bytes)
-    projects = site.projects
-    if not projects:
+    gpus, policy = len(site.machine.gpu_memory_bytes), Policy(projects=site.projects)
+    if not policy.projects:
         yield "No project is configured, so no user gets a GPU.", "set c.GPUShareBroker.projects"
-    percent = sum(each.quota_percent or 0 for each in projects)
-    total_milli = sum(each.quota_milli or 0 for each in projects) + gpus * WHOLE_GPU * percent / 100
-    if gpus and total_milli > gpus * WHOLE_GPU:
+    percent = sum(each.quota_percent or 0 for each in policy.projects)
+    lower = "lower the quotas in c.GPUShareBroker.projects"
+    if percent > 100:
+        yield f"Projects are guaranteed {percent:g} % of the GPUs.", lower
+    if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
+        yield said, lower
+    overrides = stored_overrides(site.broker.db_url)
+    if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
+        names = ", ".join(each.name for each in policy.projects if each.name in overrides)
         yield (
-            f"Projects are guaranteed {total_milli / WHOLE_GPU:g} GPUs; this machine has {gpus}.",
-            "lower the quotas in c.GPUShareBroker.projects",
+            f"{said} An administrator has changed {names}.",
+            "`gpushare admin quota PROJECT --reset` takes the numbers of the configuration again",
         )
 
 

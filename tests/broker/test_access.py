@@ -194,9 +194,9 @@ async def test_activity_comes_from_the_server_it_is_about(http):
 
 async def test_only_an_admin_changes_projects(http):
     assert (await http.refused("PUT", "projects/nlp", "bo", json={"quota": 2})).status == 403
-    changed = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 1.5})).json()
+    changed = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 0.5})).json()
     assert {p["name"]: (p["quota_milli"], p["overridden"]) for p in changed["projects"]} == {
-        "nlp": (1500, True),
+        "nlp": (500, True),
         "vision": (1000, False),
     }
     assert (await http.refused("PUT", "projects/nosuch", "root", json={})).status == 404
@@ -206,27 +206,38 @@ async def test_an_admin_takes_changes_of_a_project_back_and_the_log_names_the_ad
     assert (await http.refused("DELETE", "projects/nlp", "bo")).status == 403
     assert (await http.refused("DELETE", "projects/nosuch", "root")).status == 404
     before = {p["name"]: p for p in (await http.ask("GET", "projects", "root")).json()["projects"]}
-    await http.ask("PUT", "projects/nlp", "root", json={"quota": 1.5, "weight": 4, "limit": 2})
+    await http.ask("PUT", "projects/nlp", "root", json={"quota": 0.5, "weight": 4, "limit": 2})
     for _ in range(2):  # a repeated call changes nothing
         after = (await http.ask("DELETE", "projects/nlp", "root")).json()["projects"]
         assert {p["name"]: p for p in after} == before
     log = [d for d in http.broker.registry.decisions.latest if d.action == "project"]
-    numbers = [messages.text("project.numbers_limit", 1.5, 4, 2), messages.text("project.numbers", 1, 1)]
+    numbers = [messages.text("project.numbers_limit", 0.5, 4, 2), messages.text("project.numbers", 1, 1)]
     assert log[0].texts[0].args[2:] == numbers
     assert [d.sentence for d in log] == [
-        "root set project nlp to quota 1.5, weight 4, limit 2, was quota 1, weight 1.",
-        "root set project nlp to quota 1, weight 1, as configured, was quota 1.5, weight 4, limit 2.",
+        "root set project nlp to quota 0.5, weight 4, limit 2, was quota 1, weight 1.",
+        "root set project nlp to quota 1, weight 1, as configured, was quota 0.5, weight 4, limit 2.",
     ]
 
 
 async def test_a_guarantee_beyond_the_machine_is_refused_unless_forced(http):
     refused = await http.refused("PUT", "projects/nlp", "root", json={"quota": 99})
     assert (refused.status, refused.reason) == (409, "beyond_machine")
-    assert "this machine has 2 GPUs" in refused.message
+    assert "this machine has 2 GPUs, fewer than the " in refused.message
     forced = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 99, "force": True})).json()
     assert next(p for p in forced["projects"] if p["name"] == "nlp")["quota_milli"] == 99_000
-    # A change of another number does not have to be forced again.
+    # A change of another number does not have to be forced again, nor a lower guarantee.
     await http.ask("PUT", "projects/nlp", "root", json={"weight": 2})
+    await http.ask("PUT", "projects/nlp", "root", json={"quota": 50, "weight": 3})
+
+
+async def test_guarantees_of_all_projects_together_are_held_against_the_machine(http):
+    refused = await http.refused("PUT", "projects/nlp", "root", json={"quota": 1.5})
+    assert (refused.status, refused.reason) == (409, "beyond_machine")
+    assert "the 2.5 that the projects would be guaranteed together" in refused.message
+    await http.ask("PUT", "projects/vision", "root", json={"quota": 0.5})
+    assert (await http.ask("GET", "devices", "bo")).json()["guaranteed_milli"] == 1500
+    await http.ask("PUT", "projects/nlp", "root", json={"quota": 1.5})
+    assert (await http.ask("GET", "devices", "bo")).json()["guaranteed_milli"] == 2000
 
 
 async def test_metrics_need_their_scope_and_name_no_user(http):

@@ -20,6 +20,10 @@ async def test_an_admin_changes_a_quota_and_sees_it(http):
     page = (await http.ask("GET", f"{http.url}{PREFIX}?edit=vision", "root")).text
     assert 'name="quota"' in page
     form = {"project": "vision", "quota": "1.5", "weight": "3"}
+    refused = await http.ask("POST", f"{http.url}{PREFIX}", "root", data=form)
+    assert refused.status_code == 409
+    assert "fewer than the 2.5" in refused.text
+    form["force"] = "1"
     saved = await http.ask("POST", f"{http.url}{PREFIX}", "root", data=form)
     assert (saved.status_code, saved.headers["Location"]) == (303, f"{PREFIX}?period=24h")
     page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text

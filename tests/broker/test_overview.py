@@ -185,7 +185,9 @@ async def test_more_guarantees_than_gpus_need_a_look(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         assert not overview(broker).alerts()
-        await broker.request_policy.change_project("vision", wire.ProjectChange(quota=1.5), "root")
+        await broker.request_policy.change_project(
+            "vision", wire.ProjectChange(quota=1.5, force=True), "root"
+        )
         assert [x.sentence for x in overview(broker).alerts()] == [
             "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
         ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+from traitlets.config import Config
 
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.policy import parse_project
+from jupyter_gpushare.broker.state.policy import beyond_machine, parse_project
+from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import InvalidRequest
 
 
@@ -32,3 +37,20 @@ def test_a_site_may_offer_no_size_of_its_own():
 
 def test_what_a_site_offers_can_be_asked_for():
     assert GPUShareBroker(sizes=["1/8", "1"], min_fraction=0.25).policy().min_fraction_milli == 125
+
+
+def test_the_example_of_the_guide_fits_the_machine_that_it_names():
+    guide = (Path(__file__).parents[2] / "docs/admin.md").read_text()
+    (example,) = (
+        block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if ".projects" in block
+    )
+    config = Config()
+    exec(example, {"c": config})
+    policy = GPUShareBroker(config=config).policy()
+    assert "This example is for four GPUs" in guide
+    assert beyond_machine(policy.in_force(4000, {}), 4000) == ""
+    assert "guaranteed 3.5 GPUs together, and there are 3:" in beyond_machine(policy.in_force(4000, {}), 3000)
+
+
+def test_guarantees_exceed_no_machine_before_its_gpus_are_known():
+    assert beyond_machine([Project(name="p", quota_milli=1000)], 0) == ""

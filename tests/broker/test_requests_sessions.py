@@ -228,12 +228,29 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(tmp_path
         nlp = next(p for p in snapshot.projects(broker.registry, broker.engine) if p.name == "nlp")
         assert (nlp.quota_milli, nlp.weight, nlp.limit_milli) == (500, 3, 1500)
         (told,) = overrides_text(broker.registry)
-        assert told.startswith("project nlp: quota 0.5, limit 1.5, weight 3, set by an administrator, wins")
+        assert told.startswith(
+            "project nlp: quota 0.5 (configured: 50%), limit 1.5 (configured: none), "
+            "weight 3 (configured: 1), set by an administrator, wins over the configuration"
+        )
         await broker.request_policy.reset_project("nlp", "root")
         await broker.end()
         broker = await site.start_broker()
         assert broker.registry.overrides == {}
         assert overrides_text(broker.registry) == []
+
+
+@in_virtual_time
+async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(tmp_path, caplog):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        assert "not all of that can be kept" not in caplog.text
+        await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
+        await broker.end()
+        await site.start_broker()
+        said = "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+        await until(lambda: said in caplog.text)
+        await asyncio.sleep(120)
+        assert caplog.text.count(said) == 1
 
 
 @in_virtual_time

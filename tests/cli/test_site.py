@@ -138,6 +138,13 @@ def newer_database(setup: Setup) -> None:
         database.execute("update alembic_version set version_num = '9999'")
 
 
+def higher_quota(setup: Setup) -> None:
+    path = setup.folder / "state/broker.sqlite"
+    Store(f"sqlite:///{path}", "boot").close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("insert into projects (name, quota_milli) values ('nlp', 1500)")
+
+
 BROKEN = {
     "a typing error in the Hub's configuration": (
         hub("allow_named_servers = True", "allow_named_servers = Yes"), "hub-config", "cannot be read"),
@@ -213,7 +220,11 @@ BROKEN = {
         broker("c.GPUShareBroker.projects",
                'c.GPUShareBroker.db_url = "sqlite:///jupyterhub.sqlite"\nc.GPUShareBroker.projects'),
         "database", "uses the Hub's database"),
-    "quotas beyond the machine": (broker('"quota": 1}', '"quota": 1.5}'), "quotas", "guaranteed 2.5 GPUs"),
+    "quotas beyond the machine": (broker('"quota": 1}', '"quota": 1.5}'), "quotas", "guaranteed 2.5 GPUs together, and there are 2"),
+    "percentages beyond the machine": (
+        broker('"quota": 1}', '"quota": "60%"}'), "quotas", "guaranteed 110 % of the GPUs"),
+    "quotas that an administrator set beyond the machine": (
+        higher_quota, "quotas", "An administrator has changed nlp. -> `gpushare admin quota"),
     "no project": (broker('{"vision": {"quota": "50%"}, "nlp": {"quota": 1}}', "{}"), "quotas", "No project"),
     "no driver": (machine(driver="", gpu_memory_bytes=()), "driver", "No NVIDIA driver"),
     "no GPU": (machine(gpu_memory_bytes=()), "driver", "finds no GPU"),

@@ -10,6 +10,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.breakdown import gpu_breakdown
+from jupyter_gpushare.broker.state.policy import beyond_machine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Started
@@ -32,6 +33,7 @@ class Observer:
         self.missed = asyncio.Event()  # processes of a session are gone: the Hub may know why
         self._inventory_due = True
         self._epoch_checked = False
+        self._beyond_machine = ""  # what was said last about quotas
 
     async def measure(self) -> None:
         """Take one sample and note what it says about each lease.
@@ -49,6 +51,7 @@ class Observer:
         if self._inventory_due:
             state.inventory = await self._devices.inventory()
             self._inventory_due = False
+            self._check_quotas()
         sample = await self._devices.sample()
         if sample.at < state.sampled_at:
             return  # a newer one was answered meanwhile
@@ -126,6 +129,14 @@ class Observer:
         is_new = record.state is State.GRANTED and observation.seen_alive and not record.is_job
         if is_new and not self.registry.journal.is_disk_full:
             await self.registry.advance(record, Started())
+
+    def _check_quotas(self) -> None:
+        """Log once that projects are guaranteed more than this machine has."""
+        registry, total_milli = self.registry, self.registry.devices.total_milli
+        found = beyond_machine(registry.policy.in_force(total_milli, registry.overrides), total_milli)
+        if found and found != self._beyond_machine:
+            log.warning("%s", found)
+        self._beyond_machine = found
 
     async def watch(self) -> AsyncIterator[None]:
         """Handle the helper's events until the connection ends; yields once connected and after each.

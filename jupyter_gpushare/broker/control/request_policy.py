@@ -104,8 +104,8 @@ class RequestPolicy:
         Raises:
             NotFound: no such project.
             InvalidRequest: a value is out of range.
-            Conflict: a guarantee above what the machine has, not forced; or the engine takes
-                these numbers from elsewhere.
+            Conflict: a higher guarantee with which those of all projects together exceed the
+                machine, not forced; or the engine takes these numbers from elsewhere.
         """
         old = self.registry.overrides.get(name, ProjectOverride(name=name))
         if change.weight is not None and not 0 <= change.weight <= 1000:
@@ -117,14 +117,23 @@ class RequestPolicy:
             limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
         )
         total_milli = self.registry.devices.total_milli
-        if change.quota is not None and 0 < total_milli < (override.quota_milli or 0) and not change.force:
+        before, after = self._guaranteed_milli(old), self._guaranteed_milli(override)
+        if 0 < total_milli < after and before < after and not change.force:
             raise Conflict(
-                "this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same",
-                f"{change.quota:g}",
+                "this machine has %2 GPUs, fewer than the %1 that the projects would be guaranteed together; "
+                "send force to set it all the same",
+                f"{after / WHOLE_GPU:g}",
                 f"{total_milli / WHOLE_GPU:g}",
                 reason="beyond_machine",
             )
         await self._override(override, by)
+
+    def _guaranteed_milli(self, override: ProjectOverride) -> int:
+        """What all projects are guaranteed together with this override, in thousandths of a GPU."""
+        registry = self.registry
+        overrides = {**registry.overrides, override.name: override}
+        projects = registry.policy.in_force(registry.devices.total_milli, overrides)
+        return sum(project.quota_milli for project in projects)
 
     async def reset_project(self, name: str, by: str) -> None:
         """Take the numbers of a project from the configuration again; a repeated call changes nothing.
@@ -154,20 +163,37 @@ class RequestPolicy:
 
 
 def overrides_text(registry: Registry) -> list[str]:
-    """Return one sentence per stored override: what it changes, and that it wins over the configuration."""
+    """Return one sentence per stored override: what it changes, and that it wins over the configuration.
+
+    Each number stands beside the configured one; a quota may be configured as a percentage.
+    """
     notices = []
     for name, override in sorted(registry.overrides.items()):
-        if registry.policy.project_config(name) is None:
+        config = registry.policy.project_config(name)
+        if config is None:
             notices.append(f"project {name} is not configured: numbers that were set for it have no effect")
             continue
-        given = (("quota", override.quota_milli), ("limit", override.limit_milli))
-        parts = [f"{what} {milli / WHOLE_GPU:g}" for what, milli in given if milli is not None]
-        parts += [] if override.weight is None else [f"weight {override.weight}"]
+        percent = config.quota_percent
+        quota = _gpus(config.quota_milli) if percent is None else f"{percent:g}%"
+        numbers = (
+            ("quota", _gpus(override.quota_milli), quota),
+            ("limit", _gpus(override.limit_milli), _gpus(config.limit_milli)),
+            ("weight", override.weight, config.weight),
+        )
+        parts = [
+            f"{what} {number} (configured: {configured})"
+            for what, number, configured in numbers
+            if number not in (None, "none")
+        ]
         notices.append(
             f"project {name}: {', '.join(parts)}, set by an administrator, wins over the configuration"
             f" until `gpushare admin quota {name} --reset`"
         )
     return notices
+
+
+def _gpus(milli: int | None) -> str:
+    return "none" if milli is None else f"{milli / WHOLE_GPU:g}"
 
 
 def _numbers(project: Project) -> wire.Text:

@@ -56,8 +56,7 @@ def empty_machine(registry: Registry, engine: Engine) -> Cluster:
 def projects(registry: Registry, engine: Engine) -> tuple[Project, ...]:
     """Return all projects with the numbers in force."""
     total_milli = registry.devices.total_milli
-    configured = (p.project(total_milli, registry.overrides.get(p.name)) for p in registry.policy.projects)
-    return engine.projects(tuple(configured))
+    return engine.projects(registry.policy.in_force(total_milli, registry.overrides))
 
 
 def update_fairness(registry: Registry, engine: Engine, now: float) -> None:

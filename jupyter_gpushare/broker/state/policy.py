@@ -73,6 +73,10 @@ class Policy:
     keep_minutes_per_day: float = 120.0
     lending: LendingMode = LendingMode.ON
 
+    def in_force(self, total_milli: int, overrides: Mapping[str, ProjectOverride]) -> tuple[Project, ...]:
+        """Return the projects with their numbers in force on a machine with ``total_milli`` of GPU."""
+        return tuple(p.project(total_milli, overrides.get(p.name)) for p in self.projects)
+
     def project_config(self, name: str) -> ProjectConfig | None:
         """Return the configuration of a project; None for one that is not configured."""
         return next((p for p in self.projects if p.name == name), None)
@@ -96,6 +100,15 @@ class Policy:
             max_bypass_s=self.max_bypass_s,
             fairness_horizon_s=self.fairness_horizon_s,
         )
+
+
+def beyond_machine(projects: Iterable[Project], total_milli: int) -> str:
+    """Return that ``projects`` are guaranteed more than ``total_milli`` of GPU; empty: they are not."""
+    promised = sum(project.quota_milli for project in projects)
+    if not 0 < total_milli < promised:
+        return ""
+    promise = f"The projects are guaranteed {promised / WHOLE_GPU:g} GPUs together"
+    return f"{promise}, and there are {total_milli / WHOLE_GPU:g}: not all of that can be kept."
 
 
 def gpus_to_milli(value: Any, what: str) -> int:

@@ -114,6 +114,25 @@ def database_trouble(url: str) -> str:
     return "" if current in {None, *known} else f"it comes from a newer version (schema {current})"
 
 
+def stored_overrides(url: str) -> dict[str, ProjectOverride]:
+    """Return, by project, what administrators changed, from an existing database, which is only read.
+
+    There is none where the database cannot be read: `database_trouble` says why.
+    """
+    try:
+        made = sa.make_url(url)
+        if made.get_backend_name() == "sqlite" and not Path(made.database or "").is_file():
+            return {}
+        engine = sa.create_engine(made, hide_parameters=True)
+        with engine.connect() as connection:
+            rows = connection.execute(sa.select(projects)).mappings()
+            found = {row["name"]: ProjectOverride(**row) for row in rows}
+        engine.dispose()
+    except (sa.exc.SQLAlchemyError, ImportError):
+        return {}
+    return found
+
+
 class Store:
     """The open database.
 

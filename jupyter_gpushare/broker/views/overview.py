@@ -11,6 +11,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.state.breakdown import GpuBreakdown, downsample, gpu_breakdown
+from jupyter_gpushare.broker.state.policy import beyond_machine
 from jupyter_gpushare.broker.state.records import MachineUse
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import WEEK_DAYS
@@ -106,12 +107,8 @@ class Overview:
     def _promised(self) -> list[Alert]:
         """Quotas that exceed the devices together."""
         cluster = self._cluster_views.now().cluster
-        promised = sum(project.quota_milli for project in cluster.projects) / WHOLE_GPU
-        if not cluster.devices or promised <= len(cluster.devices):
-            return []
-        have = len(cluster.devices)
-        promise = f"The projects are guaranteed {promised:g} GPUs together, and there are {have}"
-        return [Alert(sentence=f"{promise}: not all of that can be kept.")]
+        sentence = beyond_machine(cluster.projects, WHOLE_GPU * len(cluster.devices))
+        return [Alert(sentence=sentence)] if sentence else []
 
     def _starved(self) -> list[Alert]:
         """Projects that wait for guaranteed capacity, and the projects that borrow meanwhile."""

@@ -339,6 +339,7 @@ class Views:
             host_budget_bytes=inventory.host_budget_bytes,
             host_saved_bytes=registry.devices.host_saved_bytes,
             watchdog=inventory.watchdog.value,
+            guaranteed_milli=sum(project.quota_milli for project in cluster.projects),
         )
 
     def lending(self) -> wire.Lending:

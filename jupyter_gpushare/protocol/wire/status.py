@@ -222,6 +222,7 @@ class Devices(Answer, frozen=True):
     host_saved_bytes: int
     # Action on processes beyond their limit or without a lease: report, stop, or none.
     watchdog: Literal["warn", "stop", "off"] = "warn"
+    guaranteed_milli: int = 0  # quotas of all projects together, in thousandths of a GPU
 
 
 class Leases(Answer, frozen=True):

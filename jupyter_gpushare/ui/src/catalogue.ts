@@ -415,7 +415,7 @@ export const CATALOGUE: {
   'these are more than %1 rows: ask for fewer days or columns': (trans, args) => trans.__('these are more than %1 rows: ask for fewer days or columns', ...args),
   'this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key': (trans, args) => trans.__('this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key', ...args),
   'this job has not ended: cancel it first': (trans, args) => trans.__('this job has not ended: cancel it first', ...args),
-  'this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same': (trans, args) => trans.__('this machine has %2 GPUs, fewer than a guarantee of %1; send force to set it all the same', ...args),
+  'this machine has %2 GPUs, fewer than the %1 that the projects would be guaranteed together; send force to set it all the same': (trans, args) => trans.__('this machine has %2 GPUs, fewer than the %1 that the projects would be guaranteed together; send force to set it all the same', ...args),
   'this needs a token of the Hub (or a login)': (trans, args) => trans.__('this needs a token of the Hub (or a login)', ...args),
   'this server does not run any more': (trans, args) => trans.__('this server does not run any more', ...args),
   'this server has no variable %1: give it as %2=VALUE': (trans, args) => trans.__('this server has no variable %1: give it as %2=VALUE', ...args),
