@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,6 @@ class Broker:
     client: BrokerClient
     watch: Watch
     server: str  # name of this server, "" is the default one
-    launched: dict[str, tuple[wire.LaunchRequest, wire.JobRequest]] = field(default_factory=dict)  # by key
 
 
 def for_user(method: Any) -> Any:

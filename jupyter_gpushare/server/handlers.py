@@ -32,7 +32,6 @@ from jupyter_gpushare.server.forward import forward_routes
 from jupyter_gpushare.wall_clock import iso_now
 
 LOG_BYTES = 256 << 10
-LAUNCHED = 20  # jobs that are kept for a page that repeats its request
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -126,20 +125,9 @@ class LaunchHandler(Handler):
         client = self.connected().client
         asked = self.read(wire.LaunchRequest)
         key = self.request.headers.get("Idempotency-Key")
-        job = await self._job_of(asked, key)
+        # The same request is the same job, also for a server that has restarted since the first one.
+        job = launch.job_of(asked, self._root(), await self._specs(), os.environ, datetime.now())
         await self.answer(client.post("jobs", job, wire.Job, key=key), 201)
-
-    async def _job_of(self, asked: wire.LaunchRequest, key: str | None) -> wire.JobRequest:
-        # A repeated request is the same job, although the time is in the name of a notebook's output.
-        launched = self.connected().launched
-        before, job = launched.pop(key or "", (None, None))
-        if job is None or before != asked:
-            job = launch.job_of(asked, self._root(), await self._specs(), os.environ, datetime.now())
-        if key:
-            launched[key] = asked, job
-        while len(launched) > LAUNCHED:
-            del launched[next(iter(launched))]
-        return job
 
     def _root(self) -> Path:
         root = getattr(self.contents_manager, "root_dir", "")

@@ -187,7 +187,7 @@ def job_of(
     environ: Mapping[str, str],
     now: datetime,
 ) -> wire.JobRequest:
-    """Return the job that a dialog describes.
+    """Return the job that a dialog describes; ``now`` is used where it does not say when it was submitted.
 
     Raises:
         InvalidRequest: nothing to run, nothing to run it with, or a text that cannot be taken apart.
@@ -203,7 +203,7 @@ def job_of(
     if file is None:
         command = _words(asked.command, "the command")
     elif file.suffix == ".ipynb":
-        written = _output_of(file, now)
+        written = _output_of(file, _moment(asked.at) if asked.at else now)
         output = str(written.relative_to(root))
         command = _notebook_command(file, written, asked)
     elif file.suffix == ".py" and spec is not None and spec.language == _PYTHON:
@@ -251,6 +251,13 @@ def with_output(job: wire.Job, root: Path) -> wire.Job:
     if not _is_file(root / own):
         return job
     return wire.replace(job, source=wire.replace(job.source, output=str(own)))
+
+
+def _moment(at: str) -> datetime:
+    try:
+        return datetime.fromisoformat(at).astimezone()
+    except (ValueError, OverflowError):
+        raise InvalidRequest("%1 is not a time", repr(at[:40])) from None
 
 
 def _output_of(file: Path, now: datetime) -> Path:

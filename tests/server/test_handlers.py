@@ -154,12 +154,14 @@ def test_a_dialog_for_a_script_becomes_a_job(server, broker, golden, folder):
     assert (refused.status_code, refused.json()["reason"]) == (404, "not_found")
 
 
-def test_a_repeated_request_of_the_dialog_is_the_same_job_a_second_later(server, broker, golden, folder):
+def test_a_repeated_request_of_the_dialog_is_the_same_job_for_a_server_that_knows_nothing_of_it(
+    server, broker, golden, folder
+):
     (folder / "work" / "a.ipynb").write_text(json.dumps({"cells": [], "metadata": {}}))
     broker.answer("POST jobs", golden("job"), 201)
 
     def launch(key, **more):
-        body = {"path": "a.ipynb", **more}
+        body = {"path": "a.ipynb", "at": "2026-11-22T03:05:09.123Z", **more}
         answer = server.request("POST", "gpushare/launch", json=body, headers={"Idempotency-Key": key})
         assert answer.status_code == 201, answer.text
         return broker.asked("POST jobs")[-1].json
@@ -168,7 +170,16 @@ def test_a_repeated_request_of_the_dialog_is_the_same_job_a_second_later(server,
     time.sleep(1.1)  # the name of the output has the second in it
     assert launch("k") == first
     assert launch("k", gpus="0.5")["gpus"] == "0.5"
-    assert launch("other")["source"]["output"] != first["source"]["output"]
+    later = launch("other", at="2026-11-22T03:05:10.123Z")
+    assert later["source"]["output"] != first["source"]["output"]
+    assert launch("k", at="")["source"]["output"] != first["source"]["output"]
+
+
+@pytest.mark.parametrize("at", ["yesterday", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00"])
+def test_a_dialog_without_a_time_is_refused(server, folder, at):
+    (folder / "work" / "b.ipynb").write_text(json.dumps({"cells": [], "metadata": {}}))
+    refused = server.request("POST", "gpushare/launch", json={"path": "b.ipynb", "at": at})
+    assert (refused.status_code, refused.json()["reason"]) == (400, "invalid")
 
 
 def test_a_refused_key_is_told_in_words(server, broker, folder):

@@ -60,6 +60,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     sent = broker.asked("POST jobs")
     assert len(sent) == 2
     assert sent[0].headers["Idempotency-Key"] == sent[1].headers["Idempotency-Key"]
+    assert sent[0].json == sent[1].json
     asked = sent[1].json
     assert asked["command"][:4] == [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook"]
     assert asked["command"][4] == str(lab.work / "train.ipynb")

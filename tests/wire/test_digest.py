@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from jupyter_gpushare.protocol import wire
+
+
+class Later(wire.JobSource, frozen=True):
+    """What a later version may know."""
+
+    cells: list[str] = []
+
+
+class LaterRequest(wire.JobRequest, frozen=True):
+    source: Later | None = None
 
 
 def test_the_digest_of_a_request_is_that_of_what_it_says():
@@ -21,3 +33,12 @@ def test_the_digest_of_a_request_is_that_of_what_it_says():
         )
     ]
     assert len({wire.digest(each) for each in (plain, *others)}) == 6
+
+
+def test_defaults_inside_a_field_do_not_count_either():
+    body = b'{"command": ["a"], "source": {"path": "a.py"}}'
+    whole = b'{"command": ["a"], "source": {"path": "a.py", "kernel": "", "parameters": {}}}'
+    digests = {wire.digest(wire.decode(each, wire.JobRequest)) for each in (body, whole)}
+    assert digests == {wire.digest(msgspec.json.decode(body, type=LaterRequest))}
+    other = b'{"command": ["a"], "source": {"path": "a.py", "kernel": "x"}}'
+    assert wire.digest(wire.decode(other, wire.JobRequest)) not in digests

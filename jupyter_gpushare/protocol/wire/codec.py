@@ -61,11 +61,23 @@ def encode(message: Any) -> bytes:
 def digest(message: Message) -> str:
     """Return 64 hexadecimal digits of what a message says; the order of keys and default values do not count.
 
-    So it stays the same in a version with more fields.
+    So it stays the same in a version with more fields, in messages inside it as well.
     """
-    plain = {field.name: _default(field) for field in msgspec.structs.fields(message)}
-    said = {name: value for name in plain if (value := getattr(message, name)) != plain[name]}
-    return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(_said(message), order="deterministic")).hexdigest()
+
+
+def _said(value: object) -> object:
+    match value:
+        case msgspec.Struct():
+            plain = {field.name: _default(field) for field in msgspec.structs.fields(value)}
+            changed = {name: said for name in plain if (said := getattr(value, name)) != plain[name]}
+            return {name: _said(said) for name, said in changed.items()}
+        case list() | tuple():
+            return [_said(each) for each in value]
+        case dict():
+            return {key: _said(each) for key, each in value.items()}
+        case _:
+            return value
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:

@@ -136,6 +136,7 @@ class LaunchRequest(Message, frozen=True):
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
     max_run_s: float | None = None  # None: no maximum
     notify: bool = True
+    at: str = ""  # when it was first sent (ISO 8601), for the name of a notebook's output; "": now
 
 
 class JobReport(Message, frozen=True):

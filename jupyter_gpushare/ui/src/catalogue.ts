@@ -326,6 +326,7 @@ export const CATALOGUE: {
   '%1 is not a number in JSON': (trans, args) => trans.__('%1 is not a number in JSON', ...args),
   '%1 is not a number of GPUs: ask for a whole number from 0 to %2': (trans, args) => trans.__('%1 is not a number of GPUs: ask for a whole number from 0 to %2', ...args),
   '%1 is not a size of memory: write for example 20GiB': (trans, args) => trans.__('%1 is not a size of memory: write for example 20GiB', ...args),
+  '%1 is not a time': (trans, args) => trans.__('%1 is not a time', ...args),
   '%1 is not possible here.': (trans, args) => trans.__('%1 is not possible here.', ...args),
   '%1 is set by the system and cannot be given': (trans, args) => trans.__('%1 is set by the system and cannot be given', ...args),
   '%1 is too fine: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1, in steps of 0.001': (trans, args) => trans.__('%1 is too fine: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1, in steps of 0.001', ...args),

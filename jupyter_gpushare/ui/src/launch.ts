@@ -204,7 +204,8 @@ export function requestOf(fields: IFields): ILaunchRequest {
     retries: Number(fields.retries),
     max_run_s: secondsOf(fields.maxRun),
     priority: fields.priority,
-    grace_s: fields.grace
+    grace_s: fields.grace,
+    at: ''
   };
 }
 
@@ -314,7 +315,8 @@ export class LaunchModel implements IDisposable {
         return null;
       }
       const request = requestOf(this._fields);
-      return await this._options.launch(request, this._keyOf(request));
+      this._identify(request);
+      return await this._options.launch({ ...request, at: this._at }, this._key);
     } catch (error) {
       this._refusal = error instanceof Error ? error.message : String(error);
       return null;
@@ -330,16 +332,16 @@ export class LaunchModel implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** Idempotency key of a request: equal requests have equal keys. */
-  private _keyOf(request: ILaunchRequest): string {
+  /** Sets key and time of a request: those of equal requests are equal. */
+  private _identify(request: ILaunchRequest): void {
     const text = JSON.stringify(request);
     if (text !== this._sent) {
       this._sent = text;
+      this._at = new Date().toISOString();
       this._key = Array.from(crypto.getRandomValues(new Uint8Array(16)), byte =>
         byte.toString(16).padStart(2, '0')
       ).join('');
     }
-    return this._key;
   }
 
   private _isRight(): boolean {
@@ -409,6 +411,7 @@ export class LaunchModel implements IDisposable {
   private readonly _touched: Set<keyof IFields>;
   private _sent = '';
   private _key = '';
+  private _at = '';
   private _fields: IFields;
   private _form: ILaunchForm | null = null;
   /** The path that `_form` is of, as typed. */

@@ -231,6 +231,8 @@ export interface ILaunchRequest {
   /** None: no maximum */
   readonly max_run_s: number | null;
   readonly notify: boolean;
+  /** when it was first sent (ISO 8601), for the name of a notebook's output; "": now */
+  readonly at: string;
 }
 
 /** A session or job with its GPU, as its owner sees it. */

@@ -274,6 +274,8 @@ describe('LaunchModel', () => {
     expect(sent.length).toBe(2);
     expect(sent[0]![1]).toMatch(/^[0-9a-f]{32}$/);
     expect(sent[1]![1]).toBe(sent[0]![1]);
+    expect(sent[0]![0].at).toMatch(/^\d{4}-\d\d-\d\dT.*Z$/);
+    expect(sent[1]![0]).toEqual(sent[0]![0]);
   });
 
   it('submits what was changed since as a job of its own', async () => {
