@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.messages import Texts
+from jupyter_gpushare.wall_clock import seconds_between
 
 ENDED = frozenset({State.RELEASED, State.FAILED})
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -78,18 +80,35 @@ class LeaseRecord:
         return self.handle if self.is_job else self.lease.server
 
 
-def with_current_boot(record: LeaseRecord, now: float) -> LeaseRecord:
-    """Return a record of another boot with all monotonic times set to now: theirs mean nothing here."""
+def with_current_boot(records: Sequence[LeaseRecord], now: float, wall: str) -> tuple[LeaseRecord, ...]:
+    """Return records of another boot with monotonic times of this one; ``wall`` is the clock time of ``now``.
+
+    The order of waiting and the differences stay.  How long the newest of them is ago, the machine's
+    clock says; a clock that was set back says nothing, and then it is now.
+    """
+    if not records:
+        return ()
+    newest = max(records, key=lambda record: record.entered_at)
+    ago_s = seconds_between(newest.since_at, wall) if newest.since_at else 0.0
+    shift_s = now - ago_s - newest.entered_at
+    return tuple(_in_boot(record, shift_s, now, wall) for record in records)
+
+
+def _in_boot(record: LeaseRecord, shift_s: float, now: float, wall: str) -> LeaseRecord:
+    old = record.lease
     lease = replace(
-        record.lease,
-        submitted_at=now,
-        queued_at=now,
-        waits_since_at=now,
+        old,
+        submitted_at=min(now, old.submitted_at + shift_s),
+        queued_at=min(now, old.queued_at + shift_s),
+        waits_since_at=min(now, old.waits_since_at + shift_s),
         granted_at=now,
         keep_until_at=0.0,
-        attained_at=None if record.lease.attained_at is None else now,
+        attained_at=None if old.attained_at is None else now,
     )
-    return replace(record, lease=lease, entered_at=now, counted_at=now)
+    if record.state is State.PENDING:
+        return replace(record, lease=lease, entered_at=record.entered_at + shift_s, counted_at=now)
+    # Its processes went with the other boot: it counts as seen from now on.
+    return replace(record, lease=lease, entered_at=now, since_at=wall, counted_at=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,7 @@ class Registry:
         self.changed = asyncio.Event()  # wakes the loop
 
     def load(self, boot_id: str) -> None:
-        """Take over the state of the last broker; monotonic times of another boot are set to now.
+        """Take over the state of the last broker; monotonic times of another boot become those of this one.
 
         Raises:
             StoreError: the database failed.
@@ -101,7 +101,7 @@ class Registry:
         now = self.clock()
         leases = loaded.leases
         if loaded.boot_id != boot_id:
-            leases = tuple(with_current_boot(record, now) for record in leases)
+            leases = with_current_boot(leases, now, self.iso_now())
             self.store.begin_boot(boot_id, leases)
         self._take(leases, loaded)
 
