@@ -221,7 +221,9 @@ class GPUShareBroker(Settings):
         except (TraitError, GpuShareError, SystemExit) as error:  # traitlets logs a bad value and exits
             log.error("the settings stay as they were: %s", error)
         else:
-            log.info("the settings were read again; sockets, database and folders change at a restart only")
+            log.info(
+                "the settings were read again; docs/operations.md names those that change at a restart only"
+            )
         alive.systemd.ready()
 
     def _listen(self, application: web.Application, sockets: Sockets) -> list[Listener]:

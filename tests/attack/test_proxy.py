@@ -12,9 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from traitlets import TraitError
 
 from jupyter_gpushare.broker.http.clients import Proxies
-from tests.broker.http_site import PREFIX, Http
+from jupyter_gpushare.hub.spawner import GPUShareMixin
+from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S, until
@@ -70,6 +72,25 @@ async def answered(requests: list[asyncio.Task[httpx.Response]], number: int) ->
         while sum(each.done() for each in requests) < number:
             await asyncio.sleep(0.02)
     return [each.result().status_code for each in requests if each.done()]
+
+
+async def test_a_users_own_token_reaches_the_broker_through_the_hubs_proxy_and_no_other_secret_does(tmp_path):
+    async with proxied(tmp_path, "127.0.0.1") as (http, client):
+
+        async def ask(method: str, path: str, token: str, **body: object) -> httpx.Response:
+            return await client.request(
+                method, path, headers={"Authorization": f"token {token}"}, **({"json": body} if body else {})
+            )
+
+        assert (await ask("GET", "status", "bo")).status_code == 200
+        assert (await ask("GET", "status", "unknown")).status_code in (401, 403)
+        start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": None}
+        refused = await ask("POST", "spawner/start", SPAWNER, **start)
+        assert (refused.status_code, refused.json()["reason"]) == (403, "unverified_channel")
+        # Neither the Hub nor a server is given this way: their tokens go to a verified broker.
+        for name in ("broker_url", "server_broker_url"):
+            with pytest.raises(TraitError, match="could be any process"):
+                getattr(GPUShareMixin, name)._validate(GPUShareMixin(), f"{http.url}{PREFIX}".rstrip("/"))
 
 
 async def test_slow_requests_of_one_machine_keep_no_other_behind_the_proxy_from_an_answer(tmp_path):
