@@ -167,8 +167,10 @@ class Hub(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def stop_server(self, key: ServerKey) -> None:
-        """Ask the Hub to stop and delete a job's server; unknown servers are ignored.
+    async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
+        """Ask the Hub to stop a server, and with ``forget`` to delete it; unknown servers are ignored.
+
+        Only named servers can be deleted.
 
         Raises:
             HubError: refused, for example while the server starts; or no answer.

@@ -127,14 +127,14 @@ class HubClient(Hub):
             remedy=_remedy(response.status_code, said),
         )
 
-    async def stop_server(self, key: ServerKey) -> None:
-        """Ask the Hub to stop and forget a named server.
+    async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
+        """Ask the Hub to stop a server, and to forget a named one.
 
         Raises:
             HubError: it refused, or is busy with this server (ask again).
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
-        response = await self._ask("DELETE", path, json={"remove": True})
+        response = await self._ask("DELETE", path, json={"remove": forget})
         if response.status_code not in (202, 204, 404):
             raise self._refusal(f"the Hub did not stop {key.server}", response)
 

@@ -6,13 +6,24 @@ import argparse
 import csv
 import sys
 from contextlib import closing
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from jupyter_gpushare.cli.output import lending_text, print_json, print_table, project_text
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
-from jupyter_gpushare.messages import printable
+from jupyter_gpushare.cli.output import (
+    lending_text,
+    note,
+    print_job,
+    print_json,
+    print_table,
+    project_text,
+    say,
+)
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, checked_id, connect
+from jupyter_gpushare.messages import about, local, printable
 from jupyter_gpushare.protocol import wire
+
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import BlockingClient
 
 Mode = Literal["on", "watch", "off"]
 MODES: tuple[Mode, ...] = ("on", "watch", "off")
@@ -94,3 +105,62 @@ def usage(args: argparse.Namespace) -> int:
 def _for_spreadsheets(row: list[str | float]) -> list[str | float]:
     """Return a row of which no text starts a formula."""
     return [f"'{x}" if isinstance(x, str) and x.startswith(("=", "+", "-", "@")) else x for x in row]
+
+
+def leases(args: argparse.Namespace) -> int:
+    """Print all sessions and jobs that hold or wait for GPUs, with their ids."""
+    with closing(connect(args)) as client:
+        answer = client.get("leases", wire.Leases, params={"all": 1})
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    rows = [[x.id, x.user, x.project, x.size, x.badge, _sentence(x)] for x in answer.leases]
+    print_table(["ID", "USER", "PROJECT", "SIZE", "STATE", ""], rows)
+    return EXIT_OK
+
+
+def act(args: argparse.Namespace) -> int:
+    """Wake, lend or stop a session or job of any user; stopping asks first."""
+    id = checked_id(args, args.id)
+    with closing(connect(args)) as client:
+        lease = next((x for x in _leases(client) if x.id == id), None)
+        if lease is None:
+            note(f"There is no session or job {id!r}; `gpushare admin leases` lists them.")
+            return EXIT_REFUSED
+        if args.action == "stop":
+            what = "job" if lease.job else "session, with all its kernels and their variables,"
+            if not args.yes and not _confirmed(args, f"Stop {lease.user}'s {what} of {lease.size}?"):
+                return EXIT_REFUSED
+        answer = client.post(f"leases/{id}/{args.action}", None, wire.LeaseStatus, repeatable=True)
+    if answer is None:  # a job that had not begun
+        say("Stopped.")
+    elif args.json:
+        print_json(answer)
+    else:
+        say(f"{answer.badge}: {_sentence(answer)}")
+    return EXIT_OK
+
+
+def priority(args: argparse.Namespace) -> int:
+    """Raise or lower the priority of a job of any user."""
+    id = checked_id(args, args.id)
+    with closing(connect(args)) as client:
+        change = wire.JobChange(priority=args.priority)
+        print_job(args, client.put(f"jobs/{id}", change, wire.Job, repeatable=True))
+    return EXIT_OK
+
+
+def _leases(client: BlockingClient) -> list[wire.LeaseStatus]:
+    return client.get("leases", wire.Leases, params={"all": 1}).leases
+
+
+def _sentence(lease: wire.LeaseStatus) -> str:
+    return about(local(lease.sentence, lease.sentence_texts), lease.user)
+
+
+def _confirmed(args: argparse.Namespace, question: str) -> bool:
+    """Return whether a person says yes; without a terminal only ``--yes`` does."""
+    if not sys.stdin.isatty():
+        args.parser.error("without a terminal say --yes")
+    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -210,6 +210,7 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "gpushare admin lending default  as configured",
     )
     lending.add_argument("mode", nargs="?", choices=[*MODES, "default"])
+    _add_acts(settings)
     _add_usage(settings)
     quota = _verb(
         settings,
@@ -226,6 +227,35 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     quota.add_argument("--limit", type=float, metavar="G", help="the most GPUs that it may hold")
     quota.add_argument("--force", action="store_true", help="also more than the machine has")
     quota.add_argument("--reset", action="store_true", help="take all changes back")
+
+
+def _add_acts(settings: argparse._SubParsersAction[Parser]) -> None:
+    _verb(
+        settings,
+        "leases",
+        administer.leases,
+        "sessions and jobs of all users, with their ids",
+        "gpushare admin leases --json",
+    )
+    for name, action, text in (
+        ("wake", "resume", "get the GPU of a sleeping session back"),
+        ("lend", "lend", "lend the GPU of a session now"),
+        ("stop", "stop", "stop a session with its kernels, or a job"),
+    ):
+        verb = _verb(settings, name, administer.act, text, f"gpushare admin {name} k3v9m2x7qa")
+        verb.add_argument("id", metavar="ID", help="as `gpushare admin leases` shows it")
+        verb.set_defaults(action=action)
+        if action == "stop":
+            verb.add_argument("--yes", action="store_true", help="do not ask")
+    priority = _verb(
+        settings,
+        "priority",
+        administer.priority,
+        "raise or lower the priority of a job, beyond its project's right too",
+        "gpushare admin priority k3v9m2x7qa 20",
+    )
+    priority.add_argument("id", metavar="JOB")
+    priority.add_argument("priority", type=_count(-100, 100), metavar="N", help="-100 to 100")
 
 
 def _add_usage(settings: argparse._SubParsersAction[Parser]) -> None:

@@ -310,6 +310,16 @@ class HubContract:
         assert self.KEY not in await bench.hub.servers()
         assert await bench.hub.server_url(self.KEY) == ""
 
+    @pytest.mark.parametrize("server", ["", "own"])
+    async def test_a_users_server_is_stopped_and_may_start_again(self, bench: HubBench, server: str) -> None:
+        key = ServerKey(self.KEY.user, server)
+        for _ in range(2):
+            await bench.hub.start_server(key, "")
+            await bench.ready(key)
+            await bench.hub.stop_server(key, forget=False)
+            await bench.gone(key)
+            assert not await bench.hub.has_server(key)
+
     async def test_starting_twice_is_starting_once(self, bench: HubBench) -> None:
         await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
         await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")

@@ -41,7 +41,10 @@ class SiteHub(Hub):
                     await asyncio.sleep(0.1)
         await self.broker.step()
 
-    async def stop_server(self, key: ServerKey) -> None:
+    async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
+        assert forget == key.server.startswith("j"), "servers of users are not deleted"
+        if not forget and self.site.servers.get(key) != "spawn":
+            self.site.later(self.site.end_session(key.user, key.server))
         await self.broker.devices.effect("stop_server", key.server)
         state = self.site.servers.get(key)
         if state == "spawn":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
 
@@ -95,3 +97,46 @@ def test_use_is_a_table_csv_or_json(gpushare, broker):
     assert gpushare("admin", "usage", "--json").json["total"]["held_gpu_h"] == 5.0
     broker.answer("GET usage", USAGE | {"rows": []})
     assert gpushare("admin", "usage").out == "No GPU was used from 2031-05-01 to 2031-05-06 (UTC).\n"
+
+
+@pytest.fixture
+def lease(broker, golden):
+    lease = golden("status_active")["leases"][0] | {"user": "ada", "job": None}
+    broker.answer("GET leases", {"leases": [lease]})
+    for action in ("resume", "lend", "stop"):
+        broker.answer(f"POST leases/{lease['id']}/{action}", lease)
+    return lease
+
+
+@pytest.mark.parametrize(("verb", "action"), [("wake", "resume"), ("lend", "lend"), ("stop", "stop")])
+def test_sessions_of_others_are_listed_and_acted_on(gpushare, broker, lease, verb, action):
+    listed = gpushare("admin", "leases").out
+    assert broker.seen[-1].query == {"all": "1"}
+    assert listed.splitlines()[1].split()[:2] == [lease["id"], "ada"]
+    assert "ada's" in listed
+    assert "Your" not in listed
+    ran = gpushare("admin", verb, lease["id"], *(["--yes"] if verb == "stop" else []))
+    assert ran.code == 0, ran.err
+    assert broker.seen[-1].path == f"leases/{lease['id']}/{action}"
+    assert gpushare("admin", verb, "nosuch").code == 1
+
+
+def test_stopping_asks_first(gpushare, broker, lease, monkeypatch):
+    words = ("admin", "stop", lease["id"])
+    without_terminal = gpushare(*words)
+    assert (without_terminal.code, "say --yes" in without_terminal.err) == (2, True)
+    for said, stops in (("", False), ("n\n", False), ("y\n", True)):
+        terminal = io.StringIO(said)
+        terminal.isatty = lambda: True
+        monkeypatch.setattr("sys.stdin", terminal)
+        ran = gpushare(*words)
+        assert "Stop ada's session, with all its kernels and their variables, of 1/2 GPU? [y/N]" in ran.err
+        assert ran.code == (0 if stops else 1)
+        assert (broker.seen[-1].method == "POST") is stops
+
+
+def test_the_priority_of_any_job_is_changed(gpushare, broker, golden):
+    broker.answer("PUT jobs/k3v9m2x7qa", golden("job"))
+    assert gpushare("admin", "priority", "k3v9m2x7qa", "20").code == 0
+    assert broker.seen[-1].json["priority"] == 20
+    assert gpushare("admin", "priority", "k3v9m2x7qa", "101").code == 2

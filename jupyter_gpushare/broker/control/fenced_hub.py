@@ -57,15 +57,15 @@ class FencedHub(Hub):
         await self._fence()
         await self._noted("hub-start", self._hub.start_server(key, shown))
 
-    async def stop_server(self, key: ServerKey) -> None:
-        """Ask the Hub to stop and delete a job's server.
+    async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
+        """Ask the Hub to stop a server, and with ``forget`` to delete it.
 
         Raises:
             HubError: the Hub refused, or does not answer.
             HelperError: a newer broker is at work, or the device helper does not answer.
         """
         await self._fence()
-        await self._noted("hub-stop", self._hub.stop_server(key))
+        await self._noted("hub-stop", self._hub.stop_server(key, forget=forget))
 
     async def servers(self) -> frozenset[ServerKey]:
         return await self._noted("hub-read", self._hub.servers())

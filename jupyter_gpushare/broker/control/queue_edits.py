@@ -60,7 +60,9 @@ class QueueEdits:
         if asked.project != project:
             project = self.request_policy.choose_project(groups, asked.project)
         check_job(asked)
-        self.request_policy.check_priority(project, asked.priority)
+        # A priority that an administrator gave stays.
+        if (project, asked.priority) != (job.project, before.priority):
+            self.request_policy.check_priority(project, asked.priority)
         self.request_policy.check_share(asked.size())
         lease = replace(record.lease, project=project, size=asked.size(), priority=asked.priority)
         if project != job.project:

@@ -74,14 +74,17 @@ class RequestPolicy:
         Raises:
             InvalidRequest: it is higher.
         """
-        config = self.registry.policy.project_config(project)
-        most = config.priority_max if config else 0
-        if priority > most:
+        if priority > (most := self.most_priority(project)):
             raise InvalidRequest(
                 "priority is at most %1 in project %2 (priority_max in GPUShareBroker.projects)",
                 most,
                 project,
             )
+
+    def most_priority(self, project: str) -> int:
+        """Return the highest priority that members of a project may give to their jobs."""
+        config = self.registry.policy.project_config(project)
+        return config.priority_max if config else 0
 
     async def known(self) -> None:
         """Return when the devices are known; a broker that has just started measures first.

@@ -231,7 +231,11 @@ class RequestService:
         """
         if not job.result:
             raise Conflict("this job has not ended: cancel it first")
-        return await self.submit(job.user, groups, wire.decode(job.request.encode(), wire.JobRequest), None)
+        request = wire.decode(job.request.encode(), wire.JobRequest)
+        # More than the right of its project was an administrator's gift to that job.
+        most = self.request_policy.most_priority(job.project)
+        request = wire.replace(request, priority=min(request.priority, most))
+        return await self.submit(job.user, groups, request, None)
 
     async def report(self, user: str, job_id: str, attempt: int, report: wire.JobReport) -> None:
         """Store a runner's report of its attempt; a report of another attempt is ignored.

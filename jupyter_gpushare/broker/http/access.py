@@ -106,6 +106,17 @@ class Access:
         self._groups[user] = (time.monotonic(), groups)
         return groups
 
+    async def stop_server(self, key: ServerKey) -> None:
+        """Stop a server of a user, which stays in the user's list of servers.
+
+        Raises:
+            BrokerUnavailable: the Hub refuses, for example while the server starts, or does not answer.
+        """
+        try:
+            await self._hub.stop_server(key, forget=False)
+        except HubError as error:
+            raise BrokerUnavailable(str(error)) from None
+
     async def server_url(self, key: ServerKey) -> str:
         """Return the public address of a server, with a trailing slash.
 

@@ -12,6 +12,7 @@ import logging
 import prometheus_client
 
 from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker.control.administration import note_act, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
@@ -135,15 +136,24 @@ class Job(Base):
         identity = await self.identify()
         if not identity.admin:
             identity.require(JOBS_SCOPE)
-        job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
-        self.answer(self.service.views.job(await self.control.requests.cancel(job)))
+        requests, registry = self.control.requests, self.control.registry
+        job = await requests.job(identity.user, job_id, admin=identity.admin)
+        record = registry.leases.get(job.lease_id)
+        ended = await requests.cancel(job)
+        if record is not None:
+            await note_act(registry, record, "stop", identity.user)
+        self.answer(self.service.views.job(ended))
 
     async def put(self, job_id: str) -> None:
-        """Change size, project, priority or time limit."""
+        """Change size, project, priority or time limit; of another user's job an admin the priority."""
         identity = await self.identify()
-        identity.require(JOBS_SCOPE)
-        job = await self.control.requests.job(identity.user, job_id)
+        job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
         change = self.body(wire.JobChange)
+        if job.user != identity.user:
+            job = await prioritize(self.control.registry, job, change, identity.user)
+            self.answer(self.service.views.job(job))
+            return
+        identity.require(JOBS_SCOPE)
         groups = await self.service.access.groups(identity.user, fresh=True)
         self.answer(self.service.views.job(await self.control.queue.change(job, groups, change)))
 
@@ -230,24 +240,50 @@ class Leases(Base):
 
 
 class LeaseAction(Base):
-    """Wake, keep or lend a lease of mine, or let it sleep; mark it never to sleep, or take that away."""
+    """Wake, keep, lend or stop a lease of mine, or let it sleep; mark it never to sleep, or undo that.
+
+    Of any user's lease for an admin, with a line in the log of decisions.
+    """
 
     async def post(self, lease_id: str, action: str) -> None:
         identity = await self.identify()
-        requests, registry = self.control.requests, self.control.registry
-        record = _mine(registry.get(lease_id), identity)
-        match action:
-            case "resume":
-                await requests.wake(record)
-            case "stay-asleep":
-                await requests.stay_asleep(record)
-            case "keep":
-                await requests.keep(record, self.body(wire.KeepRequest).minutes if self.content else 30)
-            case "lend":
-                await requests.lend(record)
-            case _:
-                await requests.allow_sleep(record, action == "may-sleep")
-        self.answer(self.service.views.lease(registry.get(lease_id)))
+        record = _mine(self.control.registry.get(lease_id), identity)
+        minutes = self.body(wire.KeepRequest).minutes if action == "keep" and self.content else 30
+        await act(self, record, action, identity, minutes)
+        left = self.control.registry.leases.get(lease_id)
+        if left is None:  # a job that had not begun
+            self.set_status(204)
+            return
+        self.answer(self.service.views.lease(left))
+
+
+async def act(
+    handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float = 30
+) -> None:
+    """Do what a path of `LeaseAction` says, and note it where ``identity`` is not the owner.
+
+    Raises:
+        RequestError: it is not possible now; the text says why.
+        BrokerUnavailable: the Hub does not stop the server.
+    """
+    requests, registry = handler.control.requests, handler.control.registry
+    job = registry.job_of(record)
+    match action:
+        case "resume":
+            await requests.wake(record)
+        case "stay-asleep":
+            await requests.stay_asleep(record)
+        case "keep":
+            await requests.keep(record, minutes)
+        case "lend":
+            await requests.lend(record)
+        case "stop" if job is not None:
+            await requests.cancel(job)
+        case "stop":
+            await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
+        case _:
+            await requests.allow_sleep(record, action == "may-sleep")
+    await note_act(registry, record, action, identity.user)
 
 
 class KernelRelease(Base):

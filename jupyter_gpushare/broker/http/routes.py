@@ -25,7 +25,7 @@ _ID = {
     "id": "[a-z0-9]{1,40}",
     "n": "[0-9]{1,6}",
     "name": "[^/]{1,255}",
-    "action": "resume|stay-asleep|keep|lend|never-sleep|may-sleep",
+    "action": "resume|stay-asleep|keep|lend|stop|never-sleep|may-sleep",
     "kernel": "[a-z0-9-]{1,64}",
 }
 
@@ -46,7 +46,11 @@ ROUTES: tuple[Route, ...] = (
     Route("servers/activity", handlers.Activity, {"post": None}, {"post": wire.ActivityReport}),
     Route("leases", handlers.Leases, {"get": wire.Leases}, {}),
     Route(
-        "leases/{id}/{action}", handlers.LeaseAction, {"post": wire.LeaseStatus}, {"post": wire.KeepRequest}
+        "leases/{id}/{action}",
+        handlers.LeaseAction,
+        {"post": wire.LeaseStatus},
+        {"post": wire.KeepRequest},
+        {"204": None},
     ),
     Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}, {"307": None}),
     Route("projects", handlers.Projects, {"get": wire.Projects}, {}),
