@@ -287,12 +287,9 @@ class SchedulingRound:
 
     def _may_hold_up(self, job: Lease) -> bool:
         """Whether the share of its project can hold a job that starves, now or once the project lags."""
-        size = self.state.least_size(job)
-        if not self.shared or size <= self._entitled(job):
-            return True
-        if self.settings.fairness_horizon_s and size <= self.shares.most(job.project):
-            return True
-        return not order.is_starved(job, self.now, self.settings)
+        most = self.shares.most(job.project) if self.settings.fairness_horizon_s else 0
+        reachable = self.state.least_size(job) <= max(self._entitled(job), most)
+        return not self.shared or reachable or not order.is_starved(job, self.now, self.settings)
 
     def _entitled(self, job: Lease) -> int:
         """Thousandths that the project of ``job`` may hold by its share or its quota."""

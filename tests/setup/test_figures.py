@@ -92,3 +92,9 @@ def test_lines_of_tests_and_of_the_product_are_apart(found):
 
 def test_the_table_of_this_checkout_can_be_drawn():
     assert "| longest module |" in figures.table(figures.ROOT, figures.measure(figures.ROOT))
+
+
+def test_no_module_and_no_constructor_of_this_checkout_is_too_long():
+    found = figures.measure(figures.ROOT)
+    assert [place for lines, place in found.modules if lines > figures.MODULE_LINES] == []
+    assert [place for count, place in found.constructors if count > figures.CONSTRUCTOR_ARGUMENTS] == []

@@ -318,10 +318,7 @@ class Registry:
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
-        """Return a lease in its new state, with its attained service and the start of its wait.
-
-        A job whose start failed waits on: it did not run.
-        """
+        """Return a lease in its new state; a job whose start failed waits on, as it did not run."""
         starts = lease.state in (State.GRANTED, State.RESUMING)
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=now)

@@ -66,7 +66,7 @@ from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import DiskFull, StoreError
 from jupyter_gpushare.wall_clock import iso_now
 
-_MIGRATIONS = Path(__file__).parent / "migrations"
+MIGRATIONS = Path(__file__).parent / "migrations"
 # PostgreSQL advisory lock: the letters "gpus".
 _LOCK_KEY = 0x67707573
 # A lock of one 64-bit key shows its low half as objid (PostgreSQL manual, view pg_locks).
@@ -92,45 +92,6 @@ class Loaded:
     usage: tuple[UsageRecord, ...]  # of the newest `WEEK_DAYS` days with any
     meta: MetaValues
     boot_id: str  # the boot that the stored monotonic moments belong to
-
-
-def database_trouble(url: str) -> str:
-    """Return why no broker could use an existing database, which is only read; empty: one could."""
-    try:
-        made = sa.make_url(url)
-        if made.get_backend_name() == "sqlite" and not Path(made.database or "").is_file():
-            return ""  # it is made at the first start
-        engine = sa.create_engine(made, hide_parameters=True)
-        with engine.connect() as connection:
-            current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
-        engine.dispose()
-    except sa.exc.SQLAlchemyError as error:
-        return brief(error)
-    except ImportError as error:
-        return f"{error}: install the package of its driver"
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(_MIGRATIONS))
-    known = {each.revision for each in alembic.script.ScriptDirectory.from_config(config).walk_revisions()}
-    return "" if current in {None, *known} else f"it comes from a newer version (schema {current})"
-
-
-def stored_overrides(url: str) -> dict[str, ProjectOverride]:
-    """Return, by project, what administrators changed, from an existing database, which is only read.
-
-    There is none where the database cannot be read: `database_trouble` says why.
-    """
-    try:
-        made = sa.make_url(url)
-        if made.get_backend_name() == "sqlite" and not Path(made.database or "").is_file():
-            return {}
-        engine = sa.create_engine(made, hide_parameters=True)
-        with engine.connect() as connection:
-            rows = connection.execute(sa.select(projects)).mappings()
-            found = {row["name"]: ProjectOverride(**row) for row in rows}
-        engine.dispose()
-    except (sa.exc.SQLAlchemyError, ImportError):
-        return {}
-    return found
 
 
 class Store:
@@ -205,7 +166,7 @@ class Store:
 
     def _migrate(self) -> None:
         config = alembic.config.Config()
-        config.set_main_option("script_location", str(_MIGRATIONS))
+        config.set_main_option("script_location", str(MIGRATIONS))
         script = alembic.script.ScriptDirectory.from_config(config)
         with self._engine.begin() as connection:
             current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
