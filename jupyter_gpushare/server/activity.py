@@ -2,7 +2,8 @@
 
 | change                                                | report                     |
 |-------------------------------------------------------|----------------------------|
-| a kernel became busy or idle, started or ended        | at once (every `SAMPLE_S`) |
+| a kernel became busy or idle, started or ended, or    | at once (every `SAMPLE_S`) |
+| is busy with another cell                             |                            |
 | a cell ran between two samples, a terminal changed,   | at most every `REPORT_S`   |
 | or a kernel is busy                                   |                            |
 | none                                                  | every `HEARTBEAT_S`        |
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -36,19 +37,42 @@ MAX_NAME = 200
 class Seen:
     """One sample of kernels and terminals, comparable with the next."""
 
-    kernels: tuple[tuple[str, bool, datetime, str], ...]  # id, busy, last activity, kernel's name
+    # id, busy, last activity, kernel's name, how often it became busy
+    kernels: tuple[tuple[str, bool, datetime, str, int], ...]
     terminals: int
 
-    def states(self) -> frozenset[tuple[str, bool]]:
-        """Each kernel's id and whether it computes."""
-        return frozenset((id_, busy) for id_, busy, _, _ in self.kernels)
+    def states(self) -> frozenset[tuple[str, int]]:
+        """Each kernel's id, and which of its cells it computes; -1: it is idle."""
+        return frozenset((id_, runs if busy else -1) for id_, busy, _, _, runs in self.kernels)
 
     def any_busy(self) -> bool:
         """Whether any kernel computes."""
-        return any(busy for _, busy, _, _ in self.kernels)
+        return any(busy for _, busy, _, _, _ in self.kernels)
 
 
-def look(kernel_manager: Any, terminal_manager: Any) -> Seen:
+class Runs:
+    """How often each kernel became busy: one cell may follow another between two samples."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def of(self, id_: str, kernel: Any) -> int:
+        """Return the count of a kernel since it was first asked for."""
+        if id_ not in self._counts and hasattr(kernel, "observe"):
+            self._counts[id_] = 0
+            kernel.observe(lambda change: self._count(id_, change["new"]), "execution_state")
+        return self._counts.get(id_, 0)
+
+    def _count(self, id_: str, state: str) -> None:
+        if state == "busy" and id_ in self._counts:
+            self._counts[id_] += 1
+
+    def keep(self, ids: Iterable[str]) -> None:
+        """Forget all other kernels: they have ended."""
+        self._counts = {id_: self._counts[id_] for id_ in ids if id_ in self._counts}
+
+
+def look(kernel_manager: Any, terminal_manager: Any, runs: Runs) -> Seen:
     """Return the state that the kernel manager tracks, with the activity of all clients.
 
     Of more than `MAX_KERNELS` kernels the busy ones come first.
@@ -58,7 +82,9 @@ def look(kernel_manager: Any, terminal_manager: Any) -> Seen:
         kernel = kernel_manager.get_kernel(id_)
         busy = getattr(kernel, "execution_state", "") == "busy"
         last = getattr(kernel, "last_activity", None) or datetime.now(UTC)
-        kernels.append((str(id_), busy, last, str(getattr(kernel, "kernel_name", ""))))
+        name = str(getattr(kernel, "kernel_name", ""))
+        kernels.append((str(id_), busy, last, name, runs.of(str(id_), kernel)))
+    runs.keep(id_ for id_, *_ in kernels)
     kernels.sort(key=lambda seen: (not seen[1], seen[0]))
     terminals = 0 if terminal_manager is None else len(terminal_manager.list())
     return Seen(tuple(kernels[:MAX_KERNELS]), terminals)
@@ -73,8 +99,9 @@ def report_of(seen: Seen, names: Mapping[str, str], now: datetime) -> ActivityRe
                 busy=busy,
                 idle_s=0.0 if busy else max(0.0, (now - last).total_seconds()),
                 name=(names.get(id_) or kernel_name)[:MAX_NAME],
+                runs=runs,
             )
-            for id_, busy, last, kernel_name in seen.kernels
+            for id_, busy, last, kernel_name, runs in seen.kernels
         ],
         terminals=seen.terminals,
     )

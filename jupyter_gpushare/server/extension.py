@@ -17,7 +17,7 @@ from jupyter_server.extension.application import ExtensionApp
 
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.server.activity import Reporter, Seen, look
+from jupyter_gpushare.server.activity import Reporter, Runs, Seen, look
 from jupyter_gpushare.server.base import Broker
 from jupyter_gpushare.server.handlers import routes
 from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
@@ -40,6 +40,7 @@ class GpuShareExtension(ExtensionApp):
         self._tasks: list[asyncio.Task[None]] = []
         self._client: BrokerClient | None = None
         self._broker: Broker | None = None
+        self._runs = Runs()
         for path in sorted(EVENTS_DIR.glob("*.yaml")):
             self.serverapp.event_logger.register_event_schema(path)
         url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
@@ -88,7 +89,7 @@ class GpuShareExtension(ExtensionApp):
 
     def _look(self) -> Seen:
         terminals = self.serverapp.web_app.settings.get("terminal_manager")
-        return look(self.serverapp.kernel_manager, terminals)
+        return look(self.serverapp.kernel_manager, terminals, self._runs)
 
     async def _notebooks(self) -> Mapping[str, str]:
         """Return the path of the notebook by kernel id, where there is one."""

@@ -200,8 +200,9 @@ async def test_the_machine_is_told_what_stays_a_leases_own_and_what_is_only_borr
         assert borrower.guaranteed == dict.fromkeys(borrower.limits, 0)
 
 
+@pytest.mark.parametrize("looks", [((False, 1), (True, 2)), ((True, 2),)])
 @in_virtual_time
-async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cell(tmp_path):
+async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cell(tmp_path, looks):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()
         ada = await site.session("ada", "1/2")
@@ -212,15 +213,15 @@ async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cel
             await broker.requests.stay_asleep(record)
         cell = asyncio.create_task(site.gpu_cell(ada))
         await until(lambda: broker.registry.observations[record.id].wanted, 10)
-        other = wire.KernelActivity(id="other", busy=True, idle_s=0.0)
-        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[other]))
+        other = wire.KernelActivity(id="other", busy=True, idle_s=0.0, runs=7)
+        waits = wire.KernelActivity(id="k", busy=True, idle_s=0.0, runs=1)
+        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[waits, other]))
         await broker.requests.stay_asleep(broker.lease(ada.handle))
         await asyncio.sleep(120)
         assert (broker.state(ada.handle), broker.state(job)) == ("suspended", "running")
-        for busy in (False, True):  # beside another kernel, which is busy all the time
-            kernels = [
-                wire.KernelActivity(id=k, busy=b, idle_s=0.0) for k, b in (("k", busy), ("other", True))
-            ]
-            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=kernels))
+        # Beside another kernel, which is busy all the time; with and without a look between its cells.
+        for busy, runs in looks:
+            k = wire.KernelActivity(id="k", busy=busy, idle_s=0.0, runs=runs)
+            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[k, other]))
         await until(lambda: broker.state(ada.handle) == "running", 60)
         await cell

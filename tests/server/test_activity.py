@@ -3,7 +3,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
-from jupyter_gpushare.server.activity import MAX_KERNELS, Seen, is_due, look, report_of
+from traitlets import HasTraits, Unicode
+
+from jupyter_gpushare.server.activity import MAX_KERNELS, Runs, Seen, is_due, look, report_of
 
 NOW = datetime(2031, 5, 6, 14, 0, tzinfo=UTC)
 
@@ -22,30 +24,30 @@ def kernels(**busy: bool):
 
 
 def seen(*, terminals: int = 0, at: datetime = NOW, **busy: bool) -> Seen:
-    return Seen(tuple((name, is_busy, at, "python3") for name, is_busy in busy.items()), terminals)
+    return Seen(tuple((name, is_busy, at, "python3", 0) for name, is_busy in busy.items()), terminals)
 
 
 def test_report_says_what_each_kernel_does_and_how_long_it_is_idle():
-    report = report_of(look(kernels(a=False, b=True), None), {"a": "deep/train.ipynb"}, NOW)
+    report = report_of(look(kernels(a=False, b=True), None, Runs()), {"a": "deep/train.ipynb"}, NOW)
     by_id = {kernel.id: (kernel.busy, kernel.idle_s, kernel.name) for kernel in report.kernels}
     assert by_id == {"a": (False, 60.0, "deep/train.ipynb"), "b": (True, 0.0, "python3")}
 
 
 def test_clock_set_back_makes_no_negative_idle_time():
-    report = report_of(look(kernels(a=False), None), {}, NOW - timedelta(hours=1))
+    report = report_of(look(kernels(a=False), None, Runs()), {}, NOW - timedelta(hours=1))
     assert report.kernels[0].idle_s == 0.0
 
 
 def test_of_too_many_kernels_the_busy_ones_are_reported():
     many = {f"k{n:04}": n == 999 for n in range(1_000)}
-    found = look(kernels(**many), None)
+    found = look(kernels(**many), None, Runs())
     assert len(found.kernels) == MAX_KERNELS
     assert found.any_busy()
 
 
 def test_terminals_are_counted():
     terminals = SimpleNamespace(list=lambda: [{"name": "1"}, {"name": "2"}])
-    assert look(kernels(), terminals).terminals == 2
+    assert look(kernels(), terminals, Runs()).terminals == 2
 
 
 def test_first_look_and_every_minute_are_reported():
@@ -73,3 +75,26 @@ def test_cell_between_two_looks_a_terminal_and_a_busy_kernel_wait_five_seconds()
 
 def test_idle_kernel_alone_is_no_reason_to_report():
     assert not is_due(seen(a=False), seen(a=False), 30)
+
+
+class Kernel(HasTraits):
+    execution_state = Unicode("busy")
+    last_activity = NOW
+    kernel_name = "python3"
+
+
+def test_another_cell_of_a_busy_kernel_is_reported_at_once():
+    kernel, runs, listed = Kernel(), Runs(), ["k"]
+    manager = SimpleNamespace(list_kernel_ids=lambda: listed, get_kernel=lambda _: kernel)
+    first = look(manager, None, runs)
+    kernel.execution_state = "idle"
+    kernel.execution_state = "busy"
+    second = look(manager, None, runs)
+    assert is_due(second, first, 0.1)
+    assert report_of(second, {}, NOW).kernels[0].runs == 1
+    assert not is_due(look(manager, None, runs), second, 0.1)
+    listed.clear()
+    assert look(manager, None, runs).kernels == ()
+    kernel.execution_state = "idle"
+    kernel.execution_state = "busy"  # counted no more: it has ended
+    assert runs._counts == {}

@@ -307,7 +307,7 @@ class RequestService:
         if record is None or record.is_job:
             return
         observation, now = self.registry.observations[record.id], self.registry.clock()
-        busy = frozenset(k.id[:64] for k in report.kernels[:1_000] if k.busy)
+        busy = {k.id[:64]: k.runs for k in report.kernels[:1_000] if k.busy}
         changed = observation.report_kernels(busy, now)
         idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
         if observation.kernel_busy:

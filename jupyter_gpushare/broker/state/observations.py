@@ -66,7 +66,8 @@ class Observation:
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
-    busy: frozenset[str] = frozenset()  # kernels that run a cell, by their server's last report
+    # Kernels that run a cell and how often each became busy, by their server's last report.
+    busy: Mapping[str, int] = field(default_factory=dict)
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
     woken_by_stall: bool = False  # in the present cell
     end_announced: bool = False  # of its maximum run time
@@ -95,9 +96,9 @@ class Observation:
         """Whether a kernel runs a cell."""
         return self.busy_since_at is not None
 
-    def report_kernels(self, kernels: frozenset[str], now: float) -> bool:
+    def report_kernels(self, kernels: Mapping[str, int], now: float) -> bool:
         """Note which kernels are busy; return whether it changed that one is."""
-        if kernels - self.busy:
+        if kernels.items() - self.busy.items():
             self.declined = False  # a new cell may need its GPU
         self.busy, busy = kernels, bool(kernels)
         if busy is self.kernel_busy:

@@ -20,6 +20,7 @@ class KernelActivity(Message, frozen=True):
     busy: bool
     idle_s: Annotated[float, msgspec.Meta(le=1e9)]  # since the last message of the kernel
     name: str = ""  # notebook path or kernel name, for people
+    runs: Annotated[int, msgspec.Meta(ge=0)] = 0  # times it became busy, as far as its server counts
 
 
 class ActivityReport(Message, frozen=True):
