@@ -73,7 +73,7 @@ def test_help_names_every_verb_that_people_use(checkout):
 @pytest.mark.parametrize(
     ("goal", "said"),
     [
-        ("test", "python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/core -k idle"),
+        ("test", "python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/core -k idle"),
         ("test-long", "python -m pytest -m 'long or long_form' --timeout 7200 -s tests/core -k idle"),
     ],
 )
