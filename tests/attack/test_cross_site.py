@@ -62,7 +62,7 @@ class Administrator:
 async def test_a_form_of_our_page_changes_a_quota_with_the_login_cookie(http: Http):
     browser = Administrator(http)
     token = await browser.open()
-    answer = await browser.send({"project": "nlp", "quota": "1.5", "weight": "", "_xsrf": token})
+    answer = await browser.send({"project": "nlp", "quota": "0.5", "weight": "", "_xsrf": token})
     assert answer.status_code == 303, answer.text
     assert "nlp" in http.broker.registry.overrides
 
@@ -70,7 +70,7 @@ async def test_a_form_of_our_page_changes_a_quota_with_the_login_cookie(http: Ht
 async def test_a_change_needs_the_token_in_the_body_whatever_the_address_and_the_headers_say(http: Http):
     browser = Administrator(http)
     token = await browser.open()
-    change = {"project": "nlp", "quota": "1.5"}
+    change = {"project": "nlp", "quota": "0.5"}
     for query, fields, headers in [
         ("", {}, {}),
         ("", {"_xsrf": "wrong"}, {}),
@@ -92,7 +92,7 @@ async def test_the_api_takes_no_cookie_for_a_change(http: Http, kind):
         "PUT",
         f"{http.api}/projects/nlp?_xsrf={token}",
         {"Content-Type": kind, "X-XSRFToken": token},
-        content=b'{"quota": 1.5}',
+        content=b'{"quota": 0.5}',
     )
     assert answer.status_code == 401
     assert not http.broker.registry.overrides

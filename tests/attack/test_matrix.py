@@ -29,7 +29,7 @@ GET    offers                            401  401  403  200  200  200  200  403 
 GET    jobs                              401  401  403  200  200  200  200  200  200  401
 POST   jobs                              401  401  403  403  201  201  201  403  403  401
 GET    jobs/{job}                        401  401  403  200  200  404  404  200  404  401
-PUT    jobs/{job}                        401  401  403  403  200  404  404  404  403  401
+PUT    jobs/{job}                        401  401  403  403  200  404  404  200  404  401
 PUT    jobs/{job}/place                  401  401  403  403  400  404  404  404  403  401
 DELETE jobs/{job}                        401  401  403  403  200  404  404  200  403  401
 GET    jobs/{job}/timeline               401  401  403  200  200  404  404  200  404  401
@@ -51,6 +51,7 @@ GET    lending                           401  401  403  200  200  200  200  200 
 PUT    lending                           401  401  403  403  403  403  403  200  403  401
 GET    devices                           401  401  403  200  200  200  200  200  200  401
 GET    history                           401  401  403  200  200  200  200  200  200  401
+GET    usage                             401  401  403  200  200  200  200  200  200  401
 GET    decisions                         401  401  403  200  200  200  200  200  200  401
 GET    health                            200  200  200  200  200  200  200  200  200  200
 GET    openapi.json                      200  200  200  200  200  200  200  200  200  200
@@ -72,7 +73,7 @@ BODIES = {
     "report": {"state": "ended", "exit_code": 0},
     "activity": {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]},
     "keep": {"minutes": 5},
-    "nlp": {"quota": 1.5},
+    "nlp": {"quota": 0.5},
     "start": START,
     "fault": {"message": "no token"},
     "stop": {"user": "bo", "server": ""},

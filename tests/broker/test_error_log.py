@@ -104,7 +104,7 @@ async def test_a_stop_that_the_hub_refuses_is_asked_for_less_and_less_often(tmp_
         broker = await site.start_broker()
         asked = []
 
-        async def refuse(key: ServerKey) -> None:
+        async def refuse(key: ServerKey, *, forget: bool = True) -> None:
             asked.append(site.now)
             raise HubError(f"{key.server} is pending spawn")
 
