@@ -201,8 +201,7 @@ class GPUShareBroker(Settings):
                 for task in running:
                     task.cancel()
         except* StoreError as failed:
-            error = failed.exceptions[0]
-            raise (error if isinstance(error, StoreError) else StoreError(str(error))) from None
+            raise _first(failed) from None
         finally:
             await asyncio.gather(*(server.end() for server in servers))
             await devices.close()
@@ -283,6 +282,12 @@ class GPUShareBroker(Settings):
 
     def _cookie_secret(self) -> bytes:
         return secret_file(Path(self.state_dir) / "cookie-secret").encode()
+
+
+def _first(failed: BaseExceptionGroup[StoreError]) -> StoreError:
+    """The error that ended the broker, out of groups in groups: that it was superseded before all others."""
+    errors = [_first(each) if isinstance(each, BaseExceptionGroup) else each for each in failed.exceptions]
+    return next((error for error in errors if isinstance(error, Superseded)), errors[0])
 
 
 async def _until(stopped: asyncio.Event) -> None:

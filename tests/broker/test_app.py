@@ -216,6 +216,31 @@ def test_the_helper_of_a_broker_gets_no_secret_of_its_environment(brokers, tmp_p
             os.killpg(pid, signal.SIGKILL)
 
 
+def test_a_broker_that_a_newer_one_superseded_is_not_started_again_by_systemd(brokers, tmp_path):
+    helper_socket = tmp_path / "helper.sock"
+    simulator = Simulator(tmp_path)
+    command = [sys.executable, "-m", "jupyter_gpushare.cli", "helper"]
+    helper = subprocess.Popen(
+        [*command, "--state-dir", str(tmp_path / "helper"), "--socket", str(helper_socket)],
+        env=simulator.env(),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(helper_socket.exists, "the helper listens", process=helper)
+        uses_it = f"--GPUShareBroker.helper_socket={helper_socket}"
+        first = brokers.start(uses_it)
+        until(lambda: (brokers.answers(first) or {}).get("sample_age_s") is not None, "it measures")
+        second = brokers.start(uses_it, port=free_ports(), state="other")
+        _, said = first.communicate(timeout=PATIENCE_S)
+        unit = Path(__file__).parents[2] / "docs/units/gpushare-broker.service"
+        assert f"RestartPreventExitStatus={first.returncode}\n" in unit.read_text(), said
+        assert "epoch 1 is stale" in said.splitlines()[-1]
+        assert second.poll() is None
+    finally:
+        helper.kill()
+        helper.wait()
+
+
 def test_a_secret_that_others_can_read_is_refused(tmp_path):
     path = tmp_path / "token"
     secret = secret_file(path)
