@@ -36,7 +36,7 @@ C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpus
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
-# Most tests wait for processes: three at once use two cores well.  One file
+# Most tests wait for processes: four at once use two cores well.  One file
 # stays in one worker: its fixtures and its users of the machine are its own.
 WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder

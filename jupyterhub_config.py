@@ -148,7 +148,9 @@ c.GPUShareMixin.broker_token_file = str(state / "broker" / "spawner-token")
 # Scope that permits submitting jobs: remove it from a role to forbid jobs.
 c.JupyterHub.custom_scopes = {
     "custom:gpushare:jobs": {"description": "Submit and manage training jobs"},
-    "custom:gpushare:admin": {"description": "See all leases and jobs, change the quotas of projects"},
+    "custom:gpushare:admin": {
+        "description": "See all leases and jobs, change quotas, and act on them for their users"
+    },
 }
 # What every user may do beyond the Hub's own list; a user's server gets the part of it that
 # GPUShareMixin asks for (its default of Spawner.server_token_scopes). If you set

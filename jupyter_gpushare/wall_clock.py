@@ -38,15 +38,13 @@ def seconds_to_midnight(at: str) -> float:
 
 
 def by_day(until: str, seconds: float) -> Iterator[tuple[str, float]]:
-    """Yield each day (UTC) of the ``seconds`` before ``until``, the last first, with its seconds."""
+    """Yield each day (UTC) of the ``seconds`` before ``until``, the oldest first, with its seconds."""
     end = datetime.fromisoformat(until).astimezone(UTC)
-    while seconds > 0:
-        # A midnight ends the day before.
-        last = end - timedelta(microseconds=1)
-        begin = last.replace(hour=0, minute=0, second=0, microsecond=0)
-        within = min(seconds, (end - begin).total_seconds())
-        yield begin.date().isoformat(), within
-        seconds, end = seconds - within, begin
+    begin = end - timedelta(seconds=max(0.0, seconds))
+    while begin < end:
+        midnight = begin.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+        yield begin.date().isoformat(), (min(end, midnight) - begin).total_seconds()
+        begin = midnight
 
 
 def clock_time(at: str, now: str = "") -> str:

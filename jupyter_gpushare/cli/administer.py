@@ -94,10 +94,11 @@ def usage(args: argparse.Namespace) -> int:
     if not rows:
         print(f"No GPU was used {days}.")
         return EXIT_OK
+    rows = [[x if x != "" else "unknown" for x in row] for row in rows]
     total = ["total", *([""] * len(answer.by))][: len(answer.by)]
     rows.append([*total, *(getattr(answer.total, name) for name in _AMOUNTS)])
     head = [*(name.upper() for name in answer.by), "HELD", "COMPUTING", "BORROWED", "LENT"]
-    print_table(head, [[f"{x:.2f}" if isinstance(x, float) else x or "unknown" for x in row] for row in rows])
+    print_table(head, [[f"{x:.2f}" if isinstance(x, float) else x for x in row] for row in rows])
     print(f"GPU-hours {days}; kept for {answer.kept_days} days.")
     return EXIT_OK
 
@@ -114,7 +115,7 @@ def leases(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer)
         return EXIT_OK
-    rows = [[x.id, x.user, x.project, x.size, x.badge, _sentence(x)] for x in answer.leases]
+    rows = [[x.job or x.id, x.user, x.project, x.size, x.badge, _sentence(x)] for x in answer.leases]
     print_table(["ID", "USER", "PROJECT", "SIZE", "STATE", ""], rows)
     return EXIT_OK
 
@@ -123,15 +124,14 @@ def act(args: argparse.Namespace) -> int:
     """Wake, lend or stop a session or job of any user; stopping asks first."""
     id = checked_id(args, args.id)
     with closing(connect(args)) as client:
-        lease = next((x for x in _leases(client) if x.id == id), None)
+        lease = _found(client, id)
         if lease is None:
-            note(f"There is no session or job {id!r}; `gpushare admin leases` lists them.")
             return EXIT_REFUSED
         if args.action == "stop":
             what = "job" if lease.job else "session, with all its kernels and their variables,"
             if not args.yes and not _confirmed(args, f"Stop {lease.user}'s {what} of {lease.size}?"):
                 return EXIT_REFUSED
-        answer = client.post(f"leases/{id}/{args.action}", None, wire.LeaseStatus, repeatable=True)
+        answer = client.post(f"leases/{lease.id}/{args.action}", None, wire.LeaseStatus, repeatable=True)
     if answer is None:  # a job that had not begun
         say("Stopped.")
     elif args.json:
@@ -150,8 +150,13 @@ def priority(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _leases(client: BlockingClient) -> list[wire.LeaseStatus]:
-    return client.get("leases", wire.Leases, params={"all": 1}).leases
+def _found(client: BlockingClient, id: str) -> wire.LeaseStatus | None:
+    """Return the session or job with this id, of the lease or of the job; None, and say so: there is none."""
+    leases = client.get("leases", wire.Leases, params={"all": 1}).leases
+    found = next((x for x in leases if id in (x.id, x.job)), None)
+    if found is None:
+        note(f"There is no session or job {id!r}; `gpushare admin leases` lists them.")
+    return found
 
 
 def _sentence(lease: wire.LeaseStatus) -> str:

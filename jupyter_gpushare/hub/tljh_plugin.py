@@ -41,7 +41,9 @@ def tljh_custom_jupyterhub_config(c: Any) -> None:
     c.JupyterHub.custom_scopes = {
         **dict(c.JupyterHub.get("custom_scopes", {})),
         "custom:gpushare:jobs": {"description": "Submit and manage training jobs"},
-        "custom:gpushare:admin": {"description": "See all leases and jobs, change the quotas of projects"},
+        "custom:gpushare:admin": {
+            "description": "See all leases and jobs, change quotas, and act on them for their users"
+        },
     }
     compat.grant_to_users(c, {"custom:gpushare:jobs", "access:services!service=gpushare"})
     roles = c.JupyterHub.setdefault("load_roles", [])

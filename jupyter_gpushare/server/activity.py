@@ -59,7 +59,7 @@ class Runs:
     def of(self, id_: str, kernel: Any) -> int:
         """Return the count of a kernel since it was first asked for."""
         if id_ not in self._counts and hasattr(kernel, "observe"):
-            self._counts[id_] = 0
+            self._counts[id_] = int(kernel.execution_state == "busy")
             kernel.observe(lambda change: self._count(id_, change["new"]), "execution_state")
         return self._counts.get(id_, 0)
 

@@ -47,6 +47,7 @@ DELETE projects/nlp                      401  401  403  403  403  403  403  200 
 POST   leases/{lease}/stay-asleep        401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/never-sleep        401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/may-sleep          401  401  403  409  409  404  404  409  404  401
+POST   leases/{lease}/stop               401  401  403  403  204  404  404  204  404  401
 GET    lending                           401  401  403  200  200  200  200  200  200  401
 PUT    lending                           401  401  403  403  403  403  403  200  403  401
 GET    devices                           401  401  403  200  200  200  200  200  200  401
@@ -64,7 +65,7 @@ TABLE = [
     (cells[0], cells[1], dict(zip(IDENTITIES, map(int, cells[2:]), strict=True)))
     for cells in map(str.split, EXPECTED.strip().splitlines()[1:])
 ]
-ACTIONS = ("resume", "stay-asleep", "keep", "lend", "never-sleep", "may-sleep")
+ACTIONS = ("resume", "stay-asleep", "keep", "lend", "never-sleep", "may-sleep", "stop")
 BODIES = {
     "PUT jobs/{job}": {"priority": -1},
     "place": {"before": "nosuchjob"},

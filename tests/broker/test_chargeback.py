@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.state.records import UsageRecord
+from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
+from jupyter_gpushare.broker.state.usage import Usage
 from jupyter_gpushare.broker.views import chargeback
+from jupyter_gpushare.core.model import Kind, Lease, State
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.wall_clock import by_day
 from tests.broker.http_site import PREFIX
@@ -31,9 +35,9 @@ def test_a_stretch_is_divided_at_midnight():
     assert list(by_day("2023-11-15T00:00:00.000Z", 10)) == [("2023-11-14", 10)]
     assert list(by_day("2023-11-15T01:00:00.000Z", 0)) == []
     assert list(by_day("2023-11-15T01:00:00.000Z", 3600 + 86_400 + 5)) == [
-        ("2023-11-15", 3600),
-        ("2023-11-14", 86_400),
         ("2023-11-13", 5),
+        ("2023-11-14", 86_400),
+        ("2023-11-15", 3600),
     ]
 
 
@@ -57,6 +61,38 @@ async def test_each_day_has_the_hours_that_were_held_in_it(tmp_path):
         after = await told(broker, "day,user")
         assert after.rows[0].held_gpu_h == pytest.approx(first.held_gpu_h, rel=1e-3)
         assert after.total.held_gpu_h == pytest.approx(2 * broker.job(job).ran_s / 3600, rel=1e-3)
+
+
+def test_many_days_without_a_sum_change_no_day_before_them():
+    """More of them than are kept in memory: the broker was away while a session ran on."""
+    usage = Usage(lambda _: "", 0.0)
+    before = UsageRecord(day="2023-11-10", user="ada", project="vision", used_gpu_s=36_000.0)
+    usage.load([replace(before, day=f"2023-11-{day:02}") for day in range(4, 11)])
+    lease = Lease(id="x", project="vision", kind=Kind.BUILD, size=Size(1000), user="ada", state=State.RUNNING)
+    session = LeaseRecord(lease=replace(lease, held_milli=1000, devices=("GPU-0",)))
+    stored = {}
+    for use in usage.of(session, "2023-11-22T12:00:00.000Z", 12 * 86_400):
+        found = usage.count(use)
+        assert isinstance(found, UsageRecord)
+        stored[found.day] = found.used_gpu_s
+    assert stored == {
+        "2023-11-10": 36_000 + 43_200,
+        **{f"2023-11-{day}": 86_400 for day in range(11, 22)},
+        "2023-11-22": 43_200,
+    }
+
+
+@in_virtual_time
+async def test_use_of_a_day_that_is_not_in_memory_is_added_to_it_on_disk(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        old = UsageRecord(day="2023-11-01", user="ada", project="vision", used_gpu_s=3600.0)
+        for day in (1, *range(5, 12), 1):
+            use = replace(old, day=f"2023-11-{day:02}")
+            await broker.registry.journal.commit(broker.registry.usage.count(use))
+        found = await told(broker, "day")
+        days = [(row.day, row.held_gpu_h) for row in found.rows]
+        assert days[:2] == [("2023-11-01", 2.0), ("2023-11-05", 1.0)]
 
 
 @in_virtual_time

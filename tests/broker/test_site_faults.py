@@ -61,6 +61,30 @@ def test_faults_are_logged_when_they_begin_and_end_and_at_most_once_a_minute(cap
     ]
 
 
+def test_a_fault_that_replaces_another_is_logged_and_one_that_comes_and_goes_once_a_minute(caplog):
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    faults = Faults(lambda: now)
+    faults.found("hub-user", "It refuses to list.")
+    for second in range(30, 600):
+        now = float(second)
+        faults.found("hub-user", "It refuses the token.")
+    said = [each.getMessage() for each in caplog.records]
+    assert said == ["It refuses to list.", "It refuses the token."]
+    caplog.clear()
+    for second in range(600, 1200):
+        now = float(second)
+        faults.found("hub-user", "It refuses the token.", forget_s=30)
+        faults.mended("hub-user")
+    assert len(caplog.records) <= 2 * 10 + 1
+    caplog.clear()
+    now = 2000.0
+    faults.found("hub-user", "It refuses the token.", forget_s=30)
+    now = 2031.0
+    assert faults.sentences() == []
+    assert [each.getMessage() for each in caplog.records][1:] == ["hub-user: works again"]
+
+
 async def test_other_users_of_the_machine_report_no_fault(http: Http, monkeypatch):
     monkeypatch.setattr("jupyter_gpushare.broker.http.spawner.source_of", lambda _: "uid 1234 by socket")
     answer = await http.ask("POST", "spawner/fault", "-", json={"message": "all is lost"})

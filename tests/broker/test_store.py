@@ -514,15 +514,20 @@ async def test_a_job_is_found_by_its_owner_however_long_ago_it_ended(database):
 
 
 async def test_use_of_a_day_is_replaced_and_kept_for_400_days(database):
+    """A day in the future, of a wrong clock, is one of them and drops no more than one."""
     store = database()
     last = date(2025, 3, 1)
-    days = [(last - timedelta(days=n)).isoformat() for n in (401, 400, 399, 0)]
+    days = [(last - timedelta(days=n)).isoformat() for n in range(401, -1, -1)]
     await store.commit([replace(USAGE, day=day) for day in days])
     await store.commit([replace(USAGE, day=days[-1], used_gpu_s=9.0)])
     everything = UsageQuery(since="2000-01-01", until="2100-01-01", by=("day",))
-    found = await store.usage(everything, "2100-01-01", 10)
+    found = await store.usage(everything, "2100-01-01", 1000)
+    assert [day for (day,), _ in found] == days[2:]
+    assert [amounts.used_gpu_s for _, amounts in found] == [*[1.5] * 399, 9.0]
+    await store.commit([replace(USAGE, day="2099-01-01")])
+    found = await store.usage(everything, "2100-01-01", 1000)
     store.close()
-    assert [(day, amounts.used_gpu_s) for (day,), amounts in found] == [(days[2], 1.5), (days[3], 9.0)]
+    assert [day for (day,), _ in found] == [*days[3:], "2099-01-01"]
 
 
 async def test_only_the_newest_week_of_use_is_loaded(database):

@@ -198,6 +198,7 @@ class TestStart:
 
     async def test_a_refusal_of_one_cycle_is_no_refusal(self, bed: Bed, broker: Broker):
         bed.schedules = False
+        bed.engine._stands_s = 60.0
         starting = asyncio.create_task(broker.session("a"))
         name = (await bed.until(lambda: bed.seats_of("a")))[0]["metadata"]["name"]
         await bed.until(lambda: len(objects(bed)) == 2)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jupyter_gpushare.errors import GpuShareError
 
@@ -35,6 +36,17 @@ class ApiServer:
     ca_file: Path | None = None  # neither this nor `ca_pem`: the certificate authorities of the system
     ca_pem: str = ""
     client_pem: str = ""  # certificate and key of a user
+
+    def __post_init__(self) -> None:
+        """Refuse to authenticate to a server that is not verified.
+
+        Raises:
+            KubeError: the URL is no ``https://``, but for one of this machine.
+        """
+        parts = urlsplit(self.url)
+        is_here = parts.hostname in ("127.0.0.1", "::1", "localhost")
+        if parts.scheme != "https" and (self.token or self.token_file) and not is_here:
+            raise KubeError(f"{self.url}: a token is sent over https:// only")
 
     @classmethod
     def of_pod(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ApiServer:

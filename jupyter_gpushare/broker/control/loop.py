@@ -94,8 +94,8 @@ class Loop:
                 if isinstance(error, HelperError) and error.kind == ErrorKind.STALE_EPOCH:
                     raise self.registry.journal.fail(Superseded(f"this broker ends: {error}")) from None
                 self._errors.failed(name, error)
-                if isinstance(error, HubError):
-                    pause_s = SERVERS_S  # the Hub logs each request that it refuses
+                if isinstance(error, HubError) or part == self._reconciling_servers:
+                    pause_s = SERVERS_S  # the Hub logs each request
             except Exception as error:
                 self._errors.broke(name, error)
             await asyncio.sleep(pause_s)

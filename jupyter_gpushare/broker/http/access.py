@@ -21,7 +21,7 @@ from typing import Any
 from jupyterhub.services.auth import HubOAuth
 
 from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
-from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
+from jupyter_gpushare.errors import BrokerUnavailable, Conflict, HelperError, NotAllowed
 
 JOBS_SCOPE = "custom:gpushare:jobs"
 ADMIN_SCOPE = "custom:gpushare:admin"
@@ -110,11 +110,12 @@ class Access:
         """Stop a server of a user, which stays in the user's list of servers.
 
         Raises:
-            BrokerUnavailable: the Hub refuses, for example while the server starts, or does not answer.
+            BrokerUnavailable: the Hub refuses, for example while the server starts, or it or the device
+                helper does not answer.
         """
         try:
             await self._hub.stop_server(key, forget=False)
-        except HubError as error:
+        except (HubError, HelperError) as error:
             raise BrokerUnavailable(str(error)) from None
 
     async def server_url(self, key: ServerKey) -> str:

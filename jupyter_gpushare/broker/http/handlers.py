@@ -248,6 +248,8 @@ class LeaseAction(Base):
     async def post(self, lease_id: str, action: str) -> None:
         identity = await self.identify()
         record = _mine(self.control.registry.get(lease_id), identity)
+        if action == "stop" and not identity.admin:
+            identity.require(JOBS_SCOPE if record.is_job else ADMIN_SCOPE)
         minutes = self.body(wire.KeepRequest).minutes if action == "keep" and self.content else 30
         await act(self, record, action, identity, minutes)
         left = self.control.registry.leases.get(lease_id)

@@ -20,7 +20,7 @@ class Faults:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: dict[str, tuple[str, float]] = {}
-        self._logged_at: dict[str, float] = {}
+        self._logged: dict[str, tuple[str, float]] = {}  # the last sentence in the log; empty: it is over
         self._checks: list[Callable[[], str]] = []
 
     def check(self, look: Callable[[], str]) -> None:
@@ -34,23 +34,28 @@ class Faults:
         """
         if source not in self._found and len(self._found) >= _MOST:
             return
-        now, (before, until) = self._clock(), self._found.get(source, ("", 0.0))
-        is_new = sentence != before or now >= until
-        if is_new and now - self._logged_at.get(source, -math.inf) >= _LOG_S:
+        self._end_forgotten()
+        now, (logged, at) = self._clock(), self._logged.get(source, ("", -math.inf))
+        if sentence != logged and now - at >= _LOG_S:
             log.error("%s", sentence)
-            self._logged_at[source] = now
+            self._logged[source] = (sentence, now)
         self._found[source] = (sentence, now + forget_s)
 
     def mended(self, *sources: str) -> None:
         """Forget the faults of these sources."""
         for source in sources:
-            if self._found.pop(source, None) is not None:
+            self._found.pop(source, None)
+            logged, at = self._logged.get(source, ("", 0.0))
+            if logged:
                 log.info("%s: works again", source)
-            self._logged_at.pop(source, None)
+                self._logged[source] = ("", at)
 
     def sentences(self) -> list[str]:
         """Return the faults that are known now."""
-        now = self._clock()
-        self._found = {source: found for source, found in self._found.items() if now < found[1]}
+        self._end_forgotten()
         checked = [said for look in self._checks if (said := look())]
         return [*checked, *(sentence for sentence, _ in self._found.values())]
+
+    def _end_forgotten(self) -> None:
+        now = self._clock()
+        self.mended(*[source for source, (_, until) in self._found.items() if now >= until])

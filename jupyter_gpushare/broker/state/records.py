@@ -185,6 +185,13 @@ class UsageRecord:
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in USE_AMOUNTS})
 
 
+@dataclass(frozen=True, slots=True)
+class UsageAddition:
+    """Use of a day whose sums are on disk only: it is added to them there."""
+
+    use: UsageRecord
+
+
 USE_AMOUNTS = ("used_gpu_s", "computing_gpu_s", "borrowed_gpu_s", "lent_gpu_s", "saved_gib_s", "kept_s")
 
 

@@ -33,14 +33,13 @@ from jupyter_gpushare.broker.state.records import (
     LeaseRecord,
     ProjectOverride,
     SuspensionCounts,
-    UsageRecord,
     with_current_boot,
 )
 from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.store import Loaded, Store
 from jupyter_gpushare.broker.state.tally import Tally
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
-from jupyter_gpushare.broker.state.usage import Usage
+from jupyter_gpushare.broker.state.usage import Counted, Usage
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
 from jupyter_gpushare.errors import Conflict, NotFound, StoreError
@@ -331,7 +330,7 @@ class Registry:
             lease = order.with_turn(lease, granted_at, self.policy.settings())
         return replace(lease, state=state)
 
-    def _count_lent(self, devices: Collection[str] | None = None) -> list[UsageRecord]:
+    def _count_lent(self, devices: Collection[str] | None = None) -> list[Counted]:
         """Count what was lent on these devices (None: on all) until now, before a change there."""
         return self.usage.count_lent(self.leases.values(), self.clock(), self.iso_now(), devices)
 

@@ -9,12 +9,14 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from jupyter_gpushare.broker.state.records import (
+    USE_AMOUNTS,
     DecisionRecord,
     JobRecord,
     LeaseRecord,
     MachineUse,
     MetaValue,
     ProjectOverride,
+    UsageAddition,
     UsageRecord,
 )
 from jupyter_gpushare.broker.state.tables import (
@@ -45,7 +47,16 @@ MAX_MACHINE_DAYS = 90
 # Of a row of use.
 USE_KEY = ("day", "user", "project", "gpu")
 
-Change = LeaseRecord | JobRecord | DecisionRecord | ProjectOverride | UsageRecord | MachineUse | MetaValue
+Change = (
+    LeaseRecord
+    | JobRecord
+    | DecisionRecord
+    | ProjectOverride
+    | UsageRecord
+    | UsageAddition
+    | MachineUse
+    | MetaValue
+)
 
 
 def read_meta(connection: Connection, key: str) -> str | None:
@@ -89,13 +100,14 @@ def write(connection: Connection, change: Change) -> None:
                 connection.execute(decisions.delete().where(decisions.c.seq <= change.seq - MAX_DECISIONS))
                 _prune(connection)
             return
-        case UsageRecord():
-            row = {f.name: getattr(change, f.name) for f in fields(change)}
+        case UsageRecord() | UsageAddition():
+            use = change if isinstance(change, UsageRecord) else change.use
+            row = {f.name: getattr(use, f.name) for f in fields(use)}
+            sums = row if use is change else {name: usage.c[name] + row[name] for name in USE_AMOUNTS}
             key_of = [usage.c[name] == row[name] for name in USE_KEY]
-            if not connection.execute(usage.update().where(*key_of).values(row)).rowcount:
+            if not connection.execute(usage.update().where(*key_of).values(sums)).rowcount:
                 connection.execute(usage.insert().values(row))
-                oldest = before(change.day, days=MAX_USAGE_DAYS - 1)[:10]
-                connection.execute(usage.delete().where(usage.c.day < oldest))
+                _forget_days(connection)
             return
         case MachineUse():
             connection.execute(
@@ -122,6 +134,14 @@ def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> Non
     if records:
         changed = leases.update().where(leases.c.id == sa.bindparam("known_id"))
         connection.execute(changed, [{**lease_row(each), "known_id": each.id} for each in records])
+
+
+def _forget_days(connection: Connection) -> None:
+    """Drop the days beyond the newest `MAX_USAGE_DAYS` with any use: a wrong clock drops one."""
+    days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc())
+    oldest = connection.execute(days.offset(MAX_USAGE_DAYS).limit(1)).scalar()
+    if oldest is not None:
+        connection.execute(usage.delete().where(usage.c.day <= oldest))
 
 
 def _prune(connection: Connection) -> None:

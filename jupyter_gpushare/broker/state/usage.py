@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jupyter_gpushare.broker.state.lending import Lending, Lent
-from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
+from jupyter_gpushare.broker.state.records import LeaseRecord, UsageAddition, UsageRecord
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State
 from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.wall_clock import by_day
@@ -24,6 +24,7 @@ WEEK_DAYS = 7
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
 _Key = tuple[str, str, str, str]
+Counted = UsageRecord | UsageAddition
 
 
 class Amounts(NamedTuple):
@@ -117,9 +118,10 @@ class Usage:
 
     def count_held(
         self, records: Iterable[LeaseRecord], now: float, until: str
-    ) -> tuple[list[LeaseRecord], list[UsageRecord]]:
+    ) -> tuple[list[LeaseRecord], list[Counted]]:
         """Count what was held and parked until ``now``; returns the changed leases and sums."""
-        counted, sums = [], []
+        counted: list[LeaseRecord] = []
+        sums: list[Counted] = []
         for record in records:
             if uses := self.of(record, until, record.uncounted_s(now)):
                 counted.append(replace(record, counted_at=now))
@@ -128,7 +130,7 @@ class Usage:
 
     def count_lent(
         self, records: Collection[LeaseRecord], now: float, until: str, devices: Collection[str] | None = None
-    ) -> list[UsageRecord]:
+    ) -> list[Counted]:
         """Count what was lent on ``devices`` (None: on all) until ``now``, before a change there."""
         lent = self._lending.count(records, now, devices)
         return [self.count(use) for use in self._lent_of(lent, until)]
@@ -146,8 +148,8 @@ class Usage:
             for day, within in by_day(until, seconds)
         ]
 
-    def count(self, stretch: UsageRecord) -> UsageRecord:
-        """Add a stretch of use to its day; returns the day's new sum."""
+    def count(self, stretch: UsageRecord) -> Counted:
+        """Add a stretch of use to its day; returns what to store, the day's new sum if it is in memory."""
         key = _key(stretch)
         if stretch.kept_s:
             for yesterday in [key for key in self._kept_s if key[0] != stretch.day]:
@@ -158,6 +160,8 @@ class Usage:
             stretch = before.plus(stretch)
         else:
             newest = sorted({stretch.day, *(key[0] for key in self.sums)}, reverse=True)[:WEEK_DAYS]
+            if stretch.day not in newest:
+                return UsageAddition(stretch)
             self.sums = {k: u for k, u in self.sums.items() if k[0] in newest}
         self.sums[key] = stretch
         return stretch
