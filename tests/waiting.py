@@ -29,16 +29,17 @@ def until(
     """Return the first true value of ``condition``.
 
     Fails at once when ``process`` has ended, and ``patience_s`` after the start or
-    the last growth of ``log``.
+    the last growth of ``log``, which need not exist yet.
 
     Raises:
         AssertionError: it did not become true; names ``what`` and the end of ``log``.
     """
     deadline, size = time.monotonic() + patience_s, 0
     while not (found := condition()):
-        if log is not None and (now := log.stat().st_size) != size:
+        is_there = log is not None and log.exists()
+        if log is not None and is_there and (now := log.stat().st_size) != size:
             deadline, size = time.monotonic() + patience_s, now
-        said = "" if log is None else f":\n{log.read_text(errors='replace')[-3000:]}"
+        said = f":\n{log.read_text(errors='replace')[-3000:]}" if log is not None and is_there else ""
         assert process is None or process.poll() is None, f"ended before {what}{said}"
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what} ({found!r}){said}"
         time.sleep(0.02)
