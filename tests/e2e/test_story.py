@@ -267,8 +267,8 @@ def test_only_an_admin_changes_a_quota(hub: DemoHub, chromium: Chromium) -> None
     admin, ada = hub.person("admin"), hub.person("ada")
     with pytest.raises(Refused, match="403"):
         ada.ask("projects/vision", "PUT", json={"quota": 2})
-    changed = {p["name"]: p for p in admin.ask("projects/vision", "PUT", json={"quota": 1.5})["projects"]}
-    assert (changed["vision"]["quota_milli"], changed["vision"]["overridden"]) == (1500, True)
+    changed = {p["name"]: p for p in admin.ask("projects/vision", "PUT", json={"quota": 0.5})["projects"]}
+    assert (changed["vision"]["quota_milli"], changed["vision"]["overridden"]) == (500, True)
     assert (changed["nlp"]["quota_milli"], changed["nlp"]["overridden"]) == (1000, False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -291,4 +291,4 @@ def test_only_an_admin_changes_a_quota(hub: DemoHub, chromium: Chromium) -> None
         assert not [v["id"] for v in found if v["impact"] in ("serious", "critical")]
         browser.close()
     uses = {p["name"]: p["quota_milli"] for p in admin.ask("projects")["projects"]}
-    assert uses == {"vision": 1500, "nlp": 500}
+    assert uses == {"vision": 500, "nlp": 500}

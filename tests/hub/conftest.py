@@ -207,9 +207,10 @@ class FakeBroker:
         parts = urlsplit(url)
         path = parts.path.removeprefix(API_PREFIX)
         query = parse_qs(parts.query)
-        self.asked.append(Asked(method, path, query, body, authorization.partition(" ")[2]))
+        token = authorization.partition(" ")[2]
+        self.asked.append(Asked(method, path, query, body, token))
         time.sleep(self.hang_s)
-        if path != "spawner/fault" and self.asked[-1].token != self.token:
+        if path.startswith("spawner/") and path != "spawner/fault" and token != self.token:
             return 403, {"status": 403, "reason": "not_the_spawner", "message": "only the Hub's spawner"}
         if path == "spawner/offers":
             answer = offers(query.get("project", self.projects)[0], self.projects)
