@@ -7,6 +7,7 @@ caller that puts them into a process's environment loads nothing itself.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from jupyter_gpushare.errors import GpuShareError
@@ -44,6 +45,28 @@ def preload_path() -> Path:
             where blanks and colons separate entries.
     """
     return _loadable(lib_dir() / PRELOAD_NAME)
+
+
+def install_preload(folder: Path) -> Path:
+    """Copy the preload library into a folder and return its path there, which its contents name.
+
+    Earlier versions stay: processes that begin in a running pod still name theirs.
+
+    Raises:
+        GpuShareError: it is not built, or it cannot be written.
+    """
+    content = preload_path().read_bytes()
+    path = _loadable(folder / f"{hashlib.sha256(content).hexdigest()[:16]}-{PRELOAD_NAME}")
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not path.is_file() or path.read_bytes() != content:
+            new = path.with_suffix(".new")
+            new.write_bytes(content)
+            new.chmod(0o755)
+            new.rename(path)
+    except OSError as error:
+        raise GpuShareError(f"the preload library cannot be copied to {path}: {error.strerror}") from None
+    return path
 
 
 def sim_dir() -> Path:

@@ -13,11 +13,16 @@
 #include <string.h>
 #include <unistd.h>
 
+#ifndef PROC_FOLDER
+#define PROC_FOLDER "/proc"
+#endif
+enum { PROC_PATH_BYTES = 256 };
+
 /* Start time in clock ticks, or 0 when there is no such living process. */
 static inline uint64_t process_start_ticks(int32_t pid)
 {
-    char path[32], text[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    char path[PROC_PATH_BYTES], text[1024];
+    snprintf(path, sizeof path, "%s/%d/stat", PROC_FOLDER, pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return 0;

@@ -18,24 +18,31 @@ such a lease killed, which then does not end before this one (the device counts 
 Never stopped: processes of root, MPS servers, and names or cgroups of ``--watchdog-ignore``.
 A process chooses its own name, so a name only spares what need not be stopped; a cgroup
 is given by root.  Ended leases leave no process behind: `LeaseRegistry.drop` kills them.
+
+An administrator may have a process ended (`UnleasedProcesses.end`) that the watchdog would only
+report; never one of those, nor one of a container, nor one that may be in a lease.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.driver.nvml import Usage
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.protocol.helper import EventKind
+from jupyter_gpushare.protocol.helper import ErrorKind, EventKind
+from jupyter_gpushare.protocol.unleased import UnleasedProcess
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +53,8 @@ GRACE_S = 5.0
 TOLERANCE_BYTES = 64 << 20
 # nvidia-cuda-mps-server and nvidia-cuda-mps-control, as /proc/PID/comm cuts them (15 characters).
 MPS_NAME = "nvidia-cuda-mps"
+# Of a device, in a sample.
+SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +90,56 @@ class UnleasedProcesses:
         self._own_pids = own_pids
         self._seen: dict[tuple[Key, str], _Seen] = {}
         self._unread: set[Key] = set()  # in the last sample
+        # For other threads: by device, the last sample's processes with the reasons to keep them.
+        self._shown: dict[str, tuple[tuple[Process, UnleasedProcess], ...]] = {}
+        self._guard = threading.Lock()
+        self._asked: dict[Key, float] = {}  # to be ended by request, since
+
+    def shown(self, uuid: str) -> tuple[UnleasedProcess, ...]:
+        """The processes without a lease on a device in the last sample, `SHOWN` at most; in any thread."""
+        return tuple(
+            replace(told, ending=process.key in self._asked) for process, told in self._shown.get(uuid, ())
+        )
+
+    def end(self, uuid: str, name: str, leases: Iterable[Lease]) -> None:
+        """End a process of `shown`: SIGTERM now, SIGKILL `GRACE_S` later; in any thread.
+
+        Raises:
+            HelperError: the last sample shows no such process, it may not be ended, or it cannot be.
+        """
+        found = next((each for each in self._shown.get(uuid, ()) if each[1].process == name), None)
+        if found is None or any(found[0].key == x.key for lease in leases for x in lease.processes):
+            raise HelperError(ErrorKind.UNKNOWN_PROCESS, "no such process without a lease uses this GPU")
+        process, told = found
+        if told.kept:
+            raise HelperError(ErrorKind.CONFLICT, f"this process is left alone: {told.kept}")
+        with self._guard:
+            self._asked.setdefault(process.key, time.monotonic())
+        try:
+            was_sent = self._processes.signal(process.key, signal.SIGTERM)
+        except OSError as error:
+            with self._guard:
+                self._asked.pop(process.key, None)
+            raise HelperError(
+                ErrorKind.NOT_ALLOWED, f"the device helper cannot end it: {error.strerror}"
+            ) from None
+        if not was_sent:
+            with self._guard:
+                self._asked.pop(process.key, None)
+            raise HelperError(ErrorKind.UNKNOWN_PROCESS, "this process has ended")
+        self._report(process, uuid, told.used_bytes, "", action="stop")
 
     def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
         """Report, and where the conditions hold stop, processes without a lease in one sample."""
         now, leases = time.monotonic(), list(leases)
+        shown: dict[str, list[tuple[Process, UnleasedProcess]]] = {uuid: [] for uuid in usages}
         in_leases = {process.pid for lease in leases for process in lease.processes}
         present: set[tuple[Key, str]] = set()
         unread: set[Key] = set()
+        kept_alone: set[Key] = set()
         for uuid, usage in usages.items():
             here = [lease for lease in leases if uuid in lease.limits]
-            for pid, shown in usage.processes.items():
+            for pid, used in usage.processes.items():
                 if pid in in_leases or pid in self._own_pids:
                     continue
                 process = self._processes.find(pid)
@@ -102,11 +151,29 @@ class UnleasedProcesses:
                         continue
                 if process is not None and self._processes.alive(process.key):
                     present.add((process.key, uuid))
-                    spared = self._spared(process, here) or self._may_be_leased(process, uuid, usage, here)
-                    self._judge(process, uuid, shown or 0, spared, now)
+                    kept = self._kept(process) or self._may_be_leased(process, uuid, usage, here)
+                    if kept:
+                        kept_alone.add(process.key)
+                    if len(shown[uuid]) < SHOWN:
+                        shown[uuid].append((process, _told(process, used or 0, kept)))
+                    self._judge(process, uuid, used or 0, self._spared(process, here, kept), now)
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
         self._unread = unread
+        self._shown = {**self._shown, **{uuid: tuple(found) for uuid, found in shown.items()}}
+        self._kill_asked({key for key, _ in present} - kept_alone, now)
+
+    def _kill_asked(self, present: set[Key], now: float) -> None:
+        """Kill what was to end by request and is still here without a lease; forget what has ended."""
+        with self._guard:
+            asked = dict(self._asked)
+        for key, since in asked.items():
+            if not self._processes.alive(key):
+                with self._guard:
+                    self._asked.pop(key, None)
+            elif key in present and now - since >= GRACE_S:
+                with contextlib.suppress(PermissionError):
+                    self._processes.signal(key, signal.SIGKILL)
 
     def _judge(self, process: Process, uuid: str, used_bytes: int, spared: str, now: float) -> None:
         seen = self._seen.get((process.key, uuid))
@@ -130,17 +197,23 @@ class UnleasedProcesses:
             seen.stopped_at = now
             self._report(process, uuid, used_bytes, "", action="stop")
 
-    def _spared(self, process: Process, here: Iterable[Lease]) -> str:
-        """Return why a process without a lease is not stopped; empty: it is, after `NOTICE_S`."""
-        rules = self._rules
-        if not rules.stops:
+    def _spared(self, process: Process, here: Iterable[Lease], kept: str) -> str:
+        """Return why the watchdog stops no process without a lease; empty: it does, after `NOTICE_S`."""
+        if not self._rules.stops:
             return "the watchdog only reports"
-        if process.uid == 0 or process.uid < rules.first_uid:
-            return "it belongs to a system user"
+        if kept:
+            return kept
         if process.uid not in self._holders.uids:
             return "its user held no lease since boot"
         if not any(lease.uid != process.uid or (lease.killed and process.unread) for lease in here):
             return "the device is leased to no other user"
+        return ""
+
+    def _kept(self, process: Process) -> str:
+        """Return why a process without a lease is ended neither by the watchdog nor by request."""
+        rules = self._rules
+        if process.uid == 0 or process.uid < rules.first_uid:
+            return "it belongs to a system user"
         if self._holders.record_lost:
             return "the record of a lease was lost, which it may have been in"
         if process.name == MPS_NAME or process.name in rules.ignore:
@@ -191,6 +264,17 @@ class UnleasedProcesses:
             "name": process.name,
         }
         self._events.publish(EventKind.UNLEASED_PROCESS, device=uuid, reason=reason, fields=fields)
+
+
+def _told(process: Process, used_bytes: int, kept: str) -> UnleasedProcess:
+    return UnleasedProcess(
+        process=f"{process.pid}-{process.start_ticks}",
+        pid=process.pid,
+        uid=process.uid,
+        name=process.name,
+        used_bytes=used_bytes,
+        kept=kept,
+    )
 
 
 def _shares_pids(pid: int) -> bool:

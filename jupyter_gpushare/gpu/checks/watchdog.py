@@ -50,8 +50,8 @@ class Watchdog:
     def __init__(
         self, action: WatchdogAction, processes: Processes, events: Events, unleased: UnleasedProcesses
     ) -> None:
-        self._action = action
-        self._unleased = unleased
+        self.action = action
+        self.unleased = unleased
         self._processes = processes
         self._events = events
         self._over: set[tuple[str, str]] = set()  # (lease, device) in the last sample
@@ -60,7 +60,7 @@ class Watchdog:
 
     def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
         """Compare one sample: the usage of each device, and the leases with their processes."""
-        if self._action is WatchdogAction.OFF:
+        if self.action is WatchdogAction.OFF:
             return
         now = time.monotonic()
         leases = list(leases)
@@ -80,7 +80,7 @@ class Watchdog:
                     if (lease.name, uuid) in self._over:
                         self._over_limit(lease, uuid, used, usage, now)
         self._over = over
-        self._unleased.compare(usages, leases)
+        self.unleased.compare(usages, leases)
         self._kill_overdue(now)
         if len(self._reported) > MAX_REMEMBERED:
             self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
@@ -94,7 +94,7 @@ class Watchdog:
             uses, granted = compared(used, lease.allowed_bytes(uuid))
             reason = f"uses {uses}, {granted} are granted"
         victim, action = _victim(lease, uuid, usage), "warn"
-        stops = self._action is WatchdogAction.STOP
+        stops = self.action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
             action = "stop"
             self._stopping[victim.key] = now

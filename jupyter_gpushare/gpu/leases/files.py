@@ -26,7 +26,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -59,6 +59,8 @@ USED_IN_SLOT = 40
 ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
 
 _LEASE = re.compile(r"[a-z0-9-]{1,64}")
+
+Key = tuple[int, int]  # pid, start ticks
 
 
 class PagePhase(enum.IntEnum):
@@ -105,6 +107,11 @@ class Slot:
     calls: int  # every call that may wait while suspended, work included
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
+
+    @property
+    def key(self) -> Key:
+        """Pid and start time, as the process knows them."""
+        return self.pid, self.start_ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +228,8 @@ class LeaseDirectory:
         self._limit = self.path / LIMIT_NAME
         self._account = self.path / ACCOUNT_NAME
         self._account_fd = -1
+        # Keys of the account of processes that know themselves by another pid than this process does.
+        self._host_keys: dict[Key, Key] = {}
         # The sampling and the waking thread share the descriptor.
         self._guard = threading.Lock()
 
@@ -307,7 +316,24 @@ class LeaseDirectory:
     def account(self) -> Account | None:
         """The account as it is now; None when it is broken."""
         self.reopen()
-        return parse_account(self.raw_account())
+        return self.parse(self.raw_account())
+
+    def parse(self, raw: bytes) -> Account | None:
+        """The account in these bytes, its processes named by the pids of this process; None: it is broken."""
+        account, keys = parse_account(raw), self._host_keys
+        if account is None or not keys:
+            return account
+        slots = (replace(slot, pid=keys[slot.key][0]) if slot.key in keys else slot for slot in account.slots)
+        return replace(account, slots=tuple(slots))
+
+    def know(self, keys: Mapping[Key, Key]) -> None:
+        """Note the keys of living processes by those that they write into the account.
+
+        Those of processes that have ended are kept as long as there is space: their slots stay.
+        """
+        both = self._host_keys | {inner: key for inner, key in keys.items() if inner != key}
+        surplus = len(both) - 2 * SLOTS
+        self._host_keys = {k: v for n, (k, v) in enumerate(both.items()) if n >= surplus or k in keys}
 
     def close(self) -> None:
         """Close the account."""

@@ -6,6 +6,7 @@
             epoch              the highest epoch ever seen, written before its effect
             canary             self-test verdicts and device states of this boot and driver
             holders            users that held a lease in this boot (`holders`)
+            pods               on Kubernetes: the leases of pods in this boot (`pods`)
             journal/<lease>    one record per lease, written before and after each step
     <lease dir>/<lease>/       limit page and account, see `files`
 
@@ -73,6 +74,7 @@ class Record:
     # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES".
     counted: dict[str, str] = field(default_factory=dict)
     unattended: bool = False
+    stops: bool = False
     unconfirmed: bool = False
 
 
@@ -91,6 +93,7 @@ class StateDirectory:
         self.leases = leases or path / "leases"
         self._private = path / "private"
         self._journal = self._private / "journal"
+        self.pods_file = self._private / "pods"
         self._devices_guard = threading.Lock()
         try:
             for folder, mode in (

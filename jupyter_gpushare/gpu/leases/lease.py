@@ -68,6 +68,7 @@ class Lease:
         self.uid = record.uid
         self.limits = record.limits
         self.guaranteed = record.guaranteed
+        self.stops = record.stops  # a job that is not suspended when its seat leaves
         self.unattended = record.unattended  # `moves.unattended` may resume it,
         self.unconfirmed = record.unconfirmed  # has done so, and no broker has confirmed that
         # The highest limits so far: memory allocated under them stays after a lower limit.
@@ -236,6 +237,7 @@ class Lease:
             lost=tuple(self.lost.values()),
             damaged=tuple(f"{pid}:{start}" for pid, start in sorted(self.damaged)),
             unattended=self.unattended,
+            stops=self.stops,
             unconfirmed=self.unconfirmed,
             counted={
                 f"{pid}:{start}": f"{calls}:{queries}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
@@ -11,6 +11,7 @@ from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.gpu.leases.seats import SeatTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Machine:
     host: HostMemory
     events: Events
     files: DeviceFiles
+    seats: SeatTable = field(default_factory=SeatTable)
+    library: str = ""  # the preload library, where pods of this node find it
 
     @property
     def simulated(self) -> bool:

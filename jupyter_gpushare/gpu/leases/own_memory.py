@@ -145,3 +145,12 @@ class _Look:
     def is_stuck(self) -> bool:
         """Whether it has been reading one process for so long that it may never end."""
         return time.monotonic() - self.since >= LOOK_S
+
+
+def shares_memory_of_nccl(pid: int) -> bool:
+    """Whether a process maps shared memory of NCCL ranks on one host (named in its src/transport/shm.cc)."""
+    try:
+        with open(procfs.path(pid, "maps"), "rb") as maps:
+            return any(b" /dev/shm/nccl-" in line for line in maps)
+    except OSError:
+        return False

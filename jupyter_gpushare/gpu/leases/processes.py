@@ -13,7 +13,8 @@ A process belongs to a lease when its user is the lease's user and
    its parent (double fork) stays.
 
 The user is compared last: whatever a process writes into its own environment, it
-never joins another user's lease.
+never joins another user's lease.  On a node of Kubernetes a process of a pod belongs to the lease of
+its pod, and nothing else counts (`pods`).
 
 A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls
 readable is an exit, zombies included, so exits are noticed without a scan.  At most
@@ -31,7 +32,8 @@ waits for it longer than `own_memory.LOOK_S`, and none waits for another scan.
 
 A scan must be cheap, because it runs every second: the names and inodes in /proc
 are one directory read; only a (pid, inode) that is new is opened, or one younger
-than `SETTLES_S`, which may be between fork and exec and get its environment later.
+than `SETTLES_S`, which may be between fork and exec and get its environment or its user
+later.  One on a device (`on_devices`) that belongs to no lease is looked at in each scan.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import resource
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -51,12 +53,15 @@ from typing import NamedTuple
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.leases.own_memory import LOOK_S, Key, OwnMemoryReader, Words, words
+from jupyter_gpushare.gpu.leases.pods import CGROUP_BYTES, NoPods, pod_of
 
 log = logging.getLogger(__name__)
 
 MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
+# The first process of a container has its mounts at the latest then.
+POD_SETTLES_S = 60.0
 # Processes whose exit status is remembered: a move asks for those that ended within a driver call.
 EXITS_KEPT = 1024
 # The user in whose threads processes are read of all users that have no lease.
@@ -82,6 +87,13 @@ class Process:
     lease: str  # the lease it belongs to, if the user is the lease's
     is_runner: bool = False  # the runner of a job: its lease is among its arguments
     unread: bool = False  # its environment and arguments did not answer
+    inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
+    pod: str = ""  # UID of its pod, on a node of Kubernetes
+
+    @property
+    def inner_key(self) -> Key:
+        """The key that it writes into the account of its lease."""
+        return self.inner_pid or self.pid, self.start_ticks
 
     @property
     def key(self) -> Key:
@@ -96,19 +108,20 @@ class _Known(NamedTuple):
     process: Process
     read_at: float  # when the read of its memory that was used last began; 0: none was
 
-    def is_settled(self) -> bool:
+    def is_settled(self, owners: Mapping[str, int]) -> bool:
         """Whether its memory needs no further look."""
-        # A child of a runner has the runner's arguments until it calls exec.
-        named = bool(self.process.carries) and not self.process.is_runner
-        named |= self.read_at - self.process.started_at >= SETTLES_S
-        return named and not self.process.unread
+        process = self.process
+        # A child of a runner has the runner's arguments until it calls exec; a process may change its user.
+        named = bool(process.carries) and not process.is_runner
+        named &= owners.get(process.carries, process.uid) == process.uid
+        return (named or self.read_at - process.started_at >= SETTLES_S) and not process.unread
 
 
 class Processes:
     """All processes of this machine by lease; one reader at a time."""
 
-    def __init__(self, leases: Path) -> None:
-        """``leases`` is where the directories of this helper's leases are.
+    def __init__(self, leases: Path, pods: NoPods | None = None) -> None:
+        """``leases`` is where the directories of this helper's leases are; ``pods``: on Kubernetes.
 
         Raises:
             HelperError: the kernel gives no pidfds (kind ``kernel``).
@@ -126,6 +139,8 @@ class Processes:
         self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, _Known] = {}  # by pid
         self._memory = OwnMemoryReader(words)
+        self._pods = pods or NoPods()
+        self.on_devices: Collection[int] = ()  # pids that the driver shows
         # Unread processes of no known lease, in the last scan.
         self.unread: tuple[Process, ...] = ()
         self._guard = threading.Lock()  # held for moments only
@@ -157,8 +172,10 @@ class Processes:
             self._begun += 1
             number, present = self._begun, procfs.pids()
             before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
-        fresh = [pid for pid in present if pid not in before or not before[pid].is_settled()]
+        fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
         looked = self._look(fresh, before, set(owners.values()), within_s)
+        in_pods = sorted((p for p, _ in looked if p.pod), key=lambda p: p.start_ticks)
+        self._pods.learn([(p.pod, p.pid) for p in in_pods], owners)
         with self._guard:
             if number > self._latest:  # else a scan that began later has seen more
                 self._latest = number
@@ -250,7 +267,7 @@ class Processes:
     ) -> list[tuple[Process, float]]:
         """These processes as they are now, each with the time of the read that says so.
 
-        One that did not answer since ``before`` is unread.  ``users`` have leases.
+        One that did not answer since ``before`` is unread; what it said then counts.  ``users`` have leases.
         """
         now = time.monotonic()
         found = [process for pid in fresh if (process := _of_kernel(pid, now))]
@@ -258,10 +275,12 @@ class Processes:
         looked = []
         for process in found:
             known, answer = before.get(process.pid), said.get(process.key)
-            read_at = known.read_at if known and known.process.key == process.key else 0.0
+            old = known.process if known and known.process.key == process.key else process
+            read_at = known.read_at if known and known.process is old else 0.0
             if answer is not None and answer.began_at > read_at:
                 looked.append((_told(process, answer.value, self._leases), answer.began_at))
             else:
+                process = replace(process, carries=old.carries, kernel=old.kernel, is_runner=old.is_runner)
                 looked.append((replace(process, unread=True), read_at))
         return looked
 
@@ -277,8 +296,23 @@ class Processes:
         self.unread = tuple(
             known.process
             for known in self._known.values()
-            if known.process.unread and not known.process.lease
+            if known.process.unread and not known.process.lease and not self._pods.counts(known.process.pod)
         )
+
+    def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
+        """Whether neither a process's memory nor its mounts need a further look."""
+        if known.process.pid in self.on_devices and not self._owner(known.process, owners):
+            return False
+        pod, age_s = known.process.pod, time.monotonic() - known.process.started_at
+        awaits_pod = self._pods.counts(pod) and not self._pods.lease_of(pod)
+        return known.is_settled(owners) and not (awaits_pod and age_s < POD_SETTLES_S)
+
+    def _owner(self, process: Process, owners: Mapping[str, int]) -> str:
+        """Return the lease that a process belongs to; empty: none."""
+        if self._pods.counts(process.pod):
+            lease = self._pods.lease_of(process.pod)
+            return lease if lease in owners else ""
+        return process.lease if owners.get(process.lease) == process.uid else ""
 
     def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
         """The processes of each lease that have not ended."""
@@ -287,10 +321,11 @@ class Processes:
         held: set[Key] = set()
         for known in self._known.values():
             process = known.process
-            if owners.get(process.lease) != process.uid or process.key in ended:
+            lease = self._owner(process, owners)
+            if not lease or process.key in ended:
                 continue
             if self._hold(process.key):
-                found[process.lease].append(process)
+                found[lease].append(process if process.lease == lease else replace(process, lease=lease))
                 held.add(process.key)
         self._release(held)
         return {
@@ -353,35 +388,29 @@ def leader(processes: tuple[Process, ...]) -> Process | None:
     return processes[0] if processes else None
 
 
-def shares_memory_of_nccl(pid: int) -> bool:
-    """Whether a process maps shared memory of NCCL ranks on one host (named in its src/transport/shm.cc)."""
-    try:
-        with open(procfs.path(pid, "maps"), "rb") as maps:
-            return any(b" /dev/shm/nccl-" in line for line in maps)
-    except OSError:
-        return False
-
-
 def _of_kernel(pid: int, now: float) -> Process | None:
     """A process by what the kernel alone answers."""
     fields = procfs.stat_fields(pid)
-    uid = _field(procfs.read(pid, "status", 4096), b"Uid:") if fields else -1
-    if uid < 0:
+    status = procfs.read(pid, "status", 4096) if fields else b""
+    if not (uids := _field(status, b"Uid:")):
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
     # The innermost: a helper may make them below its own service, gpushare-helper.
-    cgroups = _CGROUP.findall(procfs.read(pid, "cgroup", 8192))
+    cgroup = procfs.read(pid, "cgroup", CGROUP_BYTES)
+    cgroups = _CGROUP.findall(cgroup)
     carries = cgroups[-1].decode() if cgroups else ""
     return Process(
         pid=pid,
         start_ticks=int(fields[procfs.START_TICKS]),
         started_at=now - age_s,
-        uid=uid,
+        uid=uids[0],
         parent=int(fields[procfs.PARENT]),
         name=procfs.read(pid, "comm", 64).decode(errors="replace").strip(),
         kernel="",
         carries=carries,
         lease=carries,
+        inner_pid=(_field(status, b"NSpid:") or [pid])[-1],
+        pod=pod_of(cgroup),
     )
 
 
@@ -410,8 +439,9 @@ def _named_in(said: Words, leases: frozenset[Path]) -> str:
     return lease if ours else ""
 
 
-def _field(status: bytes, name: bytes) -> int:
-    for line in status.splitlines():
+def _field(status: bytes, name: bytes) -> list[int]:
+    """The numbers of one line of /proc/PID/status that was read whole; none where there is no such line."""
+    for line in status[: status.rfind(b"\n") + 1].splitlines():
         if line.startswith(name):
-            return int(line.split()[1])
-    return -1
+            return [int(word) for word in line.split()[1:]]
+    return []

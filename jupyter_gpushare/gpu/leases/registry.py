@@ -28,6 +28,7 @@ from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, LeaseDirectory, PageP
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, Record
 from jupyter_gpushare.gpu.leases.lease import PAGE, Lease
 from jupyter_gpushare.gpu.leases.limit_checks import check_limits
+from jupyter_gpushare.gpu.leases.living import living_of
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
 from jupyter_gpushare.gpu.leases.processes import Process
@@ -74,16 +75,12 @@ class LeaseRegistry:
     def scan(self, within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of every lease, looked up now, oldest first.
 
-        A process that does not answer belongs to a lease whose account or record names it.
+        A process that does not answer belongs to a lease with an account or record that names it.
 
         Raises:
             OSError: no descriptor or memory is left to look.
         """
-        processes, leases = self._machine.processes, self.all()
-        owners = {lease.name: lease.uid for lease in leases}
-        found = processes.scan(owners, within_s)
-        claimed = [lease.claim(processes) for lease in leases]
-        return processes.scan(owners) if any(claimed) else found
+        return living_of(self._machine.processes, self.all(), within_s)
 
     def living(self, name: str) -> tuple[Process, ...]:
         """The living processes of a lease, looked up now, oldest first.
@@ -135,6 +132,8 @@ class LeaseRegistry:
         with self._guard:
             if lease.dropped or not lease.unattended or not self.is_unattended():
                 return False
+            if not self._machine.seats.may_gain(lease.name, lease.limits):
+                return False
             beside = self._on_devices(lease.name)
             if any(other.borrows(uuid) for other in beside for uuid in lease.limits):
                 return False
@@ -152,11 +151,13 @@ class LeaseRegistry:
             lease.unsaved = True
 
     def conflict(self, name: str, limits: Mapping[str, int]) -> str:
-        """Why a lease may not get these limits now: one that the broker does not know of; "" if it may."""
+        """Why a lease may not get these limits now, or "": its seat, or one that the broker does not know."""
         with self._guard:
             return self._conflict(name, limits)
 
     def _conflict(self, name: str, limits: Mapping[str, int]) -> str:
+        if not self._machine.seats.may_gain(name, limits):
+            return f"no seat of lease {name} with its devices is connected on this node"
         beside = self._on_devices(name)
         unknown = [
             other.name for other in beside if other.unconfirmed and other.limits.keys() & limits.keys()
@@ -370,6 +371,7 @@ class LeaseRegistry:
             limits=dict(request.limits),
             guaranteed=dict(request.guaranteed),
             unattended=request.unattended,
+            stops=request.stops,
             phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
         )
 

@@ -34,8 +34,7 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters
 from jupyter_gpushare.gpu.leases.lease import PAGE, Key, Lease, parked_of
 from jupyter_gpushare.gpu.leases.machine import Machine
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
-from jupyter_gpushare.gpu.leases.processes import shares_memory_of_nccl
+from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves

@@ -21,7 +21,6 @@ import logging
 import time
 
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.files import parse_account
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.stalls import StallDetector
@@ -76,7 +75,7 @@ class WakeDetector:
         raw = lease.files.raw_account()
         if raw == lease.compared_account and (not lease.wanted or now - lease.wanted_published_at < REPEAT_S):
             return
-        account = parse_account(raw)
+        account = lease.files.parse(raw)
         if account is None:
             # Better awake than hung: whether a call waits is not known any more.
             called, reason = True, "its account file is broken"

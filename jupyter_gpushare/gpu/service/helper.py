@@ -7,7 +7,6 @@ stay in force, and the next helper takes both over from the state directory.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -16,7 +15,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from jupyter_gpushare import __version__, notify
@@ -24,7 +22,7 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.canary import Canary
 from jupyter_gpushare.gpu.checks.health import Health
 from jupyter_gpushare.gpu.checks.self_tests import SelfTests
-from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
+from jupyter_gpushare.gpu.checks.unleased import UnleasedProcesses
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
@@ -35,40 +33,29 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.pods import Pods
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
+from jupyter_gpushare.gpu.moves.vacate import Evictions
 from jupyter_gpushare.gpu.moves.wake import WakeDetector
+from jupyter_gpushare.gpu.service.exchange import Exchange
+from jupyter_gpushare.gpu.service.options import Options, parse
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.gpu.service.sampler import Sampler
+from jupyter_gpushare.gpu.service.seat_socket import SeatSocket
 from jupyter_gpushare.gpu.service.server import Server
+from jupyter_gpushare.gpu.service.tcp import TcpServer
+from jupyter_gpushare.native import install_preload
 from jupyter_gpushare.procfs import boot_id
-from jupyter_gpushare.protocol.helper import WatchdogAction
 
 log = logging.getLogger(__name__)
 
 # How long a stop waits for a move in progress.
 STOP_WAIT_S = 5.0
 STOP_LIMIT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a helper is started."""
-
-    state_dir: Path
-    socket: Path
-    lease_dir: Path | None = None
-    allow_uids: frozenset[int] = frozenset()
-    watchdog: WatchdogAction = WatchdogAction.WARN
-    unleased: StopRules = field(default_factory=StopRules)
-    host_budget_percent: int = 50
-    cgroup_root: Path | None = None
-    own_device_files: bool = False
-    device_dir: Path | None = None  # None: /dev; of the simulated driver: there are none
-    park_before_kill: bool = False
-    sample_s: float = 1.0
 
 
 class Helper:
@@ -83,11 +70,13 @@ class Helper:
         self._options = options
         state = StateDirectory(options.state_dir, boot_id(), options.lease_dir)
         checkpoint, nvml = Checkpoint(), Nvml()
+        on_kubernetes = options.seat_socket is not None
+        pods = Pods(state.leases, state.pods_file, state.boot_id) if on_kubernetes else None
         is_real = checkpoint.simulated_host_memory() is None
         self._machine = Machine(
             nvml=nvml,
             checkpoint=checkpoint,
-            processes=Processes(state.leases),
+            processes=Processes(state.leases, pods),
             state=state,
             host=HostMemory(options.host_budget_percent, checkpoint),
             events=Events(),
@@ -98,6 +87,8 @@ class Helper:
                 state.boot_id,
                 options.own_device_files,
             ),
+            seats=SeatTable(required=on_kubernetes),
+            library=str(install_preload(options.library_dir)) if options.library_dir else "",
         )
         machine, own_pids = self._machine, {os.getpid()}
         cgroups = Cgroups(options.cgroup_root, machine.nvml, machine.processes)
@@ -127,9 +118,16 @@ class Helper:
             self._self_tests,
             self._mover,
             self._sampler,
-            options.watchdog,
+            watchdog,
         )
-        self._server = Server(options.socket, options.allow_uids, requests, machine.events)
+        talk = Exchange(requests, machine.events).talk
+        self._server = Server(options.socket, options.allow_uids, talk)
+        self._tcp = TcpServer(options.endpoint, talk) if options.endpoint else None
+        self._evictions = Evictions(machine, self._registry, self._mover)
+        self._seats = None
+        if options.seat_socket:
+            serve = SeatSocket(machine, self._evictions, options.node).talk
+            self._seats = Server(options.seat_socket, frozenset(), serve, MAX_SEATS, idle_s=None)
 
     def start(self) -> None:
         """Measure once, then serve in threads."""
@@ -143,6 +141,8 @@ class Helper:
             self._unattended_resumes.run,
             self._server.run,
             self._self_tests.run,
+            *([self._tcp.run] if self._tcp else ()),
+            *([self._seats.run, self._evictions.run] if self._seats else ()),
         ):
             threading.Thread(target=run, name=run.__qualname__, daemon=True).start()
         log.info(
@@ -161,6 +161,10 @@ class Helper:
         self._self_tests.stop()
         self._health.stop()
         self._server.stop()
+        self._evictions.stop()
+        for server in (self._tcp, self._seats):
+            if server is not None:
+                server.stop()
         self._machine.events.close()
         self._wake_detector.stop()
         self._unattended_resumes.stop()
@@ -171,122 +175,6 @@ class Helper:
                 lease.files.close()
         self._machine.processes.close()
         self._machine.state.close()
-
-
-EXAMPLES = """\
-examples:
-  gpushare helper --state-dir /var/lib/gpushare-helper --lease-dir /run/gpushare/leases
-                  --socket /run/gpushare/helper.sock --allow-uid 985
-      as root, for a broker that runs as uid 985
-  gpushare helper --state-dir ./state --socket ./state/helper.sock
-      on the simulated driver, as the user of the broker and the servers
-
-A real driver lets only root suspend processes: a helper of another user limits and
-watches, and suspends nothing.
-
-The state directory must outlive the helper (not /tmp).  The lease directory too, until
-the next boot, and it belongs in memory (/run): every process of a lease writes to its
-account at each CUDA call.  The users of the servers must be able to pass through it.
-
-Stop the helper before a driver update, a reset of a GPU or a change of MIG mode: the
-driver refuses them while a process has the devices open.
-"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpushare helper",
-        description="Runs beside the NVIDIA driver: inventory, samples, limits, suspend and resume.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--state-dir", type=Path, required=True, help="the epoch and the journal, on disk")
-    parser.add_argument(
-        "--lease-dir", type=Path, metavar="PATH",
-        help="limit pages and accounts, in memory (default: STATE_DIR/leases)",
-    )  # fmt: skip
-    parser.add_argument("--socket", type=Path, help="where to listen (default: STATE_DIR/helper.sock)")
-    parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], metavar="UID",
-        help="also answer this user; root and the helper's own user always have access (repeatable)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watchdog", type=WatchdogAction, choices=list(WatchdogAction), default=WatchdogAction.WARN,
-        help="on processes beyond their limit: report, also stop them, or do nothing (off: also not on "
-        "processes without a lease)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--unleased", choices=["stop", "warn"], default="stop",
-        help="on processes without a lease of users that held one, where the device is leased to another "
-        "user: report and stop them 30 s later (default), or only report",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stop-uids", type=int, default=1000, metavar="FIRST",
-        help="no process of a user below this number is stopped for having no lease (default 1000)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watchdog-ignore", action="append", default=[], metavar="NAME|/CGROUP",
-        help="no process with this name, or below this cgroup, is stopped for having no lease (repeatable)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--host-budget-percent", type=int, default=50, metavar="PERCENT",
-        help="how much of the host's memory suspended leases may take together (default 50)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cgroup-root", type=Path, metavar="PATH",
-        help="a cgroup (v2) below which the helper creates one per lease: for drivers that limit them (r615)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--own-device-files", action="store_true",
-        help="let only root and the users of leases open /dev/nvidiaN, each until the lease ends; off by "
-        "default, because tools of other users, such as nvidia-smi, see no GPU then (docs/isolation.md)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device-dir", type=Path, metavar="PATH",
-        help="where the device files are (default: /dev; none with the simulated driver)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--park-before-kill", action="store_true",
-        help="checkpoint the processes of a lease before it is killed: for drivers on which the end of a "
-        "restored process hangs the machine (docs/isolation.md, Drivers)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sample-s", type=float, default=1.0, metavar="SECONDS", help="time between samples (default 1)"
-    )
-    return parser
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """The options on a command line; exits with 2 and a usage line when they are wrong."""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    if not 1 <= given.host_budget_percent <= 95:
-        parser.error("--host-budget-percent is 1 to 95")
-    if not 0.05 <= given.sample_s <= 10:
-        parser.error("--sample-s is 0.05 to 10 seconds")
-    if given.stop_uids < 1:
-        parser.error("--stop-uids is 1 or more: processes of root are never stopped")
-    if any(uid < 0 for uid in given.allow_uid):
-        parser.error("--allow-uid is a user's number")
-    state_dir = given.state_dir.absolute()
-    return Options(
-        state_dir=state_dir,
-        socket=(given.socket or state_dir / "helper.sock").absolute(),
-        lease_dir=given.lease_dir.absolute() if given.lease_dir else None,
-        allow_uids=frozenset(given.allow_uid),
-        watchdog=given.watchdog,
-        unleased=StopRules(
-            stops=given.unleased == "stop",
-            first_uid=given.stop_uids,
-            ignore=tuple(given.watchdog_ignore),
-        ),
-        host_budget_percent=given.host_budget_percent,
-        park_before_kill=given.park_before_kill,
-        cgroup_root=given.cgroup_root.absolute() if given.cgroup_root else None,
-        own_device_files=given.own_device_files,
-        device_dir=given.device_dir.absolute() if given.device_dir else None,
-        sample_s=given.sample_s,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

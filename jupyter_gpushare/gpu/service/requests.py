@@ -14,11 +14,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare import __version__
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.checks.self_tests import SelfTests
+from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import check_lease
@@ -29,7 +31,8 @@ from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase, WatchdogAction
+from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase
+from jupyter_gpushare.protocol.unleased import EndProcess
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Requests:
         self_tests: SelfTests,
         mover: Mover,
         sampler: Sampler,
-        watchdog: WatchdogAction,
+        watchdog: Watchdog,
     ) -> None:
         self._machine = machine
         self._registry = registry
@@ -81,11 +84,12 @@ class Requests:
             "watch": self._sampler.sample,
         }
         changers: dict[str, tuple[type[Any], Callable[[Any, int], Any]]] = {
-            "set_limit": (helper.SetLimit, self._registry.set_limit),
+            "set_limit": (helper.SetLimit, self._set_limit),
             "suspend": (helper.Suspend, self._suspend),
             "resume": (helper.Resume, self._resume),
             "signal": (helper.Signal, self._signal),
             "drop": (helper.Drop, self._registry.drop),
+            "end_process": (EndProcess, self._end_process),
         }
         if verb in readers:
             if fields:
@@ -97,7 +101,8 @@ class Requests:
             raise HelperError(ErrorKind.UNKNOWN_VERB, f"no verb {verb[:40]!r}")
         cls, change = changers[verb]
         request = helper.build(cls, fields)
-        check_lease(request.lease)
+        if not isinstance(request, EndProcess):
+            check_lease(request.lease)
         if epoch is None:
             raise InvalidRequest(f"{verb} needs the epoch")
         self._registry.fence(epoch)
@@ -110,6 +115,7 @@ class Requests:
             boot_id=self._machine.state.boot_id,
             epoch=self._machine.state.epoch,
             simulated=self._machine.simulated,
+            now=time.monotonic(),
         )
 
     def _inventory(self) -> helper.Inventory:
@@ -122,7 +128,7 @@ class Requests:
             host_total_bytes=self._machine.host.total_bytes(),
             host_budget_bytes=self._machine.host.budget_bytes(),
             at=time.monotonic(),
-            watchdog=self._watchdog,
+            watchdog=self._watchdog.action,
         )
 
     def _device(self, gpu: Gpu) -> Device:
@@ -145,6 +151,9 @@ class Requests:
             resume_bytes_per_s=verdict.resume_bytes_per_s if verdict else 0,
             island=gpu.island,
         )
+
+    def _set_limit(self, request: helper.SetLimit, epoch: int) -> helper.LeaseFiles:
+        return replace(self._registry.set_limit(request, epoch), library=self._machine.library)
 
     def _suspend(self, request: helper.Suspend, epoch: int) -> helper.MoveResult:
         if not 0 < request.timeout_s <= 600:
@@ -215,6 +224,11 @@ class Requests:
             sent.update(key for key in new if self._machine.processes.signal(key, number))
         log.info("lease=%s signal=%s to=%s processes=%d", request.lease, number.name, request.to, len(sent))
         return helper.Signalled(count=len(sent))
+
+    def _end_process(self, request: EndProcess, epoch: int) -> helper.Signalled:
+        """End a process without a lease, for an administrator; `UnleasedProcesses` has the rules."""
+        self._watchdog.unleased.end(request.device, request.process, self._registry.all())
+        return helper.Signalled(count=1)
 
     def _park(self, lease: Lease, epoch: int) -> None:
         """Checkpoint a lease that is killed next; where that fails, it is killed all the same."""

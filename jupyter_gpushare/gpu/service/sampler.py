@@ -92,6 +92,7 @@ class Sampler:
             at=self._at,
             devices=tuple(self._with_state(device) for device in list(self._devices.values())),
             leases=tuple(self._lease_sample(lease, shown) for lease in leases),
+            seats=self._machine.seats.sample(),
             host_available_bytes=self._host_available_bytes,
             host_saved_bytes=sum(
                 sum(lease.kept_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
@@ -157,6 +158,7 @@ class Sampler:
         shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
         self._last = shown
         leases = list(self._registry.all())
+        self._machine.processes.on_devices = {pid for usage in shown.values() for pid in usage.processes}
         living = self._registry.scan()
         # A call of an earlier pass may have seen what was true then.
         late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
@@ -197,7 +199,8 @@ class Sampler:
         reason = self._states.out_of_service(device.uuid)
         last = self._last.get(device.uuid)
         is_blind = last is not None and self._is_blind(device.uuid, last)
-        return replace(device, healthy=not reason, reason=reason, blind=is_blind)
+        unleased = self._watchdog.unleased.shown(device.uuid)
+        return replace(device, healthy=not reason, reason=reason, blind=is_blind, unleased=unleased)
 
     def _is_blind(self, uuid: str, usage: Usage) -> bool:
         """Whether the driver does not say how many bytes each process holds on a device."""

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 #include "sim_cuda.h"
 
 /* ---- permission ---- */
@@ -46,7 +46,7 @@ static bool is_below(int32_t pid, int32_t ancestor)
 bool sim_may_checkpoint(int32_t pid)
 {
     enum { CAP_SYS_PTRACE = 19 }; /* linux/capability.h */
-    int32_t self = getpid();
+    int32_t self = sim_self();
     if (sim->checkpoint_by == SIM_BY_ANY_UID || geteuid() == 0 || pid == self)
         return true;
     if (status_of(self, "CapEff", 16) >> CAP_SYS_PTRACE & 1 || status_of(pid, "TracerPid", 10) == (unsigned)self)

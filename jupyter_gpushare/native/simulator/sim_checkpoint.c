@@ -32,7 +32,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 #include "sim_cuda.h"
 
 static const uint64_t poll_ns = 100000;
@@ -103,7 +103,7 @@ static bool still_there(const struct target *target)
 
 static void begin_move(struct sim_process *process, enum sim_move move)
 {
-    process->mover_pid = getpid();
+    process->mover_pid = sim_self();
     process->mover_start_ticks = process_start_ticks(process->mover_pid);
     process->move = move;
 }

@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include <string.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 #include "sim_cuda.h"
 #include "sim_memory.h"
 

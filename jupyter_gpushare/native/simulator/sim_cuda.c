@@ -16,7 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 
 struct sim_process *sim_me;
 pthread_mutex_t sim_local = PTHREAD_MUTEX_INITIALIZER;
@@ -147,7 +147,7 @@ API CUresult cuInit(unsigned flags)
         return CUDA_ERROR_NO_DEVICE;
     pthread_mutex_lock(&sim_local);
     if (!sim_me) {
-        int32_t pid = getpid();
+        int32_t pid = sim_self();
         uint64_t ticks = process_start_ticks(pid);
         sim_lock();
         sim_sweep();

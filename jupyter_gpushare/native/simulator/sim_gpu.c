@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 
 struct sim_state *sim;
 

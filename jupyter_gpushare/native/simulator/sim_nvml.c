@@ -11,7 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../process_identity.h"
+#include "sim_process.h"
 #include "sim_nvml.h"
 
 enum { NVML_TOPOLOGY_SYSTEM = 50, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1 };
@@ -74,7 +74,7 @@ static nvmlReturn_t put_text(char *to, unsigned size, const char *text)
 /* A driver with clients cannot be restarted (sim_control.c). */
 static void register_client(bool is_client)
 {
-    int32_t self = getpid();
+    int32_t self = sim_self();
     sim_lock();
     for (int i = 0; i < SIM_NVML_CLIENTS; i++) {
         int32_t pid = sim->nvml_client[i].pid;

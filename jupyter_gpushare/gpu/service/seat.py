@@ -1,0 +1,221 @@
+"""A seat: the process of the pod that Kubernetes places and evicts for one lease (`protocol.seats`).
+
+    start    ask the driver which devices this container has, connect to the node's helper, say so
+    wait     until SIGTERM; a connection that is lost is opened again
+    SIGTERM  ask the helper to take the lease off the devices, and end once it has
+
+Which devices it has is never read from the environment: an image or a runtime may set anything there.
+A seat that no helper has accepted stands for no memory, and ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare.errors import GpuShareError, HelperError
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES, ErrorKind, encode
+from jupyter_gpushare.protocol.seats import Sit, Vacate
+
+log = logging.getLogger(__name__)
+
+SOCKET = "seat.sock"  # in the helper's folder
+RETRY_S = 0.5
+ANSWER_S = 10.0
+# Refusals that no later try changes.
+_FINAL = (ErrorKind.STALE_EPOCH, ErrorKind.BAD_REQUEST, ErrorKind.NOT_ALLOWED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a seat stands for."""
+
+    name: str
+    lease: str
+    epoch: int
+    grace_s: float
+    socket: Path
+
+
+class Seat:
+    """One seat and its connection to the helper; ``stop`` is a descriptor that a signal makes readable."""
+
+    def __init__(self, options: Options, devices: tuple[str, ...], stop: int) -> None:
+        self._options = options
+        self._devices = devices
+        self._stop = stop
+        self._accepted = False  # by any helper, once
+        self._rest = b""
+
+    def run(self) -> str:
+        """Return what became of the lease's memory once the seat may end.
+
+        Raises:
+            HelperError: the helper refuses this seat for good.
+        """
+        kill_at: float | None = None
+        while True:
+            if kill_at is None and self._is_stopped(0.0):
+                kill_at = time.monotonic() + self._options.grace_s
+            if kill_at is not None and not self._accepted:
+                return "no helper has accepted it"
+            with contextlib.suppress(OSError), self._connected() as helper:
+                if self._sit(helper, kill_at is not None):
+                    if kill_at is None and self._wait(helper):
+                        kill_at = time.monotonic() + self._options.grace_s
+                    if kill_at is not None and (outcome := self._vacate(helper, kill_at)):
+                        return outcome
+            self._pause(kill_at is not None)
+
+    def _connected(self) -> socket.socket:
+        self._rest = b""
+        helper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            helper.settimeout(ANSWER_S)
+            helper.connect(str(self._options.socket))
+        except OSError as error:
+            helper.close()
+            log.warning("no device helper at %s: %s", self._options.socket, error.strerror)
+            raise
+        return helper
+
+    def _sit(self, helper: socket.socket, leaving: bool) -> bool:
+        """Connect this seat; False: the helper refused it for now."""
+        options = self._options
+        sit = Sit(
+            seat=options.name,
+            lease=options.lease,
+            epoch=options.epoch,
+            devices=self._devices,
+            grace_s=options.grace_s,
+            returns=self._accepted,
+            leaving=leaving,
+        )
+        answer = self._ask(helper, "sit", sit, ANSWER_S)
+        if answer is None:
+            return False
+        self._accepted = True
+        log.info("lease=%s sits on %s", options.lease, ", ".join(self._devices))
+        return True
+
+    def _wait(self, helper: socket.socket) -> bool:
+        """Return whether the seat was asked to end; False: the connection was lost first."""
+        ready, _, _ = select.select([helper.fileno(), self._stop], [], [])
+        return self._stop in ready
+
+    def _vacate(self, helper: socket.socket, kill_at: float) -> str:
+        """Return what became of the memory; empty when the connection was lost first."""
+        left_s = max(0.0, kill_at - time.monotonic())
+        log.info("lease=%s leaves within %.0f s", self._options.lease, left_s)
+        # The kubelet ends the wait, should the helper never answer.
+        answer = self._ask(helper, "vacate", Vacate(left_s=left_s), None)
+        if answer is None:
+            return ""
+        return " ".join(word for word in (str(answer.get("outcome")), str(answer.get("reason", ""))) if word)
+
+    def _ask(
+        self, helper: socket.socket, verb: str, request: Sit | Vacate, timeout_s: float | None
+    ) -> dict[str, Any] | None:
+        """Return the helper's answer; None: it refused for now, or closed the connection.
+
+        Raises:
+            HelperError: it refused for good.
+            OSError: it does not answer.
+        """
+        fields = {name: getattr(request, name) for name in request.__slots__}
+        helper.settimeout(ANSWER_S)
+        helper.sendall(encode({"verb": verb, **fields}))
+        helper.settimeout(timeout_s)
+        while b"\n" not in self._rest:
+            more = helper.recv(65536)
+            if not more or len(self._rest) > MAX_LINE_BYTES:
+                return None
+            self._rest += more
+        line, self._rest = self._rest.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        if answer.get("ok"):
+            result: dict[str, Any] = answer["result"]
+            return result
+        error = answer["error"]
+        if error["kind"] in _FINAL:
+            raise HelperError(error["kind"], error["message"])
+        log.warning("the helper refuses for now: %s", error["message"])
+        return None
+
+    def _pause(self, stopping: bool) -> None:
+        if stopping:
+            time.sleep(RETRY_S)
+        else:
+            self._is_stopped(RETRY_S)
+
+    def _is_stopped(self, within_s: float) -> bool:
+        return bool(select.select([self._stop], [], [], within_s)[0])
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return the options on a command line; exits with 2 and a usage line when they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="gpushare seat",
+        description="Stands for one lease on a Kubernetes node; started by the broker, in a pod that the "
+        "cluster's scheduler places and evicts (docs/kubernetes.md).",
+    )
+    parser.add_argument("--name", required=True, help="of the pod")
+    parser.add_argument("--lease", required=True, help="the lease that sits here")
+    parser.add_argument("--epoch", type=int, required=True, help="of the broker that created the pod")
+    parser.add_argument(
+        "--grace-s", type=float, default=180.0, metavar="SECONDS",
+        help="grace of the pod: between SIGTERM and SIGKILL (default 180)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host-dir", type=Path, default=Path("/run/gpushare"), metavar="PATH",
+        help=f"folder of the node's device helper, with its {SOCKET} (default /run/gpushare)",
+    )  # fmt: skip
+    given = parser.parse_args(argv)
+    return Options(
+        name=given.name,
+        lease=given.lease,
+        epoch=given.epoch,
+        grace_s=given.grace_s,
+        socket=given.host_dir / SOCKET,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a seat until it is asked to end and its lease is off the devices; 1 with a reason otherwise."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
+    )
+    stop, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    try:
+        devices = tuple(gpu.uuid for gpu in Nvml().gpus)
+        if not devices:
+            raise HelperError("no_device", "the driver shows no device in this container")
+        outcome = Seat(options, devices, stop).run()
+    except GpuShareError as error:
+        print(f"gpushare seat: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # a thread that hangs in the driver must not keep the process alive
+    log.info("lease=%s seat=%s ends: %s", options.lease, options.name, outcome)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
