@@ -10,8 +10,8 @@ which factors outcomes differ from that number in the middle 80 % of the cases, 
 jittered copies of the Philly traces (docs/benchmarks.md).  A question with a wider
 band has no answer: when a job in a later group of the order starts, when a job
 without measured progress ends, when GPUs become free while such a job runs, and
-every start where several projects share the GPUs (new jobs of another project move
-the shares, and no future of the jobs that are there knows them).
+every start where several projects or users share the GPUs (new jobs of another
+project move the shares, and no future of the jobs that are there knows them).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Basis(enum.StrEnum):
 
 Band = tuple[float, float]
 # Logarithms of outcome / prediction, both plus `OFFSET_S`, between which 80 % of the outcomes are:
-# with one project, and where several share the GPUs.
+# with one project and user, and where several share the GPUs.
 BANDS: Mapping[Basis, tuple[Band, Band | None]] = MappingProxyType(
     {
         Basis.START: ((-0.8, 0.5), None),
@@ -98,7 +98,7 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
     samples = _Samples(work)
     left = {x.id: found for x in jobs if (found := samples.left_gpu_s(x, now)) is not None}
     future = replayed(cluster, now, left, most_events=most_events)
-    is_shared = len({x.project for x in jobs}) > 1
+    is_shared = len({x.project for x in jobs}) > 1 or bool(cluster.user_levels)
     running = [x.id for x in jobs if x.state in HOLDS_CAPACITY]
     is_open = any(id not in left for id in running)
     starts: dict[str, Estimate] = {}
@@ -139,7 +139,7 @@ def _tell(found: dict[str, Estimate], lease_id: str, estimate: Estimate | None) 
 def around(seconds: float, basis: Basis, *, is_shared: bool = False) -> Estimate | None:
     """Return the range around a prediction; None: it is too wide to be told.
 
-    ``is_shared``: several projects share the GPUs.
+    ``is_shared``: several projects share the GPUs, or users decide in one (`users`).
     """
     band = BANDS[basis][is_shared]
     if band is None:

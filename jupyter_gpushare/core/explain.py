@@ -57,6 +57,7 @@ class Offer:
     borrowed: bool = False  # may be reclaimed
     devices: tuple[str, ...] = ()
     free_milli: int = 0
+    waits: bool = False  # it starts later, once other work has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +105,23 @@ def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) ->
     others = tuple(x for x in cluster.leases if x.kind is Kind.BUILD or x.state is not State.PENDING)
     done = dry_run(replace(cluster, leases=others), now).run_sessions()
     session = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=Size(), submitted_at=now, queued_at=now)
-    return tuple(_offer(done, replace(session, size=size)) for size in sizes)
+    return tuple(_offer(cluster, done, replace(session, size=size)) for size in sizes)
 
 
-def _offer(done: SchedulingRound, probe: Lease) -> Offer:
+def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:
+    try:
+        check_request(cluster, lease)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _offer(cluster: Cluster, done: SchedulingRound, probe: Lease) -> Offer:
     found = done.session_grant(probe)
     free_milli = sum(max(0, capacity.now) for capacity in done.state.usable)
     if isinstance(found, Why):
-        return Offer(size=probe.size, starts=Starts.NO, why=found, free_milli=free_milli)
+        waits = _may_ever_start(cluster, probe)
+        return Offer(size=probe.size, starts=Starts.NO, why=found, free_milli=free_milli, waits=waits)
     return Offer(
         size=probe.size,
         starts=Starts.ASLEEP if found.asleep else Starts.NOW,

@@ -24,7 +24,7 @@ from typing import Any
 
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank
+from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank, share_run_s
 from jupyter_gpushare.core.quota import fair_shares
 
 HORIZON_S = 30 * 86_400.0
@@ -32,7 +32,7 @@ HORIZON_S = 30 * 86_400.0
 _EPSILON = 1e-6
 
 _Place = tuple[Any, ...]  # sort key of a waiting job: level, and the rest of `order.rank`
-_FIRST: Level = (-inf, -inf)  # before every level
+_FIRST: Level = (-inf, 0, -inf)  # before every level
 # Kinds of events: a job ends or changes its level, a session may be lent, a job may be preempted.
 _JOB, _SESSION, _PREEMPTIBLE = range(3)
 
@@ -73,7 +73,7 @@ class _Job:
         self.gpus = gpus(lease)
         self.attained = attained_gpu_s(lease, now)
         self.left = left
-        self.level: Level = (0.0, 0.0)
+        self.level: Level = (0.0, 0, 0.0)
         self.granted_at = lease.granted_at
         self.runs_from = now
         self.stamp = 0  # events scheduled under an older stamp are void
@@ -89,6 +89,7 @@ class _Replay:
         self._until = now + HORIZON_S
         self._settings = cluster.settings
         self._order = order_of(cluster.settings)
+        self._user_levels = cluster.user_levels if self._order.preempts else {}
         self._projects = {p.name: p for p in cluster.projects}
         self._used = dict.fromkeys(self._projects, 0.0)
         self._shares = dict.fromkeys(self._projects, inf)
@@ -115,6 +116,8 @@ class _Replay:
         if holds or (lease.kind is Kind.TRAIN and not lease.cancelled):
             self._demand(lease, 1)
         if lease.kind is Kind.BUILD:
+            if lease.state is State.PENDING:
+                return  # when it starts is asked of `Future.free_at`
             at = eligible_at(lease, self._settings)
             if holds:
                 self._free -= gpus(lease)
@@ -128,7 +131,7 @@ class _Replay:
             return
         job = self._jobs[lease.id] = _Job(lease, self.now, left)
         self._left += 1
-        place = rank(lease, self.now, self._settings)
+        place = rank(lease, self.now, self._settings, self._user_level(lease))
         job.level = place[0]
         if holds:
             job.is_new = False
@@ -184,7 +187,10 @@ class _Replay:
 
     def _level(self, job: _Job) -> Level:
         group = self._order.group(job.running, job.attained / job.gpus, self._settings)
-        return -job.lease.priority, group
+        return -job.lease.priority, self._user_level(job.lease), group
+
+    def _user_level(self, lease: Lease) -> int:
+        return self._user_levels.get((lease.project, lease.user), 0)
 
     def _leaves_after(self, job: _Job) -> float:
         """GPU-seconds after which a running job enters a later level."""
@@ -281,11 +287,12 @@ class _Replay:
             missing, running = count - self._free, self._running.get(project)
             victims: list[_Job] = []
             if running and running[-1][0] > place[0]:
-                victims = self._victims(project, place[0], missing)
+                victims = self._victims(project, place[0], missing, self._settings.min_run_s)
             if not victims and above:
                 most, other = above[above[0][1] == project]
                 if missing <= most + _EPSILON and self._is_within_share(project, count):
-                    victims = self._victims(other, _FIRST, missing, most)
+                    run_s = share_run_s(self._settings)
+                    victims = self._victims(other, _FIRST, missing, run_s, most)
             if victims:
                 for job in victims:
                     self._let_go(job)
@@ -300,8 +307,10 @@ class _Replay:
         above = [(self._used[n] - self._shares[n], n) for n in self._demand_milli]
         return sorted(above, reverse=True)[:2]
 
-    def _victims(self, project: str, level: Level, missing: float, beyond: float = inf) -> list[_Job]:
-        """Return running jobs of a later level that make way; none if they are not enough.
+    def _victims(
+        self, project: str, level: Level, missing: float, run_s: float, beyond: float = inf
+    ) -> list[_Job]:
+        """Return running jobs of a later level that make way after ``run_s``; none if they are not enough.
 
         Their project loses less than ``beyond`` GPUs.
         """
@@ -309,7 +318,7 @@ class _Replay:
         for theirs, granted_at, name in reversed(self._running.get(project, ())):
             if theirs <= level or missing <= _EPSILON:
                 break
-            job, protected_until = self._jobs[name], granted_at + self._settings.min_run_s
+            job, protected_until = self._jobs[name], granted_at + run_s
             if protected_until > self.now:
                 self._recheck(protected_until)
             elif job.gpus <= beyond + _EPSILON:

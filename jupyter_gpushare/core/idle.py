@@ -75,7 +75,8 @@ def idle_timeout_s(lease: Lease, settings: Settings) -> float:
 
 def notice_s(lease: Lease, settings: Settings) -> float:
     """Seconds between the notice to a session's owner and its suspension, at most a third of its timeout."""
-    return min(settings.notice_s, idle_timeout_s(lease, settings) / 3)
+    own_s = settings.notice_s if lease.notice_s is None else lease.notice_s
+    return min(own_s, idle_timeout_s(lease, settings) / 3)
 
 
 def eligible_at(lease: Lease, settings: Settings) -> float | None:

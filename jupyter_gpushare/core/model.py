@@ -146,7 +146,8 @@ class Device:
     island: str = ""  # same non-empty word on the same node: linked by NVLink
     name: str = ""
     profile: str = ""  # of a MIG instance, such as "1g.10gb"; "": a physical GPU
-    usable: bool = True  # False: cordoned, broken or vanished; takes nothing new
+    usable: bool = True  # False: draining, broken or vanished; takes nothing new
+    draining: bool = False  # it works, and is not usable only because an administrator empties it
     suspendable: bool = True  # the driver's checkpoint passed its test here
 
     @property
@@ -196,12 +197,14 @@ class Lease:
     survival: CheckpointMode = CheckpointMode.SUSPEND
     consolidate: bool = True  # several GPUs: within one island or node
     borrow: bool = True  # False: a job that starts only within its project's quota
+    waits: bool = False  # a session that waits for its start, behind jobs that the quotas owe
     submitted_at: float = 0.0  # created
     queued_at: float = 0.0  # entered its present queue: submitted, or demoted (`order.served`)
     waits_since_at: float = 0.0  # submitted, or last lost its capacity
     granted_at: float = 0.0  # last got capacity
     idle_since_at: float | None = None  # None: busy
     idle_timeout_s: float | None = None  # its own (`idle`); None: that of the settings
+    notice_s: float | None = None  # its own (`idle`); None: that of the settings
     keep_until_at: float = 0.0  # not suspended for being idle before
     lend_now: bool = False  # the owner offers the devices at once
     wanted: bool = False  # suspended, and its processes want the GPU
@@ -298,6 +301,7 @@ class Cluster:
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
     lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
+    user_levels: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by project and user (`users`)
 
 
 class Why(enum.StrEnum):
@@ -328,6 +332,7 @@ class Why(enum.StrEnum):
     JOB_HOST_MEMORY = "job_host_memory"  # of the job itself; a job with its own checkpoint would start
     BACKING_OFF = "backing_off"
     DEVICE_BROKEN = "device_broken"
+    DRAINING = "draining"  # it would fit on devices that an administrator empties
 
 
 @dataclass(frozen=True, slots=True)

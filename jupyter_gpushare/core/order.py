@@ -1,7 +1,8 @@
 """The order of the jobs inside one project, and of build sessions.
 
-Jobs sort by `level` first: priority, then the group that the site's order
-(`Settings.order`) puts them into.  A waiting job may preempt running jobs of a
+Jobs sort by `level` first: priority, then the level of their user (`users`) where
+the order preempts, then the group that the site's order (`Settings.order`) puts
+them into.  A waiting job may preempt running jobs of a
 later level where the order preempts.  `ORDERS` holds one object per order of a
 site; a simulation may bring another (`model.JobOrder`):
 
@@ -39,11 +40,11 @@ from types import MappingProxyType
 from jupyter_gpushare.core.measure import LEAST_GPU_S, rounded
 from jupyter_gpushare.core.model import WHOLE_GPU, JobOrder, Lease, Order, Settings, State
 
-Level = tuple[float, float]
+Level = tuple[float, int, float]  # priority, level of the user, group
 Rank = tuple[Level, bool, bool, float, str]
 
 # The level of jobs that have waited for longer than the starvation guard.
-STARVED: Level = (-inf, -1.0)
+STARVED: Level = (-inf, 0, -1.0)
 # Remaining work that a job past the last LAS threshold is taken to have where it is not measured.
 # Measured on jittered copies of Philly traces (docs/benchmarks.md).
 UNMEASURED_GPU_S = 3e5
@@ -217,6 +218,14 @@ def with_turn(lease: Lease, granted_at: float, settings: Settings) -> Lease:
     return replace(lease, turns=lease.turns + 1) if starved else lease
 
 
+def share_run_s(settings: Settings) -> float:
+    """Return for how many seconds a job keeps borrowed GPUs before another project's share takes them.
+
+    Lags are made up in no less than ``fairness_horizon_s``, so no share needs them more often.
+    """
+    return max(settings.min_run_s, settings.fairness_horizon_s or 0.0)
+
+
 def undisturbed_until(lease: Lease, settings: Settings) -> float:
     """Time until which no job of its project preempts a running job."""
     starved = _has_waited(lease, lease.granted_at, settings)
@@ -241,23 +250,30 @@ def long_waits(settings: Settings) -> list[float]:
     return sorted(wait_s for wait_s in waits if wait_s is not None)
 
 
-def level(lease: Lease, now: float, settings: Settings) -> Level:
+def level(lease: Lease, now: float, settings: Settings, user_level: int = 0) -> Level:
     """Sort key of groups of jobs; a waiting job may preempt running jobs of a later level."""
     rules = order_of(settings)
     if rules.preempts and is_starved(lease, now, settings):
         return STARVED
-    return -lease.priority, rules.group(lease, now, settings)
+    return -lease.priority, _user_level(rules, user_level), rules.group(lease, now, settings)
 
 
-def rank(lease: Lease, now: float, settings: Settings) -> Rank:
+def _user_level(rules: JobOrder, level: int) -> int:
+    """Return the level of a user where it counts: an order that does not preempt has none."""
+    return level if rules.preempts else 0
+
+
+def rank(lease: Lease, now: float, settings: Settings, user_level: int = 0) -> Rank:
     """Sort key of the waiting jobs of a project; suspended jobs precede pending ones of their level.
 
     A suspended job comes first because its state takes host memory.
     """
     if is_starved(lease, now, settings):
         return STARVED, True, True, lease.waits_since_at, lease.id
-    group, is_new, at = order_of(settings).place(lease, settings)
-    return (-lease.priority, group), lease.state is State.PENDING, is_new, at, lease.id
+    rules = order_of(settings)
+    group, is_new, at = rules.place(lease, settings)
+    level = -lease.priority, _user_level(rules, user_level), group
+    return level, lease.state is State.PENDING, is_new, at, lease.id
 
 
 def seniority(lease: Lease, now: float, settings: Settings) -> float:

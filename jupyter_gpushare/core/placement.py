@@ -9,7 +9,7 @@
 * Several devices are taken at once or not at all.  With `Lease.consolidate`
   they lie in one island, else in one node; a job larger than every node takes
   whole nodes, and the rest in one more.  Without it they lie anywhere.
-* A device that is not usable takes no new lease.
+* A device that is not usable takes no new lease; what is bound to it may sleep, wake and end there.
 """
 
 from __future__ import annotations

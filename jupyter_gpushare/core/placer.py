@@ -10,7 +10,7 @@ from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import CheckpointMode, Lease, Why
 from jupyter_gpushare.core.placement import Index, Placement, Topology, empty_device, find
-from jupyter_gpushare.core.queues import Shape
+from jupyter_gpushare.core.queues import Fit
 from jupyter_gpushare.core.quota import held_by
 
 
@@ -24,7 +24,7 @@ class Placer:
         tasks = ((Task(gpu_milli=milli, gpu_count=n), often) for milli, n, often in workload)
         self._workload = Workload(tasks)
         self._indexes: dict[CapacityView, Index] = {}
-        self._possible: dict[Shape, bool] = {}
+        self._possible: dict[Fit, bool] = {}
 
     def find(self, lease: Lease, view: CapacityView, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits by ``view``, or None."""
@@ -70,5 +70,9 @@ class Placer:
         """Why a lease that does not fit now does not."""
         if self.fits_ever(lease):
             return Why.NO_CAPACITY
-        everything = Topology(list(self._state.capacities.values()))
-        return Why.DEVICE_BROKEN if find(lease, everything, empty_device, self._workload) else Why.TOO_LARGE
+        everything = list(self._state.capacities.values())
+        working = [c for c in everything if c.device.usable or c.device.draining]
+        for devices, why in ((working, Why.DRAINING), (everything, Why.DEVICE_BROKEN)):
+            if find(lease, Topology(devices), empty_device, self._workload):
+                return why
+        return Why.TOO_LARGE

@@ -39,6 +39,7 @@ class Planner:
         self.queues = JobQueues(settings)
         self.placer = Placer(self.state, settings.workload)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
+        self.user_levels: Mapping[tuple[str, str], int] = {}  # by project and user (`users`)
         self.notices = Notices()
         self._changed: dict[str, Lease] = {}
 
@@ -48,7 +49,7 @@ class Planner:
         planner = cls(cluster.devices, cluster.projects, cluster.settings)
         for lease in cluster.leases:
             planner.put(lease)
-        planner.lags_gpu_s = cluster.lags_gpu_s
+        planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
         return planner
 
     def put(self, lease: Lease) -> None:
@@ -71,6 +72,7 @@ class Planner:
     def begin(self, now: float, *, explain_all: bool = False) -> SchedulingRound:
         """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
         self.state.settle(now)
+        self.queues.set_user_levels(self.user_levels, now)
         self.queues.put_all(self._changed.values(), now)
         self._changed.clear()
         self.queues.refile_due(now)
@@ -112,7 +114,7 @@ class IncrementalPlanner:
                 known = self._leases.get(id)
                 if lease is not known and lease != known:
                     planner.put(lease)
-            planner.lags_gpu_s = cluster.lags_gpu_s
+            planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
         self._leases, self._built_from = leases, built_from
         return planner
 

@@ -6,6 +6,8 @@ level, so that the jobs that a waiting one may preempt are found without a scan.
 
 Levels change with time: a running job is demoted, a waiting one starves.
 `refile_due` sorts those jobs again; `next_at` is the time of the next change.
+When the level of a user changes (`users`), `set_user_levels` sorts the jobs of that
+user again.
 
 The sorted lists hold numbers and names, not leases, so that the garbage
 collector has nothing to follow there, however many jobs wait.
@@ -33,7 +35,8 @@ from jupyter_gpushare.core.model import (
     State,
 )
 
-Shape = tuple[object, ...]
+Fit = tuple[object, ...]  # what decides whether two jobs of a level fit or fail alike
+Shape = tuple[order.Level, Fit]
 RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the first to be preempted first
 Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
 
@@ -114,6 +117,7 @@ class JobQueues:
         self.idle: dict[str, Lease] = {}  # sessions that may lend their devices, now or later
         self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
         self.leases: dict[str, Lease] = {}  # all of them, by id
+        self._user_levels: Mapping[tuple[str, str], int] = {}
         self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
         self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
         self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
@@ -121,6 +125,23 @@ class JobQueues:
         self._count = count()
         self._order = order.order_of(settings)
         self._long_waits_s = order.long_waits(settings)
+
+    def level(self, lease: Lease, now: float) -> order.Level:
+        """Level of a job (`order.level`)."""
+        return order.level(lease, now, self.settings, self._user_levels.get((lease.project, lease.user), 0))
+
+    def rank(self, lease: Lease, now: float) -> order.Rank:
+        """Sort key of a waiting job (`order.rank`)."""
+        return order.rank(lease, now, self.settings, self._user_levels.get((lease.project, lease.user), 0))
+
+    def set_user_levels(self, levels: Mapping[tuple[str, str], int], now: float) -> None:
+        """Sort jobs again whose users have other levels now; ``levels`` has those that are not 0."""
+        before = self._user_levels
+        if levels == before:
+            return
+        self._user_levels = levels
+        changed = {user for user, _ in levels.items() ^ before.items()}
+        self.put_all([x for x in self.leases.values() if (x.project, x.user) in changed], now)
 
     def put(self, lease: Lease, now: float) -> None:
         """Add a lease, or replace it after a change."""
@@ -176,7 +197,7 @@ class JobQueues:
         if lease.retry_at > now:
             self.backing_off[lease.id] = lease
             return
-        rank = order.rank(lease, now, self.settings)
+        rank = self.rank(lease, now)
         shape = _shape(lease, rank[0], drifts=self._order.drifts)
         if (ranks := queue.waiting.get(shape)) is None:
             ranks = queue.waiting[shape] = []
@@ -189,9 +210,9 @@ class JobQueues:
 
     def _file_running(self, lease: Lease, now: float, insert: _Insert) -> None:
         queue, settings = self._queue_of(lease.project), self.settings
-        level = order.level(lease, now, settings)
+        level = self.level(lease, now)
         if self._order.drifts:
-            level = level[0], 0.0  # `outranked` works the levels out
+            level = *level[:2], 0.0  # `outranked` works the levels out
         stops = lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable
         key = stops, -order.seniority(lease, now, settings), lease.id
         insert.into_list(queue.running.setdefault(level, []), key)
@@ -258,7 +279,7 @@ class JobQueues:
         running = self.by_project[project].running if project in self.by_project else {}
         if self._order.drifts:
             jobs = [self.leases[key[-1]] for keys in running.values() for key in keys]
-            ranked = [(order.level(x, now, self.settings), x.id) for x in jobs]
+            ranked = [(self.level(x, now), x.id) for x in jobs]
             return [self.leases[id] for later, id in sorted(ranked, reverse=True) if later > level]
         levels = sorted((later for later in running if later > level), reverse=True)
         return [self.leases[key[-1]] for later in levels for key in running[later]]
@@ -275,11 +296,12 @@ class JobQueues:
 
 def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
     """What decides whether two waiting jobs of a project fit or fail alike."""
-    return (
-        level[0] if drifts else level,
+    fit = (
+        level is order.STARVED,
         lease.size,
         lease.consolidate,
         lease.borrow,
         lease.survival is CheckpointMode.SUSPEND and lease.suspendable,
         lease.devices,
     )
+    return (*level[:2], 0.0) if drifts else level, fit

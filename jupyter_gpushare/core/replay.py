@@ -40,11 +40,12 @@ from jupyter_gpushare.core.model import (
     Suspend,
     advance,
 )
-from jupyter_gpushare.core.order import served, with_turn
+from jupyter_gpushare.core.order import order_of, served, with_turn
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
 from jupyter_gpushare.core.simulated_lease import EventKind, Reports, SimulatedLease
+from jupyter_gpushare.core.users import UserLedger
 
 # After this many rounds at one moment the plan is taken not to settle.
 MOST_ROUNDS = 10_000
@@ -115,6 +116,9 @@ class Replay:
         self._ledger: Ledger | None = None  # with several projects only
         if settings.fairness_horizon_s and len(cluster.projects) > 1:
             self._ledger = Ledger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
+        self._users: UserLedger | None = None  # where they decide
+        if order_of(settings).preempts:
+            self._users = UserLedger({}, now=now)
         self._leases: dict[str, SimulatedLease] = {}
         self._heap: list[tuple[float, EventKind, int, str, int]] = []
         self._scheduled = 0
@@ -213,6 +217,11 @@ class Replay:
             if before is not None:
                 self._ledger.count(before, -1)
             self._ledger.count(after, 1)
+        if self._users is not None:
+            self._users.advance(self.now)
+            if before is not None:
+                self._users.count(before, -1)
+            self._users.count(after, 1)
         self._watcher.changed(self.now, before, after)
 
     def _release(self, sim: SimulatedLease) -> None:
@@ -296,8 +305,13 @@ class Replay:
             if self._ledger is not None:
                 self._ledger.advance(self.now)
                 self._planner.lags_gpu_s = self._ledger.lags_gpu_s
+            if self._users is not None:
+                self._users.advance(self.now)
+                self._planner.user_levels = self._users.levels()
             plan = self._planner.plan(self.now)
             self._next_at = inf if plan.next_at is None else plan.next_at
+            if self._users is not None:
+                self._next_at = min(self._next_at, self._users.next_at)
             for action in plan.actions:
                 self.decisions += 1
                 self._carry_out(action)

@@ -31,8 +31,10 @@ class Reservations:
         state: ClusterState,
         topology: Topology,
         find: Callable[[Lease, CapacityView], Placement | None],
+        rank: Callable[[Lease, float], order.Rank],
     ) -> None:
         self._state = state
+        self._rank = rank
         self._find = find
         self._topology = topology
         self._projects: set[str] = set()  # that have a reservation
@@ -57,7 +59,7 @@ class Reservations:
 
     def moving_for(self, gang: Lease, placement: Placement) -> list[Lease]:
         """Jobs that are leaving ``placement`` and will be served before ``gang``, as they will queue."""
-        now, settings = self._state.moment, self._state.settings
+        now = self._state.moment
         stopping = (
             x
             for x in self._state.leases.values()
@@ -66,8 +68,8 @@ class Reservations:
         here = (x for x in stopping if x.project == gang.project)
         here = (x for x in here if not set(x.devices).isdisjoint(placement.devices))
         queued = (replace(x, state=State.PENDING, waits_since_at=now) for x in here)
-        first = order.rank(gang, now, settings)
-        return [x for x in queued if order.rank(x, now, settings) < first]
+        first = self._rank(gang, now)
+        return [x for x in queued if self._rank(x, now) < first]
 
     def _lacking_least(self, job: Lease) -> list[DeviceCapacity] | None:
         """The devices that would be free for ``job`` with the least capacity still to be released."""

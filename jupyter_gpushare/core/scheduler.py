@@ -6,12 +6,12 @@ Rules, in the order in which they bind:
    processes want the GPU; leases there without a claim are preempted.
 2. *New sessions* within quota get a claim: awake on free capacity, suspended
    where it is lent.  Beyond quota they start on free, unclaimed capacity or not
-   at all: sessions never queue.  *Jobs that starve* (`order`) come between the
-   two, in projects that hold no more than their share.
+   at all.  *Jobs that starve* (`order`) come between the two, in projects that
+   hold no more than their share.
 3. *Jobs*, in the passes of `PASSES`: owed by quota, below fair share, rest.
-   Suspended sessions beyond quota wake after the first pass.  A job takes free
-   capacity, else capacity that is being released, else capacity that it may
-   reclaim (`reclaim`).
+   After the first pass sessions beyond quota wake, and those that wait
+   (`Lease.waits`) start.  A job takes free capacity, else capacity that is being
+   released, else capacity that it may reclaim (`reclaim`).
 
 A job that does not fit blocks no other, unless the order is strict or capacity
 is reserved for it because it was bypassed for too long (`reservations`).
@@ -25,20 +25,12 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from jupyter_gpushare.core import order
-from jupyter_gpushare.core.capacity import (
-    claimable,
-    claimable_now,
-    free_now,
-    free_soon,
-    returnable,
-    unclaimed_now,
-)
+from jupyter_gpushare.core import capacity, order
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.placement import Placement
 from jupyter_gpushare.core.placer import Placer
-from jupyter_gpushare.core.queues import Cursor, JobQueues, Shape
+from jupyter_gpushare.core.queues import Cursor, Fit, JobQueues, Shape
 from jupyter_gpushare.core.quota import Shares, held_by
 from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
@@ -46,8 +38,9 @@ from jupyter_gpushare.core.reservations import Reservations
 
 # Shares are reviewed this often while several projects have jobs and one waits.
 REVIEW_S = 900.0
+COSTS_APART = 50.0  # a lag is made up within no less than so many times the cost of a preemption
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
-_BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN})
+_BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
 # Reasons of a job that capacity is reserved for.
 _KEEPS = frozenset({Why.RESERVED, Why.NOT_BYPASSED})
 
@@ -72,22 +65,23 @@ class SchedulingRound:
         self.now = now
         self.settings = state.settings
         self.order = order.order_of(self.settings)
-        horizon_s = self.settings.fairness_horizon_s or inf
+        horizon_s = max(self.settings.fairness_horizon_s or inf, COSTS_APART * self.settings.preempt_cost_s)
         self.catch_up_milli = {name: int(WHOLE_GPU * lag / horizon_s) for name, lag in lags_gpu_s.items()}
         capacity_milli = WHOLE_GPU * len(self.state.usable)
         # A partial, not a method: a reference cycle would be left to the garbage collector.
         waiting_milli = partial(self.queues.waiting_milli, self.state)
         self.shares = Shares(self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli)
         self.reclaimer = Reclaimer(self.state, placer.topology, self.queues, self.shares)
-        self.reservations = Reservations(self.state, placer.topology, placer.find)
+        self.reservations = Reservations(self.state, placer.topology, placer.find, queues.rank)
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
         self.next_at: float | None = None
         self.shared = sum(bool(q.waiting or q.running) for q in self.queues.by_project.values()) > 1
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
-        self._unplaceable: dict[tuple[str, Shape], Why] = {}
+        self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
         self._served: set[str] = set()
+        self._guests: list[Lease] = []  # new sessions beyond quota
 
     def run(self) -> SchedulingRound:
         """Apply all rules."""
@@ -97,9 +91,10 @@ class SchedulingRound:
         for serving in PASSES:
             if self.shared or not serving.competes:
                 self._run_pass(serving)
-            if serving.wakes_guests:
-                for lease in sorted(self._waking(claim=False), key=order.session_rank):
+            if serving.serves_guests:
+                for lease in self._waking(claim=False):
                     self._wake_guest(lease)
+                self._start_guests(waited=True)
         self._reinstate_unneeded()
         if self.waiting:
             self._wake_planner(self.queues.next_at())
@@ -110,23 +105,23 @@ class SchedulingRound:
 
     def run_sessions(self) -> SchedulingRound:
         """Apply rules 1 and 2 only: what one more session would find."""
-        for lease in sorted(self._waking(claim=True), key=order.session_rank):
+        for lease in self._waking(claim=True):
             self._wake_owner(lease)
         self._reinstate_unneeded()
-        new = sorted(self.queues.new_sessions.values(), key=order.session_rank)
-        new = [lease for lease in new if not self._backs_off(lease)]
+        ranked = sorted(self.queues.new_sessions.values(), key=order.session_rank)
+        new = [lease for lease in ranked if not self._backs_off(lease)]
         for lease in new:
             found = self.session_grant(lease)
             if isinstance(found, Grant) and not found.borrowed:
                 self._start_session(lease, found)
         self._run_pass(STARVED_JOBS)
-        for lease in new:
-            if lease.id not in self._served:
-                self._start_session(lease, self.session_grant(lease))
+        self._guests = [lease for lease in new if lease.id not in self._served]
+        self._start_guests(waited=False)
         return self
 
     def _waking(self, *, claim: bool) -> list[Lease]:
-        return [x for x in self.queues.waking_sessions.values() if self.state.has_claim(x) is claim]
+        waking = (x for x in self.queues.waking_sessions.values() if self.state.has_claim(x) is claim)
+        return sorted(waking, key=order.session_rank)
 
     # -- build sessions
 
@@ -168,16 +163,21 @@ class SchedulingRound:
         """
         account = self.state.account(lease)
         quota_left = account.project.quota_milli - account.claimed
-        found = self.placer.find(lease, claimable_now, quota_left)
+        found = self.placer.find(lease, capacity.claimable_now, quota_left)
         if found and not account.over_limit(found.size_milli):
             return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)
-        if found := found or self.placer.find(lease, claimable, quota_left):
+        if found := found or self.placer.find(lease, capacity.claimable, quota_left):
             return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM, asleep=True)
-        if found := self.placer.find(lease, returnable):
+        if found := self.placer.find(lease, capacity.returnable):
             if account.over_limit(found.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)
         return self.placer.unplaced(lease)
+
+    def _start_guests(self, *, waited: bool) -> None:
+        for lease in self._guests:
+            if lease.waits is waited:
+                self._start_session(lease, self.session_grant(lease))
 
     def _start_session(self, lease: Lease, grant: Grant | Why) -> None:
         if isinstance(grant, Why):
@@ -209,7 +209,7 @@ class SchedulingRound:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        found = None if self._lacks_quota(job) else self.placer.find_for_job(job, free_now)
+        found = None if self._lacks_quota(job) else self.placer.find_for_job(job, capacity.free_now)
         return found is not None and not self.state.account(job).over_limit(found.size_milli)
 
     def is_owed(self, job: Lease) -> bool:
@@ -270,7 +270,7 @@ class SchedulingRound:
             ):
                 self._mark_blocked(cursor)
                 return False
-            elif (job.project, shape) in self._unplaceable and not self._explain_all:
+            elif (job.project, shape[1]) in self._unplaceable and not self._explain_all:
                 cursor.skip_shape()
             else:
                 cursor.advance()
@@ -281,9 +281,9 @@ class SchedulingRound:
 
         Then the project falls behind its share, until what it lags makes up for the size of the job.
         """
-        if not self.shared or self.waiting[job.id] is not Why.NO_CAPACITY or self.is_within_share(job):
-            return False
-        return order.is_starved(job, self.now, self.settings) and self._may_hold_up(job)
+        stuck = self.shared and self.waiting[job.id] is Why.NO_CAPACITY
+        starves = stuck and order.is_starved(job, self.now, self.settings)
+        return starves and not self.is_within_share(job) and self._may_hold_up(job)
 
     def _may_hold_up(self, job: Lease) -> bool:
         """Whether the share of its project can hold a job that starves, now or once the project lags."""
@@ -303,13 +303,12 @@ class SchedulingRound:
 
     def _serve(self, job: Lease, shape: Shape, serving: Pass) -> bool:
         """Give ``job`` what can be given; False: nothing was decided."""
-        key = job.project, shape
-        if (why := self._unplaceable.get(key)) is not None:
+        key = job.project, shape[1]
+        if why := self._unplaceable.get(key):
             if self.waiting.get(job.id) not in _KEEPS:
                 self.waiting[job.id] = why
             return False
-        why = self._try_to_start(job, serving)
-        if why is None:
+        if (why := self._try_to_start(job, serving)) is None:
             return True
         self.waiting[job.id] = why
         if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
@@ -327,11 +326,12 @@ class SchedulingRound:
             held = held_by(job)
             none_soon = any(c.soon < held for c in state.capacities_of(job))
         else:
-            none_soon = self.placer.find(job, free_soon) is None
+            none_soon = self.placer.find(job, capacity.free_soon) is None
         if none_soon:
             return self._reclaim(job, None, serving)
-        found = self.placer.find_for_job(job, unclaimed_now) or self.placer.find_for_job(job, free_now)
-        soon = found or self.placer.find_for_job(job, free_soon)
+        find = partial(self.placer.find_for_job, job)
+        found = find(capacity.unclaimed_now) or find(capacity.free_now)
+        soon = found or find(capacity.free_soon)
         if soon:
             account = state.account(job)
             if found and not account.over_limit(soon.size_milli):
@@ -383,7 +383,7 @@ class SchedulingRound:
     # -- effects on the cluster state
 
     def _start(self, job: Lease, placement: Placement) -> None:
-        state, lent = self.state, self.placer.uses_lent(placement, unclaimed_now)
+        state, lent = self.state, self.placer.uses_lent(placement, capacity.unclaimed_now)
         if lent:
             state.host_free -= state.host_memory_needed(job, placement.devices, placement.held_milli)
         if job.state is State.SUSPENDED:
@@ -438,13 +438,13 @@ class Pass:
     admits: Callable[[SchedulingRound, Lease], bool]
     by_quota: bool = False  # projects by the part of their quota in use; else by excess per weight
     competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
-    wakes_guests: bool = False  # sessions beyond quota wake after it
+    serves_guests: bool = False  # sessions beyond quota wake and start after it
     starved: bool = False  # jobs that starve, the longest waiting first, before sessions beyond quota
 
 
 STARVED_JOBS = Pass(SchedulingRound.is_within_share, starved=True)
 PASSES = (
-    Pass(SchedulingRound.is_owed, by_quota=True, wakes_guests=True),
+    Pass(SchedulingRound.is_owed, by_quota=True, serves_guests=True),
     Pass(SchedulingRound.is_below_share, competes=True),
     Pass(lambda _, job: True),
 )

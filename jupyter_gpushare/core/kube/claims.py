@@ -23,15 +23,18 @@ def claimants(cluster: Cluster) -> frozenset[str]:
     """Return the sessions that are guaranteed their capacity.
 
     Sessions that were granted as guaranteed come first, then the others, in the order of their
-    grants: no later session takes a guarantee away.
+    grants: no later session takes a guarantee away, and no device is guaranteed twice.
     """
+    on_device = dict.fromkeys((d.uuid for d in cluster.devices), WHOLE_GPU)
     left = {p.name: p.quota_milli // 10 for p in cluster.projects}
     sessions = [x for x in cluster.leases if x.kind is Kind.BUILD and x.state not in _ENDED]
     found: set[str] = set()
     for lease in sorted(sessions, key=lambda x: (x.borrowed, not x.devices, x.granted_at, x.queued_at, x.id)):
         counted = counted_centi(lease.size, cluster.devices)
-        if counted <= left.get(lease.project, 0):
+        fits = all(held_by(lease) <= on_device.get(uuid, WHOLE_GPU) for uuid in lease.devices)
+        if fits and counted <= left.get(lease.project, 0):
             left[lease.project] -= counted
+            on_device |= {uuid: on_device.get(uuid, WHOLE_GPU) - held_by(lease) for uuid in lease.devices}
             found.add(lease.id)
     return frozenset(found)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, full_nodes, guests
-from jupyter_gpushare.core.kube.seats import Demand, Standing, counted_centi, return_is_certain
+from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, return_is_certain
 from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
 
@@ -72,22 +72,23 @@ class _Round:
         yielding, idling = self._yielding(), self._idling()
         found: dict[str, Demand] = {}
         for lease in self._jobs():
-            found[lease.id] = self._demand(lease, Standing.YIELD if lease.id in yielding else Standing.TRAIN)
+            seat_class = SeatClass.YIELD if lease.id in yielding else SeatClass.TRAIN
+            found[lease.id] = self._demand(lease, seat_class)
         for lease in self._sessions():
-            standing = Standing.SESSION if lease.id in self._claimants else Standing.BORROWED
+            seat_class = SeatClass.SESSION if lease.id in self._claimants else SeatClass.BORROWED
             if lease.id in yielding:
-                standing = Standing.YIELD
+                seat_class = SeatClass.YIELD
             elif lease.id in idling:
-                standing = Standing.IDLE
-            found[lease.id] = self._demand(lease, standing)
+                seat_class = SeatClass.IDLE
+            found[lease.id] = self._demand(lease, seat_class)
         return Demands(found, min((at for at in self._times if at > self._now), default=None))
 
-    def _demand(self, lease: Lease, standing: Standing) -> Demand:
-        is_new = standing is Standing.SESSION and not lease.devices
+    def _demand(self, lease: Lease, seat_class: SeatClass) -> Demand:
+        is_new = seat_class is SeatClass.SESSION and not lease.devices
         return Demand(
             lease=lease.id,
             project=lease.project,
-            standing=standing,
+            seat_class=seat_class,
             size=lease.size,
             level=level(lease, self._cluster, self._now) if lease.kind is Kind.TRAIN else 0,
             node=self._node.get(lease.devices[0], "") if lease.devices else "",

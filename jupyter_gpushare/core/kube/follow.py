@@ -9,6 +9,8 @@ leaves                              back: `Requeue`
 suspended job, or session that is   `Resume`
 wanted, a placed seat on its own
 devices
+suspended, a placed seat on other   none: `reconcile` deletes the seat, and the lease
+devices                             asks again later (`returns`)
 ==================================  ====================================================
 
 A seat is placed for these rules once it is connected: only then its devices are known.  Nothing
@@ -88,6 +90,12 @@ def _connected(seats: Seats, lease_id: str) -> Seat | None:
     return seat if seat is not None and seat.seating is Seating.PLACED and seat.devices else None
 
 
+def misplaced_seat(lease: Lease, seats: Seats) -> Seat | None:
+    """Return the seat of a suspended lease that is on other devices than its memory returns to."""
+    seat = _connected(seats, lease.id) if lease.state is State.SUSPENDED else None
+    return seat if seat is not None and set(seat.devices) != set(lease.devices) else None
+
+
 def follow(cluster: Cluster, seats: Seats, now: float) -> Plan:
     """Return what leases do because of their seats.
 
@@ -149,12 +157,14 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
 
     What yields is patched before the return seat that it is for is created, and returns come before
     everything else.  A running lease that lost its seat gets a new one only after it followed the
-    loss: its device memory must have left the device before it is granted again.
+    loss: its device memory must have left the device before it is granted again.  A return seat on
+    other devices is always deleted.
     """
     may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
+    misplaced = {x.id for x in cluster.leases if misplaced_seat(x, seats) is not None}
     changes: list[Change] = []
     for lease_id, mine in seats.items():
-        keep = live(seats, lease_id) if lease_id in needed else None
+        keep = live(seats, lease_id) if lease_id in needed and lease_id not in misplaced else None
         changes += [Delete(s.name) for s in mine if s is not keep and s.seating is not Seating.LEAVING]
         if keep is not None and keep.terms != (wanted := terms(needed[lease_id])):
             changes.append(Retarget(keep.name, wanted))

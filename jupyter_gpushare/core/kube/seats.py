@@ -1,7 +1,7 @@
 """Seats: their states, the terms on which KAI schedules them, and the size that they request.
 
 ==========  ================  ====================  ==================  =================================
-standing    queue             priority class        preemptibility      of which leases
+class       queue             priority class        preemptibility      of which leases
 ==========  ================  ====================  ==================  =================================
 `SESSION`   ``<p>-build``     gpushare-session      ``non-preemptible``  session within its guarantee
 `BORROWED`  ``<p>-train``     gpushare-borrowed     ``preemptible``      session beyond it
@@ -52,7 +52,7 @@ class Seating(enum.StrEnum):
     GONE = "gone"  # its pod ended without being asked
 
 
-class Standing(enum.StrEnum):
+class SeatClass(enum.StrEnum):
     """On what terms KAI schedules a seat."""
 
     SESSION = "session"
@@ -77,7 +77,7 @@ class Demand:
 
     lease: str
     project: str
-    standing: Standing
+    seat_class: SeatClass
     size: Size
     level: int = 0  # of a job: its LAS queue
     node: str = ""  # its processes live there
@@ -114,14 +114,14 @@ class Request:
 
 def terms(demand: Demand) -> Terms:
     """Return queue, priority class and preemptibility of a demand."""
-    match demand.standing:
-        case Standing.SESSION:
+    match demand.seat_class:
+        case SeatClass.SESSION:
             return Terms(f"{demand.project}-build", "gpushare-session", "non-preemptible")
-        case Standing.BORROWED:
+        case SeatClass.BORROWED:
             return Terms(f"{demand.project}-train", "gpushare-borrowed", "preemptible")
-        case Standing.TRAIN:
+        case SeatClass.TRAIN:
             return Terms(f"{demand.project}-train", f"gpushare-train-{demand.level}", "preemptible")
-        case Standing.IDLE:
+        case SeatClass.IDLE:
             return Terms(IDLE_LEAF, "gpushare-idle", "preemptible")
         case _:
             return Terms(YIELD_LEAF, "gpushare-yield", "preemptible")

@@ -88,9 +88,10 @@ class Defragmenter:
     def _clear(self, node: Group, count: int) -> NodeClearing | None:
         """The fewest devices to clear so that ``count`` devices of ``node`` are empty."""
         missing = count - sum(map(self._is_free, node))
-        # Leases that leave an empty device behind; others may have started there in this round.
-        holders = ((c, x) for c in node for x in c.holders.values())
-        leases = {x.id: x for c, x in holders if self._available(c) + held_by(x) >= WHOLE_GPU}
+        # Leases that leave only empty devices behind; others may have started there in this round.
+        holders = [(c, x) for c in node for x in c.holders.values()]
+        shared = {x.id for c, x in holders if self._available(c) + held_by(x) < WHOLE_GPU}
+        leases = {x.id: x for _, x in holders if x.id not in shared}
         able = [v for x in leases.values() if (v := self._juniors.get(x.id) or self._movable(x))]
         inside = {capacity.device.uuid for capacity in node}
         able = [v for v in able if inside.issuperset(v.lease.devices)]

@@ -201,7 +201,8 @@ class Reclaimer:
             juniors = self.victim_index.juniors(job)
             return MultiDeviceSearch(self.state, self._topology, job, options).search(juniors)
         outranked = self.victim_index.outranked(job)
-        key = options, id(outranked)
+        # The priority decides the reason that a victim is told; starved jobs of all priorities share a level.
+        key = options, id(outranked), job.priority
         if key not in self._searches:
             as_victim = partial(self.victim_index.junior, priority=job.priority)
             self._searches[key] = SingleDeviceSearch(self.state, options, outranked, as_victim)

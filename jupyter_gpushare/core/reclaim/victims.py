@@ -320,7 +320,7 @@ class VictimIndex:
         Some may have been evicted since.
         """
         state = self.state
-        key = job.project, order.level(job, state.moment, state.settings)
+        key = job.project, self._queues.level(job, state.moment)
         if key not in self._outranked:
             later = self._queues.outranked(*key, state.moment)
             self._outranked[key] = [x for x in later if self._has_run(x)]
@@ -337,8 +337,9 @@ class VictimIndex:
 
         ``by_order``: the time for which no job of its project preempts it, which may be longer.
         """
-        settings = self.state.settings
-        at = order.undisturbed_until(lease, settings) if by_order else lease.granted_at + settings.min_run_s
+        settings, granted_at = self.state.settings, lease.granted_at
+        by_share = granted_at + order.share_run_s(settings)
+        at = order.undisturbed_until(lease, settings) if by_order else by_share
         if at > self.state.moment:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
         return at <= self.state.moment
