@@ -55,6 +55,15 @@ class Holder:
     guaranteed: Mapping[str, int]  # the part of it that no reclaim takes
     asleep: bool  # it starts suspended: its devices are in use by borrowers
     unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
+    stops: bool = False  # a job that is stopped and starts again, never suspended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A path of a node that is mounted at the same path."""
+
+    path: str
+    read_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class Prepared:
     """What the spawner gives the holder's processes."""
 
     env: Mapping[str, str]
+    node: str = ""  # of a cluster: where the processes must run
+    mounts: tuple[Mount, ...] = ()  # of a cluster: paths of that node that its processes need
 
 
 class Devices(abc.ABC):
@@ -138,6 +149,15 @@ class Devices(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def end_process(self, device: str, process: str) -> None:
+        """End a process without a lease that the sample shows on a device (UUID): SIGTERM, then SIGKILL.
+
+        Raises:
+            HelperError: there is none with this name, it is left alone by the rules of the watchdog, no
+                answer, or a newer broker is at work.
+        """
+
+    @abc.abstractmethod
     async def drop(self, handle: str) -> None:
         """Delete a lease that has no process left; unknown leases are ignored.
 
@@ -156,10 +176,11 @@ class Hub(abc.ABC):
     """JupyterHub: its servers, users and groups.  The same for every engine."""
 
     @abc.abstractmethod
-    async def start_server(self, key: ServerKey, shown: str) -> None:
+    async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         """Ask the Hub to start a job's server; returns when the Hub has accepted the request.
 
-        ``shown`` is what its pages call the server, where the Hub has such names.
+        ``shown`` is what its pages call the server, where the Hub has such names.  The Hub's
+        spawner shows the broker the ``ticket`` when it carries out the start.
         A server that already starts or runs is accepted.
 
         Raises:

@@ -6,6 +6,7 @@ delete:servers``.
 
 from __future__ import annotations
 
+import ssl
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -13,6 +14,7 @@ import httpx
 import msgspec
 
 from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
+from jupyter_gpushare.protocol.wire import TICKET_OPTION
 
 T = TypeVar("T")
 
@@ -72,12 +74,15 @@ def _remedy(status: int, said: str) -> str:
 class HubClient(Hub):
     """JupyterHub's REST API, called as the broker's service."""
 
-    def __init__(self, api_url: str, token: str, *, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, api_url: str, token: str, *, timeout_s: float = 20.0, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._http = httpx.AsyncClient(
             base_url=api_url.rstrip("/") + "/",
             headers={"Authorization": f"token {token}"},
             timeout=timeout_s,
             trust_env=False,
+            verify=tls or True,
         )
         # The last list of users with servers, by page, with the Hub's tag of that answer.
         self._pages: dict[int, tuple[str, list[_User]]] = {}
@@ -103,7 +108,7 @@ class HubClient(Hub):
         said = self._said(response)
         return HubError(f"{what}: {said}", remedy=_remedy(response.status_code, said))
 
-    async def start_server(self, key: ServerKey, shown: str) -> None:
+    async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         """Ask the Hub to start a named server.
 
         Raises:
@@ -111,9 +116,10 @@ class HubClient(Hub):
                 user's named servers, or when the Hub does not accept the token.
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
+        options = {TICKET_OPTION: ticket}
         # An older Hub takes the whole body for options of the spawner.
-        named = {"display_name": shown} if self._shows_names else {}
-        response = await self._ask("POST", path, json=named)
+        body = {"display_name": shown, "user_options": options} if self._shows_names else options
+        response = await self._ask("POST", path, json=body)
         if response.status_code in (201, 202):
             return
         said = self._said(response)

@@ -32,6 +32,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol.seats import SeatSample
+from jupyter_gpushare.protocol.unleased import UnleasedProcess
 
 # A line may not be longer; a sample of as many leases and processes as are shown stays below it.
 MAX_LINE_BYTES = 1 << 20
@@ -76,6 +78,8 @@ class EventKind(enum.StrEnum):
     DEVICE = "device"  # a device became unhealthy or healthy again
     PHASE = "phase"  # a lease changed its phase
     DRIVER_KILLED = "driver_killed"  # a process ended within a driver call of a suspension or resume
+    SEAT = "seat"  # a seat of this node changed its state: see the sample
+    EVICTED = "evicted"  # processes of a lease were ended: it has no seat and cannot be suspended
 
 
 class Refusal(enum.StrEnum):
@@ -99,6 +103,7 @@ class ErrorKind(enum.StrEnum):
     STALE_EPOCH = "stale_epoch"
     NOT_ALLOWED = "not_allowed"
     UNKNOWN_LEASE = "unknown_lease"
+    UNKNOWN_PROCESS = "unknown_process"
     CONFLICT = "conflict"
     BUSY = "busy"  # too many connections: try again
     DEVICE = "device"  # the driver said no; ``call`` and ``code`` say what
@@ -115,6 +120,7 @@ class Hello:
     boot_id: str
     epoch: int
     simulated: bool
+    now: float = 0.0  # the moment of this answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +152,7 @@ class Device:
     ladder: tuple[Rung, ...] = ()  # all levels, strongest first
     profile: str = ""  # of a MIG instance, such as 1g.10gb
     island: str = ""  # devices with the same non-empty word share an NVLink island
+    node: str = ""  # of a cluster: filled in by the broker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +226,7 @@ class DeviceSample:
     reason: str = ""
     # The driver does not say how many bytes a process holds: the watchdog cannot compare.
     blind: bool = False
+    unleased: tuple[UnleasedProcess, ...] = ()  # processes without a lease, 16 at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +238,7 @@ class Sample:
     leases: tuple[LeaseSample, ...]
     host_available_bytes: int
     host_saved_bytes: int  # suspended state of all leases together
+    seats: tuple[SeatSample, ...] = ()  # on a node of a cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +258,7 @@ class SetLimit:
     # Bytes per device UUID that the driver keeps for the lease under pressure; a missing one is its limit.
     guaranteed: dict[str, int] = field(default_factory=dict)
     unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
+    stops: bool = False  # a job that is stopped and starts again: it is not suspended when its seat leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +266,7 @@ class LeaseFiles:
     """Answer to `SetLimit`."""
 
     directory: str  # goes into GPUSHARE_LEASE_DIR
+    library: str = ""  # on a node of a cluster: the preload library there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +350,7 @@ class Event:
     # WANTED: queries_only ("true" or "false").  OVER_LIMIT, UNLEASED_PROCESS: used_bytes,
     # action, pid, name; UNLEASED_PROCESS also uid.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
     # and level (what changed): request the inventory again.  It is published once for the
-    # device, and where its health changed once for each lease on it.
+    # device, and where its health changed once for each lease on it.  SEAT: seat, state.
     fields: dict[str, str] = field(default_factory=dict)
 
 

@@ -21,6 +21,7 @@ import msgspec
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer, KubeError
 from jupyter_gpushare.backends.kubernetes.objects import (
     Json,
+    KaiConfig,
     Node,
     Object,
     Pod,
@@ -28,6 +29,7 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     Queue,
     SchedulingShard,
 )
+from jupyter_gpushare.backends.kubernetes.surroundings import ClusterPolicy
 
 T = TypeVar("T", bound=Object)
 
@@ -66,6 +68,8 @@ QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
 NODES = Resource("", "v1", "nodes", Node, namespaced=False)
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)
 SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", SchedulingShard, namespaced=False)
+CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", ClusterPolicy, namespaced=False)
+CONFIGS = Resource("kai.scheduler", "v1", "configs", KaiConfig, namespaced=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,10 @@ class PodSpec(_Struct, frozen=True):
 
 
 class PodStatus(_Struct, frozen=True):
-    """Phase of a pod."""
+    """Phase and address of a pod."""
 
     phase: str = "Pending"
+    pod_ip: str = msgspec.field(default="", name="podIP")
 
 
 class Pod(Object, frozen=True):
@@ -202,6 +203,28 @@ class SchedulingShard(Object, frozen=True):
     spec: ShardSpec = ShardSpec()
 
 
+class Admission(_Struct, frozen=True):
+    """Settings of KAI's admission webhooks."""
+
+    gpu_sharing: bool = msgspec.field(default=False, name="gpuSharing")
+    block_nvidia_visible_devices: bool = msgspec.field(default=False, name="blockNvidiaVisibleDevices")
+
+
+class ConfigSpec(_Struct, frozen=True):
+    """Settings of one installation of KAI."""
+
+    admission: Admission = Admission()
+
+
+class KaiConfig(Object, frozen=True):
+    """An installation of KAI (``kai.scheduler/v1``); parts of a GPU are off unless it says otherwise.
+
+    So in KAI-Scheduler v0.16.8, ``pkg/apis/kai/v1/admission/admission.go`` (SetDefaultsWhereNeeded).
+    """
+
+    spec: ConfigSpec = ConfigSpec()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatPod:
     """What a site says about seat pods; memory and CPU are Kubernetes quantities."""
@@ -269,7 +292,8 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
                 "image": site.image,
                 "args": [
                     *("seat", "--lease", demand.lease, "--name", name),
-                    *("--epoch", str(epoch), "--host-dir", site.host_dir),
+                    *("--epoch", str(epoch), "--grace-s", str(site.grace_s)),
+                    *("--host-dir", site.host_dir),
                 ],
                 "resources": resources,
                 "volumeMounts": [{"name": "host", "mountPath": site.host_dir}],

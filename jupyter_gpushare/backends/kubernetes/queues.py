@@ -15,6 +15,7 @@ Between roots it reads ``reclaimMinRuntime`` of the root only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, Json, Queue
@@ -40,7 +41,7 @@ def queues(projects: Iterable[Project], min_run_s: float) -> list[Json]:
         build = _queue(f"{name}-build", 200, _gpu(quota), parent=name)
         train = _queue(f"{name}-train", 100, _gpu(0), parent=name)
         root["spec"]["reclaimMinRuntime"] = "0s"
-        train["spec"]["preemptMinRuntime"] = f"{min_run_s:g}s"
+        train["spec"]["preemptMinRuntime"] = f"{math.ceil(min_run_s)}s"
         found += [root, build, train]
     idle = _queue(IDLE_ROOT, 1, _gpu(0, weight=0))
     idle["spec"]["reclaimMinRuntime"] = "0s"
@@ -69,6 +70,13 @@ def priority_classes(levels: int) -> list[Json]:
 def missing(projects: Iterable[Project], there: Mapping[str, Queue]) -> list[str]:
     """Return the names of the queues that the projects need and that do not exist."""
     return [name for q in queues(projects, 0) if (name := q["metadata"]["name"]) not in there]
+
+
+def misplaced(projects: Iterable[Project], there: Mapping[str, Queue]) -> list[tuple[str, str]]:
+    """Return the queues with another parent than they need, and that parent's name (empty: none)."""
+    wanted = {q["metadata"]["name"]: q["spec"].get("parentQueue", "") for q in queues(projects, 0)}
+    found = {name: there[name].spec.parent_queue for name in wanted if name in there}
+    return [(name, parent) for name, parent in found.items() if parent != wanted[name]]
 
 
 def in_force(project: Project, there: Mapping[str, Queue]) -> Project:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import TypeVar
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
@@ -161,10 +162,14 @@ class KubeSeats:
         epoch = self._epoch()
         groups = [x for x in self._groups.objects.values() if epoch_of(x) < epoch]
         pods = [x for x in self._pods.objects.values() if epoch_of(x) < epoch]
-        older = [self._stamp(self._groups, POD_GROUPS, group) for group in groups]
-        older += [self._stamp(self._pods, PODS, pod) for pod in pods if not pod.metadata.deletion_timestamp]
+        older = [partial(self._stamp, self._groups, POD_GROUPS, group) for group in groups]
+        alive = [pod for pod in pods if not pod.metadata.deletion_timestamp]
+        older += [partial(self._stamp, self._pods, PODS, pod) for pod in alive]
         for begun in range(0, len(older), _AT_ONCE):
-            await asyncio.gather(*older[begun : begun + _AT_ONCE])
+            batch = (stamp() for stamp in older[begun : begun + _AT_ONCE])
+            answers = await asyncio.gather(*batch, return_exceptions=True)
+            for failed in (answer for answer in answers if isinstance(answer, BaseException)):
+                raise failed
         return bool(older)
 
     async def _stamp(self, copy: Reflector[T], kind: Resource[T], found: T) -> None:

@@ -36,10 +36,13 @@ from jupyter_gpushare.protocol.wire.jobs import (
     JobLimit,
     JobList,
     JobMoment,
+    JobNotify,
+    JobOutcome,
     JobOutlook,
     JobPlace,
     JobReport,
     JobRequest,
+    JobSize,
     JobSource,
     JobSpec,
     JobState,
@@ -49,14 +52,18 @@ from jupyter_gpushare.protocol.wire.jobs import (
 )
 from jupyter_gpushare.protocol.wire.spawner import (
     NOT_THE_SPAWNER,
+    TICKET_OPTION,
     UNVERIFIED_CHANNEL,
     GpuRequest,
+    HostMount,
     Offer,
     Offers,
     SpawnFault,
     SpawnGrant,
+    SpawnProgress,
     SpawnRequest,
     SpawnStop,
+    SpawnWait,
 )
 from jupyter_gpushare.protocol.wire.status import (
     ActivityReport,
@@ -65,6 +72,8 @@ from jupyter_gpushare.protocol.wire.status import (
     Decisions,
     Devices,
     DeviceStatus,
+    Drain,
+    DrainRequest,
     ErrorAnswer,
     Health,
     History,
@@ -80,7 +89,11 @@ from jupyter_gpushare.protocol.wire.status import (
     ProjectUse,
     Rung,
     Status,
+    Trace,
+    TraceRow,
+    UnleasedProcess,
     Usage,
     UsageRow,
+    WaitingSession,
 )
 from jupyter_gpushare.protocol.wire.text import Text

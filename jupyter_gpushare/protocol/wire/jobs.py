@@ -38,6 +38,40 @@ class JobLimit(Answer, frozen=True):
     max_run_s: float | None = None
 
 
+class JobNotify(Answer, frozen=True):
+    """How to notify the owner of a stored `JobRequest`, read without the rest."""
+
+    notify_url: str = ""
+    notify_mail: bool = False
+
+
+class JobSize(Answer, frozen=True):
+    """The size of a stored `JobRequest`, read without the rest."""
+
+    gpus: str = "1"
+    memory: str | None = None
+    profile: str | None = None
+
+    def size(self) -> Size:
+        """Return the requested size.
+
+        Raises:
+            InvalidRequest: several sizes, or one that cannot be parsed.
+        """
+        return _size(self.gpus, self.memory, self.profile)
+
+
+def _size(gpus: str, memory: str | None, profile: str | None) -> Size:
+    if profile is not None:
+        # CUDA sees one MIG instance per process, however many are named.
+        if memory is not None or gpus != "1":
+            raise InvalidRequest("a MIG profile asks for one instance: give neither gpus nor memory with it")
+        return Size.of_profile(profile)
+    if memory is not None:
+        return Size.of_memory(memory)
+    return Size.of_gpus(gpus)
+
+
 class JobRequest(Message, frozen=True):
     """Body of ``POST jobs``."""
 
@@ -57,6 +91,8 @@ class JobRequest(Message, frozen=True):
     max_run_s: float | None = None  # then it is stopped with grace; pauses do not count
     source: JobSource | None = None
     notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
+    notify_url: str = ""  # its runner posts starts, stops and ends there (docs/jobs.md)
+    notify_mail: bool = False  # mail its owner as well, where the site sends mail
 
     def size(self) -> Size:
         """Return the requested size.
@@ -64,16 +100,7 @@ class JobRequest(Message, frozen=True):
         Raises:
             InvalidRequest: several sizes, or one that cannot be parsed.
         """
-        if self.profile is not None:
-            # CUDA sees one MIG instance per process, however many are named.
-            if self.memory is not None or self.gpus != "1":
-                raise InvalidRequest(
-                    "a MIG profile asks for one instance: give neither gpus nor memory with it"
-                )
-            return Size.of_profile(self.profile)
-        if self.memory is not None:
-            return Size.of_memory(self.memory)
-        return Size.of_gpus(self.gpus)
+        return _size(self.gpus, self.memory, self.profile)
 
 
 class JobChange(Message, frozen=True):
@@ -136,6 +163,8 @@ class LaunchRequest(Message, frozen=True):
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
     max_run_s: float | None = None  # None: no maximum
     notify: bool = True
+    notify_url: str = ""
+    notify_mail: bool = False
     at: str = ""  # when it was first sent (ISO 8601), for the name of a notebook's output; "": now
 
 
@@ -145,12 +174,24 @@ class JobReport(Message, frozen=True):
     ``ended`` with the exit code (negative: the signal that ended it).
     """
 
-    state: Literal["started", "ended", "progress"]
+    state: Literal["started", "stopping", "ended", "progress"]  # stopping: it was asked to stop
     exit_code: int | None = None
     reason: str = ""
     stopped: bool = False  # the runner was asked to stop before the command ended by itself
     done: Progress | None = None  # progress, in the job's own unit
     total: Progress | None = None
+
+
+JobState = Literal[
+    "queued", "starting", "running", "suspended", "stopping", "succeeded", "failed", "cancelled", "timed_out"
+]
+
+
+class JobOutcome(Answer, frozen=True):
+    """Answer to a runner's ``stopping`` and ``ended``: what becomes of the job after the attempt."""
+
+    state: JobState  # queued: another attempt follows
+    reason: str  # a sentence
 
 
 class JobSpec(Answer, frozen=True):
@@ -163,12 +204,8 @@ class JobSpec(Answer, frozen=True):
     cwd: str | None
     env: dict[str, str]
     grace_s: float
+    notify_url: str = ""  # called by the runner, as its user
     settled: int = 0  # newest attempt with an outcome that the broker knows: a later one may have run unseen
-
-
-JobState = Literal[
-    "queued", "starting", "running", "suspended", "stopping", "succeeded", "failed", "cancelled", "timed_out"
-]
 
 
 class Estimate(Answer, frozen=True):
@@ -215,6 +252,8 @@ class Job(Answer, frozen=True):
     starts_in: Estimate | None = None  # of a waiting job; None: not known well enough
     ends_in: Estimate | None = None  # pauses included; None: not known well enough
     notify: bool = True
+    notify_url: str = ""
+    notify_mail: bool = False
     priority: int = 0
     grace_s: float | None = None  # None: the site's
     max_run_s: float | None = None  # None: no maximum

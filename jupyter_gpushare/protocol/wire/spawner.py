@@ -57,6 +57,8 @@ class SpawnRequest(Message, frozen=True):
     uid: int  # of the server's processes
     options: GpuRequest | None = None
     admin: bool = False
+    not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
+    ticket: str = ""  # of a job's server: what the broker gave to the Hub with the request to start it
 
 
 class SpawnStop(Message, frozen=True):
@@ -65,6 +67,15 @@ class SpawnStop(Message, frozen=True):
     user: str
     server: str
 
+
+class SpawnProgress(Answer, frozen=True):
+    """Answer to ``GET spawner/start``: how far the start of a server is."""
+
+    message: str  # a sentence; empty: nothing is to be said
+
+
+# Among the options of a job's server at the Hub.
+TICKET_OPTION = "gpushare_start"
 
 # Reasons of a refusal (`ErrorAnswer.reason`) that concern the Hub itself, not what a user asks for.
 NOT_THE_SPAWNER = "not_the_spawner"  # another token than the spawner's
@@ -75,6 +86,13 @@ class SpawnFault(Message, frozen=True):
     """From the Hub: why its spawner can start no server with a GPU; an administrator has to mend it."""
 
     message: str
+
+
+class HostMount(Answer, frozen=True):
+    """A path of a node that is mounted at the same path."""
+
+    path: str
+    read_only: bool = True
 
 
 class SpawnGrant(Answer, frozen=True):
@@ -88,7 +106,18 @@ class SpawnGrant(Answer, frozen=True):
     asleep: bool = False  # starts suspended: its GPU is lent, and resumes with the first GPU cell
     borrowed: bool = False  # over quota: may be suspended
     message: str = ""  # for the progress page
+    node: str = ""  # of a cluster: where the server must run
+    mounts: list[HostMount] = []  # of a cluster: what the server needs of that node
     job: JobSpec | None = None
+
+
+class SpawnWait(Answer, frozen=True):
+    """Answer to ``POST spawner/wait``: where a session is that is to start when it can."""
+
+    state: Literal["waiting", "ready"]  # ready: its GPUs are reserved until the server starts, for a while
+    sentence: str
+    position: int | None = None  # among the sessions that wait, 1 is next
+    starts_in: Estimate | None = None  # None: not known well enough
 
 
 class Offer(Answer, frozen=True):
@@ -102,6 +131,7 @@ class Offer(Answer, frozen=True):
     reason: str = ""  # why it cannot start or is not guaranteed: a sentence
     device: str = ""  # "H100-80GB"
     starts_in: Estimate | None = None  # of a size that cannot start now; None: not known well enough
+    waits: bool = False  # a session can wait for it
 
 
 class Offers(Answer, frozen=True):

@@ -73,6 +73,7 @@ class ProjectUse(Answer, frozen=True):
     waiting: int  # queued jobs
     overridden: bool = False  # quota set through the API instead of the configuration
     saved_bytes: int = 0  # GPU memory of its suspended sessions and jobs, in host memory
+    priority_max: int = 0  # the highest that members may give to their jobs
 
 
 class LendingChange(Message, frozen=True):
@@ -101,6 +102,7 @@ class ProjectChange(Message, frozen=True):
     quota: float | None = None  # GPUs
     weight: int | None = None
     limit: float | None = None
+    priority_max: int | None = None  # the highest that members may give to their jobs
     force: bool = False  # also guarantees that come to more than the machine has
 
 
@@ -146,6 +148,7 @@ class LeaseStatus(Answer, frozen=True):
     processes: list[ProcessUse] = []
     lost: bool = False  # its GPU memory could not be restored; until the affected processes have ended
     keep_until: str | None = None  # kept by its owner until then, idle or not
+    keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
     size_texts: list[Text] = []  # ``size`` for translation
     badge_texts: list[Text] = []  # ``badge`` for translation
@@ -167,6 +170,19 @@ class Decision(Answer, frozen=True):
     sentence_texts: list[Text] = []  # ``sentence`` for translation
 
 
+class WaitingSession(Answer, frozen=True):
+    """A session that waits on the spawn page for its start."""
+
+    user: str
+    server: str
+    project: str
+    size: str
+    position: int  # among the sessions that wait, 1 is next
+    sentence: str
+    sentence_texts: list[Text] = []
+    starts_in: Estimate | None = None  # None: not known well enough
+
+
 class Status(Answer, frozen=True):
     """Answer of ``GET status``: leases, jobs, projects and events of the user."""
 
@@ -179,7 +195,8 @@ class Status(Answer, frozen=True):
     projects: list[ProjectUse]
     events: list[Decision] = []  # the newest 20 about the user's leases
     devices_known: bool = True  # False: the device helper does not answer
-    keep_left_minutes: float | None = None  # of today's budget for "Keep it"
+    keep_left_minutes: float | None = None  # of the site's budget today for "Keep it"
+    waiting: list[WaitingSession] = []  # sessions of the user that wait for their start
 
     def lease_of(self, server: str) -> LeaseStatus | None:
         """Return the lease of the user's server of this name; None: it has no GPU."""
@@ -193,6 +210,35 @@ class Rung(Answer, frozen=True):
     offered: bool  # its self-test passed there
     reason: str  # why not
     by: str = ""  # of a whole GPU: what keeps other users from opening its device file
+
+
+class DrainRequest(Message, frozen=True):
+    """Body of ``PUT devices/{name}/drain``."""
+
+    until: str | None = None  # ISO 8601 with a zone: owners of sessions are asked to finish by then
+
+
+class Drain(Answer, frozen=True):
+    """That an administrator empties a device: it takes nothing new."""
+
+    by: str
+    at: str
+    until: str  # owners of sessions are asked to finish by then; empty: no time is named
+    machine: bool  # all devices are being emptied, not this one alone
+    sessions: int  # that are still there, asleep or not
+    jobs: int
+
+
+class UnleasedProcess(Answer, frozen=True):
+    """A process without a lease that uses a device."""
+
+    process: str  # names it in ``DELETE devices/{name}/processes/{process}``
+    pid: int
+    uid: int
+    name: str  # as the process chose it
+    used_bytes: int  # on this device; 0 where the driver does not say
+    kept: str  # why it is left alone; empty: it may be ended
+    ending: bool  # it was told to end
 
 
 class DeviceStatus(Answer, frozen=True):
@@ -211,6 +257,8 @@ class DeviceStatus(Answer, frozen=True):
     held_milli: int
     claimed_milli: int
     ladder: list[Rung] = []  # all levels, strongest first; empty before the self-test
+    drain: Drain | None = None  # None: it takes work
+    unleased: list[UnleasedProcess] = []  # for administrators: processes without a lease, 16 at most
 
 
 class Devices(Answer, frozen=True):
@@ -230,6 +278,7 @@ class Leases(Answer, frozen=True):
     """Answer to ``GET leases``."""
 
     leases: list[LeaseStatus]
+    waiting: list[WaitingSession] = []  # the next to start first
 
 
 class Projects(Answer, frozen=True):
@@ -287,6 +336,26 @@ class Usage(Answer, frozen=True):
     rows: list[UsageRow]
     total: UsageRow
     kept_days: int  # use of earlier days is deleted
+
+
+class TraceRow(Answer, frozen=True):
+    """An ended job, or one stretch of work of a session between two pauses."""
+
+    session: str  # rows of one session have one name; of a job empty
+    user: str  # "u1", "u2", ... unless names are asked for
+    project: str  # likewise
+    num_gpu: int  # whole ones, as the simulator counts: a part counts as one
+    gpus: float
+    submit_s: float  # after the first row
+    duration_s: float  # it ran, without pauses
+
+
+class Trace(Answer, frozen=True):
+    """Answer to ``GET trace/{kind}``: what ran here, for ``gpushare simulate``."""
+
+    rows: list[TraceRow]  # by time; of sessions, session by session, the last to begin first
+    left_out: int  # jobs that never ran
+    since: str  # wall clock of the first row; empty: there is none
 
 
 class Health(Answer, frozen=True):

@@ -1,0 +1,53 @@
+"""Device helpers of a cluster: one pod on each node, found by their label."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jupyter_gpushare.backends.helper_client import Address, NodeAddress
+from jupyter_gpushare.backends.kubernetes.client import PODS, ApiClient
+from jupyter_gpushare.backends.kubernetes.objects import Pod
+from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperPods:
+    """What a site says about the pods of its helpers; ``secret`` is what they share with the broker."""
+
+    namespace: str
+    selector: str
+    port: int
+    secret: bytes
+    tls: ssl.SSLContext | None = None
+
+
+class Helpers:
+    """Addresses of the helpers by node, kept up to date."""
+
+    def __init__(self, client: ApiClient, site: HelperPods) -> None:
+        self._site = site
+        self._pods: Reflector[Pod] = Reflector(client, PODS, namespace=site.namespace, selector=site.selector)
+
+    async def run(self) -> None:
+        """Follow the pods until cancelled."""
+        await self._pods.run()
+
+    def addresses(self) -> dict[str, Address]:
+        """Return the addresses of the helpers that run, by the name of their node."""
+        return self.of(self._pods.objects.values())
+
+    def of(self, pods: Iterable[Pod]) -> dict[str, Address]:
+        """Return the addresses of those of these pods that run, by the name of their node."""
+        return {
+            pod.spec.node_name: NodeAddress(
+                host=pod.status.pod_ip,
+                port=self._site.port,
+                node=pod.spec.node_name,
+                secret=self._site.secret,
+                tls=self._site.tls,
+            )
+            for pod in pods
+            if pod.status.phase == "Running" and pod.status.pod_ip and not pod.metadata.deletion_timestamp
+        }

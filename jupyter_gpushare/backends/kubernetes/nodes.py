@@ -1,0 +1,430 @@
+"""The GPUs of several nodes, each through its own device helper.
+
+* A node that does not answer keeps its last measurements, with the times at which they were taken; its
+  devices are unhealthy, so that nothing is granted, lent or resumed there.  Its leases are neither ended
+  nor moved: they go once ``nodes`` does not list the node any more.
+* A node that does not answer within `ANSWER_S` is silent; it is asked again beside the others, which do
+  not wait for it, so that their measurements stay fresh.
+* A node that has never answered makes `sample` fail for `FIRST_S`, where it may have leases that would be
+  missed: one that was listed within `FIRST_S` of the broker's start, or that a lease was prepared on.
+* Times are those of this machine's monotonic clock: each helper says its own with ``hello``, and half a
+  round trip is the most by which they are wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from jupyter_gpushare.backends.base import Devices, Holder, Mount, Prepared
+from jupyter_gpushare.backends.helper_client import Address, HelperClient
+from jupyter_gpushare.backends.local import LocalDevices, holder_environment, limit_request
+from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper import (
+    DeviceSample,
+    ErrorKind,
+    Event,
+    EventKind,
+    Inventory,
+    LeaseSample,
+    MoveResult,
+    Refusal,
+    Sample,
+)
+from jupyter_gpushare.protocol.seats import SeatSample
+
+T = TypeVar("T")
+
+FIRST_S = 60.0
+# Helpers answer from memory; far below the age at which nothing is decided by a sample any more.
+ANSWER_S = 1.0
+CLOCK_EVERY_S = 30.0
+RETRY_S = 1.0
+# Questions to all nodes that are under way together.
+_AT_ONCE = 32
+_EVENTS = 1024
+_NO_NODE = "no node has a device helper"
+
+
+class _Node:
+    """One node as it was last heard."""
+
+    def __init__(self, name: str, address: Address, epoch: Callable[[], int], seen_at: float) -> None:
+        self.name = name
+        self.address = address
+        self.client = HelperClient(address, epoch)
+        self.devices = LocalDevices(self.client)
+        self.seen_at = seen_at
+        self.offset_s = 0.0  # of this machine's clock to the node's
+        self.clock_at = float("-inf")
+        self.silent = ""  # why it does not answer
+        self.probe: asyncio.Task[None] | None = None  # while it is silent
+        self.inventory: Inventory | None = None
+        self.sample: Sample | None = None
+
+    def stale(self) -> str:
+        return f"the device helper of node {self.name} does not answer"
+
+
+class NodeDevices(Devices):
+    """The devices of all nodes that ``nodes`` lists, by the addresses of their helpers."""
+
+    def __init__(
+        self,
+        nodes: Callable[[], Mapping[str, Address]],
+        epoch: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listed = nodes
+        self._epoch = epoch
+        self._clock = clock
+        self._nodes: dict[str, _Node] = {}
+        self._where: dict[str, str] = {}  # handle -> node, as last heard
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._began_at = clock()
+
+    # ---- what the engine for Kubernetes asks ----------------------------------
+
+    def seat_devices(self, seat: str) -> tuple[str, ...]:
+        """Return the devices (UUIDs) of a connected seat by its name; empty: it is not connected."""
+        for node in self._nodes.values():
+            if node.sample is not None and not node.silent:
+                for found in node.sample.seats:
+                    if found.seat == seat and found.connected and not found.leaving:
+                        return found.devices
+        return ()
+
+    def sleepable(self) -> frozenset[str]:
+        """Return the nodes with a helper that answers and a device on which leases can be suspended."""
+        return frozenset(
+            node.name
+            for node in self._nodes.values()
+            if not node.silent and node.inventory and any(d.suspendable for d in node.inventory.devices)
+        )
+
+    # ---- the contract ---------------------------------------------------------
+
+    async def epoch(self) -> int:
+        answers = await self._of_all(lambda node: node.devices.epoch())
+        return max(self._some(answers).values())
+
+    async def inventory(self) -> Inventory:
+        """Return the devices of all nodes that have answered; those of a silent node are unhealthy.
+
+        Raises:
+            HelperError: no node answers, or none has.
+        """
+        answers = self._some(await self._of_all(lambda node: node.devices.inventory()))
+        for name, inventory in answers.items():
+            if (node := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
+                devices = tuple(replace(device, node=name) for device in inventory.devices)
+                node.inventory = replace(inventory, devices=devices, at=node.offset_s + inventory.at)
+        known = [node for node in self._nodes.values() if node.inventory is not None]
+        if not known:
+            raise HelperError("unreachable", _NO_NODE)
+        first = next(iter(answers.values()))
+        return Inventory(
+            host="",
+            driver=first.driver,
+            simulated=first.simulated,
+            devices=tuple(device for node in known for device in _devices(node)),
+            host_total_bytes=min(node.inventory.host_total_bytes for node in known if node.inventory),
+            # Of one node: the engine compares what is parked on each node with it.
+            host_budget_bytes=min(node.inventory.host_budget_bytes for node in known if node.inventory),
+            at=self._clock(),
+            watchdog=first.watchdog,
+        )
+
+    async def sample(self) -> Sample:
+        """Return one sample of all nodes, as old as its oldest part; silent nodes with what they said last.
+
+        Raises:
+            HelperError: no node answers, or one that may have leases has not answered yet.
+        """
+        answers = self._some(await self._of_all(self._sample_of))
+        for name, sample in answers.items():
+            if (found := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
+                found.sample = sample
+                self._where.update((lease.lease, name) for lease in sample.leases)
+        for node in self._nodes.values():
+            if node.sample is None and self._may_have_leases(node):
+                raise HelperError("silent", f"{node.stale()}: {node.silent}")
+        known = [(node, node.sample) for node in self._nodes.values() if node.sample is not None]
+        present = {lease.lease for _, sample in known for lease in sample.leases}
+        self._where = {handle: name for handle, name in self._where.items() if handle in present}
+        return Sample(
+            at=min(sample.at for sample in answers.values()),
+            devices=tuple(device for node, sample in known for device in _device_samples(node, sample)),
+            leases=tuple(lease for _, sample in known for lease in sample.leases),
+            host_available_bytes=min(sample.host_available_bytes for sample in answers.values()),
+            host_saved_bytes=sum(sample.host_saved_bytes for _, sample in known),
+            seats=tuple(seat for node, sample in known for seat in _seat_samples(node, sample)),
+        )
+
+    def _may_have_leases(self, node: _Node) -> bool:
+        """Return whether a node that has not answered yet is waited for."""
+        is_of_the_start = node.seen_at - self._began_at < FIRST_S
+        is_new = self._clock() - node.seen_at < FIRST_S
+        return is_new and (is_of_the_start or node.name in self._where.values())
+
+    async def _sample_of(self, node: _Node) -> Sample:
+        sample = await node.devices.sample()
+        now, offset_s = self._clock(), node.offset_s
+        return replace(
+            sample,
+            at=min(now, sample.at + offset_s),
+            leases=tuple(_shifted(lease, offset_s, now) for lease in sample.leases),
+        )
+
+    async def watch(self) -> AsyncIterator[Event | None]:
+        """Yield None and a `DEVICE` event whenever a node is connected, and the events of all nodes.
+
+        A connection that ends is opened again, and a `DEVICE` event says so.
+
+        Raises:
+            HelperError: a newer broker is at work.
+        """
+        queue: asyncio.Queue[Event | HelperError | None] = asyncio.Queue(_EVENTS)
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._refresh()
+                for name in [name for name in tasks if name not in self._nodes]:
+                    tasks.pop(name).cancel()
+                for name, node in self._nodes.items():
+                    if name not in tasks or tasks[name].done():
+                        tasks[name] = asyncio.create_task(self._follow(node, queue))
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        said = await asyncio.wait_for(queue.get(), RETRY_S)
+                        if isinstance(said, HelperError):
+                            raise said
+                        yield said
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _follow(self, node: _Node, queue: asyncio.Queue[Event | HelperError | None]) -> None:
+        """Pass the events of one node on until its connection ends."""
+        connected = False
+        try:
+            async with contextlib.aclosing(node.client.watch()) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if event is None:
+                        connected = True
+                        await queue.put(None)
+                        await queue.put(self._news(node, f"the device helper of node {node.name} answers"))
+                    else:
+                        await queue.put(replace(event, at=min(self._clock(), event.at + node.offset_s)))
+        except HelperError as error:
+            if error.kind == ErrorKind.STALE_EPOCH:
+                await queue.put(error)
+                return
+        if connected:
+            await queue.put(self._news(node, node.stale()))
+        await asyncio.sleep(RETRY_S)
+
+    def _news(self, node: _Node, reason: str) -> Event:
+        return Event(
+            seq=0, at=self._clock(), kind=EventKind.DEVICE, reason=reason, fields={"node": node.name}
+        )
+
+    async def prepare(self, holder: Holder) -> Prepared:
+        """As `Devices.prepare`, with the node and the paths that the holder needs there.
+
+        Raises:
+            HelperError: no node has its devices, its helper refused or does not answer, or has not
+                installed the preload library.
+        """
+        self._refresh()
+        node = self._with_devices(holder)
+        files = await self._ask(node, node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles))
+        if not files.library:
+            raise HelperError(
+                "library", f"the device helper of node {node.name} was started without --install-library"
+            )
+        self._where[holder.handle] = node.name
+        return Prepared(
+            env=holder_environment(holder.handle, files.directory, holder.limits, files.library),
+            node=node.name,
+            mounts=(
+                Mount(path=files.directory, read_only=True),
+                Mount(path=f"{files.directory}/account", read_only=False),
+                Mount(path=files.library, read_only=True),
+            ),
+        )
+
+    def _with_devices(self, holder: Holder) -> _Node:
+        for node in self._nodes.values():
+            uuids = {device.uuid for device in node.inventory.devices} if node.inventory else set()
+            if holder.limits.keys() <= uuids:
+                return node
+        raise HelperError("unknown_device", f"no node has the devices of lease {holder.handle}")
+
+    async def suspend(self, handle: str, calls: str) -> MoveResult:
+        return await self._move(handle, lambda node: node.devices.suspend(handle, calls))
+
+    async def resume(self, handle: str) -> MoveResult:
+        return await self._move(handle, lambda node: node.devices.resume(handle))
+
+    async def _move(
+        self, handle: str, move: Callable[[_Node], Coroutine[Any, Any, MoveResult]]
+    ) -> MoveResult:
+        results = await self._where_it_is(handle, move)
+        none = MoveResult(
+            done=False, refused=Refusal.NO_LEASE, reason=f"no lease {handle} on any node of the cluster"
+        )
+        return next((result for result in results if result.refused is not Refusal.NO_LEASE), none)
+
+    async def signal(self, handle: str, number: int, to: str) -> int:
+        return sum(await self._where_it_is(handle, lambda node: node.devices.signal(handle, number, to)))
+
+    async def end_process(self, device: str, process: str) -> None:
+        node = self._with_device(device)
+        await self._ask(node, node.devices.end_process(device, process))
+
+    def _with_device(self, uuid: str) -> _Node:
+        for node in self._nodes.values():
+            if node.inventory and any(device.uuid == uuid for device in node.inventory.devices):
+                return node
+        raise HelperError("unknown_device", f"no node has the device {uuid[:60]}")
+
+    async def drop(self, handle: str) -> None:
+        await self._where_it_is(handle, lambda node: node.devices.drop(handle))
+        self._where.pop(handle, None)
+
+    async def close(self) -> None:
+        """Ask silent nodes no more; nothing else stays open, as each request has its own connection."""
+        probes = [node.probe for node in self._nodes.values() if node.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+    # ---- nodes ----------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Take the list of nodes as it is now; a helper with a new address is a new one."""
+        listed = self._listed()
+        kept = {n: node for n, node in self._nodes.items() if listed.get(n) == node.address}
+        for name, address in listed.items():
+            if name not in kept:
+                kept[name] = _Node(name, address, self._epoch, self._clock())
+                if (before := self._nodes.get(name)) is not None:  # the same node, elsewhere
+                    kept[name].inventory, kept[name].sample = before.inventory, before.sample
+        for name, node in self._nodes.items():
+            if kept.get(name) is not node and node.probe is not None:
+                node.probe.cancel()
+        self._nodes = {name: kept[name] for name in sorted(kept)}
+
+    async def _where_it_is(self, handle: str, ask: Callable[[_Node], Coroutine[Any, Any, T]]) -> list[T]:
+        """Return the answer of the node of a lease; of all nodes where that is not known.
+
+        Raises:
+            HelperError: one of them refuses or does not answer.
+        """
+        self._refresh()
+        name = self._where.get(handle)
+        nodes = [self._nodes[name]] if name in self._nodes else list(self._nodes.values())
+        return await asyncio.gather(*(self._ask(node, ask(node)) for node in nodes))
+
+    async def _ask(self, node: _Node, request: Awaitable[T]) -> T:
+        """Return a node's answer, and note whether it gave one.
+
+        Raises:
+            HelperError: it refuses, or does not answer; the text names the node.
+        """
+        try:
+            answer = await request
+        except HelperError as error:
+            if error.kind in ("unreachable", "silent", "garbled", "not_verified"):
+                node.silent = str(error)
+            raise
+        node.silent = ""
+        return answer
+
+    async def _of_all(self, ask: Callable[[_Node], Coroutine[Any, Any, T]]) -> dict[str, T | HelperError]:
+        """Return what each node says: an error for one that is silent, which is asked beside the others."""
+        self._refresh()
+
+        async def one(node: _Node) -> T | HelperError:
+            if node.silent:
+                if node.probe is None or node.probe.done():
+                    node.probe = asyncio.create_task(self._probe(node))
+                return HelperError("silent", f"{node.stale()}: {node.silent}")
+            async with self._at_once:
+                try:
+                    async with asyncio.timeout(ANSWER_S):
+                        await self._compare_clocks(node)
+                        return await self._ask(node, ask(node))
+                except TimeoutError:
+                    node.silent = f"no answer within {ANSWER_S:g} s"
+                    return HelperError("silent", f"{node.stale()}: {node.silent}")
+                except HelperError as error:
+                    return error
+
+        nodes = list(self._nodes.values())
+        return dict(zip((n.name for n in nodes), await asyncio.gather(*map(one, nodes)), strict=True))
+
+    async def _probe(self, node: _Node) -> None:
+        """Ask a silent node for its clock; once it answers it is not silent any more."""
+        with contextlib.suppress(HelperError):
+            await self._compare_clocks(node)
+
+    async def _compare_clocks(self, node: _Node) -> None:
+        began_at = self._clock()
+        if began_at - node.clock_at < CLOCK_EVERY_S and not node.silent:
+            return
+        hello = await self._ask(node, node.client.ask("hello", None, helper.Hello))
+        ended_at = self._clock()
+        node.offset_s, node.clock_at = (began_at + ended_at) / 2 - hello.now, ended_at
+
+    def _some(self, answers: Mapping[str, T | HelperError]) -> dict[str, T]:
+        """Return the answers of the nodes that gave one.
+
+        Raises:
+            HelperError: a node has seen a newer broker, or none has answered.
+        """
+        failures = [answer for answer in answers.values() if isinstance(answer, HelperError)]
+        for failure in failures:
+            if failure.kind == ErrorKind.STALE_EPOCH:
+                raise failure
+        found = {name: answer for name, answer in answers.items() if not isinstance(answer, HelperError)}
+        if not found:
+            raise failures[0] if failures else HelperError("unreachable", _NO_NODE)
+        return found
+
+
+def _devices(node: _Node) -> tuple[helper.Device, ...]:
+    devices = node.inventory.devices if node.inventory else ()
+    unhealthy = partial(replace, healthy=False, reason=node.stale(), suspendable=False)
+    return tuple(map(unhealthy, devices)) if node.silent else devices
+
+
+def _device_samples(node: _Node, sample: Sample) -> tuple[DeviceSample, ...]:
+    unhealthy = partial(replace, healthy=False, reason=node.stale())
+    return tuple(map(unhealthy, sample.devices)) if node.silent else sample.devices
+
+
+def _seat_samples(node: _Node, sample: Sample) -> tuple[SeatSample, ...]:
+    return tuple(replace(seat, connected=False) for seat in sample.seats) if node.silent else sample.seats
+
+
+def _shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
+    """Return a lease's sample with the times of this machine's clock."""
+    return replace(
+        lease,
+        measured_at=min(now, lease.measured_at + offset_s),
+        active_at=min(now, lease.active_at + offset_s),
+        unread_since=lease.unread_since and min(now, lease.unread_since + offset_s),
+        processes=tuple(
+            replace(process, started_at=min(now, process.started_at + offset_s))
+            for process in lease.processes
+        ),
+    )
