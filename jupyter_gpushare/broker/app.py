@@ -15,6 +15,8 @@ import gc
 import logging
 import os
 import signal
+import socket
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -26,27 +28,33 @@ from tornado import web
 from traitlets import TraitError
 
 from jupyter_gpushare import __version__, messages
+from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalDevices, library_fault
+from jupyter_gpushare.backends.local import LocalDevices, library_fault
 from jupyter_gpushare.broker import respawn as respawning
+from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
 from jupyter_gpushare.broker.control.admission import ServerAdmission
+from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.forecast import Forecast
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy, overrides_text
 from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.heartbeat import Heartbeat
 from jupyter_gpushare.broker.http import metrics, openapi
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
 from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.broker.http.clients import Proxies
+from jupyter_gpushare.broker.http.downloads import DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
 from jupyter_gpushare.broker.http.listener import SHARE, Listener, connections_allowed
-from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
+from jupyter_gpushare.broker.http.pages import AdminPage
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file
 from jupyter_gpushare.broker.http.sockets import PARENT_VARIABLE, Addresses, Sockets
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.settings import Settings
 from jupyter_gpushare.broker.state.registry import Registry
@@ -54,6 +62,7 @@ from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.errors import GpuShareError, StoreError, Superseded
+from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.procfs import boot_id
 
 log = logging.getLogger("gpushare.broker")
@@ -110,6 +119,7 @@ class GPUShareBroker(Settings):
     def run(self) -> int:
         """Run until SIGTERM or SIGINT; returns the exit status."""
         if self.respawn:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, respawning.RELOAD)
             try:
                 addresses = self.addresses()
             except StoreError as error:
@@ -170,14 +180,24 @@ class GPUShareBroker(Settings):
     async def _serve_with(self, store: Store, sockets: Sockets, addresses: Addresses) -> None:
         registry = Registry(store, self.policy(), clock=time.monotonic)
         registry.load(boot_id())
-        hub = HubClient(os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"])
-        devices = LocalDevices(HelperClient(Path(self.helper_socket), lambda: store.epoch))
-        loop = Loop(registry, LocalEngine(), devices, hub)
-        loop.faults.check(library_fault)
+        hub = HubClient(
+            os.environ["JUPYTERHUB_API_URL"],
+            os.environ["JUPYTERHUB_API_TOKEN"],
+            tls=internal_tls(os.environ),
+        )
+        cluster = await self._cluster(store) if self.engine == "kai" else None
+        local = SocketAddress(Path(self.helper_socket))
+        devices = cluster.devices if cluster else LocalDevices(HelperClient(local, lambda: store.epoch))
+        announcer = Announcer(self.receivers())
+        engine = cluster.engine if cluster else LocalEngine()
+        tickets = StartTickets(lambda: store.epoch, self._spawner_tokens())
+        loop = Loop(registry, engine, devices, hub, tickets, announcer)
+        if cluster is None:
+            loop.faults.check(library_fault)
         forecast = Forecast(registry, loop.engine)
         service = self._service(loop, forecast, sockets.inherited)
         application = self._application(service)
-        servers = self._listen(application, sockets)
+        servers = self._listen(application, sockets, self._proxy_tls())
         log.info(
             "broker %s epoch=%d answers at %s:%d and %s",
             *(__version__, store.epoch, addresses.host, addresses.port, addresses.path),
@@ -194,9 +214,13 @@ class GPUShareBroker(Settings):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         alive = Heartbeat(os.environ)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, service, alive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, respawning.RELOAD)
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(part.run()) for part in (alive, loop, loop.engine, forecast)]
+                parts = (alive, loop, loop.engine, forecast, announcer)
+                running = [group.create_task(part.run()) for part in parts]
+                if cluster is not None:
+                    running.append(group.create_task(cluster.run()))
                 await _until(stopped)
                 for task in running:
                     task.cancel()
@@ -204,8 +228,23 @@ class GPUShareBroker(Settings):
             raise _first(failed) from None
         finally:
             await asyncio.gather(*(server.end() for server in servers))
-            await devices.close()
+            await (cluster or devices).close()
             await hub.close()
+
+    async def _cluster(self, store: Store) -> KubeCluster:
+        """Return the cluster that is configured.
+
+        Raises:
+            GpuShareError: a setting is missing, or something in the cluster; the text says what.
+        """
+        projects = queue_projects(self.policy())
+        cluster = KubeCluster(GPUShareKube(parent=self), lambda: store.epoch)
+        try:
+            await cluster.check(projects)
+        except BaseException:
+            await cluster.close()
+            raise
+        return cluster
 
     def _reload(self, service: Service, alive: Heartbeat) -> None:
         """Read the configuration file and the spawner's token again; where they are wrong nothing changes."""
@@ -213,10 +252,12 @@ class GPUShareBroker(Settings):
         try:
             fresh = GPUShareBroker()
             fresh.initialize(self.argv_given)
-            policy, service.access.spawner_tokens = fresh.policy(), tuple(fresh._spawner_tokens())
-            registry = service.control.registry
+            policy, tokens = fresh.policy(), tuple(fresh._spawner_tokens())
+            registry, effects = service.control.registry, service.control.requests.effects
+            service.access.spawner_tokens = effects.tickets.tokens = tokens
             registry.policy, registry.lending_switch.configured = policy, policy.lending
             registry.changed.set()
+            effects.announcer.receivers = fresh.receivers()
         except (TraitError, GpuShareError, SystemExit) as error:  # traitlets logs a bad value and exits
             log.error("the settings stay as they were: %s", error)
         else:
@@ -225,22 +266,40 @@ class GPUShareBroker(Settings):
             )
         alive.systemd.ready()
 
-    def _listen(self, application: web.Application, sockets: Sockets) -> list[Listener]:
-        most = connections_allowed()
+    def _proxy_tls(self) -> ssl.SSLContext | None:
+        """Return what the Hub's proxy is answered with; None: plain HTTP, as the service's URL says."""
+        if urlparse(os.environ["JUPYTERHUB_SERVICE_URL"]).scheme != "https":
+            return None
+        if (context := internal_tls(os.environ, ssl.Purpose.CLIENT_AUTH)) is None:
+            raise StoreError(
+                "JUPYTERHUB_SERVICE_URL begins with https://, which needs certificates of the Hub "
+                f"({', '.join(VARIABLES)}: see docs/operations.md)"
+            )
+        return context
+
+    def _listen(
+        self, application: web.Application, sockets: Sockets, proxy_tls: ssl.SSLContext | None
+    ) -> list[Listener]:
+        folder = Path(self.state_dir)
+        kinds: list[tuple[tuple[socket.socket, ...], ssl.SSLContext | None]]
+        if proxy_tls is None:
+            kinds = [(sockets.unix + sockets.http, None)]
+        else:
+            kinds = [(sockets.unix, None), (sockets.http, proxy_tls)]
+        if sockets.tls:
+            own = tls_context(folder / "api-certificate.pem", folder / "api-key.pem")
+            kinds.append((sockets.tls, own))
+        most = connections_allowed(len(kinds))
         limits: dict[str, Any] = {
             "max_connections": most,
             "max_per_source": max(1, most // SHARE),
             "proxies": Proxies.at(self.proxies),
         }
-        plain = Listener(application, **limits)
-        plain.add_sockets(sockets.plain)
-        if not sockets.tls:
-            return [plain]
-        folder = Path(self.state_dir)
-        context = tls_context(folder / "api-certificate.pem", folder / "api-key.pem")
-        encrypted = Listener(application, **limits, ssl_options=context)
-        encrypted.add_sockets(sockets.tls)
-        return [plain, encrypted]
+        listeners = []
+        for listening, context in kinds:
+            listeners.append(Listener(application, **limits, ssl_options=context))
+            listeners[-1].add_sockets(listening)
+        return listeners
 
     def _service(self, loop: Loop, forecast: Forecast, inherited: bool) -> Service:
         registry, engine, effects = loop.registry, loop.engine, loop.effects
@@ -255,7 +314,7 @@ class GPUShareBroker(Settings):
         return Service(
             control=Control(registry, request_policy, requests, queue, admission, loop.lending, loop.faults),
             views=views,
-            overview=Overview(registry, requests, views.cluster_views),
+            overview=Overview(registry, views.cluster_views),
             access=Access(hub_auth, self._spawner_tokens(), loop.hub),
             site=Site(prefix, describe, metrics.collectors(registry), sockets_inherited=inherited),
         )
@@ -318,6 +377,8 @@ class _Formatter(logging.Formatter):
 
 def main(argv: list[str]) -> int:
     """Entry of ``gpushare broker``."""
+    # A reload that is asked for before the broker can reload waits until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, respawning.RELOAD)
     log_handler = logging.StreamHandler(sys.stderr)
     log_handler.setFormatter(_Formatter("[%(levelname).1s %(asctime)s %(name)s] %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[log_handler])

@@ -11,8 +11,10 @@ Every question takes the snapshot that it is about (`core.model.Cluster`).  Only
 from __future__ import annotations
 
 import abc
+import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jupyter_gpushare.core.estimate import Estimate, Work
 from jupyter_gpushare.core.estimate import Forecast as JobForecast
@@ -27,6 +29,7 @@ __all__ = [
     "JobForecast",
     "Offer",
     "Outlook",
+    "StartPhase",
     "Use",
     "Work",
 ]
@@ -39,6 +42,13 @@ class Explanation:
     why: Why
     position: int | None  # among waiting jobs, 1 is next; None: not in the queue
     free_milli: int  # free capacity of all usable devices
+
+
+class StartPhase(enum.StrEnum):
+    """How far `Engine.admit` is with a session that starts."""
+
+    PLACING = "placing"  # the scheduler has not answered
+    CONNECTING = "connecting"  # placed; its node prepares
 
 
 class Outlook(abc.ABC):
@@ -85,6 +95,14 @@ class Outlook(abc.ABC):
         """Capacity that is guaranteed to sessions, by device UUID."""
 
     @property
+    def misplaced(self) -> Mapping[str, float]:
+        """Suspended leases that were given other devices than their memory returns to.
+
+        The value is the time (monotonic) at which each asks again, past ones left out.
+        """
+        return {}
+
+    @property
     @abc.abstractmethod
     def usage(self) -> Mapping[str, Use]:
         """What each configured project holds, borrows, lends and waits for."""
@@ -107,7 +125,14 @@ class Outlook(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """Decides which lease holds which devices, and says why."""
+    """Decides which lease holds which devices, and says why.
+
+    ``drains``: `decide` and `admit` place nothing new on devices that are being emptied.
+    ``queues_sessions``: `decide` grants pending sessions; without it only `admit` does.
+    """
+
+    drains: ClassVar[bool]
+    queues_sessions: ClassVar[bool]
 
     async def run(self) -> None:
         """Follow the scheduler until cancelled; returns at once when snapshots say everything."""
@@ -126,11 +151,18 @@ class Engine(abc.ABC):
         return
 
     @abc.abstractmethod
-    async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
-        """Place a session that starts now and is not in ``cluster`` yet.
+    async def admit(
+        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+    ) -> Grant | Explanation:
+        """Place a session that starts now and is not in ``cluster`` yet, on none of ``not_nodes``.
 
-        An `Explanation` refuses it; the engine then keeps no trace of the request.
+        An `Explanation` refuses it; the engine then keeps no trace of the request.  Cancelled, it keeps
+        none either.
         """
+
+    def start_phase(self, lease_id: str) -> StartPhase | None:
+        """Return how far `admit` is with a session; None: it is not at work on it."""
+        return None
 
     @abc.abstractmethod
     def check_request(self, cluster: Cluster, lease: Lease) -> None:

@@ -10,34 +10,33 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from math import inf
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
 from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
-from jupyter_gpushare.broker.engine import Engine, Explanation, JobForecast, Offer, Outlook, Use, Work
+from jupyter_gpushare.broker.engine import (
+    Engine,
+    Explanation,
+    JobForecast,
+    Outlook,
+    StartPhase,
+    Work,
+)
+from jupyter_gpushare.broker.kai_outlook import KaiOutlook
 from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, live, reconcile
-from jupyter_gpushare.core.kube.seats import Demand, Seat, Seating, Standing, check_project, request
+from jupyter_gpushare.core.kube.follow import Change, Create, follow, reconcile
+from jupyter_gpushare.core.kube.returns import Misplaced, delayed, note_misplaced
+from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request
 from jupyter_gpushare.core.model import (
-    HOLDS_CAPACITY,
-    LEAVING,
-    WHOLE_GPU,
     Cluster,
     Grant,
-    Kind,
     Lease,
     Plan,
     Project,
-    State,
-    Suspend,
     Why,
 )
-from jupyter_gpushare.core.quota import held_by
-from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 
 log = logging.getLogger("gpushare.broker")
@@ -49,133 +48,8 @@ SEAT_S = 90.0
 STANDS_S = 2.0
 # A round of changes at least so often, for what no news tell of.
 _ROUND_S = 5.0
-_PROBE = "-"
-
-
-class KaiOutlook(Outlook):
-    """Answers from one snapshot and the seats at that moment."""
-
-    def __init__(self, cluster: Cluster, seats: Seats, sleepable: frozenset[str], now: float) -> None:
-        self._cluster = cluster
-        self._seats = seats
-        self._sleepable = sleepable
-        self._now = now
-
-    @cached_property
-    def _plan(self) -> Plan:
-        return follow(self._cluster, self._seats, self._now)
-
-    @cached_property
-    def _demands(self) -> Mapping[str, Demand]:
-        return demands(self._cluster, self._sleepable, self._now).by_lease
-
-    @cached_property
-    def _claimants(self) -> frozenset[str]:
-        return claimants(self._cluster)
-
-    @cached_property
-    def _free(self) -> Mapping[str, int]:
-        used = dict.fromkeys((device.uuid for device in self._cluster.devices if device.usable), WHOLE_GPU)
-        for lease in self._cluster.leases:
-            for uuid in lease.devices if lease.state in HOLDS_CAPACITY else ():
-                if uuid in used:
-                    used[uuid] -= held_by(lease)
-        return {uuid: max(0, left) for uuid, left in used.items()}
-
-    @cached_property
-    def why(self) -> Mapping[str, Why]:
-        waiting = [x for x in self._cluster.leases if self._waits(x) and x.id not in self.grants]
-        return {x.id: self._reason(x) for x in sorted(waiting, key=self._order)}
-
-    def _waits(self, lease: Lease) -> bool:
-        returns = lease.kind is Kind.TRAIN or lease.wanted
-        return lease.state is State.PENDING or (lease.state is State.SUSPENDED and returns)
-
-    def _order(self, lease: Lease) -> tuple[int, float, str]:
-        demand, seat = self._demands.get(lease.id), live(self._seats, lease.id)
-        return demand.level if demand else 0, seat.since_at if seat else inf, lease.id
-
-    def _reason(self, lease: Lease) -> Why:
-        if lease.retry_at > self._now:
-            return Why.BACKING_OFF
-        if lease.id not in self._demands:
-            return Why.QUOTA
-        seat = live(self._seats, lease.id)
-        if seat is None or seat.why is None:
-            return Why.AWAITING_RELEASE if seat and seat.seating is Seating.PLACED else Why.NO_CAPACITY
-        return seat.why
-
-    @cached_property
-    def position(self) -> Mapping[str, int]:
-        """Position among the waiting jobs of the same project."""
-        jobs = {x.id: x.project for x in self._cluster.leases if x.kind is Kind.TRAIN}
-        numbers: dict[str, int] = {}
-        found: dict[str, int] = {}
-        for lease_id in self.why:
-            if lease_id in jobs:
-                numbers[jobs[lease_id]] = found[lease_id] = numbers.get(jobs[lease_id], 0) + 1
-        return found
-
-    @cached_property
-    def grants(self) -> Mapping[str, Grant]:
-        return {action.lease: action for action in self._plan.actions if isinstance(action, Grant)}
-
-    @property
-    def suspends(self) -> tuple[Suspend, ...]:
-        return tuple(action for action in self._plan.actions if isinstance(action, Suspend))
-
-    @property
-    def free_milli(self) -> int:
-        return sum(self._free.values())
-
-    @cached_property
-    def borrowed(self) -> Mapping[str, bool]:
-        return {
-            x.id: x.id not in self._claimants
-            for x in self._cluster.leases
-            if x.state in HOLDS_CAPACITY - LEAVING and x.devices
-        }
-
-    @cached_property
-    def lent(self) -> Mapping[str, tuple[str, ...]]:
-        return {
-            x.id: tuple(guest.id for guest in guests(x, self._cluster, self._claimants))
-            for x in self._cluster.leases
-            if x.state is State.SUSPENDED and x.id in self._claimants
-        }
-
-    @cached_property
-    def claims_milli(self) -> Mapping[str, int]:
-        return claimed_milli(self._cluster, self._claimants)
-
-    @cached_property
-    def usage(self) -> Mapping[str, Use]:
-        return {use.project: use for use in explain.uses(self._cluster)}
-
-    def smaller(self, lease: Lease) -> Size | None:
-        """Return None: which smaller size would start, KAI does not say."""
-        return None
-
-    def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
-        return tuple(self._offer(project, size) for size in sizes)
-
-    def _offer(self, project: str, size: Size) -> Offer:
-        """Return what free capacity says; KAI may also take it from leases over their quota."""
-        probe = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=size, queued_at=self._now)
-        considered = replace(self._cluster, leases=(*self._cluster.leases, probe))
-        demand = demands(considered, self._sleepable, self._now).by_lease[_PROBE]
-        fitting: dict[str, int] = {}
-        for device in self._cluster.devices:
-            if device.usable and device.demand_milli(size) <= self._free[device.uuid]:
-                fitting[device.node] = fitting.get(device.node, 0) + 1
-        fits = any(n >= size.device_count for node, n in fitting.items() if node not in demand.not_nodes)
-        return Offer(
-            size=size,
-            starts=explain.Starts.NOW if fits else explain.Starts.NO,
-            why=Why.FREE_CAPACITY if fits else Why.NO_CAPACITY,
-            borrowed=demand.standing is Standing.BORROWED,
-            free_milli=self.free_milli,
-        )
+# Between two tries to take over the seats of an older broker.
+_TAKE_OVER_S = 1.0
 
 
 class KaiEngine(Engine):
@@ -183,6 +57,9 @@ class KaiEngine(Engine):
 
     ``sleepable``: nodes on which a helper can suspend leases now.
     """
+
+    drains = False
+    queues_sessions = False
 
     def __init__(
         self,
@@ -201,6 +78,8 @@ class KaiEngine(Engine):
         self._configured: tuple[Project, ...] = ()
         self._snapshot: tuple[Cluster, float] | None = None
         self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
+        self._phases: dict[str, StartPhase] = {}  # of starts under way
+        self._misplaced: Mapping[str, Misplaced] = {}  # return seats on other devices
         self._failure = ""
         self._failed: dict[str, float] = {}  # leases and seats with a failed change: not tried again before
 
@@ -220,11 +99,21 @@ class KaiEngine(Engine):
     def decide(self, cluster: Cluster, now: float) -> Plan:
         if not self._seats.is_known:
             return Plan(())
+        cluster = self._delayed(cluster, now)
         plan = follow(cluster, self._seats.seats(), now)
         times = [
             at for at in (plan.next_at, demands(cluster, self._sleepable(), now).next_at) if at is not None
         ]
         return replace(plan, next_at=min(times, default=None))
+
+    def _delayed(self, cluster: Cluster, now: float) -> Cluster:
+        """Return the cluster in which leases with a misplaced return seat ask for another one later."""
+        known = note_misplaced(cluster, self._seats.seats(), self._misplaced, now)
+        for lease, found in known.items():
+            if found != self._misplaced.get(lease):
+                log.info("lease=%s seat on other devices asks_again_in_s=%.0f", lease, found.pause_s)
+        self._misplaced = known
+        return delayed(cluster, known)
 
     async def settle(self, cluster: Cluster, now: float) -> None:
         self._snapshot = cluster, now
@@ -245,8 +134,10 @@ class KaiEngine(Engine):
                 if str(error) != self._failure:
                     log.warning("seats: %s", error)
                 self._failure = str(error)
-                if change is not None:
-                    self._failed[_key(change)] = self._clock() + _ROUND_S
+                if change is None:  # no seat of an older broker may be changed before it is taken over
+                    await asyncio.sleep(_TAKE_OVER_S)
+                    continue
+                self._failed[_key(change)] = self._clock() + _ROUND_S
                 await self._seats.wait(0.1)
 
     async def _next_change(self) -> Change | None:
@@ -262,6 +153,7 @@ class KaiEngine(Engine):
         arrived = {lease.id for lease in cluster.leases}
         self._starting = {x: at for x, at in self._starting.items() if x not in arrived and now < at}
         self._failed = {key: at for key, at in self._failed.items() if now < at}
+        cluster = self._delayed(cluster, now)
         needed = demands(cluster, self._sleepable(), now).by_lease
         there = {lease: mine for lease, mine in self._seats.seats().items() if lease not in self._starting}
         changes = reconcile(cluster, needed, there)
@@ -269,7 +161,9 @@ class KaiEngine(Engine):
 
     # ---- a session starts ----------------------------------------------------
 
-    async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
+    async def admit(
+        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+    ) -> Grant | Explanation:
         """As `Engine.admit`.
 
         Raises:
@@ -279,12 +173,16 @@ class KaiEngine(Engine):
             raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
         considered = replace(cluster, leases=(*cluster.leases, lease))
         demand = demands(considered, self._sleepable(), now).by_lease[lease.id]
+        demand = replace(demand, not_nodes=tuple(sorted({*demand.not_nodes, *not_nodes})))
         self._starting[lease.id] = inf
+        self._phases[lease.id] = StartPhase.PLACING
         try:
             placed = await self._place(demand, cluster)
         except BaseException:
             await asyncio.shield(self._withdraw(lease.id))
             raise
+        finally:
+            self._phases.pop(lease.id, None)
         if isinstance(placed, Why):
             await self._withdraw(lease.id)
             free_milli = self.outlook(cluster, now).free_milli
@@ -297,8 +195,11 @@ class KaiEngine(Engine):
             placed.devices,
             max(held[uuid] for uuid in placed.devices),
             Why.FREE_CAPACITY,
-            borrowed=demand.standing is Standing.BORROWED,
+            borrowed=demand.seat_class is SeatClass.BORROWED,
         )
+
+    def start_phase(self, lease_id: str) -> StartPhase | None:
+        return self._phases.get(lease_id)
 
     async def _place(self, demand: Demand, cluster: Cluster) -> Seat | Why:
         """Create a seat, and wait for KAI's answer and then for the seat's connection."""
@@ -313,6 +214,7 @@ class KaiEngine(Engine):
             return Why.NO_CAPACITY
         if seat.seating is Seating.WAITING:
             return seat.why or Why.NO_CAPACITY
+        self._phases[demand.lease] = StartPhase.CONNECTING
         known = {device.uuid for device in cluster.devices}
         try:
             async with asyncio.timeout(self._seat_s):
@@ -365,7 +267,7 @@ class KaiEngine(Engine):
 
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
         seats = self._seats.seats() if self._seats.is_known else {}
-        return KaiOutlook(cluster, seats, self._sleepable(), now)
+        return KaiOutlook(cluster, seats, self._sleepable(), self._misplaced, now)
 
     def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
         """Return nothing: a replay of ours would foretell another scheduler."""

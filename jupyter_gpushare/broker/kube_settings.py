@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from traitlets import Dict, Float, Integer, List, TraitError, Unicode, validate
 from traitlets.config import Configurable
 
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer
+from jupyter_gpushare.backends.kubernetes.helpers import HelperPods
 from jupyter_gpushare.backends.kubernetes.objects import SeatPod
 from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.protocol.sealed import read_secret
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SITE = SeatPod()
@@ -61,6 +65,21 @@ class GPUShareKube(Configurable):
     host_dir = Unicode(
         _SITE.host_dir, help="Folder of the device helper on each node: its sockets and lease directories."
     ).tag(config=True)
+    helper_selector = Unicode(
+        "app.kubernetes.io/component=gpushare-helper",
+        help="Labels of the pods of the device helpers, one on each node with GPUs, in the same namespace.",
+    ).tag(config=True)
+    helper_port = Integer(
+        7710, min=1, max=65_535, help="TCP port of the device helpers (their option --listen)."
+    ).tag(config=True)
+    helper_secret_file = Unicode(
+        "", help="File with the secret that broker and device helpers share (their option --secret-file)."
+    ).tag(config=True)
+    helper_ca_file = Unicode(
+        "",
+        help="File with the certificate authority of the helpers' certificates, each for the name of its "
+        "node; without it connections are sealed with the secret, and can be read on the way.",
+    ).tag(config=True)
     place_timeout = Float(
         PLACE_S,
         help="Seconds in which KAI has to place the seat of a session that starts; then it is refused. "
@@ -103,6 +122,26 @@ class GPUShareKube(Configurable):
                 ca_file=Path(self.ca_file) if self.ca_file else None,
             )
         return ApiServer.of_kubeconfig(Path(self.kubeconfig)) if self.kubeconfig else ApiServer.of_pod()
+
+    def helpers(self) -> HelperPods:
+        """Return where the device helpers are, and what the broker shows them.
+
+        Raises:
+            GpuShareError: their secret or certificate authority is not configured, or cannot be read.
+        """
+        if not self.helper_secret_file:
+            raise GpuShareError("c.GPUShareKube.helper_secret_file is not set")
+        try:
+            tls = ssl.create_default_context(cafile=self.helper_ca_file) if self.helper_ca_file else None
+        except (OSError, ssl.SSLError) as error:
+            raise GpuShareError("c.GPUShareKube.helper_ca_file cannot be used: %1", str(error)) from None
+        return HelperPods(
+            namespace=self.namespace,
+            selector=self.helper_selector,
+            port=self.helper_port,
+            secret=read_secret(Path(self.helper_secret_file)),
+            tls=tls,
+        )
 
     def seat(self) -> SeatPod:
         """Return what all seats have in common."""

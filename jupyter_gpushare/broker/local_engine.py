@@ -121,6 +121,9 @@ class LocalEngine(Engine):
     While a snapshot stays the same, its plan without actions and its outlook are kept.
     """
 
+    drains = True
+    queues_sessions = True
+
     def __init__(self) -> None:
         self._planner = IncrementalPlanner()
         self._plan = _Kept[Plan]()
@@ -134,7 +137,9 @@ class LocalEngine(Engine):
         until = now + KEEP_S if planned.next_at is None else min(planned.next_at, now + KEEP_S)
         return planned if planned.actions else self._plan.keep(cluster, until, planned)
 
-    async def admit(self, cluster: Cluster, lease: Lease, now: float) -> Grant | Explanation:
+    async def admit(
+        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+    ) -> Grant | Explanation:
         considered = replace(cluster, leases=(*cluster.leases, lease))
         for action in plan(considered, now).actions:
             if isinstance(action, Grant) and action.lease == lease.id:

@@ -37,6 +37,8 @@ log = logging.getLogger("gpushare.respawn")
 
 # Exit status of a broker that a newer one has followed: started again, it would take the devices back.
 SUPERSEDED_STATUS = 3
+# Signals that a broker takes as a request to reload, once it can.
+RELOAD = frozenset({signal.SIGHUP})
 
 _LOOK_S = 0.2
 # The broker survives SIGKILL at any moment, so it need not be waited for.
@@ -105,12 +107,17 @@ class _Child:
                 self._heartbeat = heartbeat.Monitor()
                 environment[heartbeat.FD_VARIABLE] = str(self._heartbeat.writing)
                 passed = (*passed, self._heartbeat.writing)
-            self._process = subprocess.Popen(
-                self._command,
-                start_new_session=self._own_session,
-                pass_fds=passed,
-                env=environment,
-            )
+            held_back = RELOAD if self._is_watched else frozenset[signal.Signals]()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # a child inherits it
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    start_new_session=self._own_session,
+                    pass_fds=passed,
+                    env=environment,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stop(self) -> None:
         """End it: SIGTERM, and SIGKILL when that does not help."""
@@ -193,7 +200,7 @@ def _bound(addresses: Addresses) -> list[socket.socket]:
         log.warning("%s", error)  # the last Hub's broker may still be there
         time.sleep(_PAUSE_S)
         return []
-    return [*sockets.plain, *sockets.tls]
+    return [*sockets.unix, *sockets.http, *sockets.tls]
 
 
 def _signal(pid: int | None, number: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicod
 from traitlets.config import Application
 
 from jupyter_gpushare.broker.state.policy import Policy, parse_project
+from jupyter_gpushare.broker.state.receivers import Receivers, is_url
 from jupyter_gpushare.broker.state.records import LendingMode
 from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU, Order
 from jupyter_gpushare.core.size import Size
@@ -25,6 +27,12 @@ class Settings(Application):
     config_file = Unicode("", help="Configuration file; may be the Hub's own jupyterhub_config.py.").tag(
         config=True
     )
+    engine = Enum(
+        ["planner", "kai"],
+        "planner",
+        help="What decides about GPUs: ``planner``, the one of this package, for the GPUs of this machine; "
+        "``kai``, KAI-Scheduler on a Kubernetes cluster (c.GPUShareKube, docs/kubernetes.md).",
+    ).tag(config=True)
     respawn = Bool(False, help="Run as the parent that starts the broker again within a second.").tag(
         config=True
     )
@@ -41,7 +49,10 @@ class Settings(Application):
         * ``priority_max``: the highest priority that its members may give to their jobs, 0 to 100, 0 by
           default; everybody may give less;
         * ``groups``: the Hub groups of its members, by default the group of the same name;
-        * ``never_sleep``: True lets its members mark sessions that are never put to sleep.
+        * ``never_sleep``: True lets its members mark sessions that are never put to sleep;
+        * ``idle_timeout``, ``notice``, ``max_hold`` and ``keep_minutes_per_day``: of its sessions, instead
+          of the values below. A project with a budget of its own counts what is kept there by itself; its
+          ``idle_timeout`` also goes before adaptive_idle.
         """
     ).tag(config=True)
     lending = Enum(
@@ -62,6 +73,14 @@ class Settings(Application):
         help="Seconds for which the owner of an idle session within its guarantee is told before it is put "
         "to sleep for a waiting job, at most a third of idle_timeout; 0: no notice. Longer gives more time "
         "to keep the GPU, and delays the job. An owner who comes back never waits for it.",
+    ).tag(config=True)
+    max_hold = Float(
+        _SITE.max_hold_s,
+        allow_none=True,
+        help="Seconds after its last GPU work for which a session stays busy because its kernels run cells "
+        "on the processor alone, such as 172800 for two days; from then on it counts as idle, and "
+        "idle_timeout begins. None: for as long as they run. Shorter lends GPUs of long computations that "
+        "do not use them; the first GPU call brings the GPU back.",
     ).tag(config=True)
     adaptive_idle = Bool(
         False,
@@ -135,7 +154,8 @@ class Settings(Application):
         "/var/lib/gpushare", help="Directory of the broker's own files; must not be writable for others."
     ).tag(config=True)
     db_url = Unicode(
-        help="SQLAlchemy URL of the broker's database, never the Hub's; default: SQLite in state_dir."
+        help="SQLAlchemy URL of the broker's database, never the Hub's; default: the environment variable "
+        "GPUSHARE_DB_URL (a command line shows passwords to others), else SQLite in state_dir."
     ).tag(config=True)
     helper_socket = Unicode(help="Unix socket of the device helper; by default in state_dir.").tag(
         config=True
@@ -167,6 +187,22 @@ class Settings(Application):
         "state_dir. It is made when it is missing. Of several lines each is accepted, and spawners use the "
         "first: so a token is replaced without a refused start (docs/operations.md)."
     ).tag(config=True)
+    notify_url = Unicode(
+        "",
+        help="Address that is told by POST, as JSON, of each job that starts, is paused, nears its maximum "
+        "run time or ends (docs/jobs.md has its fields). Webhooks of users are called by their own jobs.",
+    ).tag(config=True)
+    mail_command = List(
+        Unicode(),
+        help="Program with its arguments, run without a shell, that sends the mail on its standard input, "
+        "such as ['/usr/sbin/sendmail', '-i', '-t']; none by default. Users ask for mail about a job with "
+        "`gpushare submit --mail`.",
+    ).tag(config=True)
+    mail_to = Unicode(
+        "{user}",
+        help="Mail address of a user, such as {user}@example.org; {user} alone where names are addresses.",
+    ).tag(config=True)
+    mail_from = Unicode("", help="Sender of mails; by default what mail_command fills in.").tag(config=True)
     max_jobs = Integer(_SITE.max_jobs, min=1, help="Jobs that may wait or run, all users together.").tag(
         config=True
     )
@@ -177,13 +213,20 @@ class Settings(Application):
         _SITE.keep_minutes_per_day,
         help="Minutes a day for which a user may keep an idle GPU from being lent.",
     ).tag(config=True)
+    fake_busy_after = Float(
+        _SITE.fake_busy_after_s,
+        help="Seconds after which a session is told, and listed under Needs a look on the administrator's "
+        "page, that its programs call the driver while its GPUs stay below 2 % utilization; 0: never. "
+        "Its GPU is not lent for that: its own calls would take it back at once.",
+    ).tag(config=True)
     identity_cache_s = Integer(
         30, min=1, max=300, help="Seconds for which the Hub's answer about a token is believed."
     ).tag(config=True)
 
     @default("db_url")
     def _default_db_url(self) -> str:
-        return f"sqlite:///{Path(self.state_dir).absolute() / 'broker.sqlite'}"
+        sqlite = f"sqlite:///{Path(self.state_dir).absolute() / 'broker.sqlite'}"
+        return os.environ.get("GPUSHARE_DB_URL") or sqlite
 
     @default("helper_socket")
     def _default_helper_socket(self) -> str:
@@ -219,6 +262,22 @@ class Settings(Application):
                 ) from None
         return list(proposal.value)
 
+    @validate("notify_url")
+    def _web_address(self, proposal: Any) -> str:
+        if proposal.value and not is_url(proposal.value):
+            raise TraitError("notify_url is an address such as https://chat.example.org/hook")
+        return str(proposal.value)
+
+    @validate("mail_to")
+    def _one_address(self, proposal: Any) -> str:
+        if proposal.value.count("{user}") != 1 or not proposal.value.isprintable():
+            raise TraitError(f"mail_to is an address with {{user}}, not {proposal.value!r}")
+        return str(proposal.value)
+
+    def receivers(self) -> Receivers:
+        """Return where the broker announces what happens to jobs."""
+        return Receivers(self.notify_url, tuple(self.mail_command), self.mail_to, self.mail_from)
+
     @validate("las_thresholds")
     def _ascending(self, proposal: Any) -> list[float]:
         values = list(proposal.value)
@@ -232,6 +291,8 @@ class Settings(Application):
         "grace",
         "max_grace",
         "keep_minutes_per_day",
+        "fake_busy_after",
+        "max_hold",
         "min_run",
         "preempt_cost",
         "guard",
@@ -289,5 +350,7 @@ class Settings(Application):
             max_jobs=self.max_jobs,
             max_jobs_per_user=self.max_jobs_per_user,
             keep_minutes_per_day=self.keep_minutes_per_day,
+            fake_busy_after_s=self.fake_busy_after,
+            max_hold_s=self.max_hold,
             lending=LendingMode(self.lending),
         )

@@ -1,33 +1,40 @@
 """Requests of the Hub's spawner: may this server start and with which GPUs; this server has ended.
 
-A session is granted or refused at once; a job's server starts only after the
-job was granted.
+A session is granted or refused at once, or waits on the spawn page until its capacity is
+reserved (`state.session_queue`).  A job's server starts only after the job was granted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices, Holder
+from jupyter_gpushare.backends.base import Devices, Holder, ServerKey
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.engine import Engine, Explanation
+from jupyter_gpushare.broker.engine import Engine, Explanation, StartPhase
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.session_queue import Place
 from jupyter_gpushare.broker.state.transitions import OwnedBy, Released, Stopping
-from jupyter_gpushare.core.model import Grant, Kind, Lease, State
-from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Kind, Lease, State
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import Conflict, DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
 
 # A start waits this long until an earlier server of the same name has released its lease.
 _RELEASE_PREVIOUS_S = 10.0
+_PHASES = {
+    StartPhase.PLACING: "Waiting for the cluster to place your GPU.",
+    StartPhase.CONNECTING: "Your GPU is found; its node prepares it.",
+}
 
 
 class ServerAdmission:
@@ -46,6 +53,9 @@ class ServerAdmission:
         self.devices = devices
         self.effects = effects
         self.request_policy = request_policy
+        # Admissions under way by user and server: the lease, and the engine's answer.
+        self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[tuple[LeaseRecord, Grant]]]] = {}
+        self._committing: set[str] = set()  # leases of them that the engine granted
 
     async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
         """Return what a server that is about to start may use.
@@ -56,13 +66,63 @@ class ServerAdmission:
         """
         if is_job_server(request.server):
             return await self._start_job_server(request)
+        await self._give_up(request.user, request.server)
         await self._release_previous(request.user, request.server)
         size = request.options.size() if request.options else None
+        queue = self.registry.session_queue
         if size is None:
+            if queue.of(request.user, request.server) is not None:
+                queue.leave(request.user, request.server, self.registry.clock())
+                await self.registry.notify()
             return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
-        project = self.request_policy.choose_project(
-            request.groups, request.options.project if request.options else None
-        )
+        lease = await self._checked(request, size)
+        usable = {device.uuid for device in self.registry.devices.for_planner() if device.usable}
+        reserved = queue.take(lease, usable)
+        # As long as sessions wait, a new one is behind them.
+        considered = replace(lease, waits=bool(queue.waiting()))
+        if reserved is not None:
+            record, grant = await self._grant_session(lease, request.uid, reserved), reserved
+        else:
+            record, grant = await self._admit(considered, request)
+        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+
+    async def wait(self, request: wire.SpawnRequest) -> Place | None:
+        """Return the place in the queue of a server that is to start when it can; None: it waits no more.
+
+        A request without a size gives the place up.
+
+        Raises:
+            RequestError: it can never start, too many wait, or no session waits on this engine; the text
+                is for the user.
+        """
+        queue = self.registry.session_queue
+        size = request.options.size() if request.options else None
+        if size is None:
+            queue.leave(request.user, request.server, self.registry.clock())
+            await self.registry.notify()
+            return None
+        if not self.engine.queues_sessions:
+            raise Conflict("sessions do not wait here: start the server, and it is placed or refused")
+        now = self.registry.clock()
+        if not self.registry.devices.are_known(now):
+            # A helper that restarts ends no wait.
+            project = self._project(request)
+            if (kept := queue.keep(request.user, request.server, size, project, now)) is not None:
+                return kept
+        lease = await self._checked(request, size, waits=True)
+        before = queue.of(lease.user, lease.server)
+        place = queue.join(lease, lease.queued_at)
+        if before is None or before.lease.id != place.lease.id:
+            await self.registry.notify()
+        return place
+
+    async def _checked(self, request: wire.SpawnRequest, size: Size, *, waits: bool = False) -> Lease:
+        """Return the lease that a session asks for.
+
+        Raises:
+            RequestError: it can never start; the text is for the user.
+        """
+        project = self._project(request)
         await self.request_policy.known()
         self.request_policy.check_share(size)
         now = self.registry.clock()
@@ -73,13 +133,17 @@ class ServerAdmission:
             size=size,
             user=request.user,
             server=request.server,
+            waits=waits,
             submitted_at=now,
             queued_at=now,
             waits_since_at=now,
         )
         self.engine.check_request(snapshot.cluster(self.registry, self.engine, now), lease)
-        record, grant = await self._grant_session(lease, request.uid)
-        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+        return lease
+
+    def _project(self, request: wire.SpawnRequest) -> str:
+        wanted = request.options.project if request.options else None
+        return self.request_policy.choose_project(request.groups, wanted)
 
     async def _release_previous(self, user: str, server: str) -> None:
         """Release the lease of an earlier server of the same name, which the Hub has ended.
@@ -95,14 +159,53 @@ class ServerAdmission:
                 raise Conflict("the last server of this name still frees its GPU: try again in a few seconds")
             await asyncio.sleep(0.1)
 
-    async def _grant_session(self, lease: Lease, uid: int) -> tuple[LeaseRecord, Grant]:
-        registry, now = self.registry, self.registry.clock()
-        grant = await self.engine.admit(snapshot.cluster(registry, self.engine, now), lease, now)
-        if isinstance(grant, Explanation):
+    def progress(self, user: str, server: str) -> wire.SpawnProgress:
+        """Return how far the start of a server is."""
+        lease_id, _ = self._admitting.get((user, server), ("", None))
+        phase = self.engine.start_phase(lease_id)
+        return wire.SpawnProgress(message="" if phase is None else _PHASES[phase])
+
+    async def _give_up(self, user: str, server: str) -> None:
+        """End an admission that is under way for this server.
+
+        The engine's answer is cancelled, a commit is not: it leaves a lease, which the caller ends.
+        """
+        lease_id, task = self._admitting.get((user, server), ("", None))
+        if task is not None:
+            if lease_id not in self._committing:
+                task.cancel()
+            await asyncio.wait((task,))
+
+    async def _admit(self, lease: Lease, request: wire.SpawnRequest) -> tuple[LeaseRecord, Grant]:
+        """Return the granted session, and the engine's grant.
+
+        Raises:
+            Conflict: refused; or the server has ended, or has started anew, before the answer.
+        """
+        key = lease.user, lease.server
+        task = asyncio.ensure_future(self._place(lease, request))
+        self._admitting[key] = lease.id, task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise Conflict("this start was given up", reason="given_up") from None
+            raise
+        finally:
+            if self._admitting.get(key, ("", None))[1] is task:
+                del self._admitting[key]
+
+    async def _place(self, lease: Lease, request: wire.SpawnRequest) -> tuple[LeaseRecord, Grant]:
+        # Nothing waits between snapshot and record where the engine answers at once: no other start
+        # and no decision finds the same capacity.
+        now = self.registry.clock()
+        cluster = snapshot.cluster(self.registry, self.engine, now)
+        answer = await self.engine.admit(cluster, lease, now, not_nodes=request.not_nodes)
+        if isinstance(answer, Explanation):
             why = messages.waiting(
-                grant.why,
+                answer.why,
                 needs=messages.needs_of(lease),
-                free_milli=grant.free_milli,
+                free_milli=answer.free_milli,
                 position=None,
             )
             raise Conflict(
@@ -110,8 +213,16 @@ class ServerAdmission:
                 messages.english(why),
                 reason="no_capacity",
             )
-        record = LeaseRecord(lease=lease, uid=uid, since_at=registry.iso_now(), entered_at=now)
-        return await registry.add_granted(record, snapshot.granted(registry, record, grant)), grant
+        self._committing.add(lease.id)
+        try:
+            return await self._grant_session(replace(lease, waits=False), request.uid, answer), answer
+        finally:
+            self._committing.discard(lease.id)
+
+    async def _grant_session(self, lease: Lease, uid: int, grant: Grant) -> LeaseRecord:
+        registry = self.registry
+        record = LeaseRecord(lease=lease, uid=uid, since_at=registry.iso_now(), entered_at=registry.clock())
+        return await registry.add_granted(record, snapshot.granted(registry, record, grant))
 
     async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
         limits = record.limits
@@ -125,6 +236,7 @@ class ServerAdmission:
                     guaranteed=guaranteed,
                     asleep=asleep,
                     unattended=not record.is_job and not record.lease.borrowed,
+                    stops=record.is_job and record.lease.survival is not CheckpointMode.SUSPEND,
                 )
             )
         except (HelperError, DeviceError) as error:
@@ -144,6 +256,8 @@ class ServerAdmission:
             kind=lease.kind,
             env=dict(prepared.env),
             devices=list(lease.devices),
+            node=prepared.node,
+            mounts=[wire.HostMount(path=each.path, read_only=each.read_only) for each in prepared.mounts],
             memory_limit_bytes=limit,
             asleep=asleep,
             borrowed=borrowed,
@@ -153,6 +267,7 @@ class ServerAdmission:
 
     async def stop(self, request: wire.SpawnStop) -> None:
         """Release the lease of a server that has ended for any reason; a repeated call changes nothing."""
+        await self._give_up(request.user, request.server)
         record = self.registry.by_server(request.user, request.server)
         if record is None or record.state is State.STOPPING:
             await self.registry.journal.durable()
@@ -163,6 +278,26 @@ class ServerAdmission:
             await self.effects.on_start_failed(record)
         # A running job reports its own end; otherwise the observer misses its processes.
 
+    def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
+        """Return if this broker asked the Hub for this start.
+
+        Raises:
+            Conflict: another broker did, or none.
+        """
+        epoch = self.effects.tickets.epoch_of(ServerKey(request.user, request.server), request.ticket)
+        if epoch is None:
+            raise _not_expected(request)
+        if epoch == self.registry.store.epoch:
+            return
+        log.warning("lease=%s refused: its start is of a broker with epoch %d", record.handle, epoch)
+        if epoch < self.registry.store.epoch:
+            self.effects.on_outdated_start(record)
+        raise Conflict(
+            "another broker asked for the start of %1: the present one starts this job again",
+            request.server,
+            reason="outdated_start",
+        )
+
     async def _start_job_server(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
         record = self.registry.by_handle(request.server)
         job = self.registry.job_of(record) if record is not None else None
@@ -172,17 +307,20 @@ class ServerAdmission:
             or record.lease.user != request.user
             or record.state is not State.GRANTED
         ):
-            raise Conflict(
-                "%1 is a name for training jobs, and no such job is to start now: submit jobs with "
-                "gpushare submit",
-                request.server,
-                reason="not_expected",
-            )
+            raise _not_expected(request)
+        self._check_ticket(request, record)
         if record.uid != request.uid:
             record = await self.registry.edit(record, OwnedBy(uid=request.uid))
         else:
             await self.registry.journal.durable()
-        grant = await self._prepare(record, asleep=False, borrowed=False)
+        try:
+            grant = await self._prepare(record, asleep=False, borrowed=False)
+        except GpuShareError:
+            # The spawner releases no lease that it was refused.
+            current = self.registry.by_handle(request.server)
+            if current is not None and current.state is State.GRANTED:
+                await self.effects.on_start_failed(current)
+            raise
         current = self.registry.by_handle(request.server)
         if current is None or current.state is not State.GRANTED:
             # It was stopped meanwhile; with its files back, its runner would start the command.
@@ -193,7 +331,17 @@ class ServerAdmission:
             kind=grant.kind,
             env=grant.env,
             devices=grant.devices,
+            node=grant.node,
+            mounts=grant.mounts,
             memory_limit_bytes=grant.memory_limit_bytes,
             message=grant.message,
             job=job_spec(job, record.attempt, record.settled),
         )
+
+
+def _not_expected(request: wire.SpawnRequest) -> Conflict:
+    return Conflict(
+        "%1 is a name for training jobs, and no such job is to start now: submit jobs with gpushare submit",
+        request.server,
+        reason="not_expected",
+    )

@@ -18,11 +18,14 @@ from typing import Any
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
-from jupyter_gpushare.broker.control import snapshot, time_limit
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
 from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
+from jupyter_gpushare.broker.control.outcome import outcome_of
+from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -77,15 +80,26 @@ _RESUME_RETRY_MAX_S = 5.0
 class Effects:
     """Runs at most one task for each lease."""
 
-    def __init__(self, registry: Registry, devices: Devices, hub: Hub, observer: Observer) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        devices: Devices,
+        hub: Hub,
+        observer: Observer,
+        announcer: Announcer,
+        tickets: StartTickets,
+    ) -> None:
         self.registry = registry
         self.devices = devices
         self.hub = hub
+        self.announcer = announcer
+        self.tickets = tickets
         self.tasks: dict[str, asyncio.Task[None]] = {}
         # Of attempts that have ended; the Hub lists them until they are removed.
         self.ended_servers: dict[ServerKey, None] = {}
         self._ending = Ending(registry, devices, observer)
         self._hub_backoff_s = 1.0
+        self._outdated: set[str] = set()  # attempts of which an earlier broker's start was refused
         self._errors = ErrorLog()
 
     def reconcile(self, record: LeaseRecord, now: float) -> None:
@@ -156,6 +170,8 @@ class Effects:
                 observation.effect_retry_at = self.registry.clock() + 5 * POLL_S
         finally:
             self.tasks.pop(record.id, None)
+            if not self._still(record, State.GRANTED):
+                self._outdated.discard(record.handle)
             self.registry.changed.set()
 
     # suspend and resume
@@ -189,6 +205,8 @@ class Effects:
             if job is not None:
                 job = replace(job, preemptions=job.preemptions + 1)
             await self.registry.advance(record, SuspendDone(saved_bytes=moved.bytes), job=job)
+            if job is not None:
+                self.announcer.job("paused", job, "suspended")
         else:
             await self._suspend_refused(record, moved)
 
@@ -265,7 +283,7 @@ class Effects:
         """Ask the Hub to start a job's server, then wait until it runs or has failed to start."""
         key = ServerKey(record.lease.user, record.handle)
         shown = shown_name(self.registry.jobs[record.id[1:]])
-        request = asyncio.create_task(self.hub.start_server(key, shown))
+        request = asyncio.create_task(self.hub.start_server(key, shown, self.tickets.issue(key)))
         try:
             # The Hub answers after seconds; an attempt that is stopped meanwhile does not wait for it.
             while not request.done() and self._still(record, State.GRANTED):
@@ -291,6 +309,9 @@ class Effects:
             if sample is not None and sample.runner_ended:
                 await self.registry.advance(record, Stopping(reason="its runner ended before it reported"))
                 return
+            if record.handle in self._outdated and not await self._may_still_start(record, key):
+                self._outdated.discard(record.handle)
+                return  # the next round asks again
             if self.registry.clock() > until:
                 if not await self._may_still_start(record, key):
                     await self.start_failed(record, "its server did not start")
@@ -318,6 +339,13 @@ class Effects:
     async def on_start_failed(self, record: LeaseRecord) -> None:
         """End a granted attempt that the Hub has given up; its processes must be gone before the next one."""
         await self.start_failed(record, "the Hub could not start its server")
+
+    def on_outdated_start(self, record: LeaseRecord) -> None:
+        """Note that the Hub's start of a granted attempt was an earlier broker's, and was refused.
+
+        The Hub may have answered this broker's own request with it: `_start_job` asks once more.
+        """
+        self._outdated.add(record.handle)
 
     async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
         """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it.
@@ -366,34 +394,13 @@ class Effects:
         """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""
         record = self.registry.leases.get(record.id, record)  # it may have been cancelled meanwhile
         self.ended_servers[ServerKey(record.lease.user, record.handle)] = None
-        lost = record.lost and job.exit_code != 0
-        if record.lease.cancelled:
-            await self.finish(record, "cancelled", messages.text("job.cancelled"))
-        elif job.exit_code is not None and not job.stopped and not lost:
-            if job.exit_code == 0:
-                await self.finish(record, "succeeded", messages.text("job.done"))
-            else:
-                own = messages.reason_text(job.reason) if job.reason else None
-                code = messages.text("job.ended_with", job.exit_code)
-                await self._failed_attempt(record, job, own or code)
-        elif (over := time_limit.why_over(job)) is not None:
-            await self.finish(record, "timed_out", over)
-        elif record.requeue or job.stopped:
-            if record.requeue:
-                job = replace(job, preemptions=job.preemptions + 1)
-            await self._requeue(record, job)
+        outcome = outcome_of(record, job)
+        if outcome.result:
+            await self.finish(record, outcome.result, outcome.reason, outcome.job)
         else:
-            await self._failed_attempt(record, job, messages.text("job.vanished"))
-
-    async def _failed_attempt(self, record: LeaseRecord, job: JobRecord, reason: Text) -> None:
-        job = replace(job, failures=job.failures + 1)
-        if job.failures <= job.retries:
-            await self._requeue(record, job)
-        else:
-            await self.finish(record, "failed", reason, job)
-
-    async def _requeue(self, record: LeaseRecord, job: JobRecord) -> None:
-        await self.registry.advance(record, Requeued(), job=replace(job, exit_code=None, stopped=False))
+            again = replace(outcome.job, exit_code=None, stopped=False)
+            await self.registry.advance(record, Requeued(), job=again)
+            self.announcer.job("queued", again, "queued", messages.english(outcome.reason))
 
     async def finish(
         self, record: LeaseRecord, result: str, reason: Text, job: JobRecord | None = None
@@ -418,3 +425,5 @@ class Effects:
         why = messages.english(reason)
         ended = Failed(reason=why) if result in ("failed", "timed_out") else Released(reason=why)
         await registry.advance(record, ended, job=job)
+        if job is not None:
+            self.announcer.job("ended", job, result, why)

@@ -47,7 +47,7 @@ class FencedHub(Hub):
         self._faults.mended(source)
         return answer
 
-    async def start_server(self, key: ServerKey, shown: str) -> None:
+    async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         """Ask the Hub to start a job's server.
 
         Raises:
@@ -55,7 +55,7 @@ class FencedHub(Hub):
             HelperError: a newer broker is at work, or the device helper does not answer.
         """
         await self._fence()
-        await self._noted("hub-start", self._hub.start_server(key, shown))
+        await self._noted("hub-start", self._hub.start_server(key, shown, ticket))
 
     async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
         """Ask the Hub to stop a server, and with ``forget`` to delete it.

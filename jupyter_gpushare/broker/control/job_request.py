@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.receivers import is_url
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease
 from jupyter_gpushare.errors import InvalidRequest
@@ -66,6 +67,11 @@ def check_job(request: wire.JobRequest) -> None:
             raise InvalidRequest("source: at most 100,000 characters together, none of them NUL")
     if request.name is not None and (not 1 <= len(request.name) <= 100 or "\0" in request.name):
         raise InvalidRequest("a name has 1 to 100 characters, none of them NUL")
+    if request.notify_url and not is_url(request.notify_url):
+        raise InvalidRequest(
+            "a notification goes to a URL such as https://chat.example.org/hook, not %1",
+            repr(request.notify_url[:60]),
+        )
     if not -100 <= request.priority <= 100:
         raise InvalidRequest("priority is a whole number from -100 to 100")
     if not 0 <= request.retries <= 10:
@@ -108,4 +114,5 @@ def job_spec(job: JobRecord, attempt: int, settled: int) -> wire.JobSpec:
         cwd=job.cwd,
         env=job.env,
         grace_s=job.grace_s,
+        notify_url=wire.decode_stored(job.request, wire.JobNotify).notify_url,
     )

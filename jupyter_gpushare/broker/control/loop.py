@@ -16,12 +16,14 @@ from collections.abc import AsyncIterator, Callable
 
 from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.effects import START_S, Effects
 from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.metering import Metering
 from jupyter_gpushare.broker.control.observer import Observer
+from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.control.time_limit import TimeLimits
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.faults import Faults
@@ -42,15 +44,24 @@ SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
 class Loop:
     """The broker's background work; runs until cancelled."""
 
-    def __init__(self, registry: Registry, engine: Engine, devices: Devices, hub: Hub) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        engine: Engine,
+        devices: Devices,
+        hub: Hub,
+        tickets: StartTickets,
+        announcer: Announcer | None = None,
+    ) -> None:
         self.registry = registry
         self.engine = engine
         self.faults = Faults(registry.clock)
         self.hub = FencedHub(hub, devices, lambda: registry.store.epoch, self.faults)
         self.observer = Observer(registry, devices)
-        self.effects = Effects(registry, devices, self.hub, self.observer)
+        self.announcer = announcer or Announcer()
+        self.effects = Effects(registry, devices, self.hub, self.observer, self.announcer, tickets)
         self.lending = LendingControl(registry, engine)
-        self.time_limits = TimeLimits(registry)
+        self.time_limits = TimeLimits(registry, self.announcer)
         self._metering = Metering(registry, engine)
         self._errors = ErrorLog()
         self._next_at: float | None = None
@@ -137,6 +148,8 @@ class Loop:
             return
         await self.lending.apply(now)
         await self.time_limits.apply(now)
+        if registry.session_queue.expire(now):
+            await registry.notify()
         for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
         snapshot.update_fairness(registry, self.engine, now)
@@ -150,11 +163,12 @@ class Loop:
         if notices != registry.notices:
             registry.notices = notices
             await registry.notify()
-        moved: list[LeaseRecord] = []
+        reserved, moved = False, list[LeaseRecord]()
         changes: list[Change] = []
         for action in plan.actions:
             record = registry.leases.get(action.lease)
             if record is None:
+                reserved |= isinstance(action, Grant) and registry.session_queue.reserve(action, now)
                 continue
             try:
                 record, stored = self._record_intent(record, action)
@@ -163,7 +177,7 @@ class Loop:
                 continue
             moved.append(record)
             changes += stored
-        if moved:
+        if moved or reserved:
             await registry.journal.commit(*changes)
             await registry.notify()
             for record in moved:

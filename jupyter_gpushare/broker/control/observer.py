@@ -81,7 +81,9 @@ class Observer:
 
     def _observe_machine(self, sample: Sample, now: float) -> None:
         registry = self.registry
-        usable = [device.uuid for device in registry.devices.for_planner() if device.usable]
+        usable = [
+            device.uuid for device in registry.devices.for_planner() if device.usable or device.draining
+        ]
         leases = (record.lease for record in registry.index.placed.values())
         broken, at_work = len(sample.devices) - len(usable), snapshot.at_work(registry, now)
         breakdown = gpu_breakdown(leases, usable, broken, at_work)
@@ -120,7 +122,11 @@ class Observer:
             observation.seen_alive, observation.gone_since_at = True, None
             observation.active_at = max(observation.active_at, min(now, sample.active_at))
         if not record.is_job:
-            observation.pauses.saw(snapshot.idle_since(self.registry, record, now), now)
+            worked_s = observation.pauses.saw(snapshot.idle_since(self.registry, record, now), now)
+            if worked_s is not None:
+                ago_s = now - observation.pauses.busy_from
+                self.registry.usage.worked(record.lease, ago_s, worked_s, self.registry.iso_now())
+            await self._observe_low_use(record, now)
         asleep = record.state is State.SUSPENDED and snapshot.sampled_since_entry(self.registry, record)
         if sample is not None and sample.wanted and asleep:
             await self._wanted(record, queries_only=sample.queries_only)
@@ -129,6 +135,18 @@ class Observer:
         is_new = record.state is State.GRANTED and observation.seen_alive and not record.is_job
         if is_new and not self.registry.journal.is_disk_full:
             await self.registry.advance(record, Started())
+
+    async def _observe_low_use(self, record: LeaseRecord, now: float) -> None:
+        """Tell a session once that its programs keep its GPU busy without computing."""
+        registry, observation = self.registry, self.registry.observations[record.id]
+        if record.state is not State.RUNNING:
+            return
+        low = observation.low_use
+        low.saw(observation.active_at, registry.devices.most_utilization_percent(record.lease.devices), now)
+        after_s = registry.policy.fake_busy_after_s
+        if after_s and low.lasted_s >= after_s and not low.is_told:
+            low.is_told = True
+            await registry.record_notice(record, "low-use", "notice.low_use", messages.duration(low.lasted_s))
 
     def _check_quotas(self) -> None:
         """Log once that projects are guaranteed more than this machine has."""
@@ -155,7 +173,7 @@ class Observer:
         match event.kind:
             case EventKind.WANTED if record is not None:
                 await self._wanted(record, queries_only=event.fields.get("queries_only") == "true")
-            case EventKind.ENDED:
+            case EventKind.ENDED | EventKind.SEAT:
                 await self.measure()
                 self.registry.changed.set()
             case EventKind.DEVICE:
@@ -164,6 +182,10 @@ class Observer:
                 await self._on_over_limit(event, record)
             case EventKind.UNLEASED_PROCESS:
                 await self._on_unleased_process(event)
+            case EventKind.EVICTED:
+                log.warning("lease=%s its GPU processes were ended: %s", event.lease, event.reason)
+                why = messages.reason_text(event.reason)
+                await self.registry.record_notice(record, "device", "notice.evicted", why)
             case EventKind.DRIVER_KILLED:
                 self._inventory_due = True
                 log.warning("lease=%s device=%s: %s", event.lease, event.device, event.reason)

@@ -83,8 +83,7 @@ class RequestPolicy:
 
     def most_priority(self, project: str) -> int:
         """Return the highest priority that members of a project may give to their jobs."""
-        config = self.registry.policy.project_config(project)
-        return config.priority_max if config else 0
+        return self.registry.policy.priority_max(project, self.registry.overrides.get(project))
 
     async def known(self) -> None:
         """Return when the devices are known; a broker that has just started measures first.
@@ -113,8 +112,11 @@ class RequestPolicy:
         old = self.registry.overrides.get(name, ProjectOverride(name=name))
         if change.weight is not None and not 0 <= change.weight <= 1000:
             raise InvalidRequest("weight is a whole number from 0 to 1000, not %1", change.weight)
+        if change.priority_max is not None and not 0 <= change.priority_max <= 100:
+            raise InvalidRequest("priority_max is a whole number from 0 to 100, not %1", change.priority_max)
         override = replace(
             old,
+            priority_max=old.priority_max if change.priority_max is None else change.priority_max,
             quota_milli=old.quota_milli if change.quota is None else gpus_to_milli(change.quota, "quota"),
             weight=old.weight if change.weight is None else change.weight,
             limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
@@ -159,8 +161,17 @@ class RequestPolicy:
         total_milli = registry.devices.total_milli
         before, after = config.project(total_milli, old), config.project(total_milli, override)
         self.engine.set_project(after)
+
         key = "notice.project_unset" if override.is_empty else "notice.project_set"
-        notice = messages.text(key, messages.printable(by), name, _numbers(after), _numbers(before))
+        notice = messages.text(
+            key,
+            messages.printable(by),
+            name,
+            *(
+                _numbers(project, registry.policy.priority_max(name, each))
+                for project, each in ((after, override), (before, old))
+            ),
+        )
         log.info("project=%s %s", name, messages.english(notice))
         await registry.put_override(override, notice)
 
@@ -182,6 +193,7 @@ def overrides_text(registry: Registry) -> list[str]:
             ("quota", _gpus(override.quota_milli), quota),
             ("limit", _gpus(override.limit_milli), _gpus(config.limit_milli)),
             ("weight", override.weight, config.weight),
+            ("priority_max", override.priority_max, config.priority_max),
         )
         parts = [
             f"{what} {number} (configured: {configured})"
@@ -199,8 +211,10 @@ def _gpus(milli: int | None) -> str:
     return "none" if milli is None else f"{milli / WHOLE_GPU:g}"
 
 
-def _numbers(project: Project) -> wire.Text:
+def _numbers(project: Project, priority_max: int) -> wire.Text:
     quota, weight = f"{project.quota_milli / WHOLE_GPU:g}", project.weight
-    if project.limit_milli is None:
-        return messages.text("project.numbers", quota, weight)
-    return messages.text("project.numbers_limit", quota, weight, f"{project.limit_milli / WHOLE_GPU:g}")
+    numbers = messages.text("project.numbers", quota, weight)
+    if project.limit_milli is not None:
+        limit = f"{project.limit_milli / WHOLE_GPU:g}"
+        numbers = messages.text("project.numbers_limit", quota, weight, limit)
+    return messages.text("project.priority", numbers, priority_max) if priority_max else numbers

@@ -17,8 +17,10 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
+from jupyter_gpushare.broker.control.outcome import outcome_told
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, UsageRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Cancelled, Kept, Lent, SleepAllowed, Started, Stopping
@@ -42,6 +44,8 @@ _QUEUE_RETRY_S = 60.0
 # Of what a runner says about an end: a sentence, and the last lines that its command printed.
 _REASON_LINES = 6
 _REASON_CHARS = 300  # of each line
+# Reports that are answered with what becomes of the job.
+_ENDS = frozenset({"stopping", "ended"})
 
 
 class RequestService:
@@ -80,6 +84,7 @@ class RequestService:
             if stored is not None:
                 return _same(registry.jobs.get(stored.id, stored), request)
         check_job(request)
+        self.effects.announcer.receivers.check(user, request)
         project = self.request_policy.choose_project(groups, request.project)
         self.request_policy.check_priority(project, request.priority)
         await self.request_policy.known()
@@ -237,8 +242,12 @@ class RequestService:
         request = wire.replace(request, priority=min(request.priority, most))
         return await self.submit(job.user, groups, request, None)
 
-    async def report(self, user: str, job_id: str, attempt: int, report: wire.JobReport) -> None:
+    async def report(
+        self, user: str, job_id: str, attempt: int, report: wire.JobReport
+    ) -> wire.JobOutcome | None:
         """Store a runner's report of its attempt; a report of another attempt is ignored.
+
+        Returns what becomes of the job after ``stopping`` and ``ended``; None after the others.
 
         Raises:
             NotFound: the user has no such job.
@@ -252,12 +261,16 @@ class RequestService:
         # A requeued lease keeps the number of its last attempt.
         if record is None or record.attempt != attempt or record.state is State.PENDING:
             await registry.journal.durable()
-            return
+            return outcome_told(record, job) if report.state in _ENDS else None
         match report.state:
+            case "stopping":
+                await registry.journal.durable()
+                return outcome_told(record, job)
             case "started":
                 if record.state is State.GRANTED:
                     job = replace(job, started_at=job.started_at or registry.iso_now())
                     await registry.advance(record, Started(), job=job)
+                    self.effects.announcer.job("started", job, "running")
                 else:
                     await registry.journal.durable()
             case "ended":
@@ -276,8 +289,10 @@ class RequestService:
                     await registry.advance(record, Started(), job=job)
                 else:
                     await registry.put_job(job)
+                return outcome_told(registry.leases.get(record.id), registry.jobs.get(job.id, job))
             case "progress":
                 await self._progress(record, job, report)
+        return None
 
     async def _progress(self, record: LeaseRecord, job: JobRecord, report: wire.JobReport) -> None:
         """Store the progress of a job and what it shows of its remaining work."""
@@ -342,7 +357,7 @@ class RequestService:
         await self.registry.notify()
 
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
-        """Protect a session from suspension for ``minutes``, within the user's daily budget.
+        """Protect a session from suspension for ``minutes``, within the user's daily budget (`keep_budget`).
 
         Only the extension of an earlier protection counts; 0 ends it, and what was left of it does not count.
 
@@ -356,9 +371,9 @@ class RequestService:
         until = max(lease.keep_until_at, now + 60 * minutes)
         longer_s = until - max(lease.keep_until_at, now)
         if not minutes:
-            used_s = self.registry.usage.kept_s(self._today(), lease.user)
+            used_s = self.registry.usage.kept_s(self._today(), lease.user, lease.project)
             until, longer_s = now, -min(used_s, max(0.0, lease.keep_until_at - now))
-        left = self.keep_left(lease.user)
+        left = keep_left(self.registry, lease.user, lease.project)
         if longer_s > 60 * left:
             raise TooMany(
                 "you can keep your GPU for %1 more minutes today",
@@ -367,11 +382,6 @@ class RequestService:
             )
         kept = UsageRecord(day=self._today(), user=lease.user, project=lease.project, kept_s=longer_s)
         await self.registry.edit(record, Kept(until_at=until), self.registry.usage.count(kept))
-
-    def keep_left(self, user: str) -> float:
-        """Return the minutes left in a user's budget of today (UTC)."""
-        used_s = self.registry.usage.kept_s(self._today(), user)
-        return max(0.0, self.registry.policy.keep_minutes_per_day - used_s / 60)
 
     def _today(self) -> str:
         return self.registry.iso_now()[:10]

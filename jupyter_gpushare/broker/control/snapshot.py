@@ -14,6 +14,7 @@ from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
 from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Grant, Lease, Project, State
+from jupyter_gpushare.core.order import ORDERS
 from jupyter_gpushare.protocol.helper import Phase
 
 # Shorter pauses between CUDA calls do not count as idle.
@@ -39,10 +40,12 @@ def cluster(
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
             *registry.index.waiting(registry.hub_backoff_until, partial(_with_retry, registry)),
+            *(registry.session_queue.leases() if engine.queues_sessions else ()),
             *extra,
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
         lags_gpu_s=registry.fairness.lags_gpu_s,
+        user_levels=registry.fairness.user_levels,
     )
 
 
@@ -60,7 +63,12 @@ def projects(registry: Registry, engine: Engine) -> tuple[Project, ...]:
 
 
 def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
-    """Add up, until ``now``, what each project lags behind its fair share."""
+    """Add up, until ``now``, what users received and what each project lags behind its fair share."""
+    if ORDERS[registry.policy.order].preempts:
+        records = registry.index.all.values
+        registry.fairness.update_users(registry.index.changes, lambda: (r.lease for r in records()), now)
+    else:
+        registry.fairness.drop_users()
     known = projects(registry, engine)
     if len(known) < 2 or not registry.policy.fairness_horizon_s:
         return
@@ -77,6 +85,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
     # Suspended memory ends with its process, whatever the record says.
     asleep = sample is not None and sample.phase is Phase.SUSPENDED and lease.state is State.SUSPENDED
     job = registry.job_of(record)
+    config = registry.policy.project_config(lease.project)
     return replace(
         lease if job is None else measure.on(lease, job.measure),
         state=State.RESUMING if resumed_without_intent(registry, record) else lease.state,
@@ -89,6 +98,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         else observation.retry_at,
         suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
         idle_timeout_s=_own_timeout_s(registry, record),
+        notice_s=config.notice_s if config is not None else None,
     )
 
 
@@ -99,6 +109,9 @@ def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
 
 
 def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
+    config = registry.policy.project_config(record.lease.project)
+    if config is not None and config.idle_timeout_s is not None:
+        return config.idle_timeout_s
     if not registry.policy.adaptive_idle or record.is_job:
         return None
     gpus = record.lease.held_milli * record.lease.size.device_count / WHOLE_GPU
@@ -106,10 +119,30 @@ def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
 
 
 def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | None:
-    """Return since when neither a kernel nor the GPU of a lease did anything; None: busy."""
+    """Return since when neither a kernel nor the GPU of a lease did anything; None: busy.
+
+    Work of kernels on the processor counts until `holds_until`.
+    """
     observation = registry.observations[record.id]
     active = max(observation.active_at, observation.kernel_active_at, record.lease.granted_at)
-    return None if observation.kernel_busy or now - active < _ACTIVE_S else active
+    if observation.kernel_busy:
+        active = now
+    if (until := holds_until(registry, record)) is not None:
+        active = min(active, until)
+    return None if now - active < _ACTIVE_S else active
+
+
+def holds_until(registry: Registry, record: LeaseRecord) -> float | None:
+    """Return until when kernels keep a session busy without GPU work (``max_hold``); None: always."""
+    max_hold_s = registry.policy.max_hold_of(record.lease.project)
+    if max_hold_s is None or record.is_job:
+        return None
+    return gpu_active_at(registry, record) + max_hold_s
+
+
+def gpu_active_at(registry: Registry, record: LeaseRecord) -> float:
+    """Return the last moment at which a lease worked on its GPU, or got it."""
+    return max(registry.observations[record.id].gpu_active_at, record.lease.granted_at)
 
 
 def at_work(registry: Registry, now: float) -> set[str]:

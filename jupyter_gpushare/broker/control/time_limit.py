@@ -8,6 +8,7 @@ the job is stopped as by its owner, with its grace, and has then timed out.
 from __future__ import annotations
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Stopping
@@ -42,8 +43,9 @@ def why_over(job: JobRecord) -> wire.Text | None:
 class TimeLimits:
     """Announces and enforces maximum run times, in every round of the loop."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, announcer: Announcer) -> None:
         self._registry = registry
+        self._announcer = announcer
 
     async def apply(self, now: float) -> None:
         """Stop jobs that have run for their maximum, and announce that of others.
@@ -64,3 +66,5 @@ class TimeLimits:
                 observation.end_announced = True
                 told = messages.duration_text(left)
                 await registry.record_notice(record, "time_limit", "notice.time_limit", told)
+                notice = messages.text("notice.time_limit", registry.subject_of(record), told)
+                self._announcer.job("attention", job, "running", messages.english(notice))

@@ -88,7 +88,11 @@ class CallerLimits:
     reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
     # Of a user: each is a commit to the disk, which all users wait for in turn.
     changes: Rate = field(default_factory=lambda: Rate(per_s=10.0, burst=100))
+    # Of a user: each spawn page of a session that waits asks every 5 s.
+    waits: Rate = field(default_factory=lambda: Rate(per_s=2.0, burst=20))
     submits: Turns = field(default_factory=Turns)
+    # Of a user: each reads up to `MAX_USAGE_DAYS`, or all that ended, of the database.
+    scans: Rate = field(default_factory=lambda: Rate(per_s=1.0, burst=10))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.administration import note_act, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
 from jupyter_gpushare.broker.views import chargeback, history
+from jupyter_gpushare.broker.views.waiting_sessions import waiting_sessions
 from jupyter_gpushare.errors import (
     NotAllowed,
     NotFound,
@@ -70,8 +72,10 @@ class Status(Base):
                 if not waiting[identity.user]:
                     del waiting[identity.user]
         groups = () if identity.is_service else await self.service.access.groups(identity.user)
-        status = self.service.views.status(identity.user, groups, admin=identity.admin)
-        self.answer(wire.replace(status, keep_left_minutes=self.control.requests.keep_left(identity.user)))
+        views, user = self.service.views, identity.user
+        status = views.status(user, groups, admin=identity.admin)
+        left, waits = keep_left(registry, user), waiting_sessions(views, user)
+        self.answer(wire.replace(status, keep_left_minutes=left, waiting=waits))
 
 
 class Offers(Base):
@@ -139,10 +143,9 @@ class Job(Base):
         requests, registry = self.control.requests, self.control.registry
         job = await requests.job(identity.user, job_id, admin=identity.admin)
         record = registry.leases.get(job.lease_id)
-        ended = await requests.cancel(job)
         if record is not None:
             await note_act(registry, record, "stop", identity.user)
-        self.answer(self.service.views.job(ended))
+        self.answer(self.service.views.job(await requests.cancel(job)))
 
     async def put(self, job_id: str) -> None:
         """Change size, project, priority or time limit; of another user's job an admin the priority."""
@@ -207,8 +210,12 @@ class JobReport(Base):
         if identity.server != f"j{job_id}-{attempt}":
             raise NotAllowed("only the server of this attempt may report about it")
         self.service.limits.reports.take(f"{identity.user}/{identity.server}")
-        await self.control.requests.report(identity.user, job_id, int(attempt), self.body(wire.JobReport))
-        self.set_status(204)
+        report = self.body(wire.JobReport)
+        outcome = await self.control.requests.report(identity.user, job_id, int(attempt), report)
+        if outcome is None:
+            self.set_status(204)
+        else:
+            self.answer(outcome)
 
 
 class Activity(Base):
@@ -236,7 +243,8 @@ class Leases(Base):
     async def get(self) -> None:
         identity = await self.identify()
         everyone = identity.admin and self.get_query_argument("all", "") == "1"
-        self.answer(wire.Leases(leases=self.service.views.leases(None if everyone else identity.user)))
+        user, views = None if everyone else identity.user, self.service.views
+        self.answer(wire.Leases(leases=views.leases(user), waiting=waiting_sessions(views, user)))
 
 
 class LeaseAction(Base):
@@ -262,7 +270,7 @@ class LeaseAction(Base):
 async def act(
     handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float = 30
 ) -> None:
-    """Do what a path of `LeaseAction` says, and note it where ``identity`` is not the owner.
+    """Do what a path of `LeaseAction` says; noted before, where ``identity`` is not the owner.
 
     Raises:
         RequestError: it is not possible now; the text says why.
@@ -270,6 +278,7 @@ async def act(
     """
     requests, registry = handler.control.requests, handler.control.registry
     job = registry.job_of(record)
+    await note_act(registry, record, action, identity.user)
     match action:
         case "resume":
             await requests.wake(record)
@@ -285,7 +294,6 @@ async def act(
             await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
         case _:
             await requests.allow_sleep(record, action == "may-sleep")
-    await note_act(registry, record, action, identity.user)
 
 
 class KernelRelease(Base):
@@ -295,6 +303,7 @@ class KernelRelease(Base):
         identity = await self.identify()
         lease = _mine(self.control.registry.get(lease_id), identity)
         url = await self.service.access.server_url(ServerKey(lease.lease.user, lease.server))
+        await note_act(self.control.registry, lease, "release", identity.user)
         self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)
 
 
@@ -343,8 +352,8 @@ class Devices(Base):
     """The GPUs of this machine."""
 
     async def get(self) -> None:
-        await self.identify()
-        self.answer(self.service.views.devices())
+        identity = await self.identify()
+        self.answer(self.service.views.devices(admin=identity.admin))
 
 
 class History(Base):
@@ -371,11 +380,13 @@ async def usage_of(handler: Base, identity: Identity) -> wire.Usage:
     Raises:
         InvalidRequest: the query is wrong.
         StoreError: the database cannot be read.
+        TooMany: the user asked more often than once a second, after a burst of 10.
     """
     registry, names = handler.control.registry, ("by", "since", "until", "user", "project")
     asked = {name: handler.get_query_argument(name, "") for name in names}
     if not identity.admin:
         asked["user"] = identity.user
+    handler.service.limits.scans.take(identity.user)
     return await chargeback.usage(registry, chargeback.query(registry.iso_now()[:10], **asked))
 
 

@@ -46,17 +46,17 @@ GUARDS = {
 }
 
 
-def connections_allowed() -> int:
-    """Raise the soft limit of open files up to the need; return the number of connections that it allows."""
+def connections_allowed(listeners: int = 1) -> int:
+    """Raise the soft limit of open files to the need; return the connections that each listener may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + _OTHER_FILES
+    wanted = MAX_CONNECTIONS * listeners + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return (
         MAX_CONNECTIONS
         if soft == resource.RLIM_INFINITY
-        else max(1, min(MAX_CONNECTIONS, soft - _OTHER_FILES))
+        else max(1, min(MAX_CONNECTIONS, (soft - _OTHER_FILES) // listeners))
     )
 
 

@@ -1,27 +1,36 @@
-"""The service's own page: use of the GPUs now and in the past, leases, queue and decisions."""
+"""The service's own page: use of the GPUs now and in the past, leases, queue and decisions.
+
+It has the look of the Hub's pages: their markup, stylesheet, navigation and theme.  It works
+without scripts; two small ones write times in the reader's zone and follow the Hub's theme.
+"""
 
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
-import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
+from urllib.parse import urlencode
 
 import jinja2
 from tornado import httputil
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control.administration import end_process, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, Identity
-from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.http.handlers import usage_of
-from jupyter_gpushare.broker.state.records import LendingMode, MachineUse
+from jupyter_gpushare.broker.http.downloads import Page
+from jupyter_gpushare.broker.http.handlers import act
+from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode, MachineUse
 from jupyter_gpushare.broker.views.overview import PERIODS
+from jupyter_gpushare.broker.views.tables import Tables
+from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import InvalidRequest, NotAllowed, RequestError
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import before
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("jupyter_gpushare.broker.http", "templates"),
@@ -40,30 +49,44 @@ _ENVIRONMENT.filters["number"] = lambda value: f"{value:.3g}"
 
 # Every second piece is a time (ISO 8601, UTC) without its zone.
 _ENVIRONMENT.filters["pieces"] = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z").split
-# The only script of the page writes its times in the reader's zone.
-_SCRIPT_HASH = base64.b64encode(
-    hashlib.sha256(_ENVIRONMENT.get_template("times.js").render().encode()).digest()
-).decode()
+
+
+def _hash(script: str) -> str:
+    text = _ENVIRONMENT.get_template(script).render().encode()
+    return base64.b64encode(hashlib.sha256(text).digest()).decode()
+
+
+# The page's own scripts: no other runs, whatever a user's name holds.
+_SCRIPTS = " ".join(f"'sha256-{_hash(script)}'" for script in ("theme.js", "times.js"))
 
 # The drawing of the past, in units of its own.
 WIDTH, HEIGHT = 720, 120
-# Decisions are read from disk, and sent, in pieces of so many.
-_PIECE = 1_000
-_COLUMNS = ("seq", "at", "user", "project", "lease", "action", "why", "for_lease", "sentence")
+_MAX_FIND = 100
 
 
-class Page(Base):
-    """What pages have in common: people log in at the Hub."""
+_FIRST: dict[str, str | int] = {"users": 1, "sessions": 1, "jobs": 1}
 
-    async def current_user_or_login(self) -> Identity | None:
-        """Return the user; None: redirected to the Hub's login."""
-        try:
-            return await self.identify()
-        except NotAllowed as error:
-            if error.reason != "login":
-                raise
-            self.redirect(self.get_login_url())
-            return None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the address asks to be shown."""
+
+    period: str = "24h"
+    live: str = ""
+    q: str = ""  # only rows that are like it
+    edit: str = ""  # the project whose numbers are being changed
+    act: str = ""  # the lease about which the administrator decides
+    users: int = 1  # pages of the tables
+    sessions: int = 1
+    jobs: int = 1
+
+    def link(self, **changes: str | int) -> str:
+        """Return the query of the same page with ``changes``; another search begins on its first pages."""
+        if "q" in changes:
+            changes = {**_FIRST, **changes}
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        given = {f.name: value for f in fields(self) if (value := getattr(changed, f.name)) != f.default}
+        return "?" + urlencode({"period": changed.period, **given})
 
 
 class AdminPage(Page):
@@ -103,14 +126,25 @@ class AdminPage(Page):
         return identity
 
     async def post(self) -> None:
-        """Change a project's quota or the lending mode, or lend an idle session; then show the page again."""
+        """Do what a form says, with a line in the log of decisions; then show the page again."""
         identity = await self.identify_writer()
-        service = self.service
+        service, given = self.service, self.get_body_argument
+        registry = service.control.registry
         try:
-            if mode := self.get_body_argument("lending", ""):
+            if mode := given("lending", ""):
                 await self._set_lending(mode, identity)
-            elif lease := self.get_body_argument("lend", ""):
-                await service.control.requests.lend(service.control.registry.get(lease))
+            elif lease := given("lend", ""):
+                await act(self, registry.get(lease), "lend", identity)
+            elif wanted := given("act", ""):
+                await self._act(registry.get(given("lease", "")), wanted, identity)
+            elif device := given("drain", ""):
+                await draining.drain(
+                    registry, service.control.admission.engine, device, self._finish_by(), identity.user
+                )
+            elif process := given("end", ""):
+                await self._end_process(given("device", ""), process, identity)
+            elif device := given("undrain", ""):
+                await draining.undrain(registry, device, identity.user)
             elif project := self.get_body_argument("reset", ""):
                 await service.control.request_policy.reset_project(project, identity.user)
             else:
@@ -121,7 +155,31 @@ class AdminPage(Page):
             self.set_status(error.status)
             await self._show(identity, wrong=str(error))
             return
-        self.redirect(f"{service.site.prefix}?period={self._period()}", status=303)
+        self.redirect(f"{service.site.prefix}{self._asked().link(edit='', act='')}", status=303)
+
+    async def _act(self, record: LeaseRecord, wanted: str, identity: Identity) -> None:
+        if wanted == "priority":
+            registry = self.control.registry
+            if (job := registry.job_of(record)) is None:
+                raise InvalidRequest("only a job has a priority")
+            change = wire.JobChange(priority=_whole(self.get_body_argument("priority", "")))
+            await prioritize(registry, job, change, identity.user)
+            return
+        if wanted not in ("resume", "lend", "stop"):
+            raise InvalidRequest("this page wakes, lends and stops")
+        if wanted == "stop" and not self.get_body_argument("sure", ""):
+            raise InvalidRequest("say that it is to be stopped: tick the box beside the button")
+        await act(self, record, wanted, identity)
+
+    async def _end_process(self, device: str, process: str, identity: Identity) -> None:
+        if not self.get_body_argument("sure", ""):
+            raise InvalidRequest("say that it is to be ended: tick the box beside the button")
+        control = self.control
+        await end_process(control.registry, control.admission.devices, device, process, identity.user)
+
+    def _finish_by(self) -> str | None:
+        hours = self.get_body_argument("hours", "")
+        return before(self.control.registry.iso_now(), hours=-_whole(hours)) if hours else None
 
     async def _set_lending(self, mode: str, identity: Identity) -> None:
         if mode not in (*LendingMode, "default"):
@@ -129,130 +187,117 @@ class AdminPage(Page):
         await self.control.lending.set(None if mode == "default" else LendingMode(mode), identity.user)
 
     def _change(self) -> wire.ProjectChange:
-        quota, weight, limit = (
-            self.get_body_argument(name, "").strip() for name in ("quota", "weight", "limit")
-        )
+        names = ("quota", "weight", "limit", "priority_max")
+        quota, weight, limit, priority_max = (self.get_body_argument(name, "").strip() for name in names)
         try:
             return wire.ProjectChange(
                 quota=float(quota) if quota else None,
                 weight=int(weight) if weight else None,
                 limit=float(limit) if limit else None,
+                priority_max=int(priority_max) if priority_max else None,
                 force=bool(self.get_body_argument("force", "")),
             )
         except ValueError:
             raise InvalidRequest(
-                "guaranteed is a number of GPUs, so is the limit, weight a whole number"
+                "guaranteed and limit are numbers of GPUs, weight and highest priority whole numbers"
             ) from None
 
-    def _period(self) -> str:
-        period: str = self.get_query_argument("period", "24h")
-        return period if period in PERIODS else "24h"
+    def _asked(self) -> Asked:
+        query = self.get_query_argument
+        period = query("period", "24h")
+        return Asked(
+            period=period if period in PERIODS else "24h",
+            live="1" if query("live", "") else "",
+            q=query("q", "").strip()[:_MAX_FIND],
+            edit=query("edit", ""),
+            act=query("act", ""),
+            users=_page(query("users", "")),
+            sessions=_page(query("sessions", "")),
+            jobs=_page(query("jobs", "")),
+        )
 
     async def _show(self, identity: Identity, wrong: str = "") -> None:
         self.current_user = identity.user  # else making the token asks the Hub once more, and waits
-        views, overview = self.service.views, self.service.overview
+        views, overview, registry = self.service.views, self.service.overview, self.control.registry
         groups = () if identity.is_service else await self.service.access.groups(identity.user)
         user = None if identity.admin else identity.user
-        past = await overview.past(self._period())
-        known = [part for part in past if part is not None]
+        asked, tables = self._asked(), Tables(registry, views)
+        past = await overview.past(asked.period)
+        hub = f"{self.hub_auth.hub_host}{self.hub_auth.hub_prefix}"
         page = _ENVIRONMENT.get_template("now.html").render(
             user=identity.user,
             prefix=self.service.site.prefix,
-            hub_home=f"{self.hub_auth.hub_host}{self.hub_auth.hub_prefix}home",
+            hub=hub,
             levels=messages.LEVELS,
             admin=identity.admin,
             shared_origin=not self.hub_auth.hub_host,
             wrong=wrong,
-            at=self.control.registry.iso_now(),
-            live=bool(self.get_query_argument("live", "")) and not wrong,
-            edited=self.get_query_argument("edit", "") if identity.admin else "",
+            at=registry.iso_now(),
+            asked=replace(asked, live="") if wrong else asked,
             xsrf=self.xsrf_token.decode() if identity.admin else "",
             now=overview.now(),
-            period=self._period(),
+            oldest=tables.oldest_wait(user),
             periods=list(PERIODS),
-            width=WIDTH,
-            height=HEIGHT,
-            held=path(past, lambda part: part.held, area=True),
-            lent=path(past, lambda part: part.lent, area=True),
-            busy=path(past, lambda part: part.busy),
-            held_percent=_percent(known, lambda part: part.held),
-            lent_percent=_percent(known, lambda part: part.lent),
-            busy_percent=_percent(known, lambda part: part.busy),
+            **_drawing(past),
             alerts=overview.alerts() if identity.admin else [],
             health=views.health(),
-            devices=views.devices(),
+            devices=views.devices(admin=identity.admin),
             lending=views.lending(),
             projects=views.projects(groups, everyone=identity.admin),
             weeks=overview.weeks(),
-            leases=[x for x in views.leases(user) if x.state != "pending"],
-            jobs=views.jobs(user, limit=50),
+            acting=tables.acting(asked.act) if identity.admin and asked.act else None,
+            users=tables.users(asked.q, asked.users) if identity.admin else None,
+            placed=[
+                r.lease for r in registry.leases.values() if _is_placed(r) and user in (None, r.lease.user)
+            ],
+            sessions=tables.sessions(user, asked.q, asked.sessions),
+            jobs=tables.jobs(user, asked.q, asked.jobs),
             decisions=views.decisions(user, 50),
         )
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.set_header("Cache-Control", "no-store")
+        theirs = f"'self' {self.hub_auth.hub_host}".strip()
         self.set_header(
             "Content-Security-Policy",
-            f"default-src 'none'; script-src 'sha256-{_SCRIPT_HASH}'; style-src 'unsafe-inline'; "
-            "form-action 'self'; frame-ancestors 'none'",
+            f"default-src 'none'; script-src {_SCRIPTS}; style-src {theirs} 'unsafe-inline'; "
+            f"img-src {theirs} data:; font-src {theirs}; form-action 'self'; frame-ancestors 'none'",
         )
         self.finish(page)
 
 
-class DecisionsCsv(Page):
-    """The log of decisions as CSV (RFC 4180), newest first; people get their own part."""
-
-    async def get(self) -> None:
-        identity = await self.current_user_or_login()
-        if identity is None:
-            return
-        self.set_header("Content-Type", "text/csv; charset=utf-8; header=present")
-        self.set_header("Content-Disposition", 'attachment; filename="gpushare-decisions.csv"')
-        self.set_header("Cache-Control", "no-store")
-        seq, text = 1 << 53, io.StringIO()
-        table = csv.writer(text)
-        table.writerow(_COLUMNS)
-        while True:
-            piece = await self.control.registry.store.decisions_before(
-                seq, None if identity.admin else identity.user, _PIECE
-            )
-            for row in piece:
-                values = (getattr(row, name) or "" for name in _COLUMNS)
-                table.writerow(_for_spreadsheets(value) for value in values)
-            self.write(text.getvalue())
-            await self.flush()
-            text.seek(0)
-            text.truncate()
-            if len(piece) < _PIECE:
-                return
-            seq = piece[-1].seq
+def _page(text: str) -> int:
+    """Return the number of a page, the first for anything that is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 1
 
 
-class UsageCsv(Page):
-    """GPU-hours as CSV (RFC 4180), with the parameters of ``GET usage``; people get their own part."""
+def _whole(text: str) -> int:
+    """Return a whole number.
 
-    async def get(self) -> None:
-        identity = await self.current_user_or_login()
-        if identity is None:
-            return
-        usage = await usage_of(self, identity)
-        text = io.StringIO()
-        table = csv.writer(text)
-        amounts = [name for name in wire.UsageRow.__struct_fields__ if name.endswith("_gpu_h")]
-        table.writerow([*usage.by, *amounts])
-        for row in usage.rows:
-            table.writerow(_for_spreadsheets(getattr(row, name)) for name in (*usage.by, *amounts))
-        self.set_header("Content-Type", "text/csv; charset=utf-8; header=present")
-        self.set_header("Content-Disposition", 'attachment; filename="gpushare-usage.csv"')
-        self.set_header("Cache-Control", "no-store")
-        self.finish(text.getvalue())
+    Raises:
+        InvalidRequest: it is none, or has more than 4 digits.
+    """
+    if not re.fullmatch("-?[0-9]{1,4}", text.strip()):
+        raise InvalidRequest("%1 is not a whole number", repr(text[:20]))
+    return int(text)
 
 
-def _for_spreadsheets(value: Any) -> Any:
-    """Return a value that starts no formula and has no control characters."""
-    if not isinstance(value, str):
-        return value
-    value = messages.printable(messages.one_line(value))
-    return f"'{value}" if value.startswith(("=", "+", "-", "@")) else value
+def _is_placed(record: LeaseRecord) -> bool:
+    return record.state is not State.PENDING
+
+
+def _drawing(past: Sequence[MachineUse | None]) -> dict[str, Any]:
+    """Return the parts of the chart of the past."""
+    known = [part for part in past if part is not None]
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "held": path(past, lambda part: part.held, area=True),
+        "lent": path(past, lambda part: part.lent, area=True),
+        "busy": path(past, lambda part: part.busy),
+        "held_percent": _percent(known, lambda part: part.held),
+        "lent_percent": _percent(known, lambda part: part.lent),
+        "busy_percent": _percent(known, lambda part: part.busy),
+    }
 
 
 def path(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jupyter_gpushare.broker.http import handlers, spawner
+from jupyter_gpushare.broker.http import administer, handlers, spawner
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.protocol import wire
 
@@ -27,6 +27,8 @@ _ID = {
     "name": "[^/]{1,255}",
     "action": "resume|stay-asleep|keep|lend|stop|never-sleep|may-sleep",
     "kernel": "[a-z0-9-]{1,64}",
+    "trace": "jobs|cells",
+    "process": "[0-9]{1,10}-[0-9]{1,20}",
 }
 
 ROUTES: tuple[Route, ...] = (
@@ -42,7 +44,13 @@ ROUTES: tuple[Route, ...] = (
     Route("jobs/{id}/place", handlers.JobPlace, {"put": wire.Job}, {"put": wire.JobPlace}),
     Route("jobs/{id}/timeline", handlers.JobTimeline, {"get": wire.JobTimeline}, {}),
     Route("jobs/{id}/retry", handlers.JobRetry, {"post": wire.Job}, {}),
-    Route("jobs/{id}/attempts/{n}/report", handlers.JobReport, {"post": None}, {"post": wire.JobReport}),
+    Route(
+        "jobs/{id}/attempts/{n}/report",
+        handlers.JobReport,
+        {"post": wire.JobOutcome},
+        {"post": wire.JobReport},
+        {"204": None},
+    ),
     Route("servers/activity", handlers.Activity, {"post": None}, {"post": wire.ActivityReport}),
     Route("leases", handlers.Leases, {"get": wire.Leases}, {}),
     Route(
@@ -64,13 +72,33 @@ ROUTES: tuple[Route, ...] = (
         "lending", handlers.Lending, {"get": wire.Lending, "put": wire.Lending}, {"put": wire.LendingChange}
     ),
     Route("devices", handlers.Devices, {"get": wire.Devices}, {}),
+    Route(
+        "devices/{name}/drain",
+        administer.DeviceDrain,
+        {"put": wire.Devices, "delete": wire.Devices},
+        {"put": wire.DrainRequest},
+    ),
+    Route("devices/{name}/processes/{process}", administer.UnleasedProcess, {"delete": wire.Devices}, {}),
     Route("history", handlers.History, {"get": wire.History}, {}),
     Route("usage", handlers.Usage, {"get": wire.Usage}, {}),
+    Route("trace/{trace}", administer.Trace, {"get": wire.Trace}, {}),
     Route("decisions", handlers.Decisions, {"get": wire.Decisions}, {}),
     Route("health", handlers.Health, {"get": wire.Health}, {}, {"503": wire.Health}),
     Route("openapi.json", handlers.OpenApi, {"get": dict}, {}),
     Route("spawner/offers", spawner.SpawnerOffers, {"get": wire.Offers}, {}),
-    Route("spawner/start", spawner.SpawnerStart, {"post": wire.SpawnGrant}, {"post": wire.SpawnRequest}),
+    Route(
+        "spawner/start",
+        spawner.SpawnerStart,
+        {"get": wire.SpawnProgress, "post": wire.SpawnGrant},
+        {"post": wire.SpawnRequest},
+    ),
+    Route(
+        "spawner/wait",
+        spawner.SpawnerWait,
+        {"post": wire.SpawnWait},
+        {"post": wire.SpawnRequest},
+        {"204": None},
+    ),
     Route("spawner/fault", spawner.SpawnerFault, {"post": None}, {"post": wire.SpawnFault}),
     Route("spawner/stop", spawner.SpawnerStop, {"post": None}, {"post": wire.SpawnStop}),
 )

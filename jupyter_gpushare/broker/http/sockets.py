@@ -46,7 +46,8 @@ class Addresses:
 class Sockets:
     """Listening sockets, by the kind of their callers."""
 
-    plain: tuple[socket.socket, ...]  # TCP for the proxy, and the unix socket
+    unix: tuple[socket.socket, ...]
+    http: tuple[socket.socket, ...]  # of the Hub's proxy; with internal TLS encrypted too
     tls: tuple[socket.socket, ...]
     inherited: bool
 
@@ -63,7 +64,8 @@ class Sockets:
         bound = [] if inherits_all and (addresses.tls is None or "tls" in kinds) else bind(addresses, kinds)
         every = [*found, *bound]
         return cls(
-            plain=tuple(each for each in every if _kind(each, addresses) != "tls"),
+            unix=tuple(each for each in every if _kind(each, addresses) == "unix"),
+            http=tuple(each for each in every if _kind(each, addresses) == "http"),
             tls=tuple(each for each in every if _kind(each, addresses) == "tls"),
             inherited=inherits_all,
         )

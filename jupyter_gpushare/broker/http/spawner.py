@@ -10,6 +10,7 @@ from tornado import iostream
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.http.peers import source_of
+from jupyter_gpushare.broker.views.waiting_sessions import spawn_wait
 from jupyter_gpushare.errors import NotAllowed, RequestError
 from jupyter_gpushare.protocol import wire
 
@@ -60,6 +61,11 @@ class SpawnerOffers(Spawner):
 class SpawnerStart(Spawner):
     """A server is about to start."""
 
+    async def get(self) -> None:
+        """How far the start of a server is."""
+        user, server = self.get_query_argument("user"), self.get_query_argument("server", "")
+        self.answer(self.control.admission.progress(user, server))
+
     async def post(self) -> None:
         spawns = self.control.registry.tally.spawns
         try:
@@ -70,6 +76,19 @@ class SpawnerStart(Spawner):
         spawns["no_gpu" if grant.lease is None else "asleep" if grant.asleep else "granted"] += 1
         self.answer(grant)
         self.control.faults.mended(_SPAWNER)
+
+
+class SpawnerWait(Spawner):
+    """A session waits for its start, and repeats this to keep its place; without a size it waits no more."""
+
+    async def post(self) -> None:
+        request = self.body(wire.SpawnRequest)
+        self.service.limits.waits.take(request.user)
+        place = await self.control.admission.wait(request)
+        if place is None:
+            self.set_status(204)
+            return
+        self.answer(spawn_wait(self.service.views, place))
 
 
 class SpawnerFault(Spawner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from jupyter_gpushare.broker.state.records import Drains
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.core.model import Device as PlannerDevice
 from jupyter_gpushare.protocol.helper import Device, DeviceSample, Inventory, Sample
@@ -21,6 +22,7 @@ class DeviceState:
     sample: Sample | None = None
     sampled_at: float = float("-inf")  # when the devices were measured, on the clock of this machine
     orphaned: dict[str, str] = field(default_factory=dict)  # device UUID -> lease missing in the database
+    drains: Drains = field(default_factory=Drains)  # stored, other than all above
 
     def are_known(self, now: float) -> bool:
         """Return whether there is an inventory and a sample that is at most `STALE_S` old."""
@@ -54,22 +56,26 @@ class DeviceState:
     def for_planner(self) -> Iterator[PlannerDevice]:
         """Yield all devices as the planner sees them.
 
-        A device that the last sample does not show, or that holds an orphaned lease, is not usable.
+        A device that the last sample does not show, that holds an orphaned lease, or that is being emptied
+        is not usable.
         """
         if self.inventory is None:
             return
         healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
         for device in self.inventory.devices:
+            works = device.healthy if healthy is None else healthy.get(device.uuid, False)
+            works = works and device.uuid not in self.orphaned
+            draining = self.drains.on(device.uuid) is not None
             yield PlannerDevice(
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 reserve_bytes=device.reserve_bytes,
-                node=self.inventory.host,
+                node=device.node or self.inventory.host,
                 island=device.island,
                 name=device.name,
                 profile=device.profile,
-                usable=(device.healthy if healthy is None else healthy.get(device.uuid, False))
-                and device.uuid not in self.orphaned,
+                usable=works and not draining,
+                draining=works and draining,
                 suspendable=device.suspendable,
             )
 
@@ -93,6 +99,12 @@ class DeviceState:
         found = [d for d in self.listed if d.uuid in uuids]
         suspend = min((d.suspend_bytes_per_s for d in found), default=0.0)
         return suspend, min((d.resume_bytes_per_s for d in found), default=0.0)
+
+    def most_utilization_percent(self, uuids: Collection[str]) -> int | None:
+        """Return the highest utilization of these devices; None: not measured, as of MIG instances."""
+        if any(device.profile for device in self.listed if device.uuid in uuids):
+            return None
+        return max((d.utilization_percent for d in self.measured if d.uuid in uuids), default=None)
 
     def utilization_percent(self, uuids: Collection[str]) -> int | None:
         """Return the mean utilization of these devices; None: not measured."""

@@ -1,4 +1,4 @@
-"""Each project's lag behind its fair share: updated every round, stored every few minutes.
+"""Lags of projects and services of users: updated every round, stored every few minutes.
 
 A crash loses minutes of a horizon of a day.
 """
@@ -7,24 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from jupyter_gpushare.broker.state.records import Lags
+from jupyter_gpushare.broker.state.records import Lags, MetaValue, UserService
 from jupyter_gpushare.core.fairshare import Ledger
 from jupyter_gpushare.core.model import Device, Lease, Project
+from jupyter_gpushare.core.users import User, UserLedger
 
 
 class FairnessTracker:
-    """How far projects lag behind their fair share (`core.fairshare`)."""
+    """Lags of projects (`core.fairshare`) and services of users (`core.users`)."""
 
-    def __init__(self, stored: Lags) -> None:
+    def __init__(self, stored: Lags, stored_users: UserService) -> None:
         self.stored = stored
+        self.stored_users = stored_users
         self._ledger: Ledger | None = None
         self._built_from: tuple[object, ...] = ()
         self._counted: object = None
+        self._users: UserLedger | None = None
+        self._users_counted: object = None
 
     @property
     def lags_gpu_s(self) -> Mapping[str, float]:
         """GPU-seconds that each project is behind its fair share; empty before the first update."""
         return self._ledger.lags_gpu_s if self._ledger else {}
+
+    @property
+    def user_levels(self) -> Mapping[User, int]:
+        """Levels of users by project and user; empty before the first update."""
+        return self._users.levels() if self._users else {}
+
+    def update_users(self, version: object, leases: Callable[[], Iterable[Lease]], now: float) -> None:
+        """Bring the users' service up to ``now``; from there on these leases count.
+
+        ``leases`` are asked for when ``version`` is another than at the last call.
+        """
+        if self._users is None:
+            stored = self.stored_users.gpu_s.items()
+            services = {(project, user): s for project, users in stored for user, s in users.items()}
+            self._users = UserLedger(services, now=now)
+        self._users.advance(now)
+        if self._users_counted != version:
+            self._users.recount(leases())
+            self._users_counted = version
+
+    def drop_users(self) -> None:
+        """Forget the users' levels: the order in force has none.  What is stored counts from there on."""
+        self._users = self._users_counted = None
 
     def update(
         self,
@@ -49,12 +76,19 @@ class FairnessTracker:
             ledger.recount(leases())
             self._counted = version
 
-    def to_store(self) -> Lags | None:
-        """Return the lags, or None where nothing is new."""
-        if self._ledger is None:
-            return None
-        lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
-        if lags == self.stored:
-            return None
-        self.stored = lags
-        return lags
+    def to_store(self) -> list[MetaValue]:
+        """Return lags and users' service, as far as they are new."""
+        found: list[MetaValue] = []
+        if self._ledger is not None:
+            lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
+            if lags != self.stored:
+                self.stored = lags
+                found.append(lags)
+        if self._users is not None:
+            services: dict[str, dict[str, float]] = {}
+            for (project, user), service in self._users.service_gpu_s().items():
+                services.setdefault(project, {})[user] = round(service, 1)
+            if services != self.stored_users.gpu_s:
+                self.stored_users = UserService(gpu_s=services)
+                found.append(self.stored_users)
+        return found

@@ -14,8 +14,8 @@ _PER_EPOCH = 2**32
 class Notifications:
     """Counts changes (`seq`) and wakes waiting readers.
 
-    The numbers of a broker are above those of its predecessor: a client whose
-    request outlived a restart would otherwise take new answers for old ones.
+    The numbers of a broker are above those of its predecessor: a client with
+    a request that outlived a restart would otherwise take new answers for old ones.
     """
 
     def __init__(self, epoch: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
+from jupyter_gpushare.broker.state.low_use import LowUse
 from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.protocol.helper import LeaseSample
@@ -22,13 +23,19 @@ class PauseTracker:
     busy_from: float = 0.0
     pause_s: float = 0.0  # the last one
 
-    def saw(self, idle_since: float | None, now: float) -> None:
-        """Add an observation: idle since ``idle_since``, or busy (None)."""
+    def saw(self, idle_since: float | None, now: float) -> float | None:
+        """Add an observation: idle since ``idle_since``, or busy (None).
+
+        Returns the seconds of the work that it ends, from `busy_from` on; None: it ends none.
+        """
         if idle_since is None and self.idle_from is not None:
             self.pause_s, self.busy_from, self.idle_from = now - self.idle_from, now, None
         elif idle_since is not None and self.idle_from is None:
-            self.past = self.past.after(self.pause_s, max(0.0, idle_since - self.busy_from))
+            worked_s = max(0.0, idle_since - self.busy_from)
+            self.past = self.past.after(self.pause_s, worked_s)
             self.idle_from = idle_since
+            return worked_s
+        return None
 
 
 class WakeRequest(enum.Enum):
@@ -66,6 +73,7 @@ class Observation:
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
+    low_use: LowUse = field(default_factory=LowUse)
     # Kernels that run a cell and how often each became busy, by their server's last report.
     busy: Mapping[str, int] = field(default_factory=dict)
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
@@ -80,6 +88,11 @@ class Observation:
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     progress_stored_at: float = float("-inf")
+
+    @property
+    def gpu_active_at(self) -> float:
+        """Last sign of work on the GPU, as the helper knows it, also from before the broker's start."""
+        return self.active_at if self.sample is None else self.sample.active_at
 
     @property
     def is_gone(self) -> bool:
@@ -137,6 +150,7 @@ class Observation:
         if state is State.PENDING:
             self.seen_alive, self.gone_since_at, self.sample = False, None, None
             self.measured_at = float("-inf")
+        self.low_use.reset()
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at, self.declined = None, False
 

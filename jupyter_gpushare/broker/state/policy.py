@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jupyter_gpushare.broker.state.records import LendingMode, ProjectOverride
@@ -25,6 +25,11 @@ class ProjectConfig:
     priority_max: int = 0  # the highest that its members may give to their jobs
     groups: tuple[str, ...] = ()  # members of these Hub groups belong to it
     never_sleep: bool = False  # its members may mark sessions that are not suspended
+    # Of its sessions; None: as the site's (`Policy`).
+    idle_timeout_s: float | None = None
+    notice_s: float | None = None
+    max_hold_s: float | None = None
+    keep_minutes_per_day: float | None = None
 
     def project(self, total_milli: int, override: ProjectOverride | None) -> Project:
         """Return the numbers in force on a machine with ``total_milli`` of GPU."""
@@ -71,7 +76,13 @@ class Policy:
     max_jobs: int = 10_000
     max_waiters_per_user: int = 8  # long polls
     keep_minutes_per_day: float = 120.0
+    fake_busy_after_s: float = 4 * 3600.0  # 0: never told
+    max_hold_s: float | None = None  # without GPU work the processor alone keeps a session busy for so long
     lending: LendingMode = LendingMode.ON
+    _by_name: Mapping[str, ProjectConfig] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {project.name: project for project in self.projects})
 
     def in_force(self, total_milli: int, overrides: Mapping[str, ProjectOverride]) -> tuple[Project, ...]:
         """Return the projects with their numbers in force on a machine with ``total_milli`` of GPU."""
@@ -79,7 +90,24 @@ class Policy:
 
     def project_config(self, name: str) -> ProjectConfig | None:
         """Return the configuration of a project; None for one that is not configured."""
-        return next((p for p in self.projects if p.name == name), None)
+        return self._by_name.get(name)
+
+    def max_hold_of(self, name: str) -> float | None:
+        """Return for how many seconds the processor alone keeps a session of a project busy; None: always."""
+        own = self._by_name.get(name)
+        return self.max_hold_s if own is None or own.max_hold_s is None else own.max_hold_s
+
+    def idle_timeout_of(self, name: str) -> float:
+        """Return the idle timeout of a project's sessions, in seconds, unless it is learnt from pauses."""
+        own = self._by_name.get(name)
+        return self.idle_timeout_s if own is None or own.idle_timeout_s is None else own.idle_timeout_s
+
+    def priority_max(self, name: str, override: ProjectOverride | None) -> int:
+        """Return the highest priority that members of a project may give to their jobs."""
+        if override is not None and override.priority_max is not None:
+            return override.priority_max
+        config = self.project_config(name)
+        return config.priority_max if config else 0
 
     def projects_of(self, groups: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the projects that members of ``groups`` belong to, in configured order."""
@@ -125,6 +153,15 @@ def gpus_to_milli(value: Any, what: str) -> int:
     return milli
 
 
+_KEYS = {"quota", "weight", "limit", "priority", "priority_max", "groups", "never_sleep"}
+_IDLE_KEYS = {
+    "idle_timeout": "idle_timeout_s",
+    "notice": "notice_s",
+    "max_hold": "max_hold_s",
+    "keep_minutes_per_day": "keep_minutes_per_day",
+}
+
+
 def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     """Return one entry of ``GPUShareBroker.projects``.
 
@@ -133,9 +170,8 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
     """
     if not isinstance(config, Mapping):
         raise InvalidRequest(f"project {name}: a dict of quota, weight, ..., not {config!r}")
-    unknown = set(config) - {"quota", "weight", "limit", "priority", "priority_max", "groups", "never_sleep"}
-    if unknown:
-        raise InvalidRequest(f"project {name}: unknown key {sorted(unknown)[0]!r}")
+    if unknown := sorted(set(config) - _KEYS - set(_IDLE_KEYS)):
+        raise InvalidRequest(f"project {name}: unknown key {unknown[0]!r}")
     if not name or len(name) > 255:
         raise InvalidRequest("a project's name has 1 to 255 characters")
     quota = config.get("quota", 0)
@@ -176,4 +212,14 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
         priority_max=priority_max,
         groups=tuple(groups),
         never_sleep=never_sleep,
+        **{field: _positive(name, key, config[key]) for key, field in _IDLE_KEYS.items() if key in config},
     )
+
+
+def _positive(name: str, key: str, value: Any) -> float | None:
+    """Return a number of seconds or minutes with the bounds of the site's own; None: as the site's."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 10_000_000:
+        raise InvalidRequest(f"project {name}: {key} is a number of 0 or more, not {value!r}")
+    return float(value)

@@ -185,9 +185,21 @@ class UsageRecord:
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in USE_AMOUNTS})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyStretch:
+    """One stretch of work of a session between two pauses, such as a cell; for traces."""
+
+    lease: str
+    user: str
+    project: str
+    gpus: float
+    began_at: str  # wall clock (ISO 8601, UTC)
+    duration_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class UsageAddition:
-    """Use of a day whose sums are on disk only: it is added to them there."""
+    """Use of a day with sums that are on disk only: it is added to them there."""
 
     use: UsageRecord
 
@@ -219,6 +231,13 @@ class Lags(MetaValue):
     gpu_s: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserService(MetaValue):
+    """GPU-seconds that each user's jobs received lately, by project and user (`core.users`)."""
+
+    gpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 class LendingMode(enum.StrEnum):
     """Whether GPUs of idle sessions are lent."""
 
@@ -234,6 +253,30 @@ class LendingOverride(MetaValue):
     mode: LendingMode | None = None
     by: str = ""
     at: str = ""  # wall clock (ISO 8601, UTC)
+
+
+# The key in `Drains` of all devices together, those that come later included.
+MACHINE = "machine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """That an administrator empties a device: it takes nothing new."""
+
+    by: str
+    at: str  # wall clock (ISO 8601, UTC), like the next
+    until: str = ""  # owners of sessions are asked to finish by then; empty: no time is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drains(MetaValue):
+    """Devices that are being emptied, by UUID or `MACHINE`."""
+
+    of: dict[str, Drain] = field(default_factory=dict)
+
+    def on(self, uuid: str) -> Drain | None:
+        """Return why a device takes nothing new; None: it is not being emptied."""
+        return self.of.get(uuid) or self.of.get(MACHINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +305,8 @@ class MetaValues(NamedTuple):
     lags: Lags
     lending: LendingOverride
     suspensions: SuspensionCounts
+    drains: Drains
+    users: UserService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,8 +317,9 @@ class ProjectOverride:
     quota_milli: int | None = None
     weight: int | None = None
     limit_milli: int | None = None
+    priority_max: int | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether all numbers are as configured."""
-        return self.quota_milli is None and self.weight is None and self.limit_milli is None
+        return self == ProjectOverride(name=self.name)

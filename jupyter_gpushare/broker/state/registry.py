@@ -33,9 +33,11 @@ from jupyter_gpushare.broker.state.records import (
     LeaseRecord,
     ProjectOverride,
     SuspensionCounts,
+    UserService,
     with_current_boot,
 )
 from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.session_queue import SessionQueue
 from jupyter_gpushare.broker.state.store import Loaded, Store
 from jupyter_gpushare.broker.state.tally import Tally
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
@@ -67,15 +69,14 @@ class Registry:
         self.clock = clock
         self.iso_now = wall
         self.index = LeaseIndex()
-        self._jobs: dict[str, JobRecord] = {}
-        self._observations: dict[str, Observation] = {}
+        self._jobs, self._observations = dict[str, JobRecord](), dict[str, Observation]()
         # Read-only views: leases and jobs change through the methods below and nowhere else.
         self.leases = self.index.all  # those that have not ended
         self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
         self.decisions = Decisions(wall)
         self.overrides: dict[str, ProjectOverride] = {}
-        self.fairness = FairnessTracker(Lags())
+        self.fairness = FairnessTracker(Lags(), UserService())
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions = SuspensionCounts()
         self._sums_kept_at = clock()
@@ -83,6 +84,7 @@ class Registry:
         self.meter = Meter(clock())
         self.tally = Tally()
         self.devices = DeviceState()
+        self.session_queue = SessionQueue()
         self.usage = Usage(self.devices.model_name, clock())
         self.hub_backoff_until = float("-inf")  # no job is started before
         self.notices: dict[str, Notice] = {}  # by the session whose owner is told
@@ -127,8 +129,8 @@ class Registry:
         self._jobs.update({job.id: job for job in loaded.jobs})
         self.decisions = Decisions(self.iso_now, loaded.decisions)
         self.overrides = {o.name: o for o in loaded.overrides}
-        lags, self.lending_switch.override, self.suspensions = loaded.meta
-        self.fairness = FairnessTracker(lags)
+        lags, self.lending_switch.override, self.suspensions, self.devices.drains, users = loaded.meta
+        self.fairness = FairnessTracker(lags, users)
         self.usage.load(loaded.usage)
 
     # ---- changes -------------------------------------------------------------
@@ -226,7 +228,7 @@ class Registry:
         self._observations[record.id] = Observation.since(self.clock())
 
     async def store_sums(self, now: float) -> None:
-        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes of some.
+        """Store lags, services, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes.
 
         Raises:
             StoreError: the database failed.
@@ -239,8 +241,7 @@ class Registry:
         for record in counted:
             self._cache(record)
         stored += [*counted, *held, *self.usage.unstored()]
-        if lags := self.fairness.to_store():
-            stored.append(lags)
+        stored += self.fairness.to_store()
         if row := self.meter.row(now, self.iso_now()):
             stored.append(row)
         if stored:
@@ -317,7 +318,7 @@ class Registry:
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
-        """Return a lease in its new state; a job whose start failed waits on, as it did not run."""
+        """Return a lease in its new state; a job that failed to start waits on, as it did not run."""
         starts = lease.state in (State.GRANTED, State.RESUMING)
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=now)

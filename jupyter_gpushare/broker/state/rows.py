@@ -10,6 +10,7 @@ from sqlalchemy.engine import Connection
 
 from jupyter_gpushare.broker.state.records import (
     USE_AMOUNTS,
+    BusyStretch,
     DecisionRecord,
     JobRecord,
     LeaseRecord,
@@ -20,6 +21,7 @@ from jupyter_gpushare.broker.state.records import (
     UsageRecord,
 )
 from jupyter_gpushare.broker.state.tables import (
+    cells,
     decisions,
     job_row,
     jobs,
@@ -39,6 +41,8 @@ from jupyter_gpushare.wall_clock import before
 MAX_DECISIONS = 100_000
 # Ended jobs and leases kept, newest first.
 MAX_ENDED = 10_000
+# Stretches of work of sessions kept, newest first.
+MAX_CELLS = 50_000
 # Stored days of use.
 MAX_USAGE_DAYS = 400
 # Stored days of the use of the machine's GPUs.
@@ -55,6 +59,7 @@ Change = (
     | UsageRecord
     | UsageAddition
     | MachineUse
+    | BusyStretch
     | MetaValue
 )
 
@@ -108,6 +113,14 @@ def write(connection: Connection, change: Change) -> None:
             if not connection.execute(usage.update().where(*key_of).values(sums)).rowcount:
                 connection.execute(usage.insert().values(row))
                 _forget_days(connection)
+            return
+        case BusyStretch():
+            added = connection.execute(
+                cells.insert().values({f.name: getattr(change, f.name) for f in fields(change)})
+            )
+            (seq,) = added.inserted_primary_key or (0,)
+            if seq % 1000 == 0:
+                connection.execute(cells.delete().where(cells.c.seq <= seq - MAX_CELLS))
             return
         case MachineUse():
             connection.execute(

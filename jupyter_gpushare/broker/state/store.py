@@ -107,6 +107,7 @@ class Store:
         self._lock_connection: Connection | None = None
         self._is_full = False  # in the store's thread alone
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._scans = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-scans")
         if self._url.get_backend_name() == "sqlite":
             if not self._url.database or self._url.database == ":memory:":
                 raise StoreError("the broker's database must be a file: jobs would be lost with its process")
@@ -261,8 +262,10 @@ class Store:
         Raises:
             StoreError: the database cannot be read.
         """
-        rows = await self._read(usage_select(query, before).limit(limit))
-        return [(tuple(row[name] for name in query.by), Amounts(*(row[a] for a in AMOUNTS))) for row in rows]
+        return await self.scan(
+            usage_select(query, before).limit(limit),
+            lambda row: (tuple(row[name] for name in query.by), Amounts(*(row[a] for a in AMOUNTS))),
+        )
 
     async def helped(self, user: str, since: str) -> int:
         """Return for how many other leases the user's sessions were suspended since a time (ISO 8601).
@@ -279,6 +282,16 @@ class Store:
 
     async def _read(self, query: sa.Select[Any]) -> list[sa.RowMapping]:
         return await self._in_thread(lambda: self._rows(query))
+
+    async def scan(self, query: sa.Select[Any], of: Callable[[sa.RowMapping], T]) -> list[T]:
+        """Return what ``of`` makes of each row of a query that may take long: no commit waits for it.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._scans, lambda: [of(row) for row in self._rows(query)]
+        )
 
     def _rows(self, query: sa.Select[Any]) -> list[sa.RowMapping]:
         try:
@@ -391,6 +404,7 @@ class Store:
     def close(self) -> None:
         """Release the database and its lock."""
         self._thread.shutdown(wait=True)
+        self._scans.shutdown(wait=True, cancel_futures=True)
         if self._lock_connection is not None:
             # Explicitly: the server notices the end of a session only later.
             with contextlib.suppress(sa.exc.SQLAlchemyError):

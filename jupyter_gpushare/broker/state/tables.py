@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -11,6 +11,8 @@ import sqlalchemy as sa
 
 from jupyter_gpushare.broker.state.records import (
     DecisionRecord,
+    Drain,
+    Drains,
     JobRecord,
     Lags,
     LeaseRecord,
@@ -19,6 +21,7 @@ from jupyter_gpushare.broker.state.records import (
     MetaValue,
     MetaValues,
     SuspensionCounts,
+    UserService,
 )
 from jupyter_gpushare.broker.state.usage import AMOUNTS, UsageQuery
 from jupyter_gpushare.core.measure import Doubt, Measure
@@ -136,6 +139,7 @@ projects = sa.Table(
     sa.Column("quota_milli", sa.Integer),
     sa.Column("weight", sa.Integer),
     sa.Column("limit_milli", sa.Integer),
+    sa.Column("priority_max", sa.Integer),
 )
 
 usage = sa.Table(
@@ -161,6 +165,18 @@ machine = sa.Table(
     sa.Column("held", sa.Float, nullable=False),
     sa.Column("busy", sa.Float, nullable=False),
     sa.Column("lent", sa.Float, nullable=False),
+)
+
+cells = sa.Table(
+    "cells",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("lease", sa.String(64), nullable=False),
+    sa.Column("user", sa.String(255), nullable=False),
+    sa.Column("project", sa.String(255), nullable=False),
+    sa.Column("gpus", sa.Float, nullable=False),
+    sa.Column("began_at", sa.String(40), nullable=False),
+    sa.Column("duration_s", sa.Float, nullable=False),
 )
 
 _JSON_COLUMNS = {"devices", "limits", "command", "env"}
@@ -253,6 +269,24 @@ def usage_select(query: UsageQuery, before: str) -> sa.Select[Any]:
     return chosen
 
 
+def ended_select(before: tuple[str, str], limit: int) -> sa.Select[Any]:
+    """Return the statement for ended jobs before a time of submission and an id, the newest first."""
+    key = jobs.c.submitted_at, jobs.c.id
+    columns = sa.select(jobs.c.id, jobs.c.user, jobs.c.project, jobs.c.submitted_at, jobs.c.ran_s)
+    older = columns.where(jobs.c.result != "", sa.tuple_(*key) < sa.tuple_(*map(sa.literal, before)))
+    return older.order_by(*(column.desc() for column in key)).limit(limit)
+
+
+def requests_select(ids: Sequence[str]) -> sa.Select[Any]:
+    """Return the statement for the requests of jobs."""
+    return sa.select(jobs.c.id, jobs.c.request).where(jobs.c.id.in_(ids))
+
+
+def cells_select(before: int, limit: int) -> sa.Select[Any]:
+    """Return the statement for stretches of work before a number, the newest first."""
+    return cells.select().where(cells.c.seq < before).order_by(cells.c.seq.desc()).limit(limit)
+
+
 def meta_row(value: MetaValue) -> tuple[str, str]:
     """Return the key and the JSON text of ``value`` in `meta`.
 
@@ -262,10 +296,14 @@ def meta_row(value: MetaValue) -> tuple[str, str]:
     match value:
         case Lags():
             return "lags", json.dumps(value.gpu_s)
+        case UserService():
+            return "user_service", json.dumps(value.gpu_s)
         case LendingOverride():
             return "lending", json.dumps(asdict(value))
         case SuspensionCounts():
             return "suspensions", json.dumps(asdict(value))
+        case Drains():
+            return "drains", json.dumps({uuid: asdict(drain) for uuid, drain in value.of.items()})
         case _:
             raise TypeError(f"{type(value).__name__} has no key")
 
@@ -276,12 +314,15 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
     Raises:
         ValueError: the text is not what this version writes.
     """
-    lags, lending, suspensions = (json.loads(read(key) or "{}") for key in ("lags", "lending", "suspensions"))
+    keys = "lags", "lending", "suspensions", "drains", "user_service"
+    lags, lending, suspensions, drains, users = (json.loads(read(key) or "{}") for key in keys)
     mode = lending.pop("mode", None)
     return MetaValues(
         Lags(gpu_s=lags),
         LendingOverride(mode=None if mode is None else LendingMode(mode), **lending),
         SuspensionCounts(**suspensions),
+        Drains(of={uuid: Drain(**drain) for uuid, drain in drains.items()}),
+        UserService(gpu_s=users),
     )
 
 

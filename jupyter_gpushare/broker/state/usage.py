@@ -8,22 +8,26 @@ counts nothing twice or not at all.  What computes and what is borrowed is sampl
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jupyter_gpushare.broker.state.lending import Lending, Lent
-from jupyter_gpushare.broker.state.records import LeaseRecord, UsageAddition, UsageRecord
+from jupyter_gpushare.broker.state.records import BusyStretch, LeaseRecord, UsageAddition, UsageRecord
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State
 from jupyter_gpushare.gibibytes import GIB
-from jupyter_gpushare.wall_clock import by_day
+from jupyter_gpushare.wall_clock import before, by_day
 
 # Days of use that are shown to users, and kept in memory.
 WEEK_DAYS = 7
 # Its device memory lies in host memory, until a resumption is over.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
 _Key = tuple[str, str, str, str]
+# Stretches of work between two commits; the oldest are dropped.
+_MAX_STRETCHES = 5_000
+# Shorter ones are no work, but what is left of the time of a sample.
+_LEAST_STRETCH_S = 1.0
 Counted = UsageRecord | UsageAddition
 
 
@@ -83,8 +87,9 @@ class Usage:
         self._model = model  # of the first of these devices (UUIDs); empty: not known
         self._lending = Lending(began_at=began_at)
         self.sums: dict[_Key, UsageRecord] = {}
-        self._kept_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._kept_s: defaultdict[tuple[str, str, str], float] = defaultdict(float)
         self._unstored: set[_Key] = set()
+        self._stretches: deque[BusyStretch] = deque(maxlen=_MAX_STRETCHES)  # not stored yet
 
     def load(self, stored: Iterable[UsageRecord]) -> None:
         """Replace all sums by those on disk."""
@@ -92,11 +97,15 @@ class Usage:
         self._unstored.clear()
         self._kept_s.clear()
         for use in self.sums.values():
-            self._kept_s[use.day, use.user] += use.kept_s
+            self._kept_s[use.day, use.user, use.project] += use.kept_s
 
-    def kept_s(self, day: str, user: str) -> float:
-        """Return for how long a user kept idle sessions, seconds of a day's budget."""
-        return self._kept_s.get((day, user), 0.0)
+    def kept_s(self, day: str, user: str, project: str) -> float:
+        """Return for how long a user kept idle sessions of a project, seconds of a day's budget."""
+        return self._kept_s.get((day, user, project), 0.0)
+
+    def kept_projects(self, day: str, user: str) -> list[str]:
+        """Return the projects of which a user kept idle sessions on a day."""
+        return [project for at, by, project in self._kept_s if (at, by) == (day, user)]
 
     def of(self, record: LeaseRecord, until: str, seconds: float) -> list[UsageRecord]:
         """Return what the ``seconds`` of a lease before ``until`` (ISO 8601) count for, by day."""
@@ -154,7 +163,7 @@ class Usage:
         if stretch.kept_s:
             for yesterday in [key for key in self._kept_s if key[0] != stretch.day]:
                 del self._kept_s[yesterday]
-            self._kept_s[stretch.day, stretch.user] += stretch.kept_s
+            self._kept_s[stretch.day, stretch.user, stretch.project] += stretch.kept_s
         before = self.sums.get(key)
         if before is not None:
             stretch = before.plus(stretch)
@@ -180,9 +189,24 @@ class Usage:
             self.count(use)
             self._unstored.add(_key(use))
 
-    def unstored(self) -> list[UsageRecord]:
-        """Return the sums with samples that are not on disk, which the caller stores."""
-        found = [self.sums[key] for key in self._unstored if key in self.sums]
+    def worked(self, lease: Lease, ago_s: float, duration_s: float, wall: str) -> None:
+        """Note that a session worked for ``duration_s``, from ``ago_s`` before ``wall`` on; stored later."""
+        if duration_s >= _LEAST_STRETCH_S and lease.devices:
+            stretch = BusyStretch(
+                lease=lease.id,
+                user=lease.user,
+                project=lease.project,
+                gpus=held_gpus(lease),
+                began_at=before(wall, seconds=ago_s),
+                duration_s=round(duration_s, 3),
+            )
+            self._stretches.append(stretch)
+
+    def unstored(self) -> list[UsageRecord | BusyStretch]:
+        """Return sums with samples, and stretches of work, that are not on disk; the caller stores them."""
+        found: list[UsageRecord | BusyStretch] = [self.sums[k] for k in self._unstored if k in self.sums]
+        found += self._stretches
+        self._stretches.clear()
         self._unstored.clear()
         return found
 

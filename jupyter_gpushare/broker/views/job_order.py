@@ -18,6 +18,15 @@ def listed(
 
     A fifth of ``limit`` is reserved for ended jobs, so that their owners see the results.
     """
+    active, ended = ordered(jobs, registry, cluster_views)
+    shown = active[: limit - min(len(ended), limit // 5)]
+    return [*shown, *ended[: limit - len(shown)]]
+
+
+def ordered(
+    jobs: Iterable[JobRecord], registry: Registry, cluster_views: ClusterViewCache
+) -> tuple[list[JobRecord], list[JobRecord]]:
+    """Return all of these jobs in their order: those that have not ended, and the ended ones."""
     oldest = sorted(jobs, key=lambda job: job.submitted_at)
     ended = sorted((j for j in oldest if j.result), key=lambda j: j.ended_at or "", reverse=True)
     started: list[JobRecord] = []
@@ -31,5 +40,4 @@ def listed(
         queued.sort(
             key=lambda job: (registry.leases[job.lease_id].attempt == 0, position.get(job.lease_id, inf))
         )
-    shown = (*reversed(started), *queued)[: limit - min(len(ended), limit // 5)]
-    return [*shown, *ended[: limit - len(shown)]]
+    return [*reversed(started), *queued], ended

@@ -9,8 +9,9 @@ from statistics import quantiles
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.state.breakdown import GpuBreakdown, downsample, gpu_breakdown
+from jupyter_gpushare.broker.state.keep_budget import keep_budget, keep_left
+from jupyter_gpushare.broker.state.low_use import COMPUTES_PERCENT
 from jupyter_gpushare.broker.state.policy import beyond_machine
 from jupyter_gpushare.broker.state.records import MachineUse
 from jupyter_gpushare.broker.state.registry import Registry
@@ -54,15 +55,14 @@ class ProjectWeek:
 class Overview:
     """Builds the overview from the registry and the present cluster view."""
 
-    def __init__(self, registry: Registry, requests: RequestService, cluster_views: ClusterViewCache) -> None:
+    def __init__(self, registry: Registry, cluster_views: ClusterViewCache) -> None:
         self._registry = registry
-        self._requests = requests
         self._cluster_views = cluster_views
 
     def now(self) -> GpuBreakdown:
         """Return the present use of the GPUs."""
         cluster = self._cluster_views.now().cluster
-        usable = [device.uuid for device in cluster.devices if device.usable]
+        usable = [device.uuid for device in cluster.devices if device.usable or device.draining]
         at_work = snapshot.at_work(self._registry, self._registry.clock())
         return gpu_breakdown(cluster.leases, usable, len(cluster.devices) - len(usable), at_work)
 
@@ -100,9 +100,8 @@ class Overview:
 
     def alerts(self) -> list[Alert]:
         """Return at most `MAX_ALERTS` alerts, most urgent first."""
-        return [*self._promised(), *self._starved(), *self._idle(), *self._kept(), *self._lately()][
-            :MAX_ALERTS
-        ]
+        found = [*self._promised(), *self._starved(), *self._idle(), *self._low_use()]
+        return [*found, *self._kept(), *self._lately()][:MAX_ALERTS]
 
     def _promised(self) -> list[Alert]:
         """Quotas that exceed the devices together."""
@@ -161,14 +160,37 @@ class Overview:
                 found.append(Alert(sentence=f"{sentence}; no other work has needed its GPU.", lend=record.id))
         return found
 
+    def _low_use(self) -> list[Alert]:
+        """Sessions that keep a GPU busy without computing, longest first, with what they held meanwhile."""
+        registry = self._registry
+        after_s, found = registry.policy.fake_busy_after_s, []
+        for record in registry.leases.values():
+            lasted_s = registry.observations[record.id].low_use.lasted_s
+            if after_s and lasted_s >= after_s:
+                held_milli = record.lease.held_milli * len(record.lease.devices)
+                name = messages.english(registry.subject_of(record))
+                found.append((lasted_s, name, held_milli / WHOLE_GPU * lasted_s / 3600))
+        return [
+            Alert(
+                sentence=f"{name} has kept its GPU busy for {messages.duration(lasted_s)} without "
+                f"computing: utilization stayed below {COMPUTES_PERCENT} %; it held {held_gpu_h:.1f} "
+                "GPU-hours meanwhile."
+            )
+            for lasted_s, name, held_gpu_h in sorted(found, reverse=True)
+        ]
+
     def _kept(self) -> list[Alert]:
         """Users with less than half of the day's budget for keeping an idle GPU left."""
-        budget = self._registry.policy.keep_minutes_per_day
-        users = {r.lease.user for r in self._registry.leases.values() if r.lease.kind is Kind.BUILD}
-        left = sorted((self._requests.keep_left(user), user) for user in users)
+        registry = self._registry
+        sessions = [r.lease for r in registry.leases.values() if r.lease.kind is Kind.BUILD]
+        keepers = {(lease.user, lease.project) for lease in sessions}
+        found = {
+            (keep_left(registry, user, project), user, keep_budget(registry, project))
+            for user, project in keepers
+        }
         return [
             Alert(sentence=f"{user} kept an idle GPU for {budget - minutes:.0f} of {budget:g} minutes today.")
-            for minutes, user in left
+            for minutes, user, budget in sorted(found)
             if minutes <= budget / 2 and budget
         ]
 

@@ -42,6 +42,9 @@ class SentenceInputs:
         obstacle = snapshot.suspend_obstacle(registry, record)
         wakes = registry.wake_times.usual()
         job = registry.job_of(record)
+        drains = filter(None, map(registry.devices.drains.on, lease.devices))
+        drain = min(drains, key=lambda each: each.until or "9", default=None)
+        processor_s, hold_left_s = self._processor_only(record, measured, view.at)
         run_left_s = time_limit.left_s(job, record, registry.clock()) if job else None
         return messages.LeaseFacts(
             kind=lease.kind,
@@ -70,15 +73,20 @@ class SentenceInputs:
             suspend_reason=record.suspend_reason if record.lost else obstacle,
             kept_until=self._time_in(lease.keep_until_at - registry.clock()),
             stays_until=self._time_in(stays_s),
+            processor_s=processor_s,
+            holds_until=self._time_in(hold_left_s),
             lend_now=lease.lend_now,
             usually_wakes=messages.usually(*wakes) if wakes else None,
             held_up_s=self._held_up_s(view, record) if asleep and observation.wanted else None,
             starts_in=_range(self._forecast.start(record.id)),
             ends_in=_range(self._forecast.end(record.id)),
             back_in=_range(self.back(record)),
+            asks_again_at=self._time_in(view.outlook.misplaced.get(record.id, 0.0) - registry.clock()),
             taken_back_by=self._taken_back_by(view, record),
             position=view.outlook.position.get(record.id),
             reference=record.handle,
+            draining=drain is not None,
+            finish_by=messages.time_text(drain.until) if drain is not None and drain.until else None,
             left_s=messages.left_s(lease, job.measure, view.at) if job else None,
             runs_until=self._time_in(run_left_s or 0.0),
             is_timed_out=job is not None and time_limit.why_over(job) is not None,
@@ -102,6 +110,19 @@ class SentenceInputs:
             return stays_s, None, False
         warn_at = idle.warn_at(measured, view.cluster.settings)
         return stays_s, max(0.0, stays_s), warn_at is not None and view.at >= warn_at
+
+    def _processor_only(self, record: LeaseRecord, measured: Lease, now: float) -> tuple[float | None, float]:
+        """Return since when kernels run without GPU work, and for how long that keeps the session busy (s).
+
+        The first is None unless that is bounded, and has lasted for an idle timeout or for the bound.
+        """
+        registry = self._registry
+        until = snapshot.holds_until(registry, record)
+        if until is None or not registry.observations[record.id].kernel_busy:
+            return None, 0.0
+        since_s = now - snapshot.gpu_active_at(registry, record)
+        is_long = since_s >= idle.idle_timeout_s(measured, registry.policy.settings()) or now >= until
+        return (since_s if is_long else None), until - now
 
     def _lent_to(self, record: LeaseRecord) -> wire.Text | None:
         """Return the user of a suspended session's capacity: kind and project, never a user name."""

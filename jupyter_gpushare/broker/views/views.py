@@ -7,13 +7,17 @@ from typing import Literal
 
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.broker.control.forecast import Forecast, seconds
+from jupyter_gpushare.broker.control.outcome import result_state
 from jupyter_gpushare.broker.engine import Engine, Offer
 from jupyter_gpushare.broker.state.faults import Faults
+from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views import job_order
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
+from jupyter_gpushare.broker.views.drains import drain_of
 from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
+from jupyter_gpushare.broker.views.unleased import unleased_on
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
@@ -34,11 +38,6 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
     State.SUSPENDED: "suspended",
     State.RESUMING: "suspended",
     State.STOPPING: "stopping",
-}
-_RESULTS: Mapping[str, wire.JobState] = {
-    "succeeded": "succeeded",
-    "cancelled": "cancelled",
-    "timed_out": "timed_out",
 }
 MAX_EVENTS = 20
 # Health reports a lease when its processes have not answered for so long.
@@ -106,6 +105,7 @@ class Views:
             back_in=seconds(self._sentence_inputs.back(record)),
             warned=facts.warned,
             keep_until=self._kept_until(lease),
+            keep_left_minutes=None if record.is_job else keep_left(registry, lease.user, lease.project),
             since_at=record.since_at,
             job=record.id[1:] if record.is_job else None,
             processes=[
@@ -187,6 +187,8 @@ class Views:
             starts_in=seconds(self.forecast.start(record.id)) if record and record.state in _WAITS else None,
             ends_in=None if record is None else seconds(self.forecast.end(record.id)),
             notify=request.notify,
+            notify_url=request.notify_url,
+            notify_mail=request.notify_mail,
             priority=request.priority,
             grace_s=request.grace_s,
             max_run_s=request.max_run_s,
@@ -197,7 +199,7 @@ class Views:
     ) -> tuple[wire.JobState, messages.Texts, int | None]:
         """Return the state of a job, its reason, and the position of one that is queued."""
         if job.result or record is None:
-            return _ended(job), job.reason_texts or messages.reason_texts(job.reason), None
+            return result_state(job.result), job.reason_texts or messages.reason_texts(job.reason), None
         facts = self._sentence_inputs.of(record, is_new=is_new)
         position = facts.position if record.state is State.PENDING else None
         return _JOB_STATES[record.state], messages.sentence(facts), position
@@ -206,9 +208,8 @@ class Views:
 
     def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
         """Return the projects of a user, or all."""
-        names = self.registry.policy.projects_of(groups)
-        view = self.cluster_views.now()
-        cluster, uses = view.cluster, view.outlook.usage
+        policy, overrides, view = self.registry.policy, self.registry.overrides, self.cluster_views.now()
+        names, cluster, uses = policy.projects_of(groups), view.cluster, view.outlook.usage
         return [
             wire.ProjectUse(
                 name=project.name,
@@ -225,7 +226,8 @@ class Views:
                     if x.project == project.name
                     and (x.state is State.PENDING or (x.state is State.SUSPENDED and x.kind is Kind.TRAIN))
                 ),
-                overridden=project.name in self.registry.overrides,
+                overridden=project.name in overrides,
+                priority_max=policy.priority_max(project.name, overrides.get(project.name)),
                 saved_bytes=sum(x.saved_bytes for x in cluster.leases if x.project == project.name),
             )
             for project in cluster.projects
@@ -235,19 +237,18 @@ class Views:
     def offers(self, groups: Sequence[str], project: str) -> wire.Offers:
         """Return what a session of ``project`` could get now."""
         view, registry = self.cluster_views.now(), self.registry
-        names = registry.policy.projects_of(groups)
         known = bool(view.cluster.devices) and registry.devices.are_known(registry.clock())
         offers = view.outlook.offers(project, self._sizes()) if known else ()
         use = next(p for p in self.projects((), everyone=True) if p.name == project)
         held = _held(view.cluster.leases)
         return wire.Offers(
             project=project,
-            projects=list(names),
+            projects=list(registry.policy.projects_of(groups)),
             offers=[self._offer(offer, project) for offer in offers],
             use=use,
             free_milli=max(0, registry.devices.total_milli - held),
             total_milli=registry.devices.total_milli,
-            idle_timeout_s=registry.policy.idle_timeout_s if self._lends() else 0.0,
+            idle_timeout_s=registry.policy.idle_timeout_of(project) if self._lends() else 0.0,
         )
 
     def _lends(self) -> bool:
@@ -276,9 +277,8 @@ class Views:
         if offer.starts == "asleep":
             starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
         elif starts == "no":
-            found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
-            if offer.why in _NOT_FOR_FREE:
-                found = None
+            if offer.why not in _NOT_FOR_FREE:
+                found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
             reason = messages.english(
                 messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli, position=None)
             )
@@ -293,9 +293,10 @@ class Views:
             reason=reason,
             device=device.name,
             starts_in=seconds(found),
+            waits=offer.waits,
         )
 
-    def devices(self) -> wire.Devices:
+    def devices(self, *, admin: bool = False) -> wire.Devices:
         """Return the devices, measured, with what is held and claimed of each."""
         registry, cluster = self.registry, self.cluster_views.now().cluster
         inventory = registry.devices.inventory
@@ -304,8 +305,7 @@ class Views:
                 devices=[], driver="", simulated=False, host_budget_bytes=0, host_saved_bytes=0
             )
         measured = {d.uuid: d for d in registry.devices.measured}
-        claims = self.cluster_views.now().outlook.claims_milli
-        rows = []
+        claims, rows = self.cluster_views.now().outlook.claims_milli, []
         for device in inventory.devices:
             now = measured.get(device.uuid)
             rows.append(
@@ -320,6 +320,8 @@ class Views:
                     level=str(device.level),
                     suspendable=device.suspendable,
                     suspend_reason=device.suspend_reason,
+                    drain=drain_of(registry, device.uuid),
+                    unleased=unleased_on(now) if admin else [],
                     held_milli=sum(
                         x.held_milli
                         for x in cluster.leases
@@ -432,6 +434,7 @@ def _held(leases: Iterable[Lease]) -> int:
 
 
 def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
+    texts = record.texts if show_all else messages.to_owner(record.texts, record.user)
     return wire.Decision(
         seq=record.seq,
         at=record.at,
@@ -441,10 +444,6 @@ def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
         action=record.action,
         why=record.why,
         for_lease=record.for_lease if show_all else None,
-        sentence=record.sentence,
-        sentence_texts=list(record.texts),
+        sentence=record.sentence if texts == record.texts else messages.english(texts),
+        sentence_texts=list(texts),
     )
-
-
-def _ended(job: JobRecord) -> wire.JobState:
-    return _RESULTS.get(job.result, "failed")

@@ -1,0 +1,84 @@
+"""The engine and the devices of a Kubernetes cluster, put together from `GPUShareKube`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from jupyter_gpushare.backends.kubernetes.api_server import KubeError
+from jupyter_gpushare.backends.kubernetes.client import ApiClient
+from jupyter_gpushare.backends.kubernetes.helpers import Helpers
+from jupyter_gpushare.backends.kubernetes.nodes import NodeDevices
+from jupyter_gpushare.backends.kubernetes.readiness import lacks
+from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
+from jupyter_gpushare.broker.kai_engine import KaiEngine
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from jupyter_gpushare.broker.state.policy import Policy
+from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+
+log = logging.getLogger("gpushare.broker")
+
+# An API server that does not answer at a start is not waited for: what runs goes on without it.
+_CHECK_S = 10.0
+
+
+class KubeCluster:
+    """What a broker with ``engine = "kai"`` works with."""
+
+    def __init__(self, kube: GPUShareKube, epoch: Callable[[], int]) -> None:
+        """Raise `GpuShareError` where a setting is missing or a file cannot be read."""
+        if not kube.seat_image:
+            raise GpuShareError("c.GPUShareKube.seat_image is not set: it is the image of the device helper")
+        self._client = ApiClient(kube.address())
+        self._site = kube.helpers()
+        self._helpers = Helpers(self._client, self._site)
+        self.devices = NodeDevices(self._helpers.addresses, epoch)
+        self.engine = KaiEngine(
+            KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch),
+            self.devices.sleepable,
+            time.monotonic,
+            place_s=kube.place_timeout,
+            seat_s=kube.seat_timeout,
+        )
+
+    async def check(self, projects: Sequence[Project]) -> None:
+        """Return when the cluster has what sessions need, or cannot be asked.
+
+        Raises:
+            GpuShareError: the text names everything that is missing.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                missing = await lacks(self._client, self._site, projects)
+        except (KubeError, TimeoutError) as error:
+            log.warning("the cluster cannot be examined: %s", str(error) or "no answer in time")
+            return
+        if missing:
+            raise GpuShareError("; ".join(missing))
+
+    async def run(self) -> None:
+        """Follow the device helpers until cancelled."""
+        await self._helpers.run()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.devices.close()
+        await self._client.close()
+
+
+def queue_projects(policy: Policy) -> list[Project]:
+    """Return the configured projects with numbers that a Queue can have.
+
+    Raises:
+        InvalidRequest: a quota is a percentage.
+    """
+    for project in policy.projects:
+        if project.quota_milli is None:
+            raise InvalidRequest(
+                "project %1: its quota is a percentage, and a Queue has a number of GPUs: write quota = 4",
+                project.name,
+            )
+    return [project.project(0, None) for project in policy.projects]
