@@ -99,7 +99,7 @@ export class Actions {
 
   private _left(): number | null {
     const state = this._model.state;
-    return state.kind === 'ready' ? state.status.keep_left_minutes : null;
+    return state.kind === 'ready' ? (state.lease?.keep_left_minutes ?? null) : null;
   }
 
   private _keepCaption(minutes: number): string {

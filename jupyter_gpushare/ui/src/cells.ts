@@ -7,9 +7,10 @@ import { Cell } from '@jupyterlab/cells';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { GpuModel } from './model';
 import { phaseOf } from './state';
 import { Running } from './running';
+import type { IPlace } from './sight';
+import type { IGpuModel } from './tokens';
 import { wakingSteps } from './messages';
 
 /** A shorter resume shows no line. */
@@ -19,8 +20,7 @@ const OVER: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'term
 
 export class CellLines {
   constructor(
-    private readonly _model: GpuModel,
-    private readonly _enabled: () => boolean,
+    private readonly _gpu: IGpuModel,
     private readonly _trans: TranslationBundle
   ) {
     NotebookActions.executionScheduled.connect((_, { notebook, cell }) => {
@@ -31,7 +31,7 @@ export class CellLines {
       this._running.delete(cell);
       this._follow();
     });
-    _model.changed.connect(() => this._follow());
+    _gpu.model.changed.connect(() => this._follow());
   }
 
   /** Drops the cells of a kernel that ends: JupyterLab emits no signal for them. */
@@ -46,10 +46,9 @@ export class CellLines {
 
   private _follow(): void {
     clearTimeout(this._timer);
-    const since = this._model.wakingSince;
-    const state = this._model.state;
+    const { state, wakingSince: since } = this._gpu.model;
     const lease = state.kind === 'ready' ? state.lease : null;
-    const waking = since !== null && lease !== null && phaseOf(lease) === 'waking' && this._enabled();
+    const waking = since !== null && lease !== null && phaseOf(lease) === 'waking' && this._gpu.options().banner;
     const shown = new Set<Cell>();
     const first = waking ? this._running.first() : [];
     if (waking && first.length > 0) {
@@ -62,8 +61,9 @@ export class CellLines {
       }
       this._timer = setTimeout(() => this._follow(), Math.max(AFTER_MS - passed_ms, 1000));
     }
-    for (const [cell, line] of this._lines) {
+    for (const [cell, { place, line }] of this._lines) {
       if (!shown.has(cell)) {
+        place.dispose();
         line.remove();
         this._lines.delete(cell);
       }
@@ -71,18 +71,18 @@ export class CellLines {
   }
 
   private _show(cell: Cell, text: string): void {
-    let line = this._lines.get(cell);
+    let line = this._lines.get(cell)?.line;
     if (line === undefined) {
       line = document.createElement('div');
       line.className = 'gpushare-cell-line';
       line.setAttribute('role', 'status');
       cell.node.appendChild(line);
-      this._lines.set(cell, line);
+      this._lines.set(cell, { line, place: this._gpu.steps.add('cell', line, () => true) });
     }
     line.textContent = text;
   }
 
   private readonly _running = new Running<Cell, Notebook>();
-  private readonly _lines = new Map<Cell, HTMLElement>();
+  private readonly _lines = new Map<Cell, { readonly line: HTMLElement; readonly place: IPlace }>();
   private _timer: ReturnType<typeof setTimeout> | undefined;
 }

@@ -23,6 +23,7 @@ import { ISeenJobs, seenJobs } from './state';
 import { Banner, Toasts } from './notices';
 import { GpuPanel, IPanelLinks } from './panel';
 import { Requests } from './requests';
+import { Sight } from './sight';
 import { StatusItem } from './statusbar';
 import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
 
@@ -83,7 +84,14 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
         follow();
       })
       .catch(() => undefined); // the defaults do
-    return { model, requests, options: () => options };
+    return {
+      model,
+      requests,
+      sentence: new Sight(),
+      steps: new Sight(),
+      reasons: new Sight(),
+      options: () => options
+    };
   }
 };
 
@@ -104,7 +112,7 @@ const panel: JupyterFrontEndPlugin<void> = {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
     const links = (): IPanelLinks => linksOf(app, gpu, trans);
-    const widget = new GpuPanel(gpu.model, actions, links, themes?.themeChanged ?? null, trans);
+    const widget = new GpuPanel(gpu, actions, links, themes?.themeChanged ?? null, trans);
     widget.id = PANEL_ID;
     widget.title.icon = chipIcon;
     widget.title.caption = trans.__('Shared GPU');
@@ -209,7 +217,7 @@ const statusBar: JupyterFrontEndPlugin<void> = {
         void app.commands.execute(CommandIDs.open);
       }
     };
-    const item = new StatusItem(gpu.model, bundle(translator), open);
+    const item = new StatusItem(gpu, bundle(translator), open);
     bar.registerStatusItem('jupyter-gpushare:status-bar', {
       item,
       align: 'left',
@@ -234,8 +242,7 @@ const banner: JupyterFrontEndPlugin<void> = {
   ): void => {
     const trans = bundle(translator);
     const actions = actionsOf(gpu, trans);
-    const enabled = (): boolean => gpu.options().banner;
-    const lines = new CellLines(gpu.model, enabled, trans);
+    const lines = new CellLines(gpu, trans);
     const isNeeded = (restarted: string): boolean =>
       Array.from(app.serviceManager.kernels.running()).some(
         kernel => kernel.id !== restarted && kernel.execution_state === 'busy'
@@ -244,7 +251,7 @@ const banner: JupyterFrontEndPlugin<void> = {
     app.commands.commandExecuted.connect((_, { id }) => interrupts.onCommand(id));
     const add = (notebook: NotebookPanel): void => {
       interrupts.watch(notebook);
-      Banner.addTo(notebook, gpu.model, actions, enabled, trans);
+      Banner.addTo(notebook, gpu, actions, trans);
       lines.watch(notebook);
     };
     notebooks.forEach(add);
@@ -273,7 +280,7 @@ const notifications: JupyterFrontEndPlugin<void> = {
         void app.commands.execute(command, job === undefined ? {} : { job });
       }
     };
-    const toasts = new Toasts(gpu.model, actionsOf(gpu, trans), trans, openJob);
+    const toasts = new Toasts(gpu, actionsOf(gpu, trans), trans, openJob);
     gpu.model.noticed.connect((_, notice) => {
       if (gpu.options().toasts) {
         toasts.show(notice);

@@ -141,7 +141,7 @@ function LogView(props: IDetailProps): JSX.Element {
   const [wanted, setWanted] = React.useState('');
   const box = React.useRef<HTMLPreElement>(null);
   const { log, reads, refusal } = useLog(props, attempt, box);
-  useEnd(box, follow && wanted === '', log, reads);
+  const onScroll = useEnd(box, follow && wanted === '', [log, reads], setFollow);
   const kept = log.kept ?? [];
   const found = log.find(wanted);
   return (
@@ -174,9 +174,7 @@ function LogView(props: IDetailProps): JSX.Element {
         aria-live="off"
         tabIndex={0}
         aria-label={trans.__('Log of %1', job.name)}
-        onScroll={({ currentTarget: { scrollTop, clientHeight, scrollHeight } }) =>
-          setFollow(scrollTop + clientHeight >= scrollHeight - END_PX)
-        }
+        onScroll={onScroll}
       >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
         {log.lines.length === 0 && <i>{emptyText(trans, job, log.kept)}</i>}
@@ -214,23 +212,44 @@ function useLog(
   return { log, reads, refusal };
 }
 
-/** Keeps the end of a log in sight while it `follows`. */
-function useEnd(box: React.RefObject<HTMLElement>, follows: boolean, log: Log, reads: number): void {
-  // Before it is drawn: no scroll event comes between new text and this.
-  React.useLayoutEffect(() => {
+/**
+ * Keeps the end of a box in sight while it `follows`, whenever its `content` changes.
+ * Returns the handler of scroll events, by which a user ends that or begins it again.
+ */
+function useEnd(
+  box: React.RefObject<HTMLElement>,
+  follows: boolean,
+  content: readonly unknown[],
+  setFollow: (follow: boolean) => void
+): () => void {
+  const seen = React.useRef({ scrollTop: 0, clientHeight: 0, scrollHeight: 0 });
+  const settle = (): void => {
+    const { current } = box;
     if (follows) {
-      toEnd(box.current!);
+      current!.scrollTop = current!.scrollHeight;
     }
-  }, [follows, log, reads]);
+    const { scrollTop, clientHeight, scrollHeight } = current!;
+    // A position that is not ours is a user's, until its event has come.
+    seen.current = { scrollTop: follows ? scrollTop : seen.current.scrollTop, clientHeight, scrollHeight };
+  };
+  // Before it is drawn: no scroll event comes between new text and this.
+  React.useLayoutEffect(settle, [follows, ...content]);
   React.useEffect(() => {
-    if (!follows) {
-      return;
-    }
     // Another height, and a tab that is shown again, leave it elsewhere.
-    const observer = new ResizeObserver(() => toEnd(box.current!));
+    const observer = new ResizeObserver(settle);
     observer.observe(box.current!);
     return () => observer.disconnect();
   }, [follows]);
+  return () => {
+    const { scrollTop, clientHeight, scrollHeight } = box.current!;
+    const before = seen.current;
+    seen.current = { scrollTop, clientHeight, scrollHeight };
+    // The event comes with the next frame.  Where the height has changed since, the position is not a user's choice.
+    const isSame = clientHeight === before.clientHeight && scrollHeight === before.scrollHeight;
+    if (isSame && scrollTop !== before.scrollTop) {
+      setFollow(scrollTop + clientHeight >= scrollHeight - END_PX);
+    }
+  };
 }
 
 function Search(props: {
@@ -307,10 +326,6 @@ function emptyText(trans: TranslationBundle, job: IJob, kept: readonly number[] 
   return kept.length === 0
     ? trans.__('Its log is not in your files any more.')
     : trans.__('It has printed nothing yet.');
-}
-
-function toEnd(box: HTMLElement): void {
-  box.scrollTop = box.scrollHeight;
 }
 
 function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> }): JSX.Element {

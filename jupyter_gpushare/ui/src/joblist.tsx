@@ -6,12 +6,15 @@ import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
 import { Button } from './button';
-import { Column, IView, JobsModel, Show, viewOf } from './jobs';
+import { Heads } from './jobheads';
+import { IView, JobsModel, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
 import { canBeMarked, Mark, MarkedJobs } from './jobmarks';
-import { GpuModel } from './model';
+import type { IPlace } from './sight';
+import type { IGpuModel } from './tokens';
 import { IJob } from './wire';
 import { duration, jobBadge, oneLine, progressAndTimeText, sentence } from './messages';
+import { WaitingSessions } from './waitingsessions';
 
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
@@ -28,13 +31,17 @@ export interface IJobActions extends Omit<IDetailProps, 'job' | 'trans'> {
 
 export class JobList extends ReactWidget {
   constructor(
-    private readonly _gpu: GpuModel,
+    private readonly _gpu: IGpuModel,
     private readonly _model: JobsModel,
     private readonly _actions: IJobActions,
     private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gpushare-jobs');
+    this._places = [
+      _gpu.sentence.add('jobs', this.node, ({ kind }) => this.isVisible && kind === 'unreachable'),
+      _gpu.reasons.add('jobs', this.node, () => this.isVisible)
+    ];
     void _model.refresh();
   }
 
@@ -46,6 +53,7 @@ export class JobList extends ReactWidget {
 
   override dispose(): void {
     this._model.dispose();
+    this._places.forEach(place => place.dispose());
     super.dispose();
   }
 
@@ -66,10 +74,23 @@ export class JobList extends ReactWidget {
 
   private _body(): JSX.Element {
     const trans = this._trans;
-    const gpu = this._gpu.state;
+    const gpu = this._gpu.model.state;
     if (gpu.kind === 'unreachable') {
-      return <Empty text={sentence(trans, gpu)} action={trans.__('Ask again')} run={() => void this._gpu.refresh()} />;
+      const ask = (): void => void this._gpu.model.refresh();
+      return <Empty text={sentence(trans, gpu)} action={trans.__('Ask again')} run={ask} />;
     }
+    return (
+      <>
+        {gpu.kind === 'ready' && (
+          <WaitingSessions sessions={gpu.status.waiting} hasReasons={true} trans={trans} />
+        )}
+        {this._jobs()}
+      </>
+    );
+  }
+
+  private _jobs(): JSX.Element {
+    const trans = this._trans;
     const state = this._model.state;
     switch (state.kind) {
       case 'loading':
@@ -142,6 +163,7 @@ export class JobList extends ReactWidget {
     this._selectedChanged.emit();
   };
 
+  private readonly _places: readonly IPlace[];
   private readonly _marked = new Set<string>();
   private readonly _selectedChanged: Signal<this, void> & ISignal<this, void> = new Signal(this);
   private _selected: string | null = null;
@@ -350,44 +372,6 @@ function drawn(rows: number, top: number, height: number, rowPx: number, reached
   return reached < rows && !found.includes(reached) ? [...found, reached] : found;
 }
 
-function Heads(props: {
-  view: IView;
-  change: (view: IView) => void;
-  trans: TranslationBundle;
-}): JSX.Element {
-  const { view, change, trans } = props;
-  const columns: [Column, string][] = [
-    ['name', trans.__('Job')],
-    ['state', trans.__('State')],
-    ['size', trans.__('Size')],
-    ['waited', trans.__('Waited')],
-    ['ran', trans.__('Ran')],
-    ['progress', trans.__('Progress')]
-  ];
-  return (
-    <>
-      {columns.map(([column, text]) => {
-        const mine = view.column === column;
-        return (
-          <span
-            key={column}
-            role="columnheader"
-            aria-sort={mine ? (view.descending ? 'descending' : 'ascending') : 'none'}
-          >
-            <button
-              type="button"
-              onClick={() => change({ ...view, column, descending: mine && !view.descending })}
-            >
-              {text}
-              {mine ? (view.descending ? ' \u25be' : ' \u25b4') : ''}
-            </button>
-          </span>
-        );
-      })}
-    </>
-  );
-}
-
 const Row = React.memo(function Row(props: {
   job: IJob;
   n: number;
@@ -416,7 +400,10 @@ const Row = React.memo(function Row(props: {
       <span role="gridcell" className="gpushare-job-name" title={job.id}>
         <Mark job={job} marked={props.marked} toggle={props.toggle} trans={trans} />
         <b>{job.name}</b>
-        <small className="gpushare-reason" title={job.reason}>{oneLine(job.reason) || job.project}</small>
+        {/* The reason of the selected job is in the detail below. */}
+        <small className="gpushare-reason" title={job.reason}>
+          {(props.selected ? '' : oneLine(job.reason)) || job.project}
+        </small>
       </span>
       <span role="gridcell" className="gpushare-state" data-state={job.state}>
         {jobBadge(trans, job)}

@@ -199,7 +199,7 @@ class Jobs {
     });
     const jobs = new JobsModel(model, limit => requests.jobs(limit));
     const content = new JobList(
-      model,
+      this._gpu,
       jobs,
       {
         submit: () => void this.launch({}),

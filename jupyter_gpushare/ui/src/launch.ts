@@ -33,6 +33,8 @@ export interface IFields {
   readonly checkpoint: CheckpointMode;
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
+  /** A webhook that the job's server calls; empty: none. */
+  readonly notifyUrl: string;
   readonly retries: string;
   /** A duration such as `4 h`; empty: none. */
   readonly maxRun: string;
@@ -66,6 +68,7 @@ export const BLANK: IFields = {
   borrow: true,
   checkpoint: 'suspend',
   notify: true,
+  notifyUrl: '',
   retries: '0',
   maxRun: '',
   priority: 0,
@@ -103,6 +106,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     borrow: job.borrow,
     checkpoint: job.checkpoint,
     notify: job.notify,
+    notifyUrl: job.notify_url,
     retries: String(job.retries),
     maxRun: durationOf(job.max_run_s),
     priority: job.priority,
@@ -179,6 +183,9 @@ export function problemsOf(trans: TranslationBundle, fields: IFields): Problems 
   if (fields.maxRun.trim() !== '' && secondsOf(fields.maxRun) === null) {
     problems.maxRun = trans.__('A time with its unit, like: 30 min, 4 h or 2 d');
   }
+  if (fields.notifyUrl.trim() !== '' && !/^https?:\/\/[^\s/]/.test(fields.notifyUrl.trim())) {
+    problems.notifyUrl = trans.__('An address like https://chat.example.org/hook');
+  }
   return problems;
 }
 
@@ -201,6 +208,8 @@ export function requestOf(fields: IFields): ILaunchRequest {
     borrow: fields.borrow,
     checkpoint: fields.checkpoint,
     notify: fields.notify,
+    notify_url: fields.notifyUrl.trim(),
+    notify_mail: false,
     retries: Number(fields.retries),
     max_run_s: secondsOf(fields.maxRun),
     priority: fields.priority,

@@ -241,6 +241,13 @@ function More({ model, trans }: IPartProps): JSX.Element {
       <Text model={model} field="cwd" label={trans.__('Folder')} />
       <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder="SEED=1" />
       <Text model={model} field="retries" label={trans.__('Tries after a failure')} />
+      <Text
+        model={model}
+        field="notifyUrl"
+        label={trans.__('Webhook')}
+        placeholder="https://chat.example.org/hook"
+        hint={trans.__('The job tells this address when it starts, is stopped and ends.')}
+      />
       <MaxRun model={model} trans={trans} />
     </details>
   );

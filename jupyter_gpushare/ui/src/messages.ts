@@ -381,13 +381,13 @@ export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointM
 /** Returns both steps of a slow resume, with the seconds so far. */
 export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
   if (lease.memory_saved_bytes === 0) {
-    return trans.__('Getting the GPU back, %1 s so far. Your cell runs after that.', Math.floor(seconds));
+    return trans.__('Getting the GPU back, %1 s so far.', Math.floor(seconds));
   }
   const step =
     lease.state === 'resuming'
       ? trans.__('step 2 of 2, copying %1 back', memory(trans, lease.memory_saved_bytes))
       : trans.__('step 1 of 2, getting the GPU back');
-  return trans.__('Waking up: %1, %2 s so far. Your cell runs after that.', step, Math.floor(seconds));
+  return trans.__('Waking up: %1, %2 s so far.', step, Math.floor(seconds));
 }
 
 /** The answer to an interrupt while the GPU comes back. */

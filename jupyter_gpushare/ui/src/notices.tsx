@@ -7,9 +7,10 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Action, Actions } from './actions';
-import { GpuModel } from './model';
 import { GpuState, Notice, phaseOf } from './state';
 import { ActionRow } from './panel';
+import type { IPlace } from './sight';
+import type { IGpuModel } from './tokens';
 import { noticeText, wakingStep } from './messages';
 
 const LEAST_PX = 40;
@@ -19,12 +20,13 @@ const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 
 /** Shows a notification for each notice, one of a lease at a time. */
 export class Toasts {
   constructor(
-    model: GpuModel,
+    private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
     private readonly _trans: TranslationBundle,
     private readonly _openJob: (job?: string) => void
   ) {
-    model.changed.connect((_, state) => this._follow(state));
+    _gpu.model.changed.connect((_, state) => this._follow(state));
+    _gpu.sentence.changed.connect(() => this._follow(_gpu.model.state));
   }
 
   show(notice: Notice): void {
@@ -62,6 +64,10 @@ export class Toasts {
     const text = noticeText(trans, notice);
     this._kind = notice.kind;
     this._text = text;
+    if (notice.kind !== 'back' && this._isShownElsewhere()) {
+      this._withdrawn = true;
+      return;
+    }
     switch (notice.kind) {
       case 'warned':
         this._shown = Notification.warning(text, {
@@ -89,8 +95,9 @@ export class Toasts {
 
   /** Updates the notification while its phase lasts: "in 5 min" is soon outdated. */
   private _follow(state: GpuState): void {
-    if (state.kind === 'unreachable' && this._shown !== null) {
-      // The state is unknown, so the notification may be wrong.
+    const isHidden = state.kind === 'unreachable' || (this._kind !== 'back' && this._isShownElsewhere());
+    if (isHidden && this._shown !== null) {
+      // It may be wrong where the state is unknown.
       this._withdrawn = Notification.manager.has(this._shown);
       Notification.dismiss(this._shown);
       this._shown = null;
@@ -99,7 +106,7 @@ export class Toasts {
     if (lease === null || phaseOf(lease) !== this._kind) {
       return;
     }
-    if (this._withdrawn && (this._kind === 'warned' || this._kind === 'lost')) {
+    if (this._withdrawn && !isHidden && (this._kind === 'warned' || this._kind === 'lost')) {
       this.show({ kind: this._kind, lease });
     }
     if (this._shown === null) {
@@ -112,8 +119,12 @@ export class Toasts {
     }
   }
 
+  private _isShownElsewhere(): boolean {
+    return this._gpu.sentence.of(this._gpu.model.state) !== null;
+  }
+
   private _shown: string | null = null;
-  /** Whether the notification was visible when the broker became unreachable. */
+  /** Whether the notification went without having been dismissed. */
   private _withdrawn = false;
   private _text = '';
   private _kind: Exclude<Notice['kind'], 'cleared' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
@@ -131,9 +142,8 @@ function button(action: Action): Notification.IAction {
 /** One line above a notebook while its GPU is warned, suspended, resuming or lost. */
 export class Banner extends ReactWidget {
   constructor(
-    private readonly _model: GpuModel,
+    private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
-    private readonly _enabled: () => boolean,
     private readonly _notebook: NotebookPanel,
     private readonly _trans: TranslationBundle
   ) {
@@ -143,23 +153,30 @@ export class Banner extends ReactWidget {
     this.node.setAttribute('role', 'group');
     this.node.setAttribute('aria-label', _trans.__('GPU of this notebook'));
     this.hide();
-    _model.changed.connect(this._follow, this);
-    this._follow(_model, _model.state);
+    const isInSight = (): boolean => _notebook.isVisible;
+    this._places = [
+      _gpu.sentence.add('banner', _notebook.node, state => isInSight() && _gpu.options().banner && isOf(state)),
+      _gpu.steps.add('banner', _notebook.node, isInSight)
+    ];
+    _gpu.model.changed.connect(this._follow, this);
+    _gpu.sentence.changed.connect(this._follow, this);
+    _gpu.steps.changed.connect(() => this.update(), this);
+    this._follow();
   }
 
   /** Adds a banner above a notebook, disposed with the notebook. */
   static addTo(
     notebook: NotebookPanel,
-    model: GpuModel,
+    gpu: IGpuModel,
     actions: Actions,
-    enabled: () => boolean,
     trans: TranslationBundle
   ): void {
-    notebook.contentHeader.addWidget(new Banner(model, actions, enabled, notebook, trans));
+    notebook.contentHeader.addWidget(new Banner(gpu, actions, notebook, trans));
   }
 
   override dispose(): void {
     this._observer.disconnect();
+    this._places.forEach(place => place.dispose());
     super.dispose();
   }
 
@@ -175,12 +192,12 @@ export class Banner extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed}>{() => this._line(this._model.state)}</UseSignal>
+      <UseSignal signal={this._gpu.model.changed}>{() => this._line(this._gpu.model.state)}</UseSignal>
     );
   }
 
   private _line(state: GpuState): JSX.Element | null {
-    if (!shows(state)) {
+    if (!isOf(state)) {
       return null;
     }
     const lease = state.lease;
@@ -188,7 +205,9 @@ export class Banner extends ReactWidget {
       <>
         <div role="status" data-phase={phaseOf(lease)} ref={node => this._watch(node)}>
           <b>{lease.badge}.</b> {lease.sentence}{' '}
-          {phaseOf(lease) === 'waking' && <Seconds model={this._model} trans={this._trans} />}
+          {phaseOf(lease) === 'waking' && this._gpu.steps.of(state) === this._places[1] && (
+            <Seconds model={this._gpu.model} trans={this._trans} />
+          )}
         </div>
         <ActionRow actions={this._actions.of(lease)} />
       </>
@@ -203,10 +222,11 @@ export class Banner extends ReactWidget {
   }
 
   private readonly _observer = new ResizeObserver(() => this._fit());
+  private readonly _places: readonly [IPlace, IPlace];
 
-  private _follow(_: GpuModel, state: GpuState): void {
+  private _follow(): void {
     const focused = this.node.contains(document.activeElement);
-    this.setHidden(!(shows(state) && this._enabled()));
+    this.setHidden(this._gpu.sentence.of(this._gpu.model.state) !== this._places[0]);
     if (focused && this.isHidden) {
       this._notebook.activate();
     }
@@ -214,7 +234,7 @@ export class Banner extends ReactWidget {
 }
 
 /** Both steps of waking, counted while it lasts. */
-function Seconds(props: { model: GpuModel; trans: TranslationBundle }): JSX.Element | null {
+function Seconds(props: { model: IGpuModel['model']; trans: TranslationBundle }): JSX.Element | null {
   const [, tick] = React.useState(0);
   React.useEffect(() => {
     const timer = window.setInterval(() => tick(n => n + 1), 1000);
@@ -230,7 +250,7 @@ function Seconds(props: { model: GpuModel; trans: TranslationBundle }): JSX.Elem
   return <span aria-hidden="true">{wakingStep(props.trans, state.lease, seconds)}</span>;
 }
 
-function shows(
+function isOf(
   state: GpuState
 ): state is Extract<GpuState, { kind: 'ready' }> & {
   lease: NonNullable<Extract<GpuState, { kind: 'ready' }>['lease']>;

@@ -8,26 +8,24 @@ import { Action, Actions } from './actions';
 import { Button } from './button';
 import { byKernel } from './kernels';
 import { Meter, Sparkline } from './meter';
-import { GpuModel } from './model';
-import { ENDED, GpuState, phaseOf } from './state';
+import { GpuState, phaseOf } from './state';
 import { ISample } from './samples';
+import { IJobLinks, Jobs } from './paneljobs';
+import { WaitingSessions } from './waitingsessions';
+import type { IPlace } from './sight';
+import type { IGpuModel } from './tokens';
 import { ThemeChanged, Week } from './week';
-import { IDecision, IHistory, IJob, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
+import { IDecision, IHistory, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
-  duration,
-  jobBadge,
   levelText,
   memory,
   memoryText,
-  oneLine,
-  progressText,
   projectParts,
   projectText,
   sentence
 } from './messages';
 import { timeText } from './locale';
 
-const SHOWN_JOBS = 5;
 const SHOWN_EVENTS = 8;
 
 const WEEK_EVERY_MS = 300_000;
@@ -40,23 +38,32 @@ export interface IPanelLinks {
   /** Where servers are stopped and started; null outside of a Hub. */
   readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
-  readonly jobs: { readonly open: (job?: string) => void; readonly submit: () => void } | null;
+  readonly jobs: IJobLinks | null;
 }
 
 export class GpuPanel extends ReactWidget {
   constructor(
-    private readonly _model: GpuModel,
+    private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
     private readonly _links: () => IPanelLinks,
     private readonly _themeChanged: ThemeChanged | null,
     private readonly _trans: TranslationBundle
   ) {
     super();
-    _model.changed.connect(this._refreshWeek, this);
+    _gpu.model.changed.connect(this._refreshWeek, this);
+    this._place = _gpu.sentence.add('sidebar', this.node, () => this.isVisible);
+    for (const sight of [_gpu.sentence, _gpu.reasons]) {
+      sight.changed.connect(() => this.update(), this);
+    }
     this.addClass('gpushare-panel');
     this.node.tabIndex = -1;
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', _trans.__('Shared GPU'));
+  }
+
+  override dispose(): void {
+    this._place.dispose();
+    super.dispose();
   }
 
   protected override onActivateRequest(): void {
@@ -70,7 +77,7 @@ export class GpuPanel extends ReactWidget {
   /** Fetches the week's usage while the panel is visible: on state changes and every `WEEK_EVERY_MS`. */
   private _refreshWeek(): void {
     const now = Date.now();
-    const state = this._model.state;
+    const state = this._gpu.model.state;
     if (!this.isVisible || state.kind !== 'ready' || this._isAsking) {
       return;
     }
@@ -92,7 +99,7 @@ export class GpuPanel extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed}>{() => this._body(this._model.state)}</UseSignal>
+      <UseSignal signal={this._gpu.model.changed}>{() => this._body(this._gpu.model.state)}</UseSignal>
     );
   }
 
@@ -101,11 +108,11 @@ export class GpuPanel extends ReactWidget {
     if (state.kind !== 'ready') {
       return (
         <>
-          <p role="status">{sentence(trans, state)}</p>
+          {this._sentence(state) ?? <span className="gpushare-badge">{trans.__('No data')}</span>}
           {state.kind === 'unreachable' && (
             <Button
               className="jp-Button jp-mod-styled jp-mod-minimal"
-              run={() => void this._model.refresh()}
+              run={() => void this._gpu.model.refresh()}
             >
               {trans.__('Ask again')}
             </Button>
@@ -114,6 +121,7 @@ export class GpuPanel extends ReactWidget {
       );
     }
     const { lease, status } = state;
+    const hasReasons = this._gpu.reasons.of(state) === null;
     return (
       <>
         <section aria-label={trans.__('This server')}>
@@ -122,7 +130,7 @@ export class GpuPanel extends ReactWidget {
               {lease.badge}
             </span>
           )}
-          <p role="status">{sentence(trans, state)}</p>
+          {this._sentence(state)}
           {lease === null && this._links().hub !== null && (
             <button type="button" className="gpushare-link" onClick={() => this._links().hub?.()}>
               {trans.__('Hub control panel')}
@@ -132,7 +140,7 @@ export class GpuPanel extends ReactWidget {
           {lease !== null && (
             <Memory
               lease={lease}
-              samples={this._model.samples.all}
+              samples={this._gpu.model.samples.all}
               release={this._links().release}
               trans={trans}
             />
@@ -146,7 +154,13 @@ export class GpuPanel extends ReactWidget {
         {status.projects.map(project => (
           <Project key={project.name} project={project} trans={trans} />
         ))}
-        <Jobs jobs={status.jobs} links={this._links().jobs} trans={trans} />
+        <WaitingSessions sessions={status.waiting} hasReasons={hasReasons} trans={trans} />
+        <Jobs
+          jobs={status.jobs}
+          hasReasons={hasReasons}
+          links={this._links().jobs}
+          trans={trans}
+        />
         <Events events={status.events} trans={trans} />
         {this._week !== null && (
           <Week week={this._week} now={status.at} themeChanged={this._themeChanged} trans={trans} />
@@ -155,6 +169,13 @@ export class GpuPanel extends ReactWidget {
     );
   }
 
+  /** The sentence, unless a place that is more specific shows it. */
+  private _sentence(state: GpuState): JSX.Element | null {
+    const place = this._gpu.sentence.of(state);
+    return place === null || place === this._place ? <p role="status">{sentence(this._trans, state)}</p> : null;
+  }
+
+  private readonly _place: IPlace;
   private _week: IHistory | null = null;
   private _weekAt = -Infinity;
   private _weekOf = '';
@@ -328,90 +349,6 @@ function Project(props: { project: IProjectUse; trans: TranslationBundle }): JSX
         ))}
       </div>
     </section>
-  );
-}
-
-function Jobs(props: {
-  jobs: readonly IJob[];
-  links: IPanelLinks['jobs'];
-  trans: TranslationBundle;
-}): JSX.Element {
-  const { jobs, links, trans } = props;
-  const first = [...jobs].sort((a, b) => Number(ENDED.has(a.state)) - Number(ENDED.has(b.state)));
-  return (
-    <section>
-      <h3>{trans.__('My training jobs')}</h3>
-      {jobs.length === 0 && <p className="gpushare-muted">{trans.__('None.')}</p>}
-      <ul>
-        {first.slice(0, SHOWN_JOBS).map(job => (
-          <Job key={job.id} job={job} links={links} trans={trans} />
-        ))}
-      </ul>
-      {links !== null && (
-        <div className="gpushare-row">
-          <button type="button" className="gpushare-link" onClick={links.submit}>
-            {trans.__('Run as training job')}
-          </button>
-          {jobs.length > 0 && (
-            <button type="button" className="gpushare-link" onClick={() => links.open()}>
-              {trans.__('All jobs')}
-            </button>
-          )}
-        </div>
-      )}
-    </section>
-  );
-}
-
-function Job(props: {
-  job: IJob;
-  links: IPanelLinks['jobs'];
-  trans: TranslationBundle;
-}): JSX.Element {
-  const { job, links, trans } = props;
-  return (
-    <li className="gpushare-job">
-      <div className="gpushare-row">
-        {links === null ? (
-          <b className="gpushare-name">{job.name}</b>
-        ) : (
-          <button
-            type="button"
-            className="gpushare-link gpushare-name"
-            title={job.id}
-            onClick={() => links.open(job.id)}
-          >
-            {job.name}
-          </button>
-        )}
-        <span className="gpushare-state" data-state={job.state}>
-          {jobBadge(trans, job)}
-        </span>
-      </div>
-      <div className="gpushare-muted" title={job.reason}>
-        {oneLine(job.reason)}
-      </div>
-      <div className="gpushare-muted">
-        {job.started_at === null
-          ? trans.__('%1, waited %2', job.size, duration(trans, job.waited_s))
-          : trans.__(
-              '%1, waited %2, ran %3',
-              job.size,
-              duration(trans, job.waited_s),
-              duration(trans, job.ran_s)
-            )}
-      </div>
-      {job.done !== null && job.total !== null && job.total > 0 ? (
-        <Meter
-          label={trans.__('Progress of %1', job.name)}
-          text={progressText(trans, job)}
-          max={job.total}
-          parts={[{ value: job.done, kind: 'used' }]}
-        />
-      ) : (
-        job.done !== null && <div className="gpushare-muted">{progressText(trans, job)}</div>
-      )}
-    </li>
   );
 }
 

@@ -5,25 +5,25 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
-import { GpuModel } from './model';
 import { GpuState, phaseOf } from './state';
-import { chipIcon } from './tokens';
+import { chipIcon, IGpuModel } from './tokens';
 import { sentence, statusText, wantsAttention } from './messages';
 
 export class StatusItem extends ReactWidget {
   constructor(
-    private readonly _model: GpuModel,
+    private readonly _gpu: IGpuModel,
     private readonly _trans: TranslationBundle,
     private readonly _open: () => void
   ) {
     super();
     this.addClass('gpushare-status');
-    _model.changed.connect(() => this._activeStateChanged.emit(), this);
+    _gpu.model.changed.connect(() => this._activeStateChanged.emit(), this);
+    _gpu.sentence.changed.connect(() => this.update(), this);
   }
 
   /** Whether there is something to show. */
   get isActive(): boolean {
-    return statusText(this._trans, this._model.state) !== '';
+    return statusText(this._trans, this._gpu.model.state) !== '';
   }
 
   get activeStateChanged(): ISignal<this, void> {
@@ -32,7 +32,7 @@ export class StatusItem extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._model.changed}>{() => this._item(this._model.state)}</UseSignal>
+      <UseSignal signal={this._gpu.model.changed}>{() => this._item(this._gpu.model.state)}</UseSignal>
     );
   }
 
@@ -46,7 +46,11 @@ export class StatusItem extends ReactWidget {
       <button
         type="button"
         className={wantsAttention(state, phase) ? 'gpushare-attention' : ''}
-        title={sentence(this._trans, state)}
+        title={
+          this._gpu.sentence.of(state) === null
+            ? sentence(this._trans, state)
+            : this._trans.__('Show my GPU, my projects and my training jobs')
+        }
         onClick={this._open}
       >
         <chipIcon.react tag="span" stylesheet="statusBar" />

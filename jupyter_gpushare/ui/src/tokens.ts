@@ -3,6 +3,7 @@ import { LabIcon } from '@jupyterlab/ui-components';
 
 import type { GpuModel } from './model';
 import type { Requests } from './requests';
+import type { Sight } from './sight';
 
 /** The model shared by all plugins of this extension. */
 export const IGpuModel = new Token<IGpuModel>(
@@ -13,6 +14,12 @@ export const IGpuModel = new Token<IGpuModel>(
 export interface IGpuModel {
   readonly model: GpuModel;
   readonly requests: Requests;
+  /** Where the sentence about the GPU is shown. */
+  readonly sentence: Sight;
+  /** Where the steps of waking are counted. */
+  readonly steps: Sight;
+  /** Where the reasons of jobs are shown. */
+  readonly reasons: Sight;
   /** What the user set; read again each time. */
   readonly options: () => IOptions;
 }

@@ -112,6 +112,8 @@ export interface IJob {
   /** pauses included; None: not known well enough */
   readonly ends_in: IEstimate | null;
   readonly notify: boolean;
+  readonly notify_url: string;
+  readonly notify_mail: boolean;
   readonly priority: number;
   /** None: the site's */
   readonly grace_s: number | null;
@@ -231,6 +233,8 @@ export interface ILaunchRequest {
   /** None: no maximum */
   readonly max_run_s: number | null;
   readonly notify: boolean;
+  readonly notify_url: string;
+  readonly notify_mail: boolean;
   /** when it was first sent (ISO 8601), for the name of a notebook's output; "": now */
   readonly at: string;
 }
@@ -276,6 +280,8 @@ export interface ILeaseStatus {
   readonly lost: boolean;
   /** kept by its owner until then, idle or not */
   readonly keep_until: string | null;
+  /** of today's budget for "Keep it" there; None: a job */
+  readonly keep_left_minutes: number | null;
   /** the GPU may be lent in `lend_in_s`, and its owner is told now */
   readonly warned: boolean;
   /** `size` for translation */
@@ -302,6 +308,8 @@ export interface IOffer {
   readonly device: string;
   /** of a size that cannot start now; None: not known well enough */
   readonly starts_in: IEstimate | null;
+  /** a session can wait for it */
+  readonly waits: boolean;
 }
 
 /** Answer to `GET offers`: what each size would get now. */
@@ -345,6 +353,8 @@ export interface IProjectUse {
   readonly overridden: boolean;
   /** GPU memory of its suspended sessions and jobs, in host memory */
   readonly saved_bytes: number;
+  /** the highest that members may give to their jobs */
+  readonly priority_max: number;
 }
 
 /** Answer of `GET status`: leases, jobs, projects and events of the user. */
@@ -362,14 +372,30 @@ export interface IStatus {
   readonly events: readonly IDecision[];
   /** False: the device helper does not answer */
   readonly devices_known: boolean;
-  /** of today's budget for "Keep it" */
+  /** of the site's budget today for "Keep it" */
   readonly keep_left_minutes: number | null;
+  /** sessions of the user that wait for their start */
+  readonly waiting: readonly IWaitingSession[];
 }
 
 /** One sentence or phrase: a key of `messages.TEMPLATES`, and what replaces `%1`, `%2`, ... */
 export interface IText {
   readonly key: string;
   readonly args: readonly (string | IText)[];
+}
+
+/** A session that waits on the spawn page for its start. */
+export interface IWaitingSession {
+  readonly user: string;
+  readonly server: string;
+  readonly project: string;
+  readonly size: string;
+  /** among the sessions that wait, 1 is next */
+  readonly position: number;
+  readonly sentence: string;
+  readonly sentence_texts: readonly IText[];
+  /** None: not known well enough */
+  readonly starts_in: IEstimate | null;
 }
 
 export type JobState = 'queued' | 'starting' | 'running' | 'suspended' | 'stopping' | 'succeeded' | 'failed' | 'cancelled' | 'timed_out';

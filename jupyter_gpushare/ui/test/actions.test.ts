@@ -18,7 +18,8 @@ import { ANSWERS } from './answers';
 import { trans } from './trans';
 
 function keep(left: number | null, chosen = 30): { label: string; minutes: Promise<number> } {
-  const state = stateOf({ ...ANSWERS.active, keep_left_minutes: left });
+  const lease = { ...ANSWERS.active.leases[0]!, keep_left_minutes: left };
+  const state = stateOf({ ...ANSWERS.active, leases: [lease] });
   let minutes = 0;
   const model = { state, change: async (_: string, asked: number) => (minutes = asked) };
   const action = new Actions(model as unknown as GpuModel, () => chosen, trans).keep();
@@ -40,8 +41,8 @@ describe('keeping a GPU', () => {
 
   it('gives a receipt, with a way back', async () => {
     const active = ANSWERS.active as Extract<typeof ANSWERS.active, { leases: unknown }>;
-    const lease = { ...active.leases[0]!, keep_until: '2031-05-06T14:50:00Z' };
-    const state = stateOf({ ...active, leases: [lease], keep_left_minutes: 90 });
+    const lease = { ...active.leases[0]!, keep_until: '2031-05-06T14:50:00Z', keep_left_minutes: 90 };
+    const state = stateOf({ ...active, leases: [lease] });
     const asked: number[] = [];
     const model = { state, change: async (_: string, minutes: number) => void asked.push(minutes) };
     await new Actions(model as unknown as GpuModel, () => 30, trans).keep().run();

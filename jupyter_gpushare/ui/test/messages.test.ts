@@ -198,7 +198,7 @@ describe('sentences', () => {
 
   it('copy nothing where nothing is held', () => {
     const empty = { ...ANSWERS.waking.leases[0]!, memory_saved_bytes: 0, memory_used_bytes: 0 };
-    expect(wakingSteps(trans, empty, 4)).toBe('Getting the GPU back, 4 s so far. Your cell runs after that.');
+    expect(wakingSteps(trans, empty, 4)).toBe('Getting the GPU back, 4 s so far.');
     expect(noticeText(trans, { kind: 'warned', lease: { ...empty, lend_in_s: 30 } })).toBe(
       'Your GPU is lent in 30 s: others wait. It comes back with your next GPU cell.'
     );
@@ -207,10 +207,10 @@ describe('sentences', () => {
   it('count both steps of waking', () => {
     const lease = ANSWERS.waking.leases[0]!;
     expect(wakingSteps(trans, { ...lease, state: 'suspended' }, 2.9)).toBe(
-      'Waking up: step 1 of 2, getting the GPU back, 2 s so far. Your cell runs after that.'
+      'Waking up: step 1 of 2, getting the GPU back, 2 s so far.'
     );
     expect(wakingSteps(trans, { ...lease, state: 'resuming', memory_saved_bytes: 6.8 * 2 ** 30 }, 4)).toBe(
-      'Waking up: step 2 of 2, copying 6.8 GiB back, 4 s so far. Your cell runs after that.'
+      'Waking up: step 2 of 2, copying 6.8 GiB back, 4 s so far.'
     );
   });
 });

@@ -1,0 +1,44 @@
+/** The column headers of the list of jobs: a click sorts by a column, another one the other way round. */
+
+import { TranslationBundle } from '@jupyterlab/translation';
+import React from 'react';
+
+import { Column, IView } from './jobs';
+
+export function Heads(props: {
+  view: IView;
+  change: (view: IView) => void;
+  trans: TranslationBundle;
+}): JSX.Element {
+  const { view, change, trans } = props;
+  const columns: [Column, string][] = [
+    ['name', trans.__('Job')],
+    ['state', trans.__('State')],
+    ['size', trans.__('Size')],
+    ['waited', trans.__('Waited')],
+    ['ran', trans.__('Ran')],
+    ['progress', trans.__('Progress')]
+  ];
+  return (
+    <>
+      {columns.map(([column, text]) => {
+        const mine = view.column === column;
+        return (
+          <span
+            key={column}
+            role="columnheader"
+            aria-sort={mine ? (view.descending ? 'descending' : 'ascending') : 'none'}
+          >
+            <button
+              type="button"
+              onClick={() => change({ ...view, column, descending: mine && !view.descending })}
+            >
+              {text}
+              {mine ? (view.descending ? ' \u25be' : ' \u25b4') : ''}
+            </button>
+          </span>
+        );
+      })}
+    </>
+  );
+}

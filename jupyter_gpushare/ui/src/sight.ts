@@ -1,0 +1,93 @@
+/**
+ * Shows a message in one place: in the most specific one that is in sight.
+ *
+ * From the most to the least specific: a waiting cell, the banner above a notebook, the
+ * list of jobs, the sidebar.  Where none of them is in sight, a notification or the
+ * tooltip of the status bar shows it.
+ */
+
+import { IDisposable } from '@lumino/disposable';
+import { ISignal, Signal } from '@lumino/signaling';
+
+import type { GpuState } from './state';
+
+const RANKS = { cell: 0, banner: 1, jobs: 2, sidebar: 3 } as const;
+
+/** A place where a message can be shown; dispose of it with its element. */
+export interface IPlace extends IDisposable {
+  readonly kind: keyof typeof RANKS;
+  /** The element that has to be in sight. */
+  readonly node: Element;
+  /** Whether it shows the message of this state at all. */
+  readonly says: (state: GpuState) => boolean;
+}
+
+/** What `Sight` needs of an `IntersectionObserver`. */
+export type Observer = Pick<IntersectionObserver, 'observe' | 'unobserve'>;
+type Seen = Pick<IntersectionObserverEntry, 'target' | 'isIntersecting' | 'intersectionRect'>;
+
+/** Decides which of the places of one message shows it. */
+export class Sight {
+  constructor(observer = (follow: (seen: readonly Seen[]) => void): Observer => new IntersectionObserver(follow)) {
+    this._observer = observer(seen => this._follow(seen));
+  }
+
+  /** Emitted when other places are in sight. */
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  /** Adds a place. */
+  add(kind: IPlace['kind'], node: Element, says: IPlace['says']): IPlace {
+    const remove = (place: IPlace): void => this._remove(place);
+    const place: IPlace = {
+      kind,
+      node,
+      says,
+      get isDisposed(): boolean {
+        return !places.has(place);
+      },
+      dispose: () => remove(place)
+    };
+    const places = this._places;
+    places.add(place);
+    this._observer.observe(node);
+    return place;
+  }
+
+  /** Returns the place that shows the message of a state; null: none of them. */
+  of(state: GpuState): IPlace | null {
+    const able = [...this._places].filter(place => this._inSight.has(place.node) && place.says(state));
+    const best = Math.min(...able.map(({ kind }) => RANKS[kind]));
+    const equal = able.filter(({ kind }) => RANKS[kind] === best);
+    // It stays where it is: two notebooks side by side do not hand it to and fro.
+    const stays = equal.find(place => place === this._last) ?? equal[0] ?? null;
+    return (this._last = stays);
+  }
+
+  private _follow(seen: readonly Seen[]): void {
+    for (const { target, isIntersecting, intersectionRect } of seen) {
+      if (isIntersecting && intersectionRect.width > 0 && intersectionRect.height > 0) {
+        this._inSight.add(target);
+      } else {
+        this._inSight.delete(target);
+      }
+    }
+    this._changed.emit();
+  }
+
+  private _remove(place: IPlace): void {
+    if (this._places.delete(place)) {
+      this._observer.unobserve(place.node);
+      if (this._inSight.delete(place.node)) {
+        this._changed.emit();
+      }
+    }
+  }
+
+  private readonly _changed = new Signal<this, void>(this);
+  private readonly _observer: Observer;
+  private readonly _places = new Set<IPlace>();
+  private readonly _inSight = new Set<Element>();
+  private _last: IPlace | null = null;
+}
