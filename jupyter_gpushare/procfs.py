@@ -30,6 +30,8 @@ USER_TICKS = 11
 SYSTEM_TICKS = 12
 THREADS = 17
 START_TICKS = 19
+BLOCKED_SIGNALS = 29  # of the first thread; masks of the signals 1 to 31
+CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
 
 # PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version.
@@ -73,6 +75,19 @@ def read(pid: int, name: str, limit_bytes: int) -> bytes:
         return b""
     finally:
         os.close(fd)
+
+
+def read_whole(pid: int, name: str, limit_bytes: int) -> bytes:
+    """As `read`, for a file that the kernel answers in several parts, such as ``mountinfo``."""
+    found = bytearray()
+    try:
+        with open(path(pid, name), "rb", buffering=0) as file:
+            while len(found) < limit_bytes and (more := file.read(limit_bytes - len(found))):
+                found += more
+    except OSError as error:
+        if error.errno in _COULD_NOT_LOOK:
+            raise
+    return bytes(found)
 
 
 def stat_fields(pid: int) -> list[bytes]:

@@ -33,6 +33,7 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
         "kube": ("jupyter_gpushare.cli.kube", "Queues for a Kubernetes cluster, and whether it is ready"),
         "helper": ("jupyter_gpushare.gpu.service.helper", "run the device helper of a GPU machine"),
+        "seat": ("jupyter_gpushare.gpu.service.seat", "stand for a lease on a Kubernetes node"),
     }
 )
 

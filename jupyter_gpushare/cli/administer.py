@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from jupyter_gpushare.cli.output import (
+    confirmed,
     lending_text,
     note,
     print_job,
@@ -46,8 +47,14 @@ def lending(args: argparse.Namespace) -> int:
 
 def quota(args: argparse.Namespace) -> int:
     """Print quotas, limits and weights of projects, after changing one project's if values are given."""
-    change = wire.ProjectChange(quota=args.quota, weight=args.weight, limit=args.limit, force=args.force)
-    is_changed = (args.quota, args.weight, args.limit) != (None, None, None)
+    change = wire.ProjectChange(
+        quota=args.quota,
+        weight=args.weight,
+        limit=args.limit,
+        priority_max=args.priority_max,
+        force=args.force,
+    )
+    is_changed = any(x is not None for x in (args.quota, args.weight, args.limit, args.priority_max))
     if (is_changed or args.reset) and args.project is None:
         args.parser.error("name the project")
     if is_changed and args.reset:
@@ -129,10 +136,13 @@ def act(args: argparse.Namespace) -> int:
             return EXIT_REFUSED
         if args.action == "stop":
             what = "job" if lease.job else "session, with all its kernels and their variables,"
-            if not args.yes and not _confirmed(args, f"Stop {lease.user}'s {what} of {lease.size}?"):
+            if not args.yes and not confirmed(args, f"Stop {lease.user}'s {what} of {lease.size}?"):
                 return EXIT_REFUSED
         answer = client.post(f"leases/{lease.id}/{args.action}", None, wire.LeaseStatus, repeatable=True)
-    if answer is None:  # a job that had not begun
+        if answer is None and args.json:  # a job that had not begun
+            print_json(client.get(f"jobs/{lease.job}", wire.Job))
+            return EXIT_OK
+    if answer is None:
         say("Stopped.")
     elif args.json:
         print_json(answer)
@@ -161,11 +171,3 @@ def _found(client: BlockingClient, id: str) -> wire.LeaseStatus | None:
 
 def _sentence(lease: wire.LeaseStatus) -> str:
     return about(local(lease.sentence, lease.sentence_texts), lease.user)
-
-
-def _confirmed(args: argparse.Namespace, question: str) -> bool:
-    """Return whether a person says yes; without a terminal only ``--yes`` does."""
-    if not sys.stdin.isatty():
-        args.parser.error("without a terminal say --yes")
-    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlparse
 
 from traitlets import TraitError
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
+from jupyter_gpushare.backends.kubernetes.surroundings import parse_list
 from jupyter_gpushare.broker.app import GPUShareBroker
+from jupyter_gpushare.broker.cluster import queue_projects
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import Check, Result, print_checks
 from jupyter_gpushare.cli.kube_checks import examine
+from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+from jupyter_gpushare.errors import GpuShareError
 
 EXAMPLES = """\
 examples:
@@ -30,6 +37,9 @@ examples:
       create the Queues and priority classes of the configured projects, or change their numbers
   gpushare kube check --config broker_config.py
       before users come, with the rights of the broker
+  kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
+      gpushare kube check --config broker_config.py --hub -
+      the Hub's namespace too, in which the broker has no rights
 """
 
 
@@ -41,6 +51,7 @@ class Configured:
     min_run_s: float
     levels: int  # LAS queues of jobs
     kube: GPUShareKube
+    tls_port: int  # of the broker; 0: none
 
 
 def configured(file: Path) -> Configured:
@@ -52,16 +63,12 @@ def configured(file: Path) -> Configured:
     """
     app = GPUShareBroker()
     app.initialize(["--config", str(file)])
-    policy, projects = app.policy(), []
-    for project in policy.projects:
-        if project.quota_milli is None:
-            raise InvalidRequest(
-                "project %1: its quota is a percentage, and a Queue has a number of GPUs: write quota = 4",
-                project.name,
-            )
-        projects.append(project.project(0, None))
+    policy = app.policy()
     levels = len(policy.las_thresholds_gpu_s) + 1
-    return Configured(tuple(projects), policy.min_run_s, levels, GPUShareKube(parent=app))
+    tls_port = int(app.tls_address.rpartition(":")[2] or 0)
+    return Configured(
+        tuple(queue_projects(policy)), policy.min_run_s, levels, GPUShareKube(parent=app), tls_port
+    )
 
 
 def _print_queues(site: Configured) -> int:
@@ -70,10 +77,40 @@ def _print_queues(site: Configured) -> int:
     return 0
 
 
-def _check(site: Configured, as_json: bool) -> int:
-    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels))
+def _check(site: Configured, hub: str, as_json: bool) -> int:
+    about_hub = hub_checks(parse_list(_read(hub)), _broker_pod(site)) if hub else [not_examined()]
+    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels)) + about_hub
     print_checks(checks, as_json=as_json)
     return 1 if any(check.result is Result.FAIL for check in checks) else 0
+
+
+def _read(file: str) -> bytes:
+    """Return the content of a file; of standard input for ``-``.
+
+    Raises:
+        GpuShareError: it cannot be read.
+    """
+    try:
+        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise GpuShareError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _own_address() -> str:
+    """Return the address of this pod; empty outside a cluster, or where its name has none."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        with contextlib.suppress(OSError):
+            return socket.gethostbyname(socket.gethostname())
+    return ""
+
+
+def _broker_pod(site: Configured) -> BrokerPod:
+    return BrokerPod(
+        namespace=site.kube.namespace,
+        address=_own_address(),
+        http_port=urlparse(os.environ.get("JUPYTERHUB_SERVICE_URL", "")).port or 8888,
+        tls_port=site.tls_port,
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,10 +130,14 @@ def main(argv: Sequence[str]) -> int:
         verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="of the broker")
         if name == "check":
             verb.add_argument("--json", action="store_true", help="print JSON")
+            verb.add_argument(
+                "--hub", default="", metavar="FILE",
+                help="also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
+            )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         site = configured(args.config)
-        return _print_queues(site) if args.verb == "queues" else _check(site, args.json)
+        return _print_queues(site) if args.verb == "queues" else _check(site, args.hub, args.json)
     except (GpuShareError, TraitError) as error:
         print(f"gpushare kube: {error}", file=sys.stderr)
         return 1

@@ -7,35 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from jupyter_gpushare.backends.helper_client import Address, HelperClient
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
+    CLUSTER_POLICIES,
+    CONFIGS,
     NODES,
     PODS,
     PRIORITY_CLASSES,
     QUEUES,
     SHARDS,
     ApiClient,
+    Resource,
 )
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node
-from jupyter_gpushare.backends.kubernetes.queues import in_force, missing, priority_classes
+from jupyter_gpushare.backends.kubernetes.helpers import Helpers
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node, Object
+from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
+from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
+from jupyter_gpushare.backends.kubernetes.surroundings import ENV_ACCEPTED
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import Check, fail, ok, warn
+from jupyter_gpushare.cli.kube_hub import BROKER
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.errors import GpuShareError, HelperError
+from jupyter_gpushare.protocol.helper import Hello
+
+T = TypeVar("T", bound=Object)
 
 _KAI = "scheduling.run.ai"
-# Verb, group and resource of every request of the broker: in its namespace, and in the whole cluster.
+# Verb, group and resource of what broker and checks cannot do without: in its namespace, in the cluster.
 RIGHTS = tuple(
     (verb, group, resource)
     for group, resource in (("", "pods"), (_KAI, "podgroups"))
     for verb in ("get", "list", "watch", "create", "patch", "delete")
 )
-CLUSTER_RIGHTS = tuple(
-    (verb, group, resource)
-    for group, resource in ((_KAI, "queues"), ("", "nodes"))
-    for verb in ("list", "watch")
-)
+CLUSTER_RIGHTS = (("list", _KAI, "queues"), ("watch", _KAI, "queues"), ("list", "", "nodes"))
 _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
 
@@ -114,6 +122,14 @@ async def _queues(cluster: Cluster) -> Check:
         )
     if lost := missing(cluster.projects, there):
         return fail("queues", f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
+    if wrong := misplaced(cluster.projects, there):
+        places = ", ".join(f"{name} ({f'below {parent}' if parent else 'a root'})" for name, parent in wrong)
+        return fail(
+            "queues",
+            f"Queues have another parent than they need: {places}. An idle session below its project "
+            "would be protected by the quota of the project, and never lent.",
+            f"delete them, then run {_APPLY}",
+        )
     differing = [p.name for p in cluster.projects if in_force(p, there) != p]
     if differing:
         text = f"The Queue of project {', '.join(differing)} has other numbers than the configuration."
@@ -145,6 +161,102 @@ async def _consolidation(cluster: Cluster) -> Check:
         "set spec.actions.consolidation.enabled of the SchedulingShard to false "
         "(scheduler.actions.consolidation.enabled in the values of KAI's chart)",
     )
+
+
+async def _sharing(cluster: Cluster) -> Check:
+    if await shares_gpus(cluster.client):
+        return ok("gpu-sharing", "KAI gives out parts of GPUs.")
+    return fail(
+        "gpu-sharing",
+        "This KAI-Scheduler gives out whole GPUs only.",
+        "set spec.admission.gpuSharing of KAI's Config to true (global.gpuSharing in its chart's values)",
+    )
+
+
+async def _variable(cluster: Cluster) -> Check:
+    """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
+    name = "visible-devices"
+    for found in await _listed(cluster, CONFIGS):
+        if found.spec.admission.block_nvidia_visible_devices:
+            return fail(
+                name,
+                "KAI overwrites NVIDIA_VISIBLE_DEVICES, by which servers are told their GPUs.",
+                "set spec.admission.blockNvidiaVisibleDevices of KAI's Config to false "
+                "(global.blockNvidiaVisibleDevices in its chart's values)",
+            )
+    for policy in await _listed(cluster, CLUSTER_POLICIES):
+        if policy.spec.cdi.nri_plugin_enabled:
+            return warn(
+                name,
+                "The GPU operator's NRI plugin is on: containers get GPUs by an annotation alone.",
+                "set cdi.nriPluginEnabled of the operator's chart to false, or "
+                'c.GPUShareKubeSpawner.gpu_names = "annotation"',
+            )
+        if not policy.takes_variable:
+            return fail(
+                name,
+                f"The container toolkit ignores NVIDIA_VISIBLE_DEVICES of servers ({ENV_ACCEPTED} is false).",
+                f"set {ENV_ACCEPTED} to true in toolkit.env of the GPU operator's chart",
+            )
+    return ok(name, "Servers can be told their GPUs.")
+
+
+async def _listed(cluster: Cluster, kind: Resource[T]) -> list[T]:
+    """All objects of a kind; none where the cluster does not have it."""
+    try:
+        return (await cluster.client.list(kind)).items
+    except KubeError as error:
+        if error.status == 404:
+            return []
+        raise
+
+
+async def _one_broker(cluster: Cluster) -> Check:
+    selector = ",".join(f"{key}={value}" for key, value in BROKER.items())
+    pods = (await cluster.client.list(PODS, cluster.kube.namespace, selector)).items
+    running = [
+        p.metadata.name for p in pods if p.status.phase == "Running" and not p.metadata.deletion_timestamp
+    ]
+    if len(running) > 1:
+        return fail(
+            "one-broker",
+            f"Several brokers run: {', '.join(sorted(running)[:5])}. The helpers obey the newest alone.",
+            "scale the broker's Deployment to 1, with strategy Recreate",
+        )
+    return ok("one-broker", "No second broker runs.")
+
+
+async def _helpers(cluster: Cluster) -> Check:
+    kube = cluster.kube
+    try:
+        site = kube.helpers()
+    except GpuShareError as error:
+        return fail("helpers", f"{error}.", "give broker and helpers the same secret, of 32 bytes or more")
+    helpers = Helpers(cluster.client, site)
+    pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
+    addresses = helpers.of(pods)
+    if not addresses:
+        return fail(
+            "helpers",
+            f"No pod of a device helper runs ({kube.helper_selector}).",
+            "run one on each node with GPUs, in the namespace of the broker",
+        )
+    silent = [node for node, address in addresses.items() if not await _answers(address)]
+    if silent:
+        return fail(
+            "helpers",
+            f"The device helper does not answer on {', '.join(sorted(silent)[:5])}.",
+            f"let this pod reach port {kube.helper_port} of its pod, and compare the secrets",
+        )
+    return ok("helpers", f"They answer on {len(addresses)} nodes.")
+
+
+async def _answers(address: Address) -> bool:
+    try:
+        await HelperClient(address, lambda: 0).ask("hello", None, Hello)
+    except HelperError:
+        return False
+    return True
 
 
 async def _nodes(cluster: Cluster) -> Check:
@@ -187,6 +299,10 @@ _CHECKS: dict[str, Callable[[Cluster], Coroutine[Any, Any, Check]]] = {
     "queues": _queues,
     "priority-classes": _priority_classes,
     "consolidation": _consolidation,
+    "gpu-sharing": _sharing,
+    "visible-devices": _variable,
+    "one-broker": _one_broker,
     "nodes": _nodes,
+    "helpers": _helpers,
     "seats": _seats,
 }

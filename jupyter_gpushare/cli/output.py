@@ -108,6 +108,8 @@ def complain(args: argparse.Namespace, status: int, reason: str, message: str) -
 def project_text(project: wire.ProjectUse) -> str:
     """Return quota, use, limit and weight of a project as a line."""
     limit = "" if project.limit_milli is None else f", limit {project.limit_milli / 1000:g}"
+    if project.priority_max:
+        limit += f", priority at most {project.priority_max}"
     changed = " (changed; --reset takes it back)" if project.overridden else ""
     return f"{project.name}: quota {project.quota_milli / 1000:g}, weight {project.weight}{limit}{changed}"
 
@@ -133,3 +135,11 @@ def lending_text(lending: wire.Lending) -> str:
     if lending.last_reason:
         parts.append(f"Last at {day_and_time(lending.last_at)}: {lending.last_reason.rstrip('.')}.")
     return " ".join(parts)
+
+
+def confirmed(args: argparse.Namespace, question: str) -> bool:
+    """Return whether a person says yes; without a terminal only ``--yes`` does."""
+    if not sys.stdin.isatty():
+        args.parser.error("without a terminal say --yes")
+    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

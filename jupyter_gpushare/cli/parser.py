@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from jupyter_gpushare import __version__
-from jupyter_gpushare.cli import administer, queue, sessions
+from jupyter_gpushare.cli import queue, sessions
 from jupyter_gpushare.cli import verbs as run
-from jupyter_gpushare.cli.administer import MODES
+from jupyter_gpushare.cli.admin_parser import add_admin_verbs
+from jupyter_gpushare.cli.options import Parser, add_verb, count, limit, pair, seconds
 from jupyter_gpushare.core.model import CheckpointMode
 
-_INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
-# As JupyterLab's dialog reads them (`ui/src/times.ts`).
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 # Options of `submit` that have no value.
-_FLAGS = frozenset({"--wait", "--json", "--no-borrow", "--no-notify"})
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the closest verb for a misspelt one."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with 2, the usage and the message; a misspelt verb gets a suggestion."""
-        if unknown := _INVALID_CHOICE.search(message):
-            near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1)
-            message += f": did you mean {near[0]}?" if near else ""
-        super().error(message)
+_FLAGS = frozenset({"--wait", "--json", "--no-borrow", "--no-notify", "--mail"})
 
 
 def split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
@@ -68,12 +51,10 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
 
 
 def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
-    _verb(verbs, "status", run.status, "my GPUs, my projects, my jobs", "gpushare status --json")
-    jobs = _verb(verbs, "jobs", run.jobs, "my training jobs, the next first", "gpushare jobs --limit 50")
-    jobs.add_argument(
-        "--limit", type=_count(1, 1_000), default=20, metavar="N", help="at most N (default 20)"
-    )
-    logs = _verb(
+    add_verb(verbs, "status", run.status, "my GPUs, my projects, my jobs", "gpushare status --json")
+    jobs = add_verb(verbs, "jobs", run.jobs, "my training jobs, the next first", "gpushare jobs --limit 50")
+    jobs.add_argument("--limit", type=count(1, 1_000), default=20, metavar="N", help="at most N (default 20)")
+    logs = add_verb(
         verbs,
         "logs",
         run.logs,
@@ -87,19 +68,21 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "-f", "--follow", action="store_true", help="go on until the job ends, over all attempts"
     )
     logs.add_argument(
-        "--attempt", type=_count(1, 1_000_000), metavar="N", help="only this attempt (default: all)"
+        "--attempt", type=count(1, 1_000_000), metavar="N", help="only this attempt (default: all)"
     )
     logs.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
-    retry = _verb(verbs, "retry", run.retry, "submit a job again that has ended", "gpushare retry k3v9m2x7qa")
+    retry = add_verb(
+        verbs, "retry", run.retry, "submit a job again that has ended", "gpushare retry k3v9m2x7qa"
+    )
     retry.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
-    show = _verb(
+    show = add_verb(
         verbs, "show", run.show, "one job, with every pause and its reason", "gpushare show k3v9m2x7qa"
     )
     show.add_argument("id", metavar="ID", help="of the job, as `gpushare jobs` shows it")
     _add_queue_verbs(verbs)
     _add_session_verbs(verbs)
     _add_lease_verbs(verbs)
-    doctor = _verb(
+    doctor = add_verb(
         verbs,
         "doctor",
         run.doctor,
@@ -118,7 +101,7 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_queue_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
-    cancel = _verb(
+    cancel = add_verb(
         verbs,
         "cancel",
         queue.cancel,
@@ -127,7 +110,7 @@ def _add_queue_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "gpushare cancel k3v9m2x7qa p4w8n1y6rb",
     )
     cancel.add_argument("ids", nargs="+", metavar="ID", help="of the jobs, as `gpushare jobs` shows them")
-    edit = _verb(
+    edit = add_verb(
         verbs,
         "edit",
         queue.edit,
@@ -142,9 +125,9 @@ def _add_queue_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     size.add_argument("--memory", metavar="SIZE", help="GPU memory of one device instead, like 20GiB")
     size.add_argument("--profile", metavar="NAME", help="one MIG instance instead, like 1g.10gb")
     edit.add_argument("--project", metavar="P", help="it goes to the end of that project's queue")
-    edit.add_argument("--priority", type=_count(-100, 100), metavar="N", help="within the project")
-    edit.add_argument("--max-run", type=_limit, metavar="TIME", help="like 30m, 4h or 2d; none: no maximum")
-    move = _verb(
+    edit.add_argument("--priority", type=count(-100, 100), metavar="N", help="within the project")
+    edit.add_argument("--max-run", type=limit, metavar="TIME", help="like 30m, 4h or 2d; none: no maximum")
+    move = add_verb(
         verbs,
         "move",
         queue.move,
@@ -166,8 +149,8 @@ def _add_queue_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
-    wake = _verb(verbs, "wake", sessions.wake, "get the GPU of my sleeping session back", "gpushare wake")
-    keep = _verb(
+    wake = add_verb(verbs, "wake", sessions.wake, "get the GPU of my sleeping session back", "gpushare wake")
+    keep = add_verb(
         verbs,
         "keep",
         sessions.keep,
@@ -177,16 +160,16 @@ def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "gpushare keep --minutes 0         undo it",
     )
     keep.add_argument(
-        "--minutes", type=_count(0, 1_440), default=30, metavar="N", help="default 30; 0: not any more"
+        "--minutes", type=count(0, 1_440), default=30, metavar="N", help="default 30; 0: not any more"
     )
-    lend = _verb(verbs, "lend", sessions.lend, "lend the GPU of my session now", "gpushare lend")
+    lend = add_verb(verbs, "lend", sessions.lend, "lend the GPU of my session now", "gpushare lend")
     for verb in (wake, keep, lend):
         verb.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
-    _verb(verbs, "usage", sessions.usage, "my GPU-hours of the last seven days", "gpushare usage --json")
+    add_verb(verbs, "usage", sessions.usage, "my GPU-hours of the last seven days", "gpushare usage --json")
 
 
 def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
-    sleep = _verb(
+    sleep = add_verb(
         verbs,
         "sleep",
         sessions.sleep,
@@ -196,90 +179,11 @@ def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     )
     sleep.add_argument("may", choices=["never", "allow"])
     sleep.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
-    text = "what administrators change while users work"
-    admin = verbs.add_parser("admin", help=text, description=f"{text.capitalize()}.")
-    settings = admin.add_subparsers(metavar="SETTING", required=True)
-    lending = _verb(
-        settings,
-        "lending",
-        administer.lending,
-        "whether GPUs of idle sessions are lent",
-        "gpushare admin lending          the mode in force, and how suspensions went",
-        "gpushare admin lending watch    log what would be lent, touch no process",
-        "gpushare admin lending off      wake all sessions, lend nothing",
-        "gpushare admin lending default  as configured",
-    )
-    lending.add_argument("mode", nargs="?", choices=[*MODES, "default"])
-    _add_acts(settings)
-    _add_usage(settings)
-    quota = _verb(
-        settings,
-        "quota",
-        administer.quota,
-        "the numbers of projects",
-        "gpushare admin quota                       all projects",
-        "gpushare admin quota nlp --quota 1.5       guaranteed GPUs; --weight and --limit likewise",
-        "gpushare admin quota nlp --reset           as configured",
-    )
-    quota.add_argument("project", nargs="?", metavar="PROJECT")
-    quota.add_argument("--quota", type=float, metavar="G", help="guaranteed GPUs")
-    quota.add_argument("--weight", type=_count(0, 1_000), metavar="N", help="share of what is over")
-    quota.add_argument("--limit", type=float, metavar="G", help="the most GPUs that it may hold")
-    quota.add_argument("--force", action="store_true", help="also more than the machine has")
-    quota.add_argument("--reset", action="store_true", help="take all changes back")
-
-
-def _add_acts(settings: argparse._SubParsersAction[Parser]) -> None:
-    _verb(
-        settings,
-        "leases",
-        administer.leases,
-        "sessions and jobs of all users, with their ids",
-        "gpushare admin leases --json",
-    )
-    for name, action, text in (
-        ("wake", "resume", "get the GPU of a sleeping session back"),
-        ("lend", "lend", "lend the GPU of a session now"),
-        ("stop", "stop", "stop a session with its kernels, or a job"),
-    ):
-        verb = _verb(settings, name, administer.act, text, f"gpushare admin {name} k3v9m2x7qa")
-        verb.add_argument("id", metavar="ID", help="as `gpushare admin leases` shows it")
-        verb.set_defaults(action=action)
-        if action == "stop":
-            verb.add_argument("--yes", action="store_true", help="do not ask")
-    priority = _verb(
-        settings,
-        "priority",
-        administer.priority,
-        "raise or lower the priority of a job, beyond its project's right too",
-        "gpushare admin priority k3v9m2x7qa 20",
-    )
-    priority.add_argument("id", metavar="JOB")
-    priority.add_argument("priority", type=_count(-100, 100), metavar="N", help="-100 to 100")
-
-
-def _add_usage(settings: argparse._SubParsersAction[Parser]) -> None:
-    usage = _verb(
-        settings,
-        "usage",
-        administer.usage,
-        "GPU-hours of all users, for chargeback",
-        "gpushare admin usage                                this month, by user, project and GPU model",
-        "gpushare admin usage --by project,month --since 2026-01-01",
-        "gpushare admin usage --by user,day --user ada --csv",
-    )
-    usage.add_argument(
-        "--by", metavar="COLUMNS", help="of user, project, gpu and one of day and month, with commas"
-    )
-    usage.add_argument("--since", metavar="DAY", help="the first, like 2026-11-01 (UTC)")
-    usage.add_argument("--until", metavar="DAY", help="the last (default: today)")
-    usage.add_argument("--user", metavar="NAME", help="only of this user")
-    usage.add_argument("--project", metavar="P", help="only of this project")
-    usage.add_argument("--csv", action="store_true", help="print CSV")
+    add_admin_verbs(verbs)
 
 
 def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
-    submit = _verb(
+    submit = add_verb(
         verbs,
         "submit",
         run.submit,
@@ -298,7 +202,7 @@ def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        type=_pair,
+        type=pair,
         help="of the notebook; may be repeated",
     )
     size = submit.add_mutually_exclusive_group()
@@ -325,25 +229,26 @@ def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
         help="start only on what the project is guaranteed, never on GPUs that are lent or over its quota",
     )
     submit.add_argument(
-        "--no-notify",
-        dest="notify",
-        action="store_false",
-        help="no notification in JupyterLab when it is paused or ends",
+        "--no-notify", dest="notify", action="store_false", help="no notification in JupyterLab"
     )
+    submit.add_argument(
+        "--notify", dest="notify_url", default="", metavar="URL", help="webhook for the job to tell"
+    )
+    submit.add_argument("--mail", action="store_true", help="mail me as well, where the site sends mail")
     submit.add_argument("--cwd", metavar="D", help="where it runs (default: here)")
     submit.add_argument(
-        "--env", metavar="K=V", action="append", default=[], type=_pair, help="may be repeated"
+        "--env", metavar="K=V", action="append", default=[], type=pair, help="may be repeated"
     )
     submit.add_argument(
-        "--priority", type=_count(-100, 100), default=0, metavar="N", help="within the project"
+        "--priority", type=count(-100, 100), default=0, metavar="N", help="within the project"
     )
     submit.add_argument(
-        "--retries", type=_count(0, 10), default=0, metavar="N", help="after a failure (0 to 10)"
+        "--retries", type=count(0, 10), default=0, metavar="N", help="after a failure (0 to 10)"
     )
     submit.add_argument("--grace", type=float, metavar="S", help="seconds between SIGTERM and SIGKILL")
     submit.add_argument(
         "--max-run",
-        type=_seconds,
+        type=seconds,
         metavar="TIME",
         help="stop it after so much run time, like 30m, 4h or 2d; pauses do not count",
     )
@@ -351,58 +256,3 @@ def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
         "--wait", action="store_true", help="until it ends; exit code 1 if it did not succeed"
     )
     submit.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _verb(
-    verbs: argparse._SubParsersAction[Parser],
-    name: str,
-    does: Callable[[argparse.Namespace], int],
-    text: str,
-    *examples: str,
-    usage: str | None = None,
-    json_help: str = "print JSON",
-) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(
-        name,
-        help=text,
-        usage=usage,
-        description=text[0].upper() + text[1:] + ".",
-        epilog="examples:\n  " + "\n  ".join(examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("--json", action="store_true", help=json_help)
-    verb.add_argument("--url", help="of the Hub or its broker (default: $GPUSHARE_API_URL)")
-    verb.add_argument("--token", help="default: $GPUSHARE_API_TOKEN, else $JUPYTERHUB_API_TOKEN")
-    verb.set_defaults(run=does, parser=verb, command=[])
-    return verb
-
-
-def _count(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit, like 30m, 4h or 2d")
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def _limit(text: str) -> float:
-    return 0.0 if text == "none" else _seconds(text)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    return name, value

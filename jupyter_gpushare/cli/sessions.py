@@ -22,31 +22,32 @@ _HOUR_S = 3600.0
 
 def wake(args: argparse.Namespace) -> int:
     """Request that a suspended session resumes; return the exit code."""
-    return _act(args, "resume")
+    _act(args, "resume")
+    return EXIT_OK
 
 
 def keep(args: argparse.Namespace) -> int:
     """Keep the GPU of an idle session for a while."""
-    code = _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
-    if not args.json:
-        with closing(connect(args)) as client:
-            left = client.get("status", wire.Status).keep_left_minutes
-        if left is not None:
-            say(f"{floor(left)} min of that are left today; `gpushare keep --minutes 0` undoes it.")
-    return code
+    lease = _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
+    if lease.keep_left_minutes is not None and not args.json:
+        left = floor(lease.keep_left_minutes)
+        say(f"{left} min of that are left today; `gpushare keep --minutes 0` undoes it.")
+    return EXIT_OK
 
 
 def lend(args: argparse.Namespace) -> int:
     """Lend the GPU of a session now."""
-    return _act(args, "lend")
+    _act(args, "lend")
+    return EXIT_OK
 
 
 def sleep(args: argparse.Namespace) -> int:
     """Mark a session as never to be put to sleep, or take the mark away."""
-    return _act(args, "never-sleep" if args.may == "never" else "may-sleep")
+    _act(args, "never-sleep" if args.may == "never" else "may-sleep")
+    return EXIT_OK
 
 
-def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None) -> int:
+def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None) -> wire.LeaseStatus:
     with closing(connect(args)) as client:
         lease_id = session_of(client, args.server).id
         lease = client.post(f"leases/{lease_id}/{action}", body, wire.LeaseStatus, repeatable=True)
@@ -54,7 +55,7 @@ def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = 
         print_json(lease)
     else:
         say(f"{lease.badge}: {local(lease.sentence, lease.sentence_texts)}")
-    return EXIT_OK
+    return lease
 
 
 def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:

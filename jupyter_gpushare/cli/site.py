@@ -285,6 +285,7 @@ CHECKS: dict[str, Callable[[Site], Found]] = {
     "service": _service,
     "broker-role": _broker_role,
     "api-token": services.api_token,
+    "internal-ssl": services.internal_ssl,
     "hub": services.hub_answer,
     "spawner-token": _spawner_token,
     "broker-socket": _broker_socket,

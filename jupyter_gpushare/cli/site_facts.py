@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.state.policy import ProjectConfig
 from jupyter_gpushare.cli.checks import Check
+from jupyter_gpushare.internal_tls import internal_tls
 
 SERVICE = "gpushare"
 _HUB_S = 5.0
@@ -33,8 +34,9 @@ class Machine:
     ram_bytes: int
     driver: str
     cgroup_v2: bool
-    # What a Hub that runs refuses to a token, with the remedy; uids that listen at a port.
-    ask_hub: Callable[[str, str], tuple[str, str] | None] = lambda _url, _token: None
+    # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; uids that
+    # listen at a port.
+    ask_hub: Callable[[str, str, Mapping[str, str]], tuple[str, str] | None] = lambda *_: None
     listeners: Callable[[int], frozenset[int]] = lambda _port: frozenset()
 
 
@@ -88,11 +90,17 @@ def this_machine() -> Machine:
     )
 
 
-def ask_hub(url: str, token: str) -> tuple[str, str] | None:
-    """Return what a running Hub refuses to this token, and the remedy; None: nothing, or no Hub runs."""
+def ask_hub(url: str, token: str, env: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what a running Hub refuses to this token, and the remedy; None: nothing, or no Hub runs.
+
+    ``env`` is the broker's: it names the certificates of the Hub's internal TLS.
+
+    Raises:
+        GpuShareError: they cannot be used.
+    """
 
     async def ask() -> tuple[str, str] | None:
-        client = HubClient(url, token, timeout_s=_HUB_S)
+        client = HubClient(url, token, timeout_s=_HUB_S, tls=internal_tls(env))
         try:
             await client.servers()
         except HubError as error:

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from jupyter_gpushare import channel
 from jupyter_gpushare.cli.site_facts import SERVICE, Found, Site
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 
 _VARIABLE = "JUPYTERHUB_API_TOKEN="
 _BROKER_UNIT, _HELPER_UNIT = "gpushare-broker.service", "gpushare-helper.service"
@@ -60,9 +62,43 @@ def hub_answer(site: Site) -> Found:
     """What a running Hub says to the broker's token; a Hub that does not run is not a fault here."""
     service = site.service() or {}
     if token := service.get("api_token"):
-        url = f"http://{site.hub.hub_ip or '127.0.0.1'}:{site.hub.hub_port}{site.hub.base_url}hub/api"
-        if remedy := site.machine.ask_hub(url, token):
-            yield remedy
+        scheme = "https" if site.hub.internal_ssl else "http"
+        url = f"{scheme}://{site.hub.hub_ip or '127.0.0.1'}:{site.hub.hub_port}{site.hub.base_url}hub/api"
+        with contextlib.suppress(GpuShareError):  # the check of internal TLS has said it
+            if remedy := site.machine.ask_hub(url, token, _broker_environment(site)):
+                yield remedy
+
+
+def internal_ssl(site: Site) -> Found:
+    """Yield what an external broker lacks to talk to a Hub with internal TLS."""
+    service, path = site.service() or {}, site.files.broker_environment
+    if service.get("command") or not service.get("api_token"):
+        return  # a broker that the Hub starts gets its certificates from it
+    remedy, env = "docs/operations.md, TLS and internal_ssl", _broker_environment(site)
+    if not site.hub.internal_ssl:
+        if used := [name for name in VARIABLES if name in env]:
+            yield f"{path} sets {', '.join(used)}, and c.JupyterHub.internal_ssl is off.", remedy
+        return
+    try:
+        if internal_tls(env) is None:
+            yield f"The Hub uses internal_ssl, and {path} names no certificates.", remedy
+    except GpuShareError as error:
+        yield f"{error}.", remedy
+    for name, url in (
+        ("JUPYTERHUB_API_URL", env.get("JUPYTERHUB_API_URL", "")),
+        ("JUPYTERHUB_SERVICE_URL", env.get("JUPYTERHUB_SERVICE_URL", "")),
+        (f"The url of the service {SERVICE}", service.get("url") or ""),
+    ):
+        if not url.startswith("https://"):
+            yield f"{name} is {url or 'not set'}, but the Hub uses internal_ssl: https:// is needed.", remedy
+
+
+def _broker_environment(site: Site) -> dict[str, str]:
+    try:
+        lines = site.files.broker_environment.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}  # the check of the API token says so
+    return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
 
 
 def port(site: Site) -> Found:

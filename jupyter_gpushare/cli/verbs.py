@@ -155,6 +155,8 @@ def submit(args: argparse.Namespace) -> int:
         checkpoint=args.checkpoint,
         borrow=args.borrow,
         notify=args.notify,
+        notify_url=args.notify_url,
+        notify_mail=args.mail,
         cwd=_working_directory(args),
         env=dict(args.env),
         priority=args.priority,

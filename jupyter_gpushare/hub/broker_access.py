@@ -15,6 +15,7 @@ from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.private_files import read_private
 from jupyter_gpushare.protocol.wire import NOT_THE_SPAWNER, UNVERIFIED_CHANNEL, SpawnFault
 
 if TYPE_CHECKING:
@@ -73,25 +74,14 @@ def report_fault(url: str, message: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file that only its owner can read; of several lines, the first.
+    """Return the token in a file that no other user can read; of several lines, the first.
 
     Raises:
         GpuShareError: there is none, or other users could read or replace it.
     """
     if not path.name:
         raise GpuShareError("c.GPUShareMixin.broker_token_file is not set")
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            lines = file.read(_TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
-    except OSError as error:
-        raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
-        raise GpuShareError(
-            f"{path} can be read by others (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}"
-        )
-    if about.st_uid not in (os.geteuid(), 0):
-        raise GpuShareError(f"{path} belongs to uid {about.st_uid}, neither the Hub's user nor root")
+    lines = read_private(path, _TOKEN_MAX_BYTES).decode("ascii", errors="replace").strip()
     token = lines.partition("\n")[0].strip()
     if not token or not token.isprintable():
         raise GpuShareError(f"{path} holds no token")
@@ -156,8 +146,8 @@ class BrokerAccess(_SpawnerBase):
             raise BrokerUnavailable(_NOT_SET_UP) from None
 
     def _tell_administrator(self, said: str) -> None:
-        """Write why no server can start to the Hub's log, and to the broker's page and health."""
-        self.log.error("user=%s server=%s cannot start: %s", self.user.name, self.name, said)
+        """Write what keeps this Hub from its broker to the Hub's log, and to the broker's page and health."""
+        self.log.error("user=%s server=%s no connection to the broker: %s", self.user.name, self.name, said)
         report_fault(self.broker_url, said)
 
     def _certificate(self) -> str:

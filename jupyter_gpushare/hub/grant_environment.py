@@ -19,8 +19,9 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.native import PRELOAD_NAME
 
 _BOOLEAN = "true|false"
-# A path without the separators of LD_PRELOAD (blanks, colons) and without "..".
-_LIBRARY = rf"(/(?!\.\.?/)[^/\s:;$]+)+/{re.escape(PRELOAD_NAME)}"
+# A path without the separators of LD_PRELOAD (blanks, colons) and without "..".  On Kubernetes the name
+# begins with a digest of the library (`native.install_preload`).
+_LIBRARY = rf"(/(?!\.\.?/)[^/\s:;$]+)+/([0-9a-f]{{16}}-)?{re.escape(PRELOAD_NAME)}"
 
 ALLOWED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {

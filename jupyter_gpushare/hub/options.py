@@ -16,7 +16,7 @@ from typing import Any
 
 from jupyter_gpushare.core.size import memory_of_field
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.protocol.wire import GpuRequest, decode
+from jupyter_gpushare.protocol.wire import TICKET_OPTION, GpuRequest, decode
 
 KEY = "gpushare"
 PROJECT_FIELD = "gpushare_project"
@@ -25,6 +25,7 @@ MEMORY_FIELD = "gpushare_memory"
 EXACT_MEMORY = "memory"  # value of a size: the amount is in the memory field
 
 _MAX_TEXT = 64
+_TICKET_CHARS = 200
 
 
 def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
@@ -51,6 +52,12 @@ def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
     if project is not None and not (0 < len(project) <= _MAX_TEXT and project.isprintable()):
         raise InvalidRequest(f"{project[:40]!r} is not the name of a project")
     return None if size is None else request
+
+
+def ticket(user_options: Mapping[str, Any]) -> str:
+    """Return what the broker gave to the Hub with the request to start a job's server; empty: nothing."""
+    given = user_options.get(TICKET_OPTION, "")
+    return given if isinstance(given, str) and len(given) <= _TICKET_CHARS else ""
 
 
 def _json(plain: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -28,6 +28,8 @@ NO_OFFERS = (
     "The GPU service does not answer just now, so sizes cannot be offered. "
     "You can start without GPU, or reload this page in a minute."
 )
+# Keeps the page current, and waits for a size; the page works without it.
+_SCRIPT = Path(__file__).with_name("picker.js").read_text()
 _NO_GPU: Mapping[str, Any] = {"gpus": 0}
 
 _templates = Environment(
@@ -51,6 +53,15 @@ class Card:
     reason: str
     disabled: bool
     checked: bool
+    waits: bool = False  # with JavaScript the page can wait for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a session is that waits for its start, as the page's script asked."""
+
+    state: Literal["waiting", "ready", "unknown", "refused"]
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +88,14 @@ class Group:
     summary: str
 
 
-def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = "") -> str:
+def render(
+    offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = "", place: Place | None = None
+) -> str:
     """Return the HTML of the picker.
 
     ``last`` is the user's last choice (as in `options`), preselected where it can
     start; without one, a fraction of the project's own quota is preselected.
-    ``trouble`` says why there are no offers.
+    ``trouble`` says why there are no offers; ``place`` is what the script asked for.
     """
     groups = [_group(each, last) for each in offers] or [_bare_group()]
     chosen = last.get("project")
@@ -92,6 +105,8 @@ def render(offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = 
         groups=groups,
         selected=selected,
         trouble=_sentence(trouble),
+        place=place,
+        script=_SCRIPT,
         idle=messages.duration(idle_s) if idle_s else "",
         mig=any("profile" in offer.options for each in offers for offer in each.offers),
         project_field=options.PROJECT_FIELD,
@@ -187,6 +202,7 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
         reason=_sentence(offer.reason),
         disabled=disabled,
         checked=not disabled and _comparable(offer.options) == wanted,
+        waits=disabled and offer.waits,
     )
 
 

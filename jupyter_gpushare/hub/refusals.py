@@ -32,6 +32,22 @@ NO_LIMITS = (
     "Tell the administrator; the Hub's log says why."
 )
 
+OWN_GPU = (
+    "This choice of server asks the cluster for a GPU of its own, or does not run where yours is, so it was "
+    "not started. Choose the size of your GPU on this page, with another profile. "
+    "The Hub's log tells the administrator what to change."
+)
+
+NOT_PLACED = (
+    "The machine of your GPU has no CPU or memory left for your server, so the start was given up. "
+    "Start it again: another machine is tried then. A smaller profile may also help."
+)
+
+SITE_SETTING = (
+    "This Hub's settings do not fit servers with GPUs, so the server was not started. "
+    "Tell the administrator; the Hub's log says what to set."
+)
+
 
 def refusal(message: str, reason: str, status: int) -> SpawnException:
     """Return the exception for a start that is refused, readable wherever the Hub shows it."""

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable
 from typing import Any
+from urllib.parse import unquote
 
-from jupyter_gpushare.errors import BrokerUnavailable, RequestError
+from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, RequestError, TooMany
 from jupyter_gpushare.hub import options, picker
 from jupyter_gpushare.hub.broker_access import BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
-from jupyter_gpushare.protocol.wire import Offers
+from jupyter_gpushare.protocol.wire import Offers, SpawnRequest, SpawnWait
 
 # Names of servers that run jobs; their command comes from the broker.
 JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 _MAX_PROJECTS_SHOWN = 8
+# Sent by the script of an open page: `_OFFERS`, `_LEAVE`, or the options of the size that it waits for
+# (JSON, percent-encoded).
+_LIVE_HEADER = "X-GPUShare-Live"
+_OFFERS, _LEAVE = "offers", "leave"
+_NO_ANSWER = "The GPU service does not answer just now; your place is asked for again."
 
 
 class SpawnPage(BrokerAccess):
     """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
 
     offers_timeout_s: float
+
+    @abstractmethod
+    def server_uid(self) -> int:
+        """Return the uid that the server would run as."""
 
     @abstractmethod
     def _identity(self) -> tuple[str, str, list[str]]: ...
@@ -36,12 +47,41 @@ class SpawnPage(BrokerAccess):
         """
         if JOB_SERVER_NAME.fullmatch(self._identity()[1]):
             raise refusal(JOB_NAME, "job_name", 409)
-        site = await super().get_options_form()
+        live = self._take_live()
+        site = "" if live else await super().get_options_form()
         last = self.user_options.get(options.KEY)
+        place = await self._place_in_queue(live) if live not in ("", _OFFERS) else None
         offers, trouble = await self._offers()
         return (site or "") + picker.render(
-            offers, last=last if isinstance(last, dict) else {}, trouble=trouble
+            offers, last=last if isinstance(last, dict) else {}, trouble=trouble, place=place
         )
+
+    def _take_live(self) -> str:
+        """Return what the script of an open page asks for, once; empty: the page is loaded."""
+        # The Hub leaves the handler of the last page here, also when it shows a failed form again.
+        handler = getattr(self, "handler", None)
+        return "" if handler is None else str(handler.request.headers.pop(_LIVE_HEADER, ""))
+
+    async def _place_in_queue(self, live: str) -> picker.Place | None:
+        """Keep the place of this server in the queue of sessions, or give it up; None: it has none."""
+        user, server, groups = self._identity()
+        try:
+            wanted = None if live == _LEAVE else options.read({options.KEY: _decoded(live)})
+            body = SpawnRequest(
+                user=user, server=server, groups=groups, uid=self.server_uid(), options=wanted
+            )
+            async with asyncio.timeout(self.offers_timeout_s):
+                client = self._broker_client()
+                if wanted is None:
+                    await self._answer(client.post("spawner/wait", body, type(None), repeatable=True))
+                    return None
+                found = await self._answer(client.post("spawner/wait", body, SpawnWait, repeatable=True))
+        except (RequestError, BrokerUnavailable, TimeoutError) as error:
+            if isinstance(error, RequestError) and not _passes(error):
+                return picker.Place(state="refused", sentence=str(error))
+            self.log.warning("user=%s waits without broker: %s", user, str(error) or "no answer in time")
+            return picker.Place(state="unknown", sentence=_NO_ANSWER)
+        return picker.Place(state=found.state, sentence=found.sentence)
 
     async def _offers(self) -> tuple[list[Offers], str]:
         """Return the broker's offers for each project of the user, or why there are none."""
@@ -84,3 +124,16 @@ class SpawnPage(BrokerAccess):
 
     async def _awaited_with_ours(self, site: Awaitable[Any], mine: dict[str, Any]) -> Any:
         return self._with_ours(await site, mine)
+
+
+def _passes(error: RequestError) -> bool:
+    """Return whether the same request may succeed soon: a page that waits asks on."""
+    is_rate = isinstance(error, TooMany) and error.reason != "queue_full"
+    return is_rate or error.reason == "devices_unknown" or error.status >= 500
+
+
+def _decoded(live: str) -> Any:
+    try:
+        return json.loads(unquote(live))
+    except (ValueError, RecursionError):
+        raise InvalidRequest("this is not a size to wait for: reload the page") from None

@@ -136,7 +136,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
     # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
     _lease_possible = True
     _events: tuple[dict[str, Any], ...] = ()
-    _starting = False
+    _asking = False
 
     @validate("broker_url", "server_broker_url")
     def _check_broker_url(self, proposal: Any) -> str:
@@ -178,6 +178,14 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """Return the uid that the server's processes will have; spawners that change it override this."""
         return os.getuid()
 
+    def patience_s(self) -> float:
+        """Return how many seconds a start with a GPU waits for the broker's answer."""
+        return float(min(self.broker_timeout_s, self.start_timeout / 2))
+
+    def excluded_nodes(self) -> list[str]:
+        """Return the nodes of a cluster that this server cannot run on."""
+        return []
+
     def server_resource(self) -> str | None:
         """Return the name of the unit, container or pod of this server; None: there is none, only processes.
 
@@ -215,12 +223,16 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
                 uid=self.server_uid(),
                 options=request,
                 admin=bool(self.user.admin),
+                not_nodes=self.excluded_nodes(),
+                ticket=options.ticket(self.user_options),
             )
             self._lease_possible = True
-            patience_s = min(self.broker_timeout_s, self.start_timeout / 2)
-            async with asyncio.timeout(patience_s if needed else _NO_GPU_TIMEOUT_S):
+            patience_s = self.patience_s() if needed else _NO_GPU_TIMEOUT_S
+            async with asyncio.timeout(patience_s):
                 client = self._broker_client()
-                return await self._answer(client.post("spawner/start", body, SpawnGrant, repeatable=True))
+                return await self._answer(
+                    client.post("spawner/start", body, SpawnGrant, repeatable=True, timeout_s=patience_s)
+                )
         except RequestError as error:
             self._lease_possible = False
             raise refusal(str(error), error.reason, error.status) from None
@@ -242,7 +254,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """
         self._grant = None
         self._events = ()
-        self._starting = True
+        self._asking = True
         try:
             self._refuse_shared_resource()
             request = self._requested()
@@ -252,6 +264,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             self.take_grant(grant)
             if grant is not None and grant.message:
                 self._add_progress(40, grant.message)
+            self._asking = False
             if grant is not None and grant.job is not None:
                 return await self._start_job(grant)
             return await self._start_server()
@@ -259,7 +272,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             keep_failure_count(self)
             raise
         finally:
-            self._starting = False
+            self._asking = False
 
     def take_grant(self, grant: SpawnGrant | None) -> None:
         """Make the broker's answer that of this start: its variables, and a job's grace period.
@@ -343,13 +356,13 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         )
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield progress events, past and new, until `start` has returned."""
+        """Yield progress events until the broker has answered, then those of the class beneath."""
         sent = 0
         while True:
             while sent < len(self._events):
                 sent += 1
                 yield self._events[sent - 1]
-            if not self._starting:
+            if not self._asking:
                 break
             await asyncio.sleep(0.1)
         async for event in super().progress():

@@ -109,6 +109,17 @@ class Command:
                 self._process.returncode = self.exit_code
         return self.exit_code
 
+    def may_notice(self, number: int) -> bool:
+        """Whether a signal may change what the command does before it exits; if not, it can only end it.
+
+        A single process that neither catches nor blocks the signal is ended by it, or ignores it.
+        """
+        fields = procfs.stat_fields(self.pid)
+        if len(fields) <= procfs.CAUGHT_SIGNALS or descendants() not in ([], [self.pid]):
+            return True
+        masks = int(fields[procfs.CAUGHT_SIGNALS]) | int(fields[procfs.BLOCKED_SIGNALS])
+        return bool(masks & 1 << number - 1)
+
     def signal_group(self, number: int) -> None:
         """Send a signal to the command's process group."""
         with contextlib.suppress(ProcessLookupError):

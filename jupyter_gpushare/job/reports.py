@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 import time
 from collections.abc import Mapping
 
-from jupyterhub.utils import make_ssl_context
 from tornado.escape import json_encode
 from tornado.httpclient import AsyncHTTPClient, HTTPError
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, InvalidRequest, NotFound, RequestError
-from jupyter_gpushare.protocol.wire import JobReport, JobSpec
+from jupyter_gpushare.internal_tls import internal_tls
+from jupyter_gpushare.protocol.wire import JobOutcome, JobReport, JobSpec
 from jupyter_gpushare.wall_clock import iso_now
 
 # A broker that is repaired is back within a day; the result stays on disk.
@@ -43,7 +42,7 @@ class Reports:
         self._client = client
         self._stop = stop  # set: the runner is to stop, so retries end after STOPPED_PATIENCE_S
         self._path = f"jobs/{spec.id}/attempts/{spec.attempt}/report"
-        self._started: asyncio.Task[bool] | None = None
+        self._started: asyncio.Task[JobOutcome | None] | None = None
 
     def started(self) -> None:
         """Report the start in the background, retried until the broker answers."""
@@ -54,14 +53,22 @@ class Reports:
         if self._started is not None and self._started.done():
             await self._send(JobReport(state="progress", done=done, total=total), 0.0)
 
-    async def ended(self, report: JobReport) -> bool:
-        """Report the end; return False when it was not delivered in time (shorter once it is to stop)."""
+    async def stopping(self) -> JobOutcome | None:
+        """Report that the attempt was asked to stop; return what becomes of its job, None: not known."""
+        return await self._send(JobReport(state="stopping"), STOPPED_PATIENCE_S)
+
+    async def ended(self, report: JobReport) -> JobOutcome | None:
+        """Report the end; return what becomes of the job.
+
+        None: it was not delivered in time (shorter once it is to stop).
+        """
         if self._started is not None:
             self._started.cancel()
             await asyncio.wait([self._started])
         return await self._send(report, ENDED_PATIENCE_S)
 
-    async def _send(self, report: JobReport, patience_s: float) -> bool:
+    async def _send(self, report: JobReport, patience_s: float) -> JobOutcome | None:
+        """Deliver a report; return the answer, of reports without one that the job is running."""
         until = time.monotonic() + patience_s
         pause_s = _FIRST_PAUSE_S
         stopping = False
@@ -70,17 +77,17 @@ class Reports:
                 stopping = True
                 until, pause_s = min(until, time.monotonic() + STOPPED_PATIENCE_S), _FIRST_PAUSE_S
             try:
-                await self._client.post(self._path, report, type(None), repeatable=True)
+                answer = await self._client.post(self._path, report, JobOutcome, repeatable=True)
             except (NotFound, Conflict, InvalidRequest) as error:
                 log.warning("report=%s refused: %s", report.state, error)
-                return False
+                return None
             except (RequestError, BrokerUnavailable) as error:
                 # Also "not allowed": a Hub that restarts does not know tokens for a moment.
                 if time.monotonic() + pause_s >= until:
                     log.warning("report=%s not delivered: %s", report.state, error)
-                    return False
+                    return None
             else:
-                return True
+                return answer or JobOutcome(state="running", reason="")
             await self._pause(pause_s, stopping)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -94,28 +101,12 @@ class Reports:
                 await self._stop.wait()
 
 
-def hub_tls(env: Mapping[str, str], purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH) -> ssl.SSLContext | None:
-    """Return the Hub's internal TLS where the site uses it (`JupyterHub.internal_ssl`), to ask others with.
-
-    ``purpose`` is what the other side's certificate is for: CLIENT_AUTH to be asked.
-    """
-    if not env.get("JUPYTERHUB_SSL_KEYFILE"):
-        return None
-    context: ssl.SSLContext = make_ssl_context(
-        env["JUPYTERHUB_SSL_KEYFILE"],
-        env["JUPYTERHUB_SSL_CERTFILE"],
-        cafile=env["JUPYTERHUB_SSL_CLIENT_CA"],
-        purpose=purpose,
-    )
-    return context
-
-
 async def keep_active(env: Mapping[str, str]) -> None:
     """Report activity to the Hub periodically, so that idle cullers do not stop a running job."""
     url, server = env.get("JUPYTERHUB_ACTIVITY_URL"), env.get("JUPYTERHUB_SERVER_NAME", "")
     if not url:
         return
-    client = AsyncHTTPClient(force_instance=True, defaults={"ssl_options": hub_tls(env)})
+    client = AsyncHTTPClient(force_instance=True, defaults={"ssl_options": internal_tls(env)})
     headers = {"Authorization": f"token {env['JUPYTERHUB_API_TOKEN']}", "Content-Type": "application/json"}
     warned, every_s = False, activity_every_s(env)
     while True:

@@ -44,6 +44,7 @@ from tornado.netutil import bind_sockets
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.internal_tls import internal_tls
 from jupyter_gpushare.job import pages
 from jupyter_gpushare.job.children import Command, become_subreaper, descendants, hide_environment
 from jupyter_gpushare.job.command import (
@@ -55,7 +56,8 @@ from jupyter_gpushare.job.command import (
     working_directory,
 )
 from jupyter_gpushare.job.progress import bar
-from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, hub_tls, keep_active
+from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
+from jupyter_gpushare.job.webhook import Webhook
 from jupyter_gpushare.protocol.jobfiles import (
     BoundedLog,
     Record,
@@ -67,7 +69,7 @@ from jupyter_gpushare.protocol.jobfiles import (
     unseen_outcome,
     write_record,
 )
-from jupyter_gpushare.protocol.wire import MAX_PROGRESS, JobReport, JobSpec, decode
+from jupyter_gpushare.protocol.wire import MAX_PROGRESS, JobOutcome, JobReport, JobSpec, decode
 
 # The Hub probes as soon as the process exists; later it has given up or is gone.
 SEEN_PATIENCE_S = 60.0
@@ -108,6 +110,7 @@ class Runner:
         self._reports_itself = False  # the program reports progress itself: progress bars are ignored
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()
+        self._webhook = Webhook(spec, env)
         self._seen = asyncio.Event()
         self._seen_at = math.inf
 
@@ -115,7 +118,7 @@ class Runner:
         """Run the attempt to its end and return its record; ``reported``: the broker accepted it.
 
         Raises:
-            GpuShareError: the Hub's address for this server cannot be used.
+            GpuShareError: the Hub's address for this server, or its certificates, cannot be used.
         """
         began_at = time.monotonic()
         server = await self._serve()
@@ -136,9 +139,10 @@ class Runner:
                 log.warning("job=%s: not started: the lease of its attempt has ended", self._spec.id)
             else:
                 await self._run_once(reports) if before is None else self._observe(before)
-                if await reports.ended(self._final_report()):
+                if (outcome := await reports.ended(self._final_report())) is not None:
                     self._keep(replace(self._record, reported=True))
-            await self._stay_until_seen(began_at)
+                    self._webhook.send("ended", outcome, self._record.exit_code)
+            await asyncio.gather(self._stay_until_seen(began_at), self._webhook.close())
         finally:
             activity.cancel()
             server.stop()
@@ -174,7 +178,8 @@ class Runner:
         if not url.port:
             raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
         app = pages.application(prefix, now=self._now, log=self._log_path, seen=self._on_seen)
-        server = HTTPServer(app, ssl_options=hub_tls(self._env, ssl.Purpose.CLIENT_AUTH), xheaders=True)
+        tls = internal_tls(self._env, ssl.Purpose.CLIENT_AUTH)
+        server = HTTPServer(app, ssl_options=tls, xheaders=True)
         until = time.monotonic() + _BIND_PATIENCE_S
         while True:
             try:
@@ -227,17 +232,26 @@ class Runner:
             self._ended(refusal.exit_code, str(refusal))
             return
         reports.started()
+        self._webhook.send("started", JobOutcome(state="running", reason=""))
         self._keep(replace(self._record, state="running"))
-        reporting = asyncio.create_task(self._report_progress(reports))
+        both = (self._report_progress(reports), self._tell_stop(reports))
+        beside = [asyncio.create_task(each) for each in both]
         try:
             await self._see_through(command)
         finally:
-            reporting.cancel()
+            for task in beside:
+                task.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
         if self._record.exit_code and not self._record.stopped and (lines := last_lines(self._log_path)):
             told = "\n".join([f"{self._record.reason} It last printed:", *lines])
             self._record = replace(self._record, reason=told)
+
+    async def _tell_stop(self, reports: Reports) -> None:
+        """Tell the webhook at once that the attempt was asked to stop: at its end there may be no time."""
+        await self._stop.wait()
+        if self._webhook and (outcome := await reports.stopping()) is not None:
+            self._webhook.send("stopping", outcome)
 
     def _start(self, progress_socket: str) -> tuple[Command, threading.Thread]:
         env = command_environment(self._env, self._spec, progress_socket)
@@ -263,10 +277,13 @@ class Runner:
         await self._until(lambda: command.reap() is not None or self._stop.is_set())
         stopped = command.exit_code is None
         if stopped:
-            self._say(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
+            # One that could not know of the signal, and exits with 0, had finished: it does not run again.
+            ignores_stop = not command.may_notice(signal.SIGTERM)
             command.signal_group(signal.SIGTERM)
+            self._say(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
             until = time.monotonic() + self._spec.grace_s
             await self._until(lambda: command.reap() is not None, until)
+            stopped = not (ignores_stop and command.exit_code == 0)
         else:
             until = time.monotonic() + min(LEFTOVER_GRACE_S, self._spec.grace_s)
         if command.exit_code is not None and descendants():

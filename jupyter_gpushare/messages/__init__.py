@@ -1,9 +1,11 @@
 """Sentences for users: one table for JupyterLab, the Hub's pages, the command line and the log.
 
-* `templates`  the table, and the English of a text
+* `templates`  the table
+* `texts`      a key with its arguments, and their English
 * `units`      sizes, memory, durations, times
 * `leases`     badge and sentence of a lease
 * `queue`      why jobs wait, when they start, why work was preempted
+* `news`       what webhooks and mails say of a job
 * `progress`   remaining time of jobs
 * `reasons`    reasons that other processes say in English
 * `readers`    a sentence about a session, for a reader other than its owner
@@ -11,8 +13,9 @@
 """
 
 from jupyter_gpushare.gibibytes import gibibytes
-from jupyter_gpushare.messages.decisions import DecisionFacts, decision
+from jupyter_gpushare.messages.decisions import DecisionFacts, decision, to_owner
 from jupyter_gpushare.messages.leases import LeaseFacts, badge, sentence
+from jupyter_gpushare.messages.news import job_news, news_line
 from jupyter_gpushare.messages.progress import doubt, left_s, measured
 from jupyter_gpushare.messages.queue import (
     STATE_LOST,
@@ -24,7 +27,8 @@ from jupyter_gpushare.messages.queue import (
 )
 from jupyter_gpushare.messages.readers import about
 from jupyter_gpushare.messages.reasons import reason_text, reason_texts
-from jupyter_gpushare.messages.templates import TEMPLATES, Texts, english, local, text
+from jupyter_gpushare.messages.templates import TEMPLATES
+from jupyter_gpushare.messages.texts import Texts, english, local, text
 from jupyter_gpushare.messages.units import (
     LEVELS,
     duration,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import Kind, Why
 from jupyter_gpushare.messages.queue import BECAUSE
-from jupyter_gpushare.messages.templates import text
+from jupyter_gpushare.messages.templates import TEMPLATES
+from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
 
 _BECAUSE: Mapping[str, str] = {
@@ -16,6 +17,13 @@ _BECAUSE: Mapping[str, str] = {
     Why.CAPACITY_BACK: "because.capacity_back",
     Why.WANTED: "because.wanted",
     **BECAUSE,
+}
+
+
+# What a subject is to its owner.
+_OWN: Mapping[str, str] = {
+    "decision.session": "decision.your_session",
+    "decision.job": "decision.your_job",
 }
 
 
@@ -51,3 +59,21 @@ def decision(facts: DecisionFacts) -> Text:
     if facts.beneficiary is not None:
         return text("decision.for", facts.subject, done, facts.beneficiary, because)
     return text("decision", facts.subject, done, because)
+
+
+def to_owner(texts: Texts, owner: str) -> Texts:
+    """Return texts of the log as ``owner`` reads them: "Your session", not "ada's session".
+
+    Only at the beginning of a sentence; elsewhere the owner keeps the name.
+    """
+    return tuple(_to_owner(each, owner) for each in texts)
+
+
+def _to_owner(told: Text, owner: str) -> Text:
+    template = TEMPLATES.get(told.key)
+    if not (isinstance(template, str) and template.startswith("%1") and told.args):
+        return told
+    subject, *others = told.args
+    if isinstance(subject, str) or subject.key not in _OWN or subject.args[:1] != [owner]:
+        return told
+    return text(told.key, text(_OWN[subject.key], *subject.args[1:]), *others)

@@ -10,7 +10,7 @@ from jupyter_gpushare.core.model import Kind, State
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.messages.queue import BECAUSE, because_of
 from jupyter_gpushare.messages.reasons import reason_text, reason_texts
-from jupyter_gpushare.messages.templates import Texts, text
+from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.messages.units import duration_text, memory
 from jupyter_gpushare.protocol.wire import Text
 
@@ -43,6 +43,8 @@ class LeaseFacts:
     suspend_reason: str
     waits: Texts = ()  # why a queued job waits
     kept_until: str | Text | None = None  # kept by its owner, idle or not
+    processor_s: float | None = None  # kernels run without GPU work since; None: not, or for how long is free
+    holds_until: str | Text | None = None  # from then on that counts as idle; None: it does already
     unclaimed: bool = False  # suspended, over the quota of its project
     stays_until: str | Text | None = None  # idle, but not lent before, whatever waits
     lend_now: bool = False  # its owner offers it to the next waiting lease
@@ -51,6 +53,7 @@ class LeaseFacts:
     starts_in: Text | None = None  # estimates (`range_text`); None: not known well enough
     ends_in: Text | None = None
     back_in: Text | None = None  # its GPU, once it is wanted
+    asks_again_at: Text | None = None  # the cluster gave it another GPU than its memory returns to
     given_to: str = ""  # the project that its GPU was taken for
     taken_back_by: str = ""  # the project that lends the GPU; empty: several
     position: int | None = None  # in the queue
@@ -60,6 +63,8 @@ class LeaseFacts:
     runs_until: str | Text | None = None  # a job with a maximum run time
     is_timed_out: bool = False  # it has run for its maximum
     doubt: Doubt | None = None  # why the progress of a job does not count
+    draining: bool = False  # an administrator empties its device
+    finish_by: str | Text | None = None  # the administrator asks its owner to finish by this time
     damaged: bool = False  # a failed checkpoint may have damaged one of its processes
 
 
@@ -98,7 +103,7 @@ def badge(facts: LeaseFacts) -> Text:
         case State.SUSPENDED if facts.kind is Kind.TRAIN:
             return text("badge.paused")
         case State.SUSPENDED if facts.wanted:
-            is_held_up = facts.held_up_s is not None or facts.unclaimed
+            is_held_up = facts.held_up_s is not None or facts.unclaimed or facts.asks_again_at
             return text("badge.waiting_to_wake" if is_held_up else "badge.waking")
         case State.SUSPENDED if facts.lent_to is None:
             return text("badge.asleep")
@@ -110,6 +115,9 @@ def sentence(facts: LeaseFacts) -> Texts:
     """Return the sentences of the panel, for a session or for the job of a lease."""
     is_job = facts.kind is Kind.TRAIN
     said = _job_sentence(facts) if is_job else _session_sentence(facts)
+    if facts.draining and not is_job:
+        by = facts.finish_by
+        said = *said, text("session.drains_by", by) if by else text("session.drains")
     if facts.damaged and not facts.lost and facts.state in _WITH_PROCESSES:
         return *said, text("job.damaged" if is_job else "session.damaged", facts.reference)
     return said
@@ -129,6 +137,8 @@ def _session_sentence(facts: LeaseFacts) -> Texts:
             return (text("session.suspending_empty"),)
         case State.SUSPENDING:
             return (text("session.suspending", memory(facts.memory_used_bytes)),)
+        case State.SUSPENDED if facts.wanted and facts.asks_again_at:
+            return (text("lease.misplaced", facts.asks_again_at),)
         case State.SUSPENDED if facts.wanted:
             return _waking_sentence(facts, saved), *_back_in(facts)
         case State.SUSPENDED:
@@ -187,8 +197,18 @@ def _running_sentence(facts: LeaseFacts) -> Texts:
     if facts.idle_s is None:
         borrowed = *_over_limit(facts), *((text("session.borrowed"),) if facts.borrowed else ())
         kept = (text("session.kept", facts.kept_until),) if facts.kept_until else ()
-        return text("session.active", facts.size), *borrowed, *kept
-    return _idle_sentence(facts, duration_text(facts.idle_s)), *_over_limit(facts)
+        return text("session.active", facts.size), *_processor_only(facts), *borrowed, *kept
+    return *_processor_only(facts), _idle_sentence(facts, duration_text(facts.idle_s)), *_over_limit(facts)
+
+
+def _processor_only(facts: LeaseFacts) -> Texts:
+    """Return that kernels of a session compute on the processor alone, where that is bounded."""
+    if facts.processor_s is None:
+        return ()
+    since = duration_text(facts.processor_s)
+    if facts.holds_until is None:
+        return (text("session.processor_only", since),)
+    return (text("session.processor_until", since, facts.holds_until),)
 
 
 def _over_limit(facts: LeaseFacts) -> Texts:
@@ -248,6 +268,8 @@ def _job_sentence(facts: LeaseFacts) -> Texts:
             number = (text("job.number", facts.position),) if facts.position else ()
             paused = text("job.requeued" if facts.damaged else "job.paused", facts.since, because)
             goes_on = (text("job.goes_on_in", facts.starts_in),) if facts.starts_in else ()
+            if facts.asks_again_at:
+                goes_on = (text("lease.misplaced", facts.asks_again_at),)
             return paused, *number, *goes_on
         case State.RESUMING:
             return (text("job.resuming"),)

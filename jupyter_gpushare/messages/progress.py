@@ -5,7 +5,7 @@ from __future__ import annotations
 from jupyter_gpushare.core.measure import Doubt, Measure
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
-from jupyter_gpushare.messages.templates import text
+from jupyter_gpushare.messages.texts import text
 from jupyter_gpushare.messages.units import duration_text
 from jupyter_gpushare.protocol.wire import Text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Why
-from jupyter_gpushare.messages.templates import Texts, text
+from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
 
 # Reason why a job starts again: the driver could not bring its memory back.
@@ -62,6 +62,7 @@ _NEEDS: Mapping[str, str] = {
     Why.IN_LINE: "waiting.in_order",
     Why.NOT_WORTH_IT: "waiting.not_worth_it",
     Why.DEVICE_BROKEN: "waiting.device_broken",
+    Why.DRAINING: "waiting.draining",
 }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from functools import cache, reduce
 
-from jupyter_gpushare.messages.templates import TEMPLATES, Texts, text
+from jupyter_gpushare.messages.templates import TEMPLATES
+from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
 
 # Groups of templates that are reasons.

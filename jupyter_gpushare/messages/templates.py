@@ -11,12 +11,8 @@ can do.  Estimates are ranges.  Words that users do not see: reclaim, evict, pen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-
-from jupyter_gpushare.errors import fill
-from jupyter_gpushare.protocol.wire import Text
-from jupyter_gpushare.wall_clock import clock_time
 
 # A pair is singular and plural; its first argument is the number.
 TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
@@ -124,6 +120,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.server_gone": "its server is gone",
         "reason.server_replaced": "a new server of this name starts",
         "reason.not_started": "its server did not start",
+        "reason.earlier_broker": "an earlier broker had asked for its server",
         "reason.hub_failed": "the Hub could not start its server",
         "reason.hub_start": "the Hub did not start %1: %2",
         "reason.hub_stop": "the Hub did not stop %1: %2",
@@ -179,7 +176,13 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.starting_on": "Getting your %1 (%2 of an %3).",
         "session.active": "Your %1 is in use.",
         "session.borrowed": "It is borrowed: it may sleep when its project needs it.",
+        "session.drains": "This GPU takes nothing new. The administrator asks to have your server stopped.",
+        "session.drains_by": (
+            "This GPU takes nothing new. The administrator asks to have your server stopped by %1."
+        ),
         "session.kept": "You keep it until %1.",
+        "session.processor_only": "No GPU work for %1, so this session counts as idle.",
+        "session.processor_until": "No GPU work for %1; from %2 on this session counts as idle.",
         "session.held": "Idle for %1. This session cannot be put to sleep (%2), so it keeps its GPU.",
         "session.warned": (
             "Idle for %1 and %2. In %3 your GPU memory (%4) moves to this machine's RAM and the GPU is lent. "
@@ -230,10 +233,12 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
             "The GPU driver failed to put this session to sleep, so its kernel may be damaged: "
             "check your results, or restart the kernel. Reference %1."
         ),
+        "spawn.reserved": "Your %1 is reserved for %2: the server starts now.",
         "session.stopping": "The server has ended; its GPU memory is being freed.",
         "session.failed": "The GPU was lost: %1.",
         "session.failed_unknown": "The GPU was lost: see the log.",
         "session.ended": "This server has ended and holds no GPU.",
+        "lease.misplaced": "The cluster chose another GPU; memory returns to its own. It asks again at %1.",
         "lease.over_limit": (
             "It uses %1 of GPU memory, more than the %2 that it was given: free some, or processes of it may "
             "be stopped."
@@ -245,6 +250,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "part.job_of_project": "a training job of project %1",
         "part.session_of_project": "a session of project %1",
         "part.project": "project %1",
+        "part.machine": "this machine",
         "part.another_project": "another project",
         "part.doubt_late": "the first report came late",
         "part.doubt_restarted": "the total began again or changed",
@@ -270,6 +276,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.submitted": "Submitted.",
         "job.started": "Its command started.",
         "job.done": "It ran to its end.",
+        "job.back_in_queue": "It is back in the queue.",
         "job.ended_with": "It ended with exit code %1.",
         "job.cancelled": "Stopped by its owner.",
         "job.cancelled_early": "Stopped by its owner before it started.",
@@ -316,6 +323,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.not_worth_it": "Needs %1; pausing others for it would cost more than it gains.",
         "waiting.backing_off": "Its last start failed; it is tried again in a moment.",
         "waiting.device_broken": "Needs %1; a GPU is out of order.",
+        "waiting.draining": "Needs %1; an administrator empties GPUs here, and they take nothing new.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",
         # ---- because ---------------------------------------------------------
@@ -343,8 +351,10 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.machine": "This machine: %1.",
         "notice.of": "%1 %2.",
         "notice.process_ended": "%1 lost a process to the GPU driver: %2.",
+        "notice.evicted": "The cluster took the GPU of %1, and its GPU processes were ended: %2.",
         "notice.device_out": "%1 lost its GPU for now: %2.",
         "notice.device_back": "%1 has its GPU back in service.",
+        "notice.low_use": "%1 has kept its GPU busy for %2 without computing: utilization stayed below 2 %.",
         "notice.time_left": "%1 has about %2 left, by its progress.",
         "notice.time_limit": "%1 is stopped in %2: that is its maximum run time.",
         "notice.job_changed": "%1 was changed by its owner: %2; before: %3.",
@@ -360,23 +370,31 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.process_to_stop": "%1; process %2 (%3) should be stopped",
         "notice.lending_set": "%1 set lending to %2, was %3.",
         "notice.lending_unset": "%1 set lending to %2 (as configured), was %3.",
+        "notice.drain": "%1 empties %2: it takes nothing new.",
+        "notice.drain_until": "%1 empties %2 until %3: it takes nothing new.",
+        "notice.drain_over": "%1 lets %2 take work again.",
         "notice.project_set": "%1 set project %2 to %3, was %4.",
         "notice.project_unset": "%1 set project %2 to %3, as configured, was %4.",
-        "notice.admin_resume": "%1 was woken by %2.",
-        "notice.admin_stay-asleep": "%1 stays asleep: %2 decided it.",
-        "notice.admin_keep": "%1 keeps its GPU for a while: %2 decided it.",
-        "notice.admin_lend": "%1 was lent by %2.",
-        "notice.admin_never-sleep": "%1 is never put to sleep: %2 decided it.",
-        "notice.admin_may-sleep": "%1 may be put to sleep again: %2 decided it.",
-        "notice.admin_stop": "%1 was stopped by %2.",
+        "notice.admin_resume": "%2 asked to wake %1.",
+        "notice.admin_stay-asleep": "%2 asked that %1 stays asleep.",
+        "notice.admin_keep": "%2 asked that %1 keeps its GPU for a while.",
+        "notice.admin_lend": "%2 asked to lend the GPU of %1.",
+        "notice.admin_never-sleep": "%2 asked that %1 is never put to sleep.",
+        "notice.admin_may-sleep": "%2 asked that %1 may be put to sleep again.",
+        "notice.admin_stop": "%2 asked to stop %1.",
+        "notice.admin_release": "%2 asked to free the GPU memory of a kernel of %1.",
+        "notice.admin_end_process": "%1 asked to end process %2 (%3) of uid %4 on GPU %5: it has no lease.",
         "notice.admin_priority": "%1 got priority %3 from %2, was %4.",
         "project.numbers": "quota %1, weight %2",
         "project.numbers_limit": "quota %1, weight %2, limit %3",
+        "project.priority": "%1, priority at most %2",
         # ---- decisions -------------------------------------------------------
         "decision": "%1 %2: %3.",
         "decision.for": "%1 %2 for %3: %4.",
         "decision.job": "%1's job %2 (%3)",
         "decision.session": "%1's session (%2)",
+        "decision.your_job": "Your job %1 (%2)",
+        "decision.your_session": "Your session (%1)",
         "decision.grant": "starts",
         "decision.paused": "is paused",
         "decision.put_to_sleep": "is put to sleep",
@@ -387,48 +405,3 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "decision.requeue": "is stopped and goes back to the queue",
     }
 )
-
-# Sentences in their order, joined with spaces.
-Texts = tuple[Text, ...]
-
-
-def text(key: str, *args: str | int | Text) -> Text:
-    """Return the text of ``key`` with ``args`` for ``%1``, ``%2``, ...
-
-    Raises:
-        KeyError: `TEMPLATES` has no such key.
-    """
-    TEMPLATES[key]
-    return Text(key=key, args=[each if isinstance(each, Text) else str(each) for each in args])
-
-
-def english(texts: Text | Iterable[Text], time: Callable[[str], str] = clock_time) -> str:
-    """Return the English of one text, or of several joined with spaces.
-
-    ``time`` writes the times in it, by default in the zone of this process.
-    """
-    if not isinstance(texts, Text):
-        return " ".join(english(each, time) for each in texts)
-    template = TEMPLATES.get(texts.key, texts.key)  # the key of an error is its template
-    args = [each if isinstance(each, str) else english(each, time) for each in texts.args]
-    if texts.key == "time":
-        return time(args[0])
-    if isinstance(template, tuple):
-        template = template[0] if args[0] == "1" else template[1]
-    return fill(template, args)
-
-
-def local(sentence: str, texts: Iterable[Text]) -> str:
-    """Return a broker's sentence with its times in the zone of this process.
-
-    It is the sentence as sent where the broker sent no texts, or a newer one sent unknown keys.
-    """
-    texts = tuple(texts)
-    try:
-        return english(texts) if texts and all(map(_is_known, texts)) else sentence
-    except (IndexError, ValueError):  # other arguments than this version knows
-        return sentence
-
-
-def _is_known(told: Text) -> bool:
-    return told.key in TEMPLATES and all(isinstance(each, str) or _is_known(each) for each in told.args)

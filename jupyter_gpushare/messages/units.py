@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.gibibytes import gibibytes
-from jupyter_gpushare.messages.templates import english, text
+from jupyter_gpushare.messages.texts import english, text
 from jupyter_gpushare.protocol.wire import Text
 
 

@@ -240,6 +240,8 @@ def job_of(
         if file
         else None,
         notify=asked.notify,
+        notify_url=asked.notify_url,
+        notify_mail=asked.notify_mail,
     )
 
 

@@ -101,13 +101,14 @@ def replay_jobs(
     preempt_cost_s: float = 0.0,
     grace_s: float = 0.0,
     reports: Callable[[int], Reports | None] = lambda number: None,
+    users: Callable[[int], str] = lambda number: "",
     progress: Progress | None = None,
 ) -> Result:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
     A preempted job is stopped, which takes ``grace_s``, and starts again
-    anywhere; there it makes no progress for ``preempt_cost_s``.  ``reports``: what
-    each job, by its number, reports of its progress.
+    anywhere; there it makes no progress for ``preempt_cost_s``.  ``reports`` and
+    ``users``: what each job, by its number, reports of its progress, and its user.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
@@ -115,7 +116,7 @@ def replay_jobs(
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
     replay = Replay(cluster, Costs(restart_s=preempt_cost_s, grace_s=grace_s), watcher=meter)
     for number, job in enumerate(jobs):
-        lease = _job_lease(number, job, projects[number % len(projects)].name, fleet)
+        lease = _job_lease(number, job, projects[number % len(projects)].name, fleet, user=users(number))
         replay.add_job(lease, job.duration_s, reports(number))
     return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
 

@@ -1,0 +1,54 @@
+"""`gpushare admin export`: what ran on this site, as a trace for `gpushare simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from contextlib import closing
+from typing import IO
+
+from jupyter_gpushare.cli.output import note, print_json
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
+from jupyter_gpushare.protocol import wire
+
+_MINUTE_S = 60.0
+_COLUMNS = ("num_gpu", "submit_time", "duration", "session", "user", "project", "gpus")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the jobs or the cells of this site as CSV to a file or to the output; return the exit code."""
+    params = {"names": 1} if args.names else {}
+    with closing(connect(args)) as client:
+        answer = client.get(f"trace/{args.kind}", wire.Trace, params=params)
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    if args.file == "-":
+        _write(sys.stdout, args.kind, answer)
+    else:
+        try:
+            with open(args.file, "x", encoding="utf-8", newline="") as file:
+                _write(file, args.kind, answer)
+        except OSError as error:
+            note(f"{args.file}: {error.strerror}")
+            return EXIT_REFUSED
+    left = f"; {answer.left_out} never ran and are left out" if answer.left_out else ""
+    note(f"{len(answer.rows)} rows, the first at {answer.since or 'no time'}{left}.")
+    return EXIT_OK
+
+
+def _write(file: IO[str], kind: str, answer: wire.Trace) -> None:
+    # The simulator reads jobs in seconds, and cells in minutes.
+    unit_s = 1.0 if kind == "jobs" else _MINUTE_S
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(_COLUMNS)
+    for row in answer.rows:
+        times = (f"{seconds / unit_s:.6f}" for seconds in (row.submit_s, row.duration_s))
+        names = (_plain(text) for text in (row.session, row.user, row.project))
+        table.writerow([row.num_gpu, *times, *names, f"{row.gpus:g}"])
+
+
+def _plain(text: str) -> str:
+    """Return a name that starts no formula in a spreadsheet."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -1,0 +1,297 @@
+"""`gpushare-kube`: a pod for every server, by KubeSpawner, on the node where its lease has GPUs.
+
+The broker has a seat placed by the cluster's scheduler before it answers, which takes seconds; the page
+says how far that is.  What follows from the answer for the pod is in `kube_pod`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from jupyterhub.traitlets import Command
+from jupyterhub.utils import maybe_future
+from kubespawner import KubeSpawner
+from traitlets import Dict, Enum, Float, List, Unicode, default
+
+from jupyter_gpushare import channel
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub import options
+from jupyter_gpushare.hub.compat import SpawnException
+from jupyter_gpushare.hub.kube_pod import NODE_NAME, Form, Place, Runtime, complaint, escaped, outside, shaped
+from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
+from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME
+from jupyter_gpushare.hub.spawner import GPUShareMixin
+from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnProgress
+
+# A node without capacity for a server is left out of its next starts for so long.
+_AVOID_S = 600.0
+_LOOK_S = 0.2
+_TELL_S = 1.0
+
+
+class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
+    """Servers in pods that see the GPUs of their lease only."""
+
+    gpu_names = Enum(
+        [form.value for form in Form],
+        Form.CDI.value,
+        help="""
+        How containers are told their GPUs: `cdi` (names of CDI in NVIDIA_VISIBLE_DEVICES,
+        the default of NVIDIA's GPU operator), `uuid` (the same variable with UUIDs, where
+        CDI is off), `annotation` (the operator with its NRI plugin, which needs no runtime class).
+        """,
+    ).tag(config=True)
+
+    gpu_runtime_class = Unicode(
+        "nvidia",
+        help="""
+        Runtime class of pods with a lease; empty: that of the site, as where NVIDIA's
+        runtime is the default. Pods without a lease never get it.
+        """,
+    ).tag(config=True)
+
+    gpu_tolerations = List(
+        Dict(),
+        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        help="""
+        Tolerations of pods with a lease, beside those of `tolerations`.
+        """,
+    ).tag(config=True)
+
+    host_dirs = List(
+        Unicode(),
+        ["/run/gpushare", "/var/lib/gpushare"],
+        help="""
+        Folders of nodes that hold lease directories and the preload library
+        (`GPUShareKube.host_dir`); nothing outside of them is mounted into a server.
+        """,
+    ).tag(config=True)
+
+    holder_timeout = Float(
+        30.0,
+        help="""
+        Seconds that the cluster may take to place a server's pod on the node of its lease.
+        A server without a lease waits for any node as long as KubeSpawner does.
+
+        Then the start is refused, as the node lacks CPU or memory for it, and the next
+        start gets another node.
+        """,
+    ).tag(config=True)
+
+    job_cmd = Command(
+        ["python3", "-P", "-m", "jupyter_gpushare.job"],
+        help="""
+        Command that runs a training job in a pod, instead of `Spawner.cmd`.
+
+        The image needs this package: its python imports `jupyter_gpushare.job`.
+        """,
+    ).tag(config=True)
+
+    # From KubeSpawner.
+    uid: Any
+    modify_pod_hook: Any
+    delete_grace_period: int
+    user_options: dict[str, Any]
+
+    @default("start_timeout")
+    def _default_start_timeout(self) -> int:
+        return 300  # a seat, an image and a server
+
+    @default("uid")
+    def _default_uid(self) -> int:
+        return 1000  # of the Jupyter Docker Stacks, and of Zero to JupyterHub
+
+    # Nodes without capacity for a server, and until when: the Hub forgets the object of a failed start.
+    _avoided: ClassVar[dict[tuple[str, str, str], float]] = {}
+
+    @property
+    def is_job(self) -> bool:
+        """Whether this server runs a training job."""
+        return JOB_SERVER_NAME.fullmatch(self.name) is not None
+
+    # ---- the request ---------------------------------------------------------
+
+    def server_uid(self) -> int:
+        """Return `uid`.
+
+        Raises:
+            SpawnException: it is not a number, so that the broker cannot be told; the log says so.
+        """
+        uid = self.uid(self) if callable(self.uid) else self.uid
+        if not isinstance(uid, int):
+            self._tell_administrator("c.KubeSpawner.uid is a number, or a function (not async) of one")
+            raise refusal(SITE_SETTING, "site_setting", 503)
+        return uid
+
+    def patience_s(self) -> float:
+        """Return half of `start_timeout`: the broker waits for the cluster's scheduler and for a seat."""
+        return float(self.start_timeout) / 2
+
+    def excluded_nodes(self) -> list[str]:
+        """Return the nodes that had no capacity for this server at its last starts."""
+        for key in [key for key, until in self._avoided.items() if until < time.monotonic()]:
+            del self._avoided[key]
+        return sorted(node for user, server, node in self._avoided if (user, server) == self._identity()[:2])
+
+    async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
+        """As `GPUShareMixin._ask`; the page meanwhile says how far the broker is."""
+        telling = asyncio.ensure_future(self._tell_progress())
+        try:
+            return await super()._ask(request)
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_progress(self) -> None:
+        (user, server, _), told = self._identity(), ""
+        while True:
+            await asyncio.sleep(_TELL_S)
+            with suppress(GpuShareError):  # the start itself says what is wrong
+                params = {"user": user, "server": server}
+                said = await self._broker_client().get("spawner/start", SpawnProgress, params=params)
+                if said.message not in ("", told):
+                    told = said.message
+                    self._add_progress(25, told)
+
+    def take_grant(self, grant: SpawnGrant | None) -> None:
+        """As `GPUShareMixin.take_grant`; also checks what a grant says of nodes.
+
+        Raises:
+            SpawnException: it names no node, or a folder that is none of `host_dirs`; the log says so.
+        """
+        super().take_grant(grant)
+        place = self._place()
+        if channel.parse(self._environment["GPUSHARE_API_URL"]).socket is not None:
+            wrong = "c.GPUShareMixin.broker_url (or server_broker_url) is https:// where servers are pods"
+        elif place is None:
+            return
+        elif not NODE_NAME.fullmatch(place.node):
+            wrong = f"a grant may not name the node {place.node[:100]!r}: the broker's engine must be kai"
+        elif stray := next((path for path in place.mounts if outside(path, self.host_dirs)), ""):
+            wrong = f"a grant may not mount {stray[:200]!r}: it is in none of GPUShareKubeSpawner.host_dirs"
+        else:
+            return
+        self._tell_administrator(wrong)
+        raise refusal(BAD_GRANT, "bad_grant", 503)
+
+    def _place(self) -> Place | None:
+        grant, given = self._grant, self._environment
+        if grant is None or grant.lease is None:
+            return None
+        mounts = {mount.path: mount.read_only for mount in grant.mounts}
+        devices = tuple(given.get("CUDA_VISIBLE_DEVICES", "").split(","))
+        return Place(node=grant.node, devices=devices, mounts=mounts)
+
+    @property
+    def _runtime(self) -> Runtime:
+        return Runtime(
+            form=Form(self.gpu_names),
+            runtime_class=self.gpu_runtime_class,
+            tolerations=self.gpu_tolerations,
+        )
+
+    # ---- the pod -------------------------------------------------------------
+
+    def get_env(self) -> dict[str, Any]:
+        """Return the environment; a job's description reaches it as it is."""
+        env = super().get_env()
+        return env | {name: escaped(env[name]) for name in ("GPUSHARE_JOB",) if name in env}
+
+    @contextmanager
+    def memory_for_sleep(self, grant: SpawnGrant | None) -> Iterator[None]:
+        """Do nothing: profiles set `mem_limit` later, see `get_pod_manifest`."""
+        yield
+
+    async def get_pod_manifest(self) -> Any:
+        """Return the pod of the site's settings and profile, with what its lease needs."""
+        job = self._grant.job if self._grant is not None else None
+        with super().memory_for_sleep(self._grant):
+            pod = await super().get_pod_manifest()
+        if job is not None:
+            # Of what ends the pod beside the Hub, such as a node that is drained.
+            pod.spec.termination_grace_period_seconds = int(self.stop_grace_s)
+        return shaped(pod, self._place(), self._runtime)
+
+    async def _checked(self, site_hook: Any, pod: Any) -> Any:
+        """Return the pod as the site's hook left it.
+
+        Raises:
+            SpawnException: it asks for GPUs itself, or lost what its lease needs; the log says which.
+        """
+        if site_hook is not None:
+            pod = await maybe_future(site_hook(self, pod))
+        plain: Mapping[str, Any] = self.api.api_client.sanitize_for_serialization(pod)
+        if wrong := complaint(plain, self._place(), self._runtime):
+            self._tell_administrator(f"{wrong}; look at the profile and c.KubeSpawner.modify_pod_hook")
+            raise refusal(OWN_GPU, "own_gpu", 409)
+        return pod
+
+    async def _start_server(self) -> Any:
+        """Start the pod; one with a lease that is not placed within `holder_timeout` is refused."""
+        site_hook, site_options = self.modify_pod_hook, self.user_options
+        self.modify_pod_hook = lambda _, pod: self._checked(site_hook, pod)
+        self._start_future = None  # of the last start; `progress` looks at it
+        if self.is_job:
+            self._take_over_from_own_server()
+        try:
+            if (place := self._place()) is None:  # any node will do, one that is still to be added too
+                return await super()._start_server()
+            return await self._start_at(place, super()._start_server())
+        finally:
+            self.modify_pod_hook, self.user_options = site_hook, site_options
+
+    async def _start_at(self, place: Place, start: Coroutine[Any, Any, Any]) -> Any:
+        started = asyncio.ensure_future(start)
+        placed = asyncio.ensure_future(self._wait_until_placed())
+        try:
+            await asyncio.wait({started, placed}, return_when=asyncio.FIRST_COMPLETED)
+            if not started.done() and not placed.result():
+                raise self._not_placed(place)
+            return await started
+        finally:
+            for task in (started, placed):
+                task.cancel()
+            await asyncio.gather(started, placed, return_exceptions=True)
+
+    def _take_over_from_own_server(self) -> None:
+        """Give a job the home volume and the profile of its owner's own server."""
+        own = self.user.spawners[""]
+        self.pvc_name = own.pvc_name
+        self.user_options = {key: value for key, value in own.user_options.items() if key != options.KEY}
+
+    async def _wait_until_placed(self) -> bool:
+        """Return whether the pod was placed on a node; False after `holder_timeout`."""
+        known_at: float | None = None
+        while True:
+            pods = self.pod_reflector.pods if self.pod_reflector is not None else {}
+            pod = pods.get(f"{self.namespace}/{self.pod_name}")
+            if pod is not None and "deletionTimestamp" not in pod["metadata"]:
+                known_at = time.monotonic() if known_at is None else known_at
+                if pod["spec"].get("nodeName"):
+                    return True
+                if time.monotonic() - known_at > self.holder_timeout:
+                    return False
+            await asyncio.sleep(_LOOK_S)
+
+    def _not_placed(self, place: Place) -> SpawnException:
+        self._avoided[*self._identity()[:2], place.node] = time.monotonic() + _AVOID_S
+        self.log.warning("pod %s was not placed on the node %s of its lease", self.pod_name, place.node)
+        return refusal(NOT_PLACED, "not_placed", 503)
+
+    async def stop(self, now: bool = False) -> None:
+        """Delete the pod; a job gets its grace period before SIGKILL."""
+        site_grace_s = self.delete_grace_period
+        self.delete_grace_period = max(site_grace_s, int(self.stop_grace_s))
+        try:
+            await super().stop(now)
+        finally:
+            self.delete_grace_period = site_grace_s
+
+    async def delete_forever(self) -> None:
+        """Delete the server's volume; that of a job is its owner's home, and stays."""
+        if not self.is_job:
+            await super().delete_forever()

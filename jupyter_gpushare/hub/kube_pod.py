@@ -1,0 +1,168 @@
+"""Pods of servers and jobs on Kubernetes: what the lease of a server changes in the pod of its spawner.
+
+===========================  =============================================================
+what                         how
+===========================  =============================================================
+the node of the lease        ``nodeSelector`` with its host name, and the site's tolerations
+its files and its library    ``hostPath`` mounts, under the same path inside and outside
+its GPUs                     named in the form that the site's runtime wants (`Form`)
+no GPU without a lease       ``NVIDIA_VISIBLE_DEVICES=void`` in every container, whatever its
+                             image says, and no runtime class for GPUs
+===========================  =============================================================
+
+A pod of a server never requests a GPU: the seat of its lease does, and the cluster would count it twice.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from kubernetes_asyncio import client as models
+
+HOSTNAME = "kubernetes.io/hostname"
+VISIBLE = "NVIDIA_VISIBLE_DEVICES"
+VOID = "void"
+_CDI_KIND = "k8s.device-plugin.nvidia.com/gpu"
+_NRI_ANNOTATION = "nvidia.cdi.k8s.io/container."
+# Of a GPU for the pod itself, in KAI-Scheduler (docs/gpu-sharing/README.md, v0.16.8).
+_KAI_REQUESTS = ("gpu-fraction", "gpu-memory", "gpu-fraction-num-devices")
+NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+class Form(enum.StrEnum):
+    """How a site's container runtime is told which GPUs a container gets."""
+
+    CDI = "cdi"  # NVIDIA_VISIBLE_DEVICES with names of CDI: the default of NVIDIA's GPU operator
+    UUID = "uuid"  # NVIDIA_VISIBLE_DEVICES with UUIDs: the runtime's legacy mode
+    ANNOTATION = "annotation"  # an annotation of the pod, with names of CDI: the operator's NRI plugin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a server with a lease runs, and what it gets there."""
+
+    node: str
+    devices: tuple[str, ...]  # UUIDs
+    mounts: Mapping[str, bool]  # paths of the node, and whether they are read-only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What a site says about containers with GPUs."""
+
+    form: Form
+    runtime_class: str
+    tolerations: Sequence[Mapping[str, Any]]
+
+
+def shaped(pod: Any, place: Place | None, runtime: Runtime) -> Any:
+    """Return a spawner's pod with what a lease needs; ``place`` None: the server has no lease."""
+    spec = pod.spec
+    for container in (*spec.containers, *(spec.init_containers or ())):
+        _set_variable(container, VISIBLE, VOID)
+    if place is None:
+        if is_gpu_class(spec.runtime_class_name, runtime):
+            spec.runtime_class_name = None
+        return pod
+    server, names = spec.containers[0], _names(place.devices, runtime.form)
+    if runtime.form is Form.ANNOTATION:
+        pod.metadata.annotations = {**(pod.metadata.annotations or {}), _NRI_ANNOTATION + server.name: names}
+    else:
+        _set_variable(server, VISIBLE, names)
+    spec.runtime_class_name = runtime.runtime_class or spec.runtime_class_name
+    spec.node_selector = {**(spec.node_selector or {}), HOSTNAME: place.node}
+    spec.tolerations = [
+        *(spec.tolerations or ()),
+        *(models.V1Toleration(**each) for each in runtime.tolerations),
+    ]
+    for number, (path, read_only) in enumerate(place.mounts.items()):
+        name, source = f"gpushare-{number}", models.V1HostPathVolumeSource(path=path)
+        mount = models.V1VolumeMount(name=name, mount_path=path, read_only=read_only)
+        spec.volumes = [*(spec.volumes or ()), models.V1Volume(name=name, host_path=source)]
+        server.volume_mounts = [*(server.volume_mounts or ()), mount]
+    return pod
+
+
+def complaint(pod: Mapping[str, Any], place: Place | None, runtime: Runtime) -> str:
+    """Return why a pod, as the API server would get it, must not be created; empty: nothing is wrong.
+
+    Profiles and hooks of the site have changed it by now.
+    """
+    spec, metadata = pod["spec"], pod["metadata"]
+    containers = [*spec["containers"], *spec.get("initContainers", ())]
+    for container in containers:
+        resources = container.get("resources") or {}
+        for name in (*(resources.get("limits") or ()), *(resources.get("requests") or ())):
+            if name.startswith("nvidia.com/") or "/gpu" in name:
+                return f"its container {container['name']} requests {name}: the seat of its lease does"
+        if resources.get("claims"):
+            return (
+                f"its container {container['name']} has claims of devices: the seat of its lease has the GPU"
+            )
+    if spec.get("resourceClaims"):
+        return "it has resourceClaims: the seat of its lease has the GPU"
+    for name in _KAI_REQUESTS:
+        if name in metadata.get("annotations", {}):
+            return f"it has the annotation {name}: the seat of its lease has it"
+    if place is not None and spec.get("nodeSelector", {}).get(HOSTNAME) != place.node:
+        return f"its nodeSelector does not have {HOSTNAME}: its lease is on {place.node}"
+    if place is not None and (lost := _lost(spec, place, runtime)):
+        return f"it lost what its lease needs: {lost}"
+    if place is None and is_gpu_class(spec.get("runtimeClassName"), runtime):
+        return f"it has no lease, and its runtime class is {spec['runtimeClassName']}"
+    given = "" if place is None or runtime.form is Form.ANNOTATION else _names(place.devices, runtime.form)
+    for number, container in enumerate(containers):
+        wanted = given if given and not number else VOID
+        if _variables(container).get(VISIBLE) != wanted:
+            return f"{VISIBLE} of its container {container['name']} is not {wanted}"
+    return ""
+
+
+def _lost(spec: Mapping[str, Any], place: Place, runtime: Runtime) -> str:
+    """Return the runtime class or a mount of a lease that a pod does not have; empty: it has all."""
+    if runtime.runtime_class and spec.get("runtimeClassName") != runtime.runtime_class:
+        return f"the runtime class {runtime.runtime_class}"
+    sources = {each["name"]: (each.get("hostPath") or {}).get("path") for each in spec.get("volumes") or ()}
+    mounted = {
+        (sources.get(each["name"]), each["mountPath"], bool(each.get("readOnly")))
+        for each in spec["containers"][0].get("volumeMounts") or ()
+    }
+    for path, read_only in place.mounts.items():
+        if (path, path, read_only) not in mounted:
+            return f"the {'read-only ' if read_only else ''}mount of {path}"
+    return ""
+
+
+def is_gpu_class(name: str | None, runtime: Runtime) -> bool:
+    """Return whether a runtime class gives GPUs: that of the site, or one of the GPU operator's."""
+    return bool(name) and (name == runtime.runtime_class or str(name).startswith("nvidia"))
+
+
+def outside(path: str, folders: Sequence[str]) -> bool:
+    """Return whether a path of a node lies in none of these folders."""
+    wanted = PurePosixPath(path)
+    return ".." in wanted.parts or not any(PurePosixPath(each) in wanted.parents for each in folders)
+
+
+def escaped(value: str) -> str:
+    """Return the value of a variable in which Kubernetes expands no ``$(NAME)`` and no ``$$``."""
+    return value.replace("$", "$$")
+
+
+def _names(devices: Sequence[str], form: Form) -> str:
+    return ",".join(uuid if form is Form.UUID else f"{_CDI_KIND}={uuid}" for uuid in devices)
+
+
+def _set_variable(container: Any, name: str, value: str) -> None:
+    # Of a site's own containers they are dicts.
+    others = [e for e in container.env or () if (e["name"] if isinstance(e, dict) else e.name) != name]
+    container.env = [*others, models.V1EnvVar(name=name, value=value)]
+
+
+def _variables(container: Mapping[str, Any]) -> dict[str, str | None]:
+    return {entry["name"]: entry.get("value") for entry in container.get("env", ())}

@@ -1,0 +1,48 @@
+"""JupyterHub's internal TLS (`c.JupyterHub.internal_ssl`), where both sides show a certificate of the Hub's.
+
+The Hub names three files to its servers and to the services that it starts; the unit of an external
+service names the same (docs/operations.md).
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from jupyter_gpushare.errors import GpuShareError
+
+# jupyterhub/spawner.py, get_env
+KEY, CERTIFICATE, AUTHORITIES = VARIABLES = (
+    "JUPYTERHUB_SSL_KEYFILE",
+    "JUPYTERHUB_SSL_CERTFILE",
+    "JUPYTERHUB_SSL_CLIENT_CA",
+)
+
+
+def internal_tls(
+    env: Mapping[str, str], purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH
+) -> ssl.SSLContext | None:
+    """Return the context for connections to Hub, proxy and servers; None: the site has no internal TLS.
+
+    ``purpose`` is what the peer's certificate is for: SERVER_AUTH to connect, CLIENT_AUTH to listen.  Only
+    the authorities of the Hub are believed, not those of the system.
+
+    Raises:
+        GpuShareError: some of the variables are missing, or a file cannot be used.
+    """
+    if not any(env.get(name) for name in VARIABLES):
+        return None
+    if missing := [name for name in VARIABLES if not env.get(name)]:
+        raise GpuShareError(f"the Hub's internal TLS needs {', '.join(missing)} too")
+    try:
+        for name in VARIABLES:
+            with Path(env[name]).open("rb"):
+                pass  # an error of the ssl module names no file
+        context = ssl.create_default_context(purpose, cafile=env[AUTHORITIES])
+        context.load_cert_chain(env[CERTIFICATE], env[KEY])
+    except OSError as error:  # ssl.SSLError among them
+        where = getattr(error, "filename", None) or f"{env[CERTIFICATE]} with {env[KEY]}"
+        raise GpuShareError(f"the Hub's internal TLS cannot be used: {where}: {error.strerror}") from None
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
