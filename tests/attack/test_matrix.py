@@ -42,6 +42,11 @@ POST   leases/{lease}/keep               401  401  403  200  200  404  404  200 
 POST   leases/{lease}/lend               401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/kernels/k-1/release 401 401  403  409  409  404  404  409  404  401
 GET    projects                          401  401  403  200  200  200  200  200  200  401
+GET    trace/jobs                        401  401  403  403  403  403  403  200  403  401
+GET    trace/cells                       401  401  403  403  403  403  403  200  403  401
+PUT    devices/nlp/drain                 401  401  403  403  403  403  403  404  403  401
+DELETE devices/nlp/drain                 401  401  403  403  403  403  403  404  403  401
+DELETE devices/nlp/processes/1-1         401  401  403  403  403  403  403  404  403  401
 PUT    projects/nlp                      401  401  403  403  403  403  403  200  403  401
 DELETE projects/nlp                      401  401  403  403  403  403  403  200  403  401
 POST   leases/{lease}/stay-asleep        401  401  403  409  409  404  404  409  404  401
@@ -57,7 +62,9 @@ GET    decisions                         401  401  403  200  200  200  200  200 
 GET    health                            200  200  200  200  200  200  200  200  200  200
 GET    openapi.json                      200  200  200  200  200  200  200  200  200  200
 GET    spawner/offers?group=nlp          403  403  403  403  403  403  403  403  403  200
+GET    spawner/start?user=ada            403  403  403  403  403  403  403  403  403  200
 POST   spawner/start                     403  403  403  403  403  403  403  403  403  200
+POST   spawner/wait                      403  403  403  403  403  403  403  403  403  200
 POST   spawner/fault                     204  204  204  204  204  204  204  204  204  204
 POST   spawner/stop                      403  403  403  403  403  403  403  403  403  204
 """
@@ -65,6 +72,7 @@ TABLE = [
     (cells[0], cells[1], dict(zip(IDENTITIES, map(int, cells[2:]), strict=True)))
     for cells in map(str.split, EXPECTED.strip().splitlines()[1:])
 ]
+TRACES = ("jobs", "cells")
 ACTIONS = ("resume", "stay-asleep", "keep", "lend", "never-sleep", "may-sleep", "stop")
 BODIES = {
     "PUT jobs/{job}": {"priority": -1},
@@ -76,6 +84,7 @@ BODIES = {
     "keep": {"minutes": 5},
     "nlp": {"quota": 0.5},
     "start": START,
+    "wait": START | {"options": {"gpus": 1}},
     "fault": {"message": "no token"},
     "stop": {"user": "bo", "server": ""},
 }
@@ -83,11 +92,13 @@ BODIES = {
 
 def test_the_table_has_every_route_and_verb():
     names = {"{id}": "x", "{job}": "x", "{lease}": "x", "{n}": "1", "{name}": "nlp", "{kernel}": "k-1"}
+    names["{process}"] = "1-1"
 
     def plain(path: str) -> set[str]:
         for name, value in names.items():
             path = path.replace(name, value)
-        return {path.replace("{action}", action) for action in ACTIONS}
+        filled = ("{action}", ACTIONS) if "{action}" in path else ("{trace}", TRACES)
+        return {path.replace(filled[0], value) for value in filled[1]}
 
     routes = {(m.upper(), p) for r in ROUTES for m in r.answers for p in plain(r.path)}
     assert routes == {(method, *plain(path.partition("?")[0])) for method, path, _ in TABLE}
@@ -117,7 +128,15 @@ async def test_each_identity_may_do_what_the_matrix_says(http: Http, method, pat
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 async def test_other_verbs_are_405_and_say_which_are_allowed(http: Http, route):
     path = route.path
-    for name, value in {"id": "x", "n": "1", "name": "nlp", "kernel": "k-1", "action": "keep"}.items():
+    for name, value in {
+        "id": "x",
+        "n": "1",
+        "name": "nlp",
+        "kernel": "k-1",
+        "action": "keep",
+        "trace": "jobs",
+        "process": "1-1",
+    }.items():
         path = path.replace("{" + name + "}", value)
     identity = SPAWNER if path.startswith("spawner/") else "root"
     allowed = {m.upper() for m in route.answers}

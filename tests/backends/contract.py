@@ -87,6 +87,21 @@ class EngineContract:
         assert set(grant.devices) <= {"GPU-0", "GPU-1"}
         assert grant.held_milli == 1000
 
+    async def test_it_says_whether_it_places_nothing_on_a_gpu_that_is_emptied(self, engine: Engine) -> None:
+        whole = cluster(job("j1", "vision"), job("j2", "nlp"))
+        first, *rest = whole.devices
+        snapshot = replace(whole, devices=(replace(first, usable=False, draining=True), *rest))
+        await self.told(engine, snapshot)
+        actions = engine.decide(snapshot, NOW).actions
+        used = {uuid for action in actions if isinstance(action, Grant) for uuid in action.devices}
+        assert used == ({"GPU-1"} if engine.drains else {"GPU-0", "GPU-1"})
+
+    async def test_it_says_whether_it_grants_sessions_that_wait(self, engine: Engine) -> None:
+        snapshot = cluster(session("b1", "vision", waits=True))
+        await self.told(engine, snapshot)
+        granted = [action.lease for action in engine.decide(snapshot, NOW).actions]
+        assert granted == (["b1"] if engine.queues_sessions else [])
+
     async def test_a_refused_session_is_told_why_and_leaves_no_trace(self, engine: Engine) -> None:
         running = [
             session(f"b{n}", project, state=State.RUNNING, devices=(f"GPU-{n}",), held_milli=1000)
@@ -249,6 +264,18 @@ class DevicesContract:
         await bench.devices.signal("b9-1", signal.SIGTERM, "leader")
         await bench.devices.drop("b9-1")
 
+    async def test_only_a_process_that_the_sample_shows_without_a_lease_can_be_ended(
+        self, bench: DeviceBench
+    ) -> None:
+        lease = await self._running(bench)
+        (uuid, *_) = lease.devices
+        for process in (f"{each.pid}-1" for each in lease.processes):
+            with pytest.raises(HelperError):
+                await bench.devices.end_process(uuid, process)
+        with pytest.raises(HelperError):
+            await bench.devices.end_process("GPU-none", "1-1")
+        assert (await bench.sampled("b1-1", lambda s: True)).alive
+
     async def test_killing_all_processes_frees_the_device_and_the_lease_can_be_dropped(
         self, bench: DeviceBench
     ) -> None:
@@ -299,7 +326,7 @@ class HubContract:
 
     async def test_a_server_is_listed_from_its_start_to_its_stop(self, bench: HubBench) -> None:
         assert not await bench.hub.has_server(self.KEY)
-        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)", "7.mac")
         assert await bench.hub.has_server(self.KEY)
         await bench.ready(self.KEY)
         assert self.KEY in await bench.hub.servers()
@@ -314,17 +341,17 @@ class HubContract:
     async def test_a_users_server_is_stopped_and_may_start_again(self, bench: HubBench, server: str) -> None:
         key = ServerKey(self.KEY.user, server)
         for _ in range(2):
-            await bench.hub.start_server(key, "")
+            await bench.hub.start_server(key, "", "")
             await bench.ready(key)
             await bench.hub.stop_server(key, forget=False)
             await bench.gone(key)
             assert not await bench.hub.has_server(key)
 
     async def test_starting_twice_is_starting_once(self, bench: HubBench) -> None:
-        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
-        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)", "7.mac")
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)", "7.mac")
         await bench.ready(self.KEY)
-        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)")
+        await bench.hub.start_server(self.KEY, "train.py (job abcdefghij)", "7.mac")
         assert [key for key in await bench.hub.servers() if key == self.KEY] == [self.KEY]
 
     async def test_stopping_an_unknown_server_changes_nothing(self, bench: HubBench) -> None:

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pkgutil
 import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import jupyter_gpushare
-from jupyter_gpushare.backends.base import Devices, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.base import Devices, Holder, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.helper_client import (
+    Address,
+    Connection,
+    HelperClient,
+    NodeAddress,
+    SocketAddress,
+)
 from jupyter_gpushare.backends.hub import HubClient
-from jupyter_gpushare.backends.local import HelperClient, LocalDevices
+from jupyter_gpushare.backends.kubernetes import nodes
+from jupyter_gpushare.backends.kubernetes.nodes import NodeDevices
+from jupyter_gpushare.backends.local import LocalDevices
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.core.model import Cluster
+from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.protocol.helper import Hello, LeaseSample, Phase, Sample, decode, encode
 from tests.backends.contract import (
     NOW,
     DeviceBench,
@@ -40,6 +53,7 @@ from tests.gpu.machine import Machine, Worker, machine_in
 from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, running_hub
 from tests.hub.conftest import Hub as HubProcess
 from tests.kube.bed import Bed, kube_bed
+from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 
 MIB = 1 << 20
@@ -81,10 +95,12 @@ class TestKaiEngine(EngineContract):
 class LocalBench(DeviceBench):
     """A device helper of its own, on the simulated driver."""
 
+    devices: Devices
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._workers: dict[str, Worker] = {}
-        self.devices = LocalDevices(HelperClient(machine.socket, lambda: 1))
+        self.devices = LocalDevices(HelperClient(SocketAddress(machine.socket), lambda: 1))
 
     def newer_broker(self) -> None:
         newer = self._machine.client(epoch=2)
@@ -107,6 +123,240 @@ class TestLocalDevices(DevicesContract):
         for machine in machine_in(tmp_path):
             machine.start()
             yield LocalBench(machine)
+
+
+class NodesBench(LocalBench):
+    """Two nodes with a device helper each, over TCP; the leases are on the first."""
+
+    def __init__(self, first: Machine, second: Machine) -> None:
+        super().__init__(first)
+        self.second = second
+        self.addresses: dict[str, Address] = {}
+        for name, machine in (("n1", first), ("n2", second)):
+            self.serve(name, machine)
+        self.devices = NodeDevices(lambda: dict(self.addresses), lambda: 1)
+
+    def serve(self, name: str, machine: Machine) -> None:
+        secret, port = machine.folder / "secret", free_ports()
+        secret.write_bytes(b"s" * 32)
+        secret.chmod(0o600)
+        machine.start(
+            *("--listen", f"127.0.0.1:{port}", "--secret-file", str(secret), "--node", name),
+            *("--install-library", str(machine.folder / "lib")),
+        )
+        address = NodeAddress(host="127.0.0.1", port=port, node=name, secret=b"s" * 32)
+        self.addresses[name] = address
+
+
+class TestNodeDevices(DevicesContract):
+    implementation = NodeDevices
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Iterator[NodesBench]:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        for first in machine_in(tmp_path / "a"):
+            for second in machine_in(tmp_path / "b", spec="1xA100-80GB,host=512GiB"):  # UUIDs of its own
+                yield NodesBench(first, second)
+
+    async def test_devices_are_those_of_all_nodes(self, bench: NodesBench) -> None:
+        inventory = await bench.devices.inventory()
+        assert [device.node for device in inventory.devices] == ["n1", "n2"]
+        assert len({device.uuid for device in inventory.devices}) == 2
+
+    async def test_a_holder_gets_the_paths_of_its_node(self, bench: NodesBench) -> None:
+        await bench.devices.inventory()
+        uuid = bench.second.uuids()[0]
+        holder = Holder(
+            handle="b2-1", uid=os.geteuid(), limits={uuid: 1 << 30}, guaranteed={uuid: 1 << 30}, asleep=False
+        )
+        prepared = await bench.devices.prepare(holder)
+        assert prepared.node == "n2"
+        directory, account, library = prepared.mounts
+        assert directory.path == prepared.env["GPUSHARE_LEASE_DIR"]
+        assert [mount.read_only for mount in prepared.mounts] == [True, False, True]
+        assert Path(account.path).is_file()
+        assert library.path == prepared.env["LD_PRELOAD"]
+        assert Path(library.path).parent == bench.second.folder / "lib"
+
+    async def test_a_silent_node_keeps_its_leases_and_offers_nothing(self, bench: NodesBench) -> None:
+        before = await self._running(bench)
+        first = bench._machine
+        first.stop()
+        sample = await bench.devices.sample()
+        lease = next(found for found in sample.leases if found.lease == "b1-1")
+        assert lease.used_bytes == before.used_bytes
+        later = next(found for found in (await bench.devices.sample()).leases if found.lease == "b1-1")
+        assert later.measured_at == lease.measured_at, "what a silent node said does not become newer"
+        assert [device.healthy for device in sample.devices] == [False, True]
+        assert "node n1 does not answer" in sample.devices[0].reason
+        assert [d.healthy for d in (await bench.devices.inventory()).devices] == [False, True]
+        assert bench.devices.sleepable() == {"n2"}  # type: ignore[attr-defined]
+        with pytest.raises(HelperError, match="n1"):
+            await bench.devices.suspend("b1-1", "")
+        bench.serve("n1", first)
+        again = await bench.devices.sample()
+        assert [device.healthy for device in again.devices] == [True, True]
+        assert (await bench.devices.suspend("b1-1", "")).done
+
+    async def test_leases_of_a_node_that_never_answered_are_not_missed(self, bench: NodesBench) -> None:
+        bench._machine.stop()
+        with pytest.raises(HelperError, match="n1"):
+            await bench.devices.sample()
+        del bench.addresses["n1"]  # the cluster says that it is gone
+        assert [d.uuid for d in (await bench.devices.sample()).devices] == bench.second.uuids()
+
+    async def test_events_of_all_nodes_come_and_a_node_that_returns_is_told(self, bench: NodesBench) -> None:
+        await self._running(bench)
+        heard: list[tuple[str, str]] = []
+
+        async def listen() -> None:
+            async for event in bench.devices.watch():
+                if event is not None:
+                    heard.append((str(event.kind), event.fields.get("node", event.lease)))
+
+        listening = asyncio.create_task(listen())
+        try:
+            await _until(lambda: ("device", "n1") in heard and ("device", "n2") in heard)
+            bench.second.stop()
+            await _until(lambda: heard.count(("device", "n2")) == 2)
+            bench.serve("n2", bench.second)
+            await _until(lambda: heard.count(("device", "n2")) == 3)
+            await bench.devices.signal("b1-1", signal.SIGKILL, "all")
+            await _until(lambda: ("ended", "b1-1") in heard)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def test_times_are_those_of_this_machine(self, tmp_path: Path) -> None:
+        class Elsewhere(Address):
+            """A helper on a machine that was started long after this one."""
+
+            async def connect(self) -> Connection:
+                return _Answers(lag_s=50_000.0)
+
+        here = NodeDevices(lambda: {"n1": Elsewhere()}, lambda: 1)
+        sample = await here.sample()
+        now = time.monotonic()
+        assert now - 5 < sample.at <= now
+        assert now - 15 < sample.leases[0].active_at < now - 5
+        assert sample.leases[0].unread_since == 0.0
+
+    async def test_a_node_that_swallows_connections_delays_no_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(nodes, "ANSWER_S", 0.2)
+        off = _Switched("b2-1")
+        here = NodeDevices({"n1": _Switched("b1-1"), "n2": off}.copy, lambda: 1)
+        assert {lease.lease for lease in (await here.sample()).leases} == {"b1-1", "b2-1"}
+        off.answers.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):
+                before_at = time.monotonic()
+                sample = await here.sample()
+                assert sample.at >= before_at - nodes.ANSWER_S
+                assert {lease.lease for lease in sample.leases} == {"b1-1", "b2-1"}
+            assert off.waiting == 1, "one question at a time to a node that does not answer"
+            off.answers.set()
+            while here._nodes["n2"].silent:
+                await asyncio.sleep(0.01)
+            off.answers.clear()
+            await here.sample()
+            assert off.waiting == 0, "its request ended when its time was over"
+            await here.sample()
+            await asyncio.sleep(0)
+        await here.close()
+        assert off.waiting == 0
+
+    async def test_a_node_that_leaves_while_it_is_asked_is_left_out(self) -> None:
+        leaving = _Switched("b2-1")
+        listed: dict[str, Address] = {"n1": _Switched("b1-1"), "n2": leaving}
+        here = NodeDevices(lambda: dict(listed), lambda: 1)
+        await here.sample()
+        leaving.answers.clear()
+        asked = asyncio.create_task(here.sample())
+        await _until(lambda: leaving.waiting == 1)
+        del listed["n2"]
+        here._refresh()
+        leaving.answers.set()
+        assert {lease.lease for lease in (await asked).leases} == {"b1-1"}
+
+    async def test_a_node_that_joins_later_and_does_not_answer_stops_no_other(self) -> None:
+        now = time.monotonic()
+        listed: dict[str, Address] = {"n1": _Switched("b1-1")}
+        here = NodeDevices(lambda: dict(listed), lambda: 1, lambda: now)
+        await here.sample()
+        now += nodes.FIRST_S + 1
+        listed["n2"] = SocketAddress(Path("/no/helper"))
+        assert {lease.lease for lease in (await here.sample()).leases} == {"b1-1"}
+
+    async def test_moves_take_nothing_from_samples(self) -> None:
+        address = _Switched("b1-1")
+        here = NodeDevices({"n1": address}.copy, lambda: 1)
+        await here.sample()
+        address.answers.clear()
+        moves = [asyncio.create_task(here.resume("b1-1")) for _ in range(64)]
+        await _until(lambda: address.waiting == 64)
+        asked = asyncio.create_task(here.sample())
+        await _until(lambda: address.waiting == 65)
+        for task in (*moves, asked):
+            task.cancel()
+        await asyncio.gather(*moves, asked, return_exceptions=True)
+
+    async def test_without_nodes_nothing_is_known(self) -> None:
+        with pytest.raises(HelperError, match="no node"):
+            await NodeDevices(dict, lambda: 1).sample()
+
+
+class _Switched(Address):
+    """A helper that answers, or a machine that is off: no connection to it is ever refused."""
+
+    def __init__(self, lease: str) -> None:
+        self._lease = lease
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.waiting = 0
+
+    async def connect(self) -> Connection:
+        self.waiting += 1
+        try:
+            await self.answers.wait()
+        finally:
+            self.waiting -= 1
+        return _Answers(lag_s=0.0, lease=self._lease)
+
+
+class _Answers:
+    """A helper with a clock behind this machine's, and with one lease that worked 10 s ago."""
+
+    def __init__(self, lag_s: float, lease: str = "b1-1") -> None:
+        self._lag_s = lag_s
+        self._lease = lease
+        self._line = b""
+
+    async def send(self, line: bytes) -> None:
+        now = time.monotonic() - self._lag_s
+        lease = LeaseSample(
+            lease=self._lease, phase=Phase.RUNNING, measured_at=now, used_bytes={}, saved_bytes={}, calls="c",
+            active_at=now - 10, suspendable=True, suspend_reason="", alive=True,
+        )  # fmt: skip
+        result = {
+            "hello": Hello(version="", pid=1, boot_id="", epoch=1, simulated=True, now=now),
+            "sample": Sample(at=now, devices=(), leases=(lease,), host_available_bytes=1, host_saved_bytes=0),
+        }[decode(line)["verb"]]
+        self._line = encode({"ok": True, "result": asdict(result)})
+
+    async def receive(self) -> bytes:
+        return self._line
+
+    def close(self) -> None:
+        pass
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
 
 
 class SiteBench(DeviceBench):

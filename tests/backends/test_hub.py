@@ -14,6 +14,7 @@ from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.backends.hub import HubClient, _remedy
 
 JOB = ServerKey("bo", "jabcdefghij-1")
+TICKET = {"gpushare_start": "7.mac"}
 
 
 class FakeHub:
@@ -70,36 +71,36 @@ async def hub() -> AsyncIterator[FakeHub]:
 @pytest.mark.parametrize("status", [201, 202])
 async def test_a_server_is_started_by_its_name(hub, status):
     hub.status = status
-    await hub.client.start_server(JOB, "train.py (job abcdefghij)")
-    assert hub.asked == [("POST", "/hub/api/users/bo/servers/jabcdefghij-1", {})]
+    await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
+    assert hub.asked == [("POST", "/hub/api/users/bo/servers/jabcdefghij-1", {"gpushare_start": "7.mac"})]
 
 
 @pytest.mark.parametrize(
     ("version", "body"),
     [
-        ("6.1.1", {"display_name": "train.py (job abcdefghij)"}),
-        ("10.0", {"display_name": "train.py (job abcdefghij)"}),
-        ("5.5.0", {}),  # it would take the name for an option of the spawner
-        ("", {}),
+        ("6.1.1", {"display_name": "train.py (job abcdefghij)", "user_options": TICKET}),
+        ("10.0", {"display_name": "train.py (job abcdefghij)", "user_options": TICKET}),
+        ("5.5.0", TICKET),  # it would take the name for an option of the spawner
+        ("", TICKET),
     ],
 )
-async def test_a_hub_that_shows_names_gets_that_of_the_job(hub, version, body):
+async def test_a_hub_gets_the_ticket_of_a_start_and_the_name_where_it_shows_it(hub, version, body):
     hub.version, hub.status = version, 202
     await hub.client.stop_server(JOB)
-    await hub.client.start_server(JOB, "train.py (job abcdefghij)")
+    await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
     assert hub.asked[-1] == ("POST", "/hub/api/users/bo/servers/jabcdefghij-1", body)
 
 
 async def test_starting_what_runs_already_is_done(hub):
     hub.status, hub.body = 400, {"status": 400, "message": "bo:jabcdefghij-1 is already running"}
-    await hub.client.start_server(JOB, "train.py (job abcdefghij)")
+    await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
 
 
 async def test_a_user_with_all_the_servers_that_the_hub_allows_waits(hub):
     said = "User bo already has the maximum of 3 named servers."
     hub.status, hub.body = 400, {"status": 400, "message": said}
     with pytest.raises(HubError, match="maximum of 3") as refused:
-        await hub.client.start_server(JOB, "train.py (job abcdefghij)")
+        await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
     assert (refused.value.permanent, refused.value.not_now) == (False, True)
 
 
@@ -118,7 +119,7 @@ async def test_a_user_with_all_the_servers_that_the_hub_allows_waits(hub):
 async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, permanent, not_now):
     hub.status, hub.body = status, {"status": status, "message": "because"}
     with pytest.raises(HubError, match="because") as refused:
-        await hub.client.start_server(JOB, "train.py (job abcdefghij)")
+        await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
     assert (refused.value.permanent, refused.value.not_now) == (permanent, not_now)
 
 
@@ -126,7 +127,7 @@ async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, pe
 async def test_an_answer_that_says_nothing_is_told_by_its_status(hub, body):
     hub.status, hub.body = 500, body
     with pytest.raises(HubError, match="status 500"):
-        await hub.client.start_server(JOB, "train.py (job abcdefghij)")
+        await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
 
 
 @pytest.mark.parametrize("status", [202, 204, 404])
@@ -143,7 +144,7 @@ async def test_a_stop_that_the_hub_cannot_do_now_is_an_error(hub):
 
 
 async def test_names_cannot_leave_their_place_in_the_path(hub):
-    await hub.client.start_server(ServerKey("../admin?x=/é", "a/b"), "train.py (job abcdefghij)")
+    await hub.client.start_server(ServerKey("../admin?x=/é", "a/b"), "train.py (job abcdefghij)", "7.mac")
     assert hub.asked[0][1] == "/hub/api/users/..%2Fadmin%3Fx%3D%2F%C3%A9/servers/a%2Fb"
 
 
@@ -220,7 +221,7 @@ async def test_where_a_server_is_reached_is_what_the_hub_says(hub):
 async def test_a_hub_that_is_not_there_is_an_error_that_passes():
     client = HubClient("http://127.0.0.1:1/hub/api", "secret")
     with pytest.raises(HubError, match="does not answer") as failed:
-        await client.start_server(JOB, "train.py (job abcdefghij)")
+        await client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
     assert not failed.value.permanent
     await client.close()
 

@@ -11,10 +11,12 @@ import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.backends.base import Holder
-from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
+from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
+from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
-from jupyter_gpushare.gpu.service import server
+from jupyter_gpushare.gpu.service import exchange
 from jupyter_gpushare.protocol import helper as protocol
+from jupyter_gpushare.protocol.unleased import EndProcess
 
 SAMPLE = protocol.Sample(
     at=1.5,
@@ -90,7 +92,7 @@ async def helper(tmp_path) -> AsyncIterator[FakeHelper]:
 
 @pytest.fixture
 async def devices(tmp_path, helper) -> AsyncIterator[LocalDevices]:
-    local = LocalDevices(HelperClient(tmp_path / "h.sock", epoch=lambda: 7))
+    local = LocalDevices(HelperClient(SocketAddress(tmp_path / "h.sock"), epoch=lambda: 7))
     yield local
     await local.close()
 
@@ -116,22 +118,33 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
         "suspend": moved,
         "resume": moved,
         "signal": protocol.Signalled(count=1),
+        "end_process": protocol.Signalled(count=1),
         "drop": protocol.Dropped(known=True),
     }
     helper.answer = lambda request: ok(answers[request["verb"]])
     limits, guaranteed = {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}
     await devices.prepare(
-        Holder(handle="j-1", uid=1000, limits=limits, guaranteed=guaranteed, asleep=True, unattended=True)
+        Holder(
+            handle="j-1",
+            uid=1000,
+            limits=limits,
+            guaranteed=guaranteed,
+            asleep=True,
+            unattended=True,
+            stops=True,
+        )
     )
     assert await devices.suspend("j-1", "calls") == moved
     assert await devices.resume("j-1") == moved
     await devices.signal("j-1", 15, "leader")
+    await devices.end_process("GPU-1", "12-345")
     await devices.drop("j-1")
     kinds = {
         "set_limit": protocol.SetLimit,
         "suspend": protocol.Suspend,
         "resume": protocol.Resume,
         "signal": protocol.Signal,
+        "end_process": EndProcess,
         "drop": protocol.Drop,
     }
     built = [
@@ -146,10 +159,12 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
             guaranteed={"GPU-1": 5, "GPU-0": 0},
             suspended=True,
             unattended=True,
+            stops=True,
         ),
         protocol.Suspend(lease="j-1", calls="calls"),
         protocol.Resume(lease="j-1"),
         protocol.Signal(lease="j-1", number=15, to="leader"),
+        EndProcess(device="GPU-1", process="12-345"),
         protocol.Drop(lease="j-1", end_processes=True),
     ]
     assert {a["epoch"] for a in helper.asked} == {7}
@@ -165,7 +180,7 @@ async def test_a_refusal_keeps_its_word(helper, devices, kind):
 
 async def test_an_error_of_the_driver_arrives_as_the_helper_raised_it(helper, devices):
     raised = DeviceError("cuCheckpointProcessRestore", 2, "CUDA_ERROR_OUT_OF_MEMORY")
-    helper.answer = lambda _: protocol.encode(server._error(raised))
+    helper.answer = lambda _: protocol.encode(exchange.error_answer(raised))
     with pytest.raises(DeviceError) as failed:
         await devices.resume("j-1")
     assert str(failed.value) == str(raised)
@@ -218,7 +233,7 @@ async def test_a_line_without_end_is_not_read_for_ever(helper, devices):
 async def test_a_helper_that_hangs_is_given_up(helper, tmp_path):
     helper.answer = lambda _: None
     with pytest.raises(HelperError, match="did not answer sample") as failed:
-        await HelperClient(tmp_path / "h.sock", lambda: 1).ask(
+        await HelperClient(SocketAddress(tmp_path / "h.sock"), lambda: 1).ask(
             "sample", None, protocol.Sample, timeout_s=0.05
         )
     assert failed.value.kind == "silent"
@@ -226,7 +241,9 @@ async def test_a_helper_that_hangs_is_given_up(helper, tmp_path):
 
 async def test_no_helper_at_all_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(HelperError, match=r"no device helper at .*none\.sock") as failed:
-        await HelperClient(tmp_path / "none.sock", lambda: 1).ask("sample", None, protocol.Sample)
+        await HelperClient(SocketAddress(tmp_path / "none.sock"), lambda: 1).ask(
+            "sample", None, protocol.Sample
+        )
     assert failed.value.kind == "unreachable"
 
 

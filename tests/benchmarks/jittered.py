@@ -11,6 +11,9 @@ Orders are compared in the same way, and with a share of the jobs reporting prog
 
     python -m tests.benchmarks.jittered --order las --save /tmp/las.json
     python -m tests.benchmarks.jittered --progress 0.5,0.3 --against /tmp/las.json
+
+With ``--users N`` the jobs belong to N users at random, the n-th with a part of 1/n of
+the jobs of the first.
 """
 
 from __future__ import annotations
@@ -63,13 +66,15 @@ def measure(
     shares: Sequence[tuple[int, int]],
     order: Order,
     reports: Callable[[int], Reports | None],
+    users: Callable[[int], str],
+    guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
     settings = Settings(
         order=order,
         preempt_cost_s=COST_S,
         min_run_s=DEFAULT_POLICY.min_run_s,
-        starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
+        starvation_guard_s=guard_s,
         max_bypass_s=DEFAULT_POLICY.max_bypass_s,
         fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
     )
@@ -80,7 +85,14 @@ def measure(
     grace_s = COST_S if shares else 0.0
     fleet = Fleet(gpus=gpus, nodes=gpus // 8)
     result = replay_jobs(
-        jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S, grace_s=grace_s, reports=reports
+        jobs,
+        fleet,
+        settings,
+        projects=projects,
+        preempt_cost_s=COST_S,
+        grace_s=grace_s,
+        reports=reports,
+        users=users,
     )
     numbers = report.job_numbers(result)
     found = {name: float(str(numbers[name])) for name in FIGURES[:3]}
@@ -88,6 +100,13 @@ def measure(
         days = [p["worst_day_percent"] for p in report.fairness(result.meter)]
         found["worst_day_percent"] = mean(float(str(day)) for day in days)
     return found
+
+
+def users_of(count: int, seed: int, jobs: int) -> Callable[[int], str]:
+    """Users by number of the job; the n-th has a part of 1/n of the jobs of the first."""
+    names = [f"u{n}" for n in range(count)]
+    drawn = Random(f"users {seed}").choices(names, [1 / (n + 1) for n in range(count)], k=jobs)
+    return drawn.__getitem__
 
 
 def error(values: Sequence[float]) -> float:
@@ -100,14 +119,26 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=5)
     parser.add_argument("--order", type=Order, default=DEFAULT_ORDER)
     parser.add_argument("--progress", default="0,0", metavar="SHARE,SIGMA")
+    parser.add_argument("--users", type=int, default=1, metavar="N")
+    parser.add_argument("--no-guard", action="store_true")
+    parser.add_argument("--case", choices=[case[0] for case in CASES], help="only this one")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the samples")
     parser.add_argument("--against", type=Path, metavar="FILE", help="samples of another tree")
     args = parser.parse_args()
     share, sigma = map(float, args.progress.split(","))
     samples: dict[str, list[Sample]] = {}
-    for name, file, gpus, shares in CASES:
+    guard_s = None if args.no_guard else DEFAULT_POLICY.starvation_guard_s
+    for name, file, gpus, shares in (case for case in CASES if args.case in (None, case[0])):
         samples[name] = [
-            measure(jobs, gpus, shares, args.order, some(share, sigma, seed))
+            measure(
+                jobs,
+                gpus,
+                shares,
+                args.order,
+                some(share, sigma, seed),
+                users_of(args.users, seed, len(jobs)),
+                guard_s,
+            )
             for seed, jobs in enumerate(copies(file, args.copies))
         ]
     if args.save:

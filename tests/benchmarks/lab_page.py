@@ -23,6 +23,7 @@ from playwright.async_api import Page, async_playwright, expect
 from tests.benchmarks.report import percentile, print_table
 from tests.conftest import Chromium, find_chromium
 from tests.ui.conftest import BUNDLE, TOKEN, fake_broker, start_lab_in
+from tests.ui.pages import loaded
 
 UPDATES = 1_000
 COUNT_S = 60
@@ -32,36 +33,6 @@ HIDE = """hidden => {
     set('hidden', hidden);
     document.dispatchEvent(new Event('visibilitychange'));
 }"""
-
-
-def sizes() -> tuple[int, int]:
-    """Return (bytes loaded at start, bytes of everything), compressed as servers send them."""
-    all_files = {p.name: len(gzip.compress(p.read_bytes())) for p in (BUNDLE / "static").glob("*.js")}
-    lazy = {name for name in all_files if name in lazy_chunks()}
-    return sum(size for name, size in all_files.items() if name not in lazy), sum(all_files.values())
-
-
-def lazy_chunks() -> set[str]:
-    """Return the files that only a command or a button loads: with the dialog, the list or the chart."""
-    marks = (
-        "gpushare-launch-dialog",
-        "gpushare-job-row",
-        "LaunchRequest",
-        "viewOf",
-        "problemsOf",
-        "DayChart",
-        "dppxchange",
-    )
-    found = set()
-    for path in (BUNDLE / "static").glob("*.js"):
-        text = path.read_text()
-        if (
-            any(mark in text for mark in marks)
-            and "jupyter-gpushare:status-bar" not in text
-            and "@media" not in text
-        ):
-            found.add(path.name)
-    return found
 
 
 async def requests_per_minute(page: Page, hidden: bool) -> float:
@@ -152,16 +123,17 @@ async def frames_ms(page: Page) -> list[float]:
 
 
 async def measure(lab: Any, path: str) -> None:
-    at_start, everything = sizes()
-    rows = [
-        ["bundle at start, gzip", f"**{at_start / 1024:.1f} KiB**", "40 KiB"],
-        ["bundle with everything that is loaded later, gzip", f"{everything / 1024:.1f} KiB", ""],
-    ]
+    everything = sum(len(gzip.compress(path.read_bytes())) for path in (BUNDLE / "static").glob("*.js"))
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, args=list(Chromium(path).args))
         page = await browser.new_page(viewport={"width": 1280, "height": 800}, locale="en-GB")
         await page.goto(f"{lab.url}/lab/tree/train.ipynb?token={TOKEN}&reset")
         await expect(page.locator(".gpushare-status button")).to_contain_text("Active", timeout=60_000)
+        at_start = sum((await loaded(page)).values())
+        rows = [
+            ["bundle at start, gzip", f"**{at_start / 1024:.1f} KiB**", "40 KiB"],
+            ["bundle with everything that is loaded later, gzip", f"{everything / 1024:.1f} KiB", ""],
+        ]
         await page.locator(".gpushare-status button").click()
         visible = await requests_per_minute(page, hidden=False)
         busy = await busy_percent(page)

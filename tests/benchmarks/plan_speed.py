@@ -3,7 +3,8 @@
 Three clusters of busy and idle sessions, jobs that run and jobs that wait, all
 sizes and three projects.  *Steady*: nothing can be done any more, as in most
 rounds.  *Full*: everything waits to be decided at once, as after a restart.
-*Kept*: a planner that is told of one lease that changed.
+*Kept*: a planner that is told of one lease that changed.  With ``--users`` each
+project has so many, each with a level of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NOW = 100_000.0
 GIB = 1 << 30
 
 
-def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
+def cluster(gpus: int, leases: int, pending: int, order: Order, users: int = 1) -> Cluster:
     """A cluster with ``leases`` that hold devices, as long as some are free, and ``pending`` that wait."""
     random = Random(gpus)
     devices = tuple(
@@ -50,23 +51,26 @@ def cluster(gpus: int, leases: int, pending: int, order: Order) -> Cluster:
     )
     # Parts of GPUs, so that about as many fit as are asked for; waiting jobs are of all sizes.
     mean_milli = gpus * 1000 // leases
-    found = [_lease(n, random, fractions=(mean_milli // 2, mean_milli, mean_milli)) for n in range(leases)]
+    fractions = (mean_milli // 2, mean_milli, mean_milli)
+    found = [_lease(n, random, users, fractions=fractions) for n in range(leases)]
     settings = Settings(
         order=order, min_run_s=300, preempt_cost_s=30, starvation_guard_s=864_000, max_bypass_s=86_400
     )
     first = Cluster(devices=devices, projects=projects, leases=tuple(found), settings=settings)
+    first = replace(first, user_levels={(p, f"u{n}"): n for p in "abc" for n in range(1, users)})
     placed = tuple(x for x in carried_out(first) if x.devices)
-    waiting = tuple(_lease(leases + n, random) for n in range(pending))
+    waiting = tuple(_lease(leases + n, random, users) for n in range(pending))
     return replace(first, leases=placed + waiting)
 
 
-def _lease(number: int, random: Random, *, fractions: tuple[int, ...] = ()) -> Lease:
+def _lease(number: int, random: Random, users: int, *, fractions: tuple[int, ...] = ()) -> Lease:
     """A lease of one of these sizes, or a job of any size."""
     build = bool(fractions) and random.random() < 0.6
     count = 1 if fractions else random.choice([1, 1, 1, 1, 2, 4, 8])
     return Lease(
         id=f"x{number:05}",
         project=random.choice("abc"),
+        user=f"u{number % users}",
         kind=Kind.BUILD if build else Kind.TRAIN,
         size=Size(1000 if count > 1 else random.choice(fractions or (250, 500, 1000)), count),
         survival=random.choice(list(CheckpointMode)),
@@ -115,10 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--order", choices=list(Order), default=Order.LAS)
-    rounds, order = parser.parse_args().rounds, Order(parser.parse_args().order)
+    parser.add_argument("--users", type=int, default=1, help="of each project")
+    args = parser.parse_args()
+    rounds, order = args.rounds, Order(args.order)
     print(f"{'GPUs':>5} {'leases':>6} {'pending':>7} {'round':>7} {'actions':>7} {'p50 ms':>8} {'p99 ms':>8}")
     for gpus, leases, pending in ((16, 100, 1_000), (128, 800, 3_000), (1_024, 6_000, 10_000)):
-        full = cluster(gpus, leases, pending, order)
+        full = cluster(gpus, leases, pending, order, args.users)
         steady = full
         for _ in range(20):
             if not plan(steady, NOW).actions:

@@ -4,10 +4,10 @@
 
 A broker with SQLite on disk and one GPU on a site in memory, with its Hub, in one
 process on the first core; the load in processes of its own, niced, on the last core.
-Ada submits and reads her status, one request after the other, once alone and once
-beside six threads of bo that submit all the time, with the rate
-limit of each user and without.  Before each run bo has 900 jobs
-in the queue, so that all runs find a long one.
+Ada submits and reads her status, one request after the other: alone, beside 2,000 submits of
+bo one after the other, and beside six threads of bo that submit all the time, with the rate limit
+of each user and without.  Before each run bo has 900 jobs in the queue, so that all runs find a
+long one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.broker.http_site import Http
 from tests.broker.site import Site
 
 QUEUED = 900
+SUBMITS = 2_000  # of one thread
 SUBMITTERS = 6
 JOB = {"command": ["true"], "gpus": "1"}
 
@@ -49,7 +50,7 @@ def _serve(pipe: Connection, limited: bool) -> None:
             await http.open()
             http.broker.begin()
             if not limited:
-                http.service.changes = Rate(per_s=10_000, burst=10_000)
+                http.service.limits.changes = Rate(per_s=10_000, burst=10_000)
             for _ in range(QUEUED):
                 await site.submit("bo", "1")
             pipe.send(http.api)
@@ -59,19 +60,20 @@ def _serve(pipe: Connection, limited: bool) -> None:
     asyncio.run(serve())
 
 
-def _submit_all_the_time(api: str, stop: threading.Event, done: list[int]) -> None:
+def _submit_all_the_time(api: str, stop: threading.Event, done: list[int], most: int) -> None:
     headers = {"Authorization": "token bo"}
     with httpx.Client(base_url=api, headers=headers, trust_env=False, timeout=30) as client:
-        while not stop.is_set():
+        while not stop.is_set() and len(done) < most:
             done.append(client.post("/jobs", json=JOB).status_code)
 
 
-def _load(api: str, pipe: Connection) -> None:
+def _load(api: str, pipe: Connection, count: int) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.nice(19)
     stop, done = threading.Event(), []
+    most = SUBMITS if count == 1 else sys.maxsize
     threads = [
-        threading.Thread(target=_submit_all_the_time, args=(api, stop, done)) for _ in range(SUBMITTERS)
+        threading.Thread(target=_submit_all_the_time, args=(api, stop, done, most)) for _ in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -83,7 +85,7 @@ def _load(api: str, pipe: Connection) -> None:
 
 
 def _measure(
-    requests: int, *, beside: bool, limited: bool
+    requests: int, *, submitters: int, limited: bool
 ) -> tuple[list[float], list[float], tuple[int, int]]:
     """Return seconds of submits and of reads, and how many of bo's submits were accepted and refused."""
     mine, theirs = multiprocessing.Pipe()
@@ -92,8 +94,8 @@ def _measure(
     api = mine.recv()
     submits, reads, answered = [], [], (0, 0)
     here, there = multiprocessing.Pipe()
-    load = multiprocessing.Process(target=_load, args=(api, there), daemon=True)
-    if beside:
+    load = multiprocessing.Process(target=_load, args=(api, there, submitters), daemon=True)
+    if submitters:
         load.start()
     headers = {"Authorization": "token ada"}
     with httpx.Client(base_url=api, headers=headers, trust_env=False, timeout=30) as client:
@@ -103,7 +105,7 @@ def _measure(
                 client.request(method, path, json=JOB if took is submits else None).raise_for_status()
                 took.append(time.perf_counter() - begun)
             time.sleep(0.2)  # below the rate that is allowed to each user
-    if beside:
+    if submitters:
         here.send("stop")
         answered = here.recv()
         load.join()
@@ -114,12 +116,14 @@ def _measure(
 
 def main(requests: int) -> None:
     rows = []
-    for name, beside, limited in (
-        ("alone", False, True),
-        ("beside six submitters", True, True),
-        ("the same without the limit of 10 changes a second", True, False),
+    for name, submitters, limited in (
+        ("alone", 0, True),
+        ("beside one submitter", 1, True),
+        ("beside six submitters", SUBMITTERS, True),
+        ("the same without the limit of 10 changes a second", SUBMITTERS, False),
+        ("alone again", 0, True),
     ):
-        submits, reads, (accepted, refused) = _measure(requests, beside=beside, limited=limited)
+        submits, reads, (accepted, refused) = _measure(requests, submitters=submitters, limited=limited)
         figures = [f"{1000 * percentile(took, p):.1f}" for took in (submits, reads) for p in (50, 95)]
         rows.append([name, *figures, f"{accepted} / {refused}"])
     head = ["", "submit p50, ms", "p95", "status p50, ms", "p95", "bo accepted / refused"]

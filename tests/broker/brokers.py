@@ -19,6 +19,7 @@ from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -55,7 +56,8 @@ class Broker:
         self.engine = LocalEngine()
         self.devices = SiteDevices(site, self)
         self.hub = SiteHub(site, self)
-        self.loop = Loop(self.registry, self.engine, self.devices, self.hub)
+        tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
+        self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
         forecast = Forecast(self.registry, self.engine, _at_once)
         self.request_policy = RequestPolicy(self.registry, self.engine)
         self.requests = RequestService(
@@ -141,6 +143,9 @@ class SteppingStore(Store):
     async def _read(self, query: Any) -> list[Any]:
         await self._broker.step()
         return self._rows(query)
+
+    async def scan(self, query: Any, of: Callable[[Any], Any]) -> list[Any]:
+        return [of(row) for row in await self._read(query)]
 
     def _check(self) -> None:
         registry = self._broker.registry

@@ -92,8 +92,9 @@ class SiteDevices(Devices):
                 helper.DeviceSample(
                     uuid=uuid,
                     used_bytes=sum(h.used.get(uuid, 0) for h in site.held.values()),
-                    utilization_percent=0,
+                    utilization_percent=site.utilization.get(uuid, 0),
                     healthy=uuid not in site.unhealthy,
+                    unleased=tuple(site.unleased.get(uuid, ())),
                 )
                 for uuid in site.uuids
                 if uuid not in site.unmeasured
@@ -143,7 +144,7 @@ class SiteDevices(Devices):
         if not holder.asleep and (reason := self.site.conflict(handle, limits)):
             raise HelperError("conflict", reason)
         held = self.site.held.setdefault(handle, Held(handle, holder.uid, limits))
-        held.unattended = holder.unattended
+        held.unattended, held.stops = holder.unattended, holder.stops
         if not held.alive:
             held.limits, held.guaranteed = limits, guaranteed
             held.phase = Phase.SUSPENDED if holder.asleep else Phase.RUNNING
@@ -224,6 +225,13 @@ class SiteDevices(Devices):
             held.alive, held.used = False, {}
         await self.broker.step()
         return count
+
+    async def end_process(self, device: str, process: str) -> None:
+        await self.effect("end_process", f"{device} {process}")
+        here = self.site.unleased.get(device, [])
+        if not any(each.process == process for each in here):
+            raise HelperError("unknown_process", "no such process without a lease uses this GPU")
+        self.site.unleased[device] = [each for each in here if each.process != process]
 
     async def drop(self, handle: str) -> None:
         await self.effect("drop", handle)

@@ -29,12 +29,12 @@ class SiteHub(Hub):
         self.site = site
         self.broker = broker
 
-    async def start_server(self, key: ServerKey, shown: str) -> None:
+    async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         self.site.shown[key] = shown
         await self.broker.devices.effect("start_server", key.server)
         if key not in self.site.servers:
             self.site.servers[key] = "spawn"
-            self.site.later(self.site.spawn_job(key))
+            self.site.later(self.site.spawn_job(key, ticket))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SLOW_SPAWN_S):
                 while self.site.servers.get(key) == "spawn":

@@ -35,6 +35,7 @@ class Held:
     damaged: bool = False
     unread_since: float = 0.0
     unattended: bool = False
+    stops: bool = False
     unconfirmed: bool = False
 
 

@@ -27,6 +27,7 @@ from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import RequestError, StoreError
 from jupyter_gpushare.protocol import helper, wire
 from jupyter_gpushare.protocol.helper import MoveResult, Phase
+from jupyter_gpushare.protocol.unleased import UnleasedProcess
 from tests.broker.brokers import Broker
 from tests.broker.machine import DEVICE_BYTES, GROUPS, RESERVE_BYTES, Held, Program, Run
 from tests.broker.virtual_time import until
@@ -71,6 +72,8 @@ class Site:
         self.patient = False  # people try again while a new broker looks around
         self.unhealthy: set[str] = set()
         self.unmeasured: set[str] = set()
+        self.unleased: dict[str, list[UnleasedProcess]] = {}  # by device
+        self.utilization: dict[str, int] = {}  # percent, by UUID
         self.spawn_s = 0.2
         self.move_s = 1.0
         self.epoch = 0
@@ -226,15 +229,14 @@ class Site:
 
     # ---- the Hub
 
-    async def spawn_job(self, key: ServerKey) -> None:
+    async def spawn_job(self, key: ServerKey, ticket: str) -> None:
         """What the Hub does once it took the request to start a job's server."""
         await asyncio.sleep(self.spawn_s)
-        request = spawn(key.user, None, server=key.server)
+        request = wire.replace(spawn(key.user, None, server=key.server), ticket=ticket)
         try:
             grant = await self.ask(lambda b: b.admission.start(request))
-        except RequestError:
+        except RequestError:  # refused: our spawner has no lease to give back
             self.servers.pop(key, None)
-            await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
             return
         await asyncio.sleep(self.spawn_s)
         self.servers[key] = "ready"

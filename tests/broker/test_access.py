@@ -22,6 +22,7 @@ async def test_without_a_token_everything_but_health_is_401(http):
             path = example(route.path)
             answer = await http.refused(method.upper(), path, None, json={})
             assert (route.path, answer.status, answer.reason) == (route.path, 401, "login")
+    await http.broker.loop.observer.measure()
     assert (await http.ask("GET", "health", None)).status_code == 200
 
 
@@ -114,8 +115,10 @@ async def test_the_spawners_paths_take_its_token_only(http):
     for identity in ("bo", "root", None, "", SPAWNER + "x"):
         for method, path in [
             ("GET", "spawner/offers?user=bo"),
+            ("GET", "spawner/start?user=bo"),
             ("POST", "spawner/start"),
             ("POST", "spawner/stop"),
+            ("POST", "spawner/wait"),
         ]:
             assert (await http.refused(method, path, identity, json=start)).status == 403
     assert not http.broker.registry.leases
@@ -167,7 +170,7 @@ async def test_only_the_server_of_an_attempt_may_report_about_it(http):
     for identity in ("bo", "ada", "root", "ada-server", "older", "other", "stolen"):
         assert (await http.refused("POST", path, identity, json=ended)).status == 403
     assert http.broker.job(_record(http, job)).exit_code is None
-    assert (await http.ask("POST", path, "its-server", json=ended)).status_code == 204
+    assert (await http.ask("POST", path, "its-server", json=ended)).status_code == 200
     assert http.broker.job(_record(http, job)).exit_code == 0
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.http.routes import _ID
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.messages import text
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.unleased import UnleasedProcess
 from tests.broker.site import spawn
 
 
@@ -63,7 +67,7 @@ async def test_a_stopped_job_names_the_administrator_and_its_owner_is_not_named(
     assert (await http.ask("DELETE", f"jobs/{second}", "root")).status_code == 200
     assert (await http.ask("POST", f"leases/j{third}/stop", "root")).status_code == 204
     assert {http.broker.registry.jobs[id].result for id in (first, second, third)} == {"cancelled"}
-    assert log_of(http) == ["bo's job x (1 GPU) was stopped by root."] * 2
+    assert log_of(http) == ["root asked to stop bo's job x (1 GPU)."] * 2
     mine = await http.ask("GET", "decisions", "bo")
     assert [d["sentence"] for d in mine.json()["decisions"] if d["action"] == "admin"] == log_of(http)
 
@@ -77,9 +81,81 @@ async def test_an_administrator_lends_and_stops_a_session(http):
         assert (await http.ask("POST", f"leases/{lease}/{action}", "bo")).status_code == 404
     assert "stop_server" in http.site.effects
     session = "ada's session (1/2 GPU)"
-    assert log_of(http) == [f"{session} was lent by root.", f"{session} was stopped by root."]
+    assert log_of(http) == [f"root asked to lend the GPU of {session}.", f"root asked to stop {session}."]
+
+
+async def test_an_act_is_in_the_log_before_it_is_done(http):
+    lease, before = await granted(http), []
+    http.service.access.stop_server = lambda _key: before.append(log_of(http)) or asyncio.sleep(0)
+    assert (await http.ask("POST", f"leases/{lease}/stop", "root")).status_code == 200
+    job, cancel = await submitted(http), http.service.control.requests.cancel
+    http.service.control.requests.cancel = lambda job: before.append(log_of(http)) or cancel(job)
+    assert (await http.ask("DELETE", f"jobs/{job}", "root")).status_code == 200
+    session, work = "root asked to stop ada's session (1/2 GPU).", "root asked to stop bo's job x (1 GPU)."
+    assert before == [[session], [session, work]]
+
+
+async def test_freeing_the_memory_of_a_kernel_of_another_user_is_in_the_log(http):
+    lease = await granted(http)
+    http.site.servers[ServerKey("ada", "")] = "ready"
+    path = f"leases/{lease}/kernels/k-1/release"
+    assert (await http.ask("POST", path, "bo")).status_code == 404
+    assert (await http.ask("POST", path, "ada")).status_code == 307
+    assert log_of(http) == []
+    assert (await http.ask("POST", path, "root")).status_code == 307
+    assert log_of(http) == ["root asked to free the GPU memory of a kernel of ada's session (1/2 GPU)."]
 
 
 def test_each_action_has_its_line():
-    for action in _ID["action"].split("|"):
+    for action in [*_ID["action"].split("|"), "release"]:
         assert text(f"notice.admin_{action}", wire.Text(key="duration.seconds", args=["1"]), "root")
+
+
+def unleased(http, **more: object) -> UnleasedProcess:
+    """A process without a lease on the first GPU, in the next sample."""
+    values = {
+        "process": "4711-99",
+        "pid": 4711,
+        "uid": 1003,
+        "name": "python",
+        "used_bytes": 2**30,
+        "kept": "",
+    }
+    process = UnleasedProcess(**values | more)
+    http.site.unleased["GPU-0"] = [process]
+    return process
+
+
+async def test_an_administrator_ends_a_process_without_a_lease(http):
+    unleased(http, name="py\x1bthon")
+    await http.broker.loop.observer.measure()
+    shown = (await http.ask("GET", "devices", "root")).json()["devices"][0]["unleased"]
+    assert [(p["process"], p["uid"], p["name"], p["ending"]) for p in shown] == [
+        ("4711-99", 1003, "py?thon", False)
+    ]
+    assert (await http.ask("GET", "devices", "bo")).json()["devices"][0]["unleased"] == []
+    path = "devices/GPU-0/processes/4711-99"
+    assert (await http.ask("DELETE", path, "bo")).status_code == 403
+    assert (await http.ask("DELETE", path, "root")).status_code == 200
+    assert "end_process GPU-0 4711-99" in http.site.effects
+    assert log_of(http) == [
+        "root asked to end process 4711 (py?thon) of uid 1003 on GPU GPU-0: it has no lease."
+    ]
+
+
+async def test_a_process_that_is_left_alone_or_gone_is_not_ended(http):
+    unleased(http, kept="it belongs to a system user")
+    await http.broker.loop.observer.measure()
+    path = "devices/GPU-0/processes/4711-99"
+    kept = await http.ask("DELETE", path, "root")
+    assert kept.status_code == 409
+    assert "is left alone: it belongs to a system user" in kept.text
+    for other in ("devices/GPU-0/processes/4711-98", "devices/GPU-9/processes/4711-99"):
+        assert (await http.ask("DELETE", other, "root")).status_code == 404
+    assert log_of(http) == []
+    unleased(http)
+    await http.broker.loop.observer.measure()
+    http.site.unleased.clear()  # it ends between sample and request
+    late = await http.ask("DELETE", path, "root")
+    assert late.status_code == 409
+    assert "was not ended: no such process" in late.text

@@ -311,3 +311,23 @@ def test_a_reload_takes_a_new_spawner_token_beside_the_old_one_and_new_projects(
         _, said = broker.communicate(timeout=PATIENCE_S)
         assert said.count("the settings were read again") == 2
         assert said.count("the settings stay as they were") == 1
+
+
+def test_a_reload_that_is_asked_for_while_the_broker_starts_waits_until_it_is_ready(brokers, tmp_path):
+    config, begun, goes_on = tmp_path / "config.py", tmp_path / "begun", tmp_path / "goes-on"
+    config.write_text(
+        f"""
+import pathlib, time
+pathlib.Path({str(begun)!r}).touch()
+while not pathlib.Path({str(goes_on)!r}).exists():
+    time.sleep(0.01)
+"""
+    )
+    broker = brokers.start("--config", str(config))
+    until(begun.exists, "it reads its configuration")
+    broker.send_signal(signal.SIGHUP)
+    goes_on.touch()
+    until(lambda: brokers.answers(broker), "it answers")
+    broker.terminate()
+    _, said = broker.communicate(timeout=PATIENCE_S)
+    assert said.count("the settings were read again") == 1

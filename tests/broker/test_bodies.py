@@ -52,7 +52,7 @@ async def test_a_body_of_two_mebibytes_is_refused_and_the_broker_goes_on(http):
         assert response.status_code in (400, 413)
     except httpx.TransportError:
         pass  # the connection of a sender of too much is closed
-    assert (await http.ask("GET", "health")).status_code == 200
+    assert (await http.ask("GET", "status")).status_code == 200
     assert not http.broker.registry.jobs
 
 
@@ -73,7 +73,7 @@ async def test_a_nul_in_a_body_is_refused_before_it_can_reach_the_database(http,
     job = await http.submit()
     http.tokens["runner"] = person("bo", f"access:servers!server=bo/j{job.id}-1")
     response = await http.ask("POST", f"jobs/{job.id}/attempts/1/report", "runner", json=body)
-    assert response.status_code == (400 if refused else 204), response.text
+    assert response.status_code == (400 if refused else 200), response.text
 
 
 async def test_a_cookie_alone_changes_nothing(http):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.broker.http.rates import Rate
 from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
 from jupyter_gpushare.broker.state.usage import Usage
 from jupyter_gpushare.broker.views import chargeback
@@ -193,3 +194,11 @@ async def test_an_administrator_gets_all_and_a_user_the_own_part(http):
         ["ada", "2023-11-14", "2.0", "0.0", "0.0", "0.0"],
     ]
     assert "=bo" not in (await http.ask("GET", table, "ada")).text
+
+
+async def test_one_user_asks_for_use_ten_times_at_once_and_then_waits(http):
+    http.service.limits.scans = Rate(per_s=0.01, burst=10)
+    answers = [await http.ask("GET", "usage", "bo") for _ in range(12)]
+    assert [each.status_code for each in answers] == [200] * 10 + [429] * 2
+    assert int(answers[-1].headers["Retry-After"]) >= 1
+    assert (await http.ask("GET", "usage", "ada")).status_code == 200

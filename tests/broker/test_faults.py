@@ -14,11 +14,12 @@ import pytest
 
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import respawn
+from jupyter_gpushare.broker.control.draining import drain, undrain
 from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded, TooMany
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program
-from tests.broker.site import Site
+from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import in_virtual_time, until
 from tests.waiting import until as in_real_time
 
@@ -79,6 +80,7 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
         bo = await site.session("bo", "1/4", project=project)
         running = await site.submit("bo", "1", program=Program(work_s=1000))
         waiting = await site.submit("bo", "2")
+        behind = await site.submit("bo", "2")
         ended = await site.submit("bo", "1/4", program=Program(work_s=1))
         await until(lambda: broker.state(bo.handle) == broker.state(running) == "running", 60)
         await until(lambda: broker.job(ended).result, 60)
@@ -90,6 +92,7 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
         end = wire.JobReport(state="ended", exit_code=0)
         # The last ones end what the others are about.
         changes = {
+            "start of a session": lambda: broker.admission.start(spawn("ada", "1/8")),
             "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
             "retry": lambda: requests.retry(broker.job(ended), (project,)),
             "keep": lambda: requests.keep(session, 5),
@@ -99,6 +102,10 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
                 project, wire.ProjectChange(weight=2), "root"
             ),
             "lending": lambda: broker.loop.lending.set("watch", "root"),
+            "reset of a project": lambda: broker.request_policy.reset_project(project, "root"),
+            "drain": lambda: drain(broker.registry, broker.engine, "GPU-1", None, "root"),
+            "end of a drain": lambda: undrain(broker.registry, "GPU-1", "root"),
+            "place": lambda: broker.queue.place(broker.job(behind), wire.JobPlace(before=waiting.id)),
             "change": lambda: broker.queue.change(
                 broker.job(waiting), (project,), wire.JobChange(priority=-1)
             ),
@@ -142,7 +149,7 @@ async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(tmp_path):
         key = ServerKey("bo", "jabcdefghij-1")
         site.servers[key] = "ready"
         site.epoch = 9
-        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key, "train")):
+        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key, "train", "")):
             with pytest.raises(HelperError, match="newer broker"):
                 await change
         assert site.servers == {key: "ready"}

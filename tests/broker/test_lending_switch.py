@@ -83,6 +83,20 @@ async def test_watch_says_what_would_be_lent_to_which_job_and_for_how_long_and_m
 
 
 @in_virtual_time
+async def test_watch_is_in_force_at_once_for_a_session_that_is_about_to_be_lent(tmp_path):
+    async with Site(tmp_path, policy=policy()) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2", program=Program(work_s=100))
+        await until(lambda: broker.views.lease(broker.lease(ada.handle)).warned, 60)
+        await broker.loop.lending.set(LendingMode.WATCH, "root")
+        await until(lambda: not broker.views.lease(broker.lease(ada.handle)).warned, IN_FORCE_S)
+        await asyncio.sleep(600)
+        assert broker.state(ada.handle) == "running"
+        assert not [effect for effect in site.effects if effect.startswith("suspend")]
+
+
+@in_virtual_time
 async def test_a_mode_that_an_administrator_set_survives_a_restart_and_is_logged(tmp_path):
     async with Site(tmp_path, policy=policy()) as site:
         broker = await site.start_broker()
@@ -162,6 +176,20 @@ async def test_only_a_project_with_the_right_keeps_sessions_from_sleep(tmp_path)
         broker = await site.start_broker()
         await site.submit("bo", "2")
         await until(lambda: broker.state(ada.handle) == "suspended", 200)
+
+
+async def test_the_page_says_how_often_sleep_was_tried_and_failed_and_the_last_reason(http):
+    registry = http.broker.registry
+    counts = registry.suspensions
+    for failure in ("", "", "the driver failed at it: 999"):
+        counts = counts.after_try(failure, registry.iso_now())
+    registry.suspensions = counts.after_loss("out of memory", registry.iso_now())
+    page = " ".join((await http.ask("GET", f"{http.url}{PREFIX}", "root")).text.split())
+    assert (
+        "Sessions and jobs were put to sleep 2 times on this machine; 1 more attempt failed, "
+        "and 1 could not be woken." in page
+    )
+    assert ": out of memory</span>" in page
 
 
 async def test_the_page_changes_the_mode_for_administrators_only(http):

@@ -184,9 +184,9 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
 
         await until(lambda: len(told("ada")) == 3, 30)
         assert sorted(told("ada")) == [
-            "ada's session (1/2 GPU) has its GPU back in service.",
-            "ada's session (1/2 GPU) lost its GPU for now: XID 79: GPU has fallen off the bus.",
-            "ada's session (1/2 GPU) uses 9.0 GiB, 8.0 GiB are granted; process 77 (python3) was stopped.",
+            "Your session (1/2 GPU) has its GPU back in service.",
+            "Your session (1/2 GPU) lost its GPU for now: XID 79: GPU has fallen off the bus.",
+            "Your session (1/2 GPU) uses 9.0 GiB, 8.0 GiB are granted; process 77 (python3) was stopped.",
         ]
         (lost,) = (d.texts[0] for d in broker.registry.decisions.latest if "XID" in d.sentence)
         assert lost.args[1] == messages.text("reason.xid", 79, messages.text("xid.79"))
@@ -222,7 +222,7 @@ async def test_a_process_without_a_lease_is_told_to_its_user_and_the_administrat
         await report("2001")
         await until(lambda: told("ada"), 2.0)
         said = "process 78 (miner) of ada on GPU : it has no lease."
-        assert told("ada") == [f"ada's session (1/2 GPU) belongs to the user of {said}"]
+        assert told("ada") == [f"Your session (1/2 GPU) belongs to the user of {said}"]
         assert told("bo") == []
         assert f"This machine: {said}" in told(None)
         # One uid for all servers (a demo): no session is blamed.
@@ -245,7 +245,7 @@ async def test_the_owner_reads_that_the_driver_ended_a_process(tmp_path):
 
         await until(told, 30)
         assert told() == [
-            "ada's session (1/2 GPU) lost a process to the GPU driver: "
+            "Your session (1/2 GPU) lost a process to the GPU driver: "
             "process 77 ended within Lock of the driver."
         ]
 

@@ -11,16 +11,18 @@ import pytest
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
+from jupyter_gpushare.broker.state.fairness import FairnessTracker
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
+from jupyter_gpushare.broker.state.records import Lags, UserService
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import Order, State
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
-from tests.core.build import NOW, build, cluster, train
+from tests.core.build import NOW, build, cluster, stops, train
 
 
 @in_virtual_time
@@ -251,6 +253,54 @@ async def test_a_lag_behind_the_fair_share_is_remembered_over_a_restart(tmp_path
             snapshot.cluster(broker.registry, broker.engine, site.now).lags_gpu_s["vision"]
             >= 0.9 * lags["vision"]
         )
+
+
+@in_virtual_time
+async def test_what_users_received_decides_after_a_restart_too(tmp_path):
+    async with Site(tmp_path) as site:
+        site.groups["cy"] = site.groups["bo"]
+        broker = await site.start_broker()
+        await broker.registry.journal.commit(UserService(gpu_s={"nlp": {"bo": 10_000.0}}))
+        await broker.end()
+        broker = await site.start_broker()
+        for user in ("bo", "cy"):
+            await site.submit(user, "2", program=Program(work_s=600))
+        await until(lambda: broker.registry.fairness.user_levels, 60)
+        levels = snapshot.cluster(broker.registry, broker.engine, site.now).user_levels
+        assert set(levels) == {("nlp", "bo")}
+
+
+@in_virtual_time
+async def test_levels_of_users_end_with_the_order_that_has_them(tmp_path):
+    async with Site(tmp_path) as site:
+        site.groups["cy"] = site.groups["bo"]
+        broker = await site.start_broker()
+        registry = broker.registry
+        for user in ("bo", "cy"):
+            await site.submit(user, "2", program=Program(work_s=600))
+        registry.fairness = FairnessTracker(Lags(), UserService(gpu_s={"nlp": {"bo": 10_000.0}}))
+        before = registry.policy
+        for order, levels in (
+            (before.order, {("nlp", "bo")}),
+            (Order.FIFO, set()),
+            (before.order, {("nlp", "bo")}),
+        ):
+            registry.policy = replace(before, order=order)
+            snapshot.update_fairness(registry, broker.engine, site.now)
+            cluster = snapshot.cluster(registry, broker.engine, site.now)
+            assert set(cluster.user_levels) == levels
+
+
+def test_what_users_received_is_to_be_stored_once():
+    running = stops("x", "0 1", project="nlp", user="bo")
+    tracker = FairnessTracker(Lags(), UserService(gpu_s={"nlp": {"bo": 1_000.0}}))
+    assert not tracker.to_store()
+    tracker.update_users(1, lambda: [running], 0.0)
+    tracker.update_users(1, list, 5_000.0)
+    (stored,) = tracker.to_store()
+    assert 10_000 < stored.gpu_s["nlp"]["bo"] < 11_000
+    assert not tracker.to_store()
+    assert FairnessTracker(Lags(), stored).user_levels == {}
 
 
 @in_virtual_time

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.job_request import default_name
 from jupyter_gpushare.broker.state import registry as book_module
 from jupyter_gpushare.core.model import CheckpointMode
@@ -105,7 +106,9 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(tmp_pat
                 await broker.admission.start(spawn(user, "1/2", server=server))
             assert refused.value.reason == "not_expected"
         assert not site.held
-        grant = await broker.admission.start(spawn("bo", "1/4", server=right))
+        ticket = broker.loop.effects.tickets.issue(ServerKey("bo", right))
+        asked = wire.replace(spawn("bo", "1/4", server=right), ticket=ticket)
+        grant = await broker.admission.start(asked)
         assert grant.job is not None
         assert grant.job.command == ["python", "train.py"]
         assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
@@ -287,3 +290,90 @@ async def test_only_an_ended_job_can_be_tried_again_and_it_is_a_new_one(tmp_path
 )
 def test_a_job_without_a_name_is_called_like_its_program(command, name):
     assert default_name(command.split()) == name
+
+
+@in_virtual_time
+async def test_a_runner_that_reports_its_end_is_told_what_becomes_of_the_job(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        failing = await site.submit("bo", "1", retries=1, program=Program(work_s=900))
+        timed = await site.submit("bo", "1", max_run_s=20.0, grace_s=5.0, program=Program(work_s=900))
+        await until(lambda: broker.state(failing) == broker.state(timed) == "running")
+
+        async def told(job, state, attempt=1, **report):
+            return await broker.requests.report("bo", job.id, attempt, wire.JobReport(state=state, **report))
+
+        assert await told(failing, "progress", done=1.0) is None
+        # A failed attempt that is tried again, then one that is not.
+        again = await told(failing, "ended", exit_code=3)
+        assert (again.state, again.reason) == ("queued", "It ended with exit code 3.")
+        await until(lambda: broker.lease(failing).attempt == 2 and broker.state(failing) == "running", 60)
+        ended = await told(failing, "ended", attempt=2, exit_code=3, reason="It is bad.")
+        assert (ended.state, ended.reason) == ("failed", "It is bad.")
+        # Of an attempt that is over: what its job is now.
+        await until(lambda: broker.job(failing).result == "failed", 60)
+        assert (await told(failing, "ended", exit_code=0)).state == "failed"
+
+        await until(lambda: broker.state(timed) == "stopping", 60)
+        stopping = await told(timed, "stopping")
+        assert (stopping.state, stopping.reason) == (
+            "timed_out",
+            "It was stopped after its maximum run time, 20 s.",
+        )
+
+
+@in_virtual_time
+async def test_a_preempted_and_a_cancelled_job_are_told_apart_as_they_stop(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        options = {
+            "checkpoint": "sigterm",
+            "grace_s": 20.0,
+            "program": Program(work_s=900, heeds_sigterm=False),
+        }
+        job = await site.submit("bo", "2", **options)
+        await until(lambda: broker.state(job) == "running", 120)
+        cell = asyncio.create_task(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == "stopping", 60)
+        said = await broker.requests.report("bo", job.id, 1, wire.JobReport(state="stopping"))
+        assert (said.state, said.reason) == ("queued", "It is back in the queue.")
+        commit, goes_on = broker.registry.store.commit, asyncio.Event()
+
+        async def slow(changes):
+            await goes_on.wait()
+            await commit(changes)
+
+        monkeypatch.setattr(broker.registry.store, "commit", slow)
+        cancelled = asyncio.create_task(broker.requests.cancel(broker.job(job)))
+        await asyncio.sleep(1)
+        told = asyncio.create_task(broker.requests.report("bo", job.id, 1, wire.JobReport(state="stopping")))
+        await asyncio.sleep(1)
+        assert not told.done(), "a crash would lose what the runner was told"
+        goes_on.set()
+        said = await told
+        assert (said.state, said.reason) == ("cancelled", "Stopped by its owner.")
+        await asyncio.gather(cancelled, cell)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://example.org/",
+        "https://",
+        "https:///path",
+        "http://a b/",
+        "http://a/\n",
+        "http://ä.example/",
+        "http://[::1",
+        "http://a:99999/",
+        "x" * 9,
+        "http://a/" + "x" * 2_000,
+    ],
+)
+@in_virtual_time
+async def test_a_webhook_is_an_http_address(tmp_path, url):
+    async with Site(tmp_path) as site:
+        await site.start_broker()
+        with pytest.raises(InvalidRequest, match="a notification goes to a URL"):
+            await site.submit("bo", "1", notify_url=url)

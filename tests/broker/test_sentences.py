@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.engine import Outlook
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import MoveResult, Refusal
 from jupyter_gpushare.wall_clock import seconds_between
@@ -117,6 +118,19 @@ async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_s
         site.later(site.gpu_cell(ada))
         await until(lambda: "busy for up to 25 s more" in said(broker, ada), 60)
         assert broker.views.lease(broker.lease(ada.handle)).badge == "Waiting to wake"
+
+
+@in_virtual_time
+async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, _ = await lent(site, broker)
+        record = broker.lease(ada.handle)
+        offered = {record.id: broker.registry.clock() + 200}
+        monkeypatch.setattr(Outlook, "misplaced", property(lambda outlook: offered))
+        assert said(broker, ada).startswith("Asleep")  # not wanted
+        broker.registry.observations[record.id].want(record.state, broker.registry.clock())
+        assert said(broker, ada).startswith("The cluster chose another GPU; memory returns to its own.")
 
 
 @in_virtual_time

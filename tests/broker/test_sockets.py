@@ -40,7 +40,9 @@ def open_folder():
 
 
 def health(brokers):
-    return httpx.get(f"http://127.0.0.1:{brokers.port}/{PREFIX}/health", trust_env=False, timeout=20).json()
+    return httpx.get(
+        f"http://127.0.0.1:{brokers.port}/{PREFIX}/health", trust_env=False, timeout=PATIENCE_S
+    ).json()
 
 
 def child_of(parent):

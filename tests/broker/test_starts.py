@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker.control.start_tickets import StartTickets
+from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
-from tests.broker.site import Site
+from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import in_virtual_time, until
 
 
@@ -55,7 +59,7 @@ async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(tmp_path, monkey
         broker = await site.start_broker()
         real, asked = broker.hub.start_server, []
 
-        async def refuse(key, shown):
+        async def refuse(key, shown, ticket):
             asked.append(site.now)
             raise HubError("Missing or invalid credentials.", not_now=True)
 
@@ -121,8 +125,8 @@ async def test_a_start_with_a_lost_answer_is_not_started_a_second_time(tmp_path,
         broker = await site.start_broker()
         real = broker.hub.start_server
 
-        async def answer_lost(key, shown):
-            await real(key, shown)
+        async def answer_lost(key, shown, ticket):
+            await real(key, shown, ticket)
             raise HubError("the Hub does not answer (ReadTimeout)")
 
         monkeypatch.setattr(broker.hub, "start_server", answer_lost)
@@ -163,3 +167,76 @@ async def test_a_runner_is_told_which_attempts_were_counted(tmp_path):
 
         await until(second_run, 120)
         assert seen == {(2, 0), (3, 2)}
+
+
+@in_virtual_time
+async def test_a_start_that_an_earlier_broker_asked_for_does_not_run(tmp_path, caplog):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 30.0  # it waits at the Hub
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1", program=Program(work_s=1))
+        await until(lambda: ServerKey("bo", f"j{job.id}-1") in site.servers, 30)
+        await broker.end()
+        before, broker = broker, await site.start_broker()
+        assert broker.store.epoch > before.store.epoch
+        assert broker.state(job) == "granted"
+        refused = f"lease=j{job.id}-1 refused: its start is of a broker with epoch {before.store.epoch}"
+        await until(lambda: refused in caplog.text, 60)
+        assert not site.held, "it ran nothing"
+        refused_at, site.spawn_s = site.now, 0.2
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+        assert site.now - refused_at < 10, "the Hub is asked again at once"
+        assert site.started[job.id] == 1
+        assert broker.seen(job).attempt == 1, "it counts as no failed start"
+        assert caplog.text.count("its start is of a broker") == 1
+        await until(lambda: not site.servers, 60)
+
+
+@in_virtual_time
+async def test_only_a_start_that_this_broker_asked_for_runs(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        asked: dict[str, str] = {}
+
+        async def asked_only(key, shown, ticket):
+            asked[key.server] = ticket
+
+        monkeypatch.setattr(broker.hub, "start_server", asked_only)
+        job = await site.submit("bo", "1")
+        handle = f"j{job.id}-1"
+        await until(lambda: handle in asked, 30)
+        tickets, key = broker.loop.effects.tickets, ServerKey("bo", handle)
+        epoch, _, mac = asked[handle].partition(".")
+        assert tickets.epoch_of(key, asked[handle]) == int(epoch) == broker.store.epoch
+        newer = StartTickets(lambda: 9, tickets.tokens).issue(key)
+        for ticket, reason in (
+            ("", "not_expected"),
+            (epoch, "not_expected"),
+            (f"9.{mac}", "not_expected"),
+            (f"{'9' * 5_000}.{mac}", "not_expected"),
+            (f"{epoch}.\u00e9", "not_expected"),
+            (tickets.issue(ServerKey("ada", handle)), "not_expected"),
+            (tickets.issue(ServerKey("bo", f"j{job.id}-2")), "not_expected"),
+            (StartTickets(lambda: 1, ["guessed"]).issue(key), "not_expected"),
+            (newer, "outdated_start"),  # this broker is the stale one
+        ):
+            request = wire.replace(spawn("bo", None, server=handle), ticket=ticket)
+            with pytest.raises(Conflict) as refused:
+                await broker.admission.start(request)
+            assert refused.value.reason == reason, ticket[:80]
+        assert broker.state(job) == "granted"
+        assert broker.lease(job).attempt == 1
+        assert not site.held
+        request = wire.replace(spawn("bo", None, server=handle), ticket=asked[handle])
+        assert (await broker.admission.start(request)).lease == handle
+
+
+def test_a_new_token_of_the_spawner_does_not_refuse_a_start_that_is_under_way():
+    tickets, key = StartTickets(lambda: 4, ["old"]), ServerKey("bo", "jabcdefghij-1")
+    ticket = tickets.issue(key)
+    tickets.tokens = ("new", "old")
+    assert tickets.epoch_of(key, ticket) == 4
+    assert tickets.issue(key) != ticket
+    tickets.tokens = ("new",)
+    assert tickets.epoch_of(key, ticket) is None

@@ -42,6 +42,20 @@ async def test_only_a_session_on_capacity_of_its_own_may_be_resumed_unasked(tmp_
 
 
 @in_virtual_time
+async def test_only_jobs_that_cannot_be_suspended_are_to_be_stopped_without_their_seat(tmp_path):
+    async with Site(tmp_path, gpus=2) as site:
+        broker = await site.start_broker()
+        stops = {}
+        for checkpoint in ("suspend", "sigterm", "none"):
+            program = Program(work_s=100)
+            job = await site.submit("bo", "1/2", program=program, checkpoint=checkpoint)
+            await until(lambda job=job: broker.state(job) == "running", 60)
+            stops[checkpoint] = site.held[broker.lease(job).handle].stops
+        assert stops == {"suspend": False, "sigterm": True, "none": True}
+        assert not (await site.session("ada", "1/2")).stops
+
+
+@in_virtual_time
 async def test_a_borrowing_session_is_left_to_the_broker(tmp_path):
     async with Site(tmp_path, gpus=2) as site:
         broker = await site.start_broker()

@@ -133,6 +133,15 @@ def test_an_owner_that_has_to_wait_reads_for_which_job_and_how_long():
     assert said(messages.badge, guest) == "Waiting to wake"
 
 
+def test_a_lease_with_gpu_memory_that_cannot_return_yet_reads_when_it_asks_again():
+    told = "The cluster chose another GPU; memory returns to its own. It asks again at 14:21."
+    session = facts(State.SUSPENDED, wanted=True, unclaimed=True, asks_again_at="14:21")
+    assert said(messages.sentence, session) == told
+    assert said(messages.badge, session) == "Waiting to wake"
+    job = facts(State.SUSPENDED, Kind.TRAIN, asks_again_at="14:21", position=2)
+    assert said(messages.sentence, job).endswith(f"Number 2. {told}")
+
+
 def test_an_idle_owner_reads_until_when_the_gpu_stays_in_any_case():
     early = facts(State.RUNNING, warned=False, stays_until="14:20")
     assert said(messages.sentence, early) == "Idle for 10 min. Your GPU stays with you until 14:20."
@@ -245,6 +254,22 @@ def test_every_decision_is_a_sentence(action, why):
     assert text.endswith(".")
     assert not AWAY.search(text)
     assert not CODE.search(text)
+
+
+def test_an_owner_reads_of_your_session_and_others_of_adas():
+    session = messages.text("decision.session", "ada", "1/2 GPU")
+    job = messages.text("decision.job", "ada", "train", "1 GPU")
+    texts = (messages.text("notice.of", session, "is here"), messages.text("notice.of", job, "is late"))
+    assert messages.english(messages.to_owner(texts, "ada")) == (
+        "Your session (1/2 GPU) is here. Your job train (1 GPU) is late."
+    )
+    for_ada = messages.text("decision.for", job, messages.text("decision.paused"), session, "wanted")
+    assert messages.english(messages.to_owner((for_ada,), "ada")).startswith(
+        "Your job train (1 GPU) is paused for ada's session"
+    )
+    asked = messages.text("notice.admin_stop", session, "root")
+    assert messages.to_owner((asked,), "ada") == (asked,), "within a sentence the name stays"
+    assert messages.to_owner(texts, "bo") == texts
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,13 @@ def test_numbers_of_projects_are_shown_changed_and_taken_back(gpushare, broker, 
     shown = gpushare("admin", "quota")
     assert (shown.code, shown.out.splitlines()[0].split(":")[0]) == (0, name)
     assert gpushare("admin", "quota", name, "--quota", "1.5", "--weight", "3").code == 0
-    assert broker.seen[-1].json == {"quota": 1.5, "weight": 3, "limit": None, "force": False}
+    assert broker.seen[-1].json == {
+        "quota": 1.5,
+        "weight": 3,
+        "limit": None,
+        "priority_max": None,
+        "force": False,
+    }
     assert gpushare("admin", "quota", name, "--reset", "--json").json["projects"][0]["name"] == name
     assert broker.seen[-1].method == "DELETE"
 
@@ -133,6 +139,15 @@ def test_stopping_asks_first(gpushare, broker, lease, monkeypatch):
         assert "Stop ada's session, with all its kernels and their variables, of 1/2 GPU? [y/N]" in ran.err
         assert ran.code == (0 if stops else 1)
         assert (broker.seen[-1].method == "POST") is stops
+
+
+def test_a_job_that_had_not_begun_is_printed_as_json_once_it_is_stopped(gpushare, broker, lease, golden):
+    job = golden("job") | {"state": "cancelled"}
+    broker.answer("GET leases", {"leases": [lease | {"job": job["id"]}]})
+    broker.answer(f"POST leases/{lease['id']}/stop", None, 204)
+    broker.answer(f"GET jobs/{job['id']}", job)
+    assert gpushare("admin", "stop", job["id"], "--yes", "--json").json["state"] == "cancelled"
+    assert gpushare("admin", "stop", job["id"], "--yes").out == "Stopped.\n"
 
 
 def test_the_priority_of_any_job_is_changed(gpushare, broker, golden):

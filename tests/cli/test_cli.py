@@ -187,7 +187,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
     monkeypatch.chdir(tmp_path)
     broker.answer("POST jobs", golden("job"), 201)
     options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --max-run 4h"
-    options += " --no-borrow --no-notify --json"
+    options += " --no-borrow --no-notify --notify https://chat.example.org/hook --mail --json"
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
     assert ran.code == 0
@@ -210,6 +210,8 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "grace_s": None,
         "max_run_s": 14400.0,
         "notify": False,
+        "notify_url": "https://chat.example.org/hook",
+        "notify_mail": True,
         "source": None,
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jupyterhub
 import pytest
+from certipy import Certipy
 
 from jupyter_gpushare import native
 from jupyter_gpushare.broker.state.store import Store
@@ -112,6 +113,11 @@ def test_a_site_in_order_passes_every_check(setup):
     assert set(found) == set(CHECKS) - {"library"}
 
 
+def test_a_site_with_internal_tls_in_order_passes(setup):
+    with_certificates(lambda _: None)(setup)
+    assert setup.found()["internal-ssl"][0] is Result.OK
+
+
 def hub(old: str, new: str) -> Callable[[Setup], None]:
     return lambda setup: setup.edit(setup.hub_config, old, new)
 
@@ -145,6 +151,37 @@ def higher_quota(setup: Setup) -> None:
         database.execute("insert into projects (name, quota_milli) values ('nlp', 1500)")
 
 
+def with_internal_ssl(setup: Setup) -> None:
+    setup.edit(
+        setup.hub_config, "c.JupyterHub.services", "c.JupyterHub.internal_ssl = True\nc.JupyterHub.services"
+    )
+    setup.edit(setup.hub_config, '"http://127.0.0.1:8011"', '"https://127.0.0.1:8011"')
+
+
+def with_certificates(change: Callable[[Setup], None]) -> Callable[[Setup], None]:
+    """A Hub with internal TLS and a broker with certificates, then ``change``."""
+
+    def changed(setup: Setup) -> None:
+        with_internal_ssl(setup)
+        folder = setup.folder / "tls"
+        store = Certipy(store_dir=str(folder))
+        store.create_ca("ca")
+        files = store.create_signed_pair("gpushare", "ca")["files"]
+        for name, path in (("key", files["key"]), ("pair", files["cert"]), ("authorities", files["ca"])):
+            shutil.copy(path, folder / name)
+        with (setup.folder / "broker.env").open("a") as file:
+            file.write(
+                "JUPYTERHUB_API_URL=https://127.0.0.1:8081/hub/api\n"
+                "JUPYTERHUB_SERVICE_URL=https://127.0.0.1:8011\n"
+                f"JUPYTERHUB_SSL_KEYFILE={folder}/key\n"
+                f"JUPYTERHUB_SSL_CERTFILE={folder}/pair\n"
+                f"JUPYTERHUB_SSL_CLIENT_CA={folder}/authorities\n"
+            )
+        change(setup)
+
+    return changed
+
+
 BROKEN = {
     "a typing error in the Hub's configuration": (
         hub("allow_named_servers = True", "allow_named_servers = Yes"), "hub-config", "cannot be read"),
@@ -176,8 +213,21 @@ BROKEN = {
         lambda s: (s.folder / "broker.env").write_text("JUPYTERHUB_API_TOKEN=other"), "api-token", "different API tokens"),
     "no file with the API token": (lambda s: (s.folder / "broker.env").unlink(), "api-token", "cannot be read"),
     "an API token that the Hub refuses": (
-        machine(ask_hub=lambda _url, token: (f"The Hub refuses {token[:4]}.", "restart both after a change")),
+        machine(ask_hub=lambda _url, token, _env: (f"The Hub refuses {token[:4]}.", "restart both after a change")),
         "hub", "The Hub refuses 0123."),
+    "a Hub with internal TLS and a broker without": (
+        with_internal_ssl, "internal-ssl", "names no certificates"),
+    "a certificate of the broker that is missing": (
+        with_certificates(lambda s: (s.folder / "tls/key").unlink()), "internal-ssl", "tls/key: No such file"),
+    "a plain address of the Hub beside internal TLS": (
+        with_certificates(lambda s: s.edit(s.folder / "broker.env", "API_URL=https", "API_URL=http")),
+        "internal-ssl", "JUPYTERHUB_API_URL is http://"),
+    "a plain address of the service beside internal TLS": (
+        with_certificates(lambda s: s.edit(s.hub_config, "https://127", "http://127")),
+        "internal-ssl", "https:// is needed"),
+    "certificates of a Hub without internal TLS": (
+        with_certificates(lambda s: s.edit(s.hub_config, "internal_ssl = True", "internal_ssl = False")),
+        "internal-ssl", "internal_ssl is off"),
     "a port that a user holds": (
         machine(listeners=lambda port: frozenset({4242} if port == 8011 else ())), "port", "held by uid 4242"),
     "a missing unit": (lambda s: (s.folder / "units/gpushare-broker.socket").unlink(), "units", "docs/units"),
@@ -306,4 +356,4 @@ def test_a_listener_of_this_machine_is_known_by_its_user():
 
 
 def test_a_hub_that_does_not_run_is_no_fault():
-    assert ask_hub("http://127.0.0.1:9/hub/api", "token") is None
+    assert ask_hub("http://127.0.0.1:9/hub/api", "token", {}) is None

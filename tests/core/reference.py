@@ -92,7 +92,7 @@ class Reference(Numbers):
         new.sort(key=order.session_rank)
         new = [x for x in new if not self.starts_with_claim(x)]  # rule 2
         self.run_pass(lambda x: self.starves(x) and self.within_share(x), starved=True, takes=True)  # rule 3
-        for x in new:
+        for x in (x for x in new if not x.waits):
             self.start_guest(x)
         self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 4
         for x in (x for x in waking if x.id not in self.claims):
@@ -101,6 +101,8 @@ class Reference(Numbers):
                 self.give(x, x.devices, self.granted)
             else:
                 self.guests.extend((u, held_by(x)) for u in x.devices)
+        for x in (x for x in new if x.waits):
+            self.start_guest(x)
         if self.competing():
             self.run_pass(lambda x: self.below_share(x), takes=True, last=True)
         self.run_pass(lambda x: True, last=True)
@@ -160,7 +162,7 @@ class Reference(Numbers):
         last: bool = False,
     ) -> None:
         def rank(x: Lease) -> order.Rank:
-            return order.rank(x, self.now, self.c.settings)
+            return order.rank(x, self.now, self.c.settings, self.user_level(x))
 
         def turn(name: str) -> tuple[object, ...]:
             if starved:
@@ -172,35 +174,38 @@ class Reference(Numbers):
 
         waiting = sorted((x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)), key=rank)
         queues = {n: [x for x in waiting if x.project == n] for n in self.quota}
+        waits_long = last or not self.competing()  # jobs that are not admitted wait for their own project
         while name := min((n for n in queues if queues[n]), key=turn, default=None):
             queue = queues[name]
             while queue:
                 x = queue[0]
                 if x.id in self.done:
                     queue.pop(0)
-                elif last and not admits(x) and self.starves(x) and self.reachable(x):
+                elif waits_long and not admits(x) and self.starves(x) and self.reachable(x):
                     queue.clear()
                 elif not admits(x):
                     queue[:] = [y for y in queue if self.shape(y) != self.shape(x)]
-                elif self.shape(x) in self.unplaceable:
+                elif self.fit(x) in self.unplaceable:
                     behind = [] if self.holds_up(x) else queue
                     queue[:] = [y for y in behind if self.shape(y) != self.shape(x)]
                 elif self.serve(x, takes=takes, starved=starved):
                     self.done.add(queue.pop(0).id)
                     break
                 else:
-                    self.unplaceable.add(self.shape(x))
+                    self.unplaceable.add(self.fit(x))
 
-    def shape(self, x: Lease) -> object:
-        level = order.level(x, self.now, self.c.settings)
-        return (
-            x.project,
-            level,
-            x.size,
-            x.consolidate,
-            x.survival,
-            x.devices,
-        )
+    def level(self, x: Lease) -> order.Level:
+        return order.level(x, self.now, self.c.settings, self.user_level(x))
+
+    def user_level(self, x: Lease) -> int:
+        return self.c.user_levels.get((x.project, x.user), 0)
+
+    def shape(self, x: Lease) -> tuple[object, ...]:
+        return x.project, self.level(x), x.size, x.consolidate, x.survival, x.devices
+
+    def fit(self, x: Lease) -> object:
+        """What fails alike in a project, at this or a later level."""
+        return self.starves(x), *self.shape(x)[2:], x.project
 
     def holds_up(self, x: Lease) -> bool:
         """A starved job larger than its project's share, which must fall behind first."""
@@ -270,7 +275,8 @@ class Reference(Numbers):
 
     def victim(self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True) -> Victim | None:
         by_order = order.undisturbed_until(x, self.c.settings)
-        at = x.granted_at + self.c.settings.min_run_s if why is Why.OVER_QUOTA else by_order
+        by_share = x.granted_at + order.share_run_s(self.c.settings)
+        at = by_share if why is Why.OVER_QUOTA else by_order
         has_run = at <= self.now
         if x.kind is Kind.BUILD:
             return (
@@ -367,9 +373,9 @@ class Reference(Numbers):
     ) -> tuple[tuple[str, ...], list[Victim]] | None:
         """Add jobs of later levels one by one, until the job fits; then spare the dearest not needed."""
         below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
-        level = order.level(x, self.now, self.c.settings)
+        level = self.level(x)
         jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
-        juniors = [y for y in jobs if order.level(y, self.now, self.c.settings) > level]
+        juniors = [y for y in jobs if self.level(y) > level]
         juniors.sort(key=self.last_in)
         taken: list[Victim] = []
         others = {u: self.possible(x, u, owed=owed, below=below) for u in self.node}
@@ -404,9 +410,9 @@ class Reference(Numbers):
         return None
 
     def last_in(self, y: Lease) -> tuple[object, ...]:
-        priority, group = order.level(y, self.now, self.c.settings)
+        priority, user, group = self.level(y)
         stops = y.survival is not CheckpointMode.SUSPEND or not y.suspendable
-        return -priority, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
+        return -priority, -user, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
 
     def borrower(self, y: Lease) -> Victim | None:
         if y.id in self.claims:

@@ -54,6 +54,23 @@ def test_what_gets_capacity_now_is_explained_by_its_decision():
     ("reason", "c"),
     [
         (Why.DEVICE_BROKEN, cluster(train("x", 500), gpus=[device(0, usable=False)])),
+        (Why.DRAINING, cluster(train("x", 500), gpus=[device(0, usable=False, draining=True)])),
+        (Why.DRAINING, cluster(build("x", 500), gpus=[device(0, usable=False, draining=True)])),
+        (
+            Why.DEVICE_BROKEN,
+            cluster(
+                train("x", 1000, device_count=2),
+                gpus=[device(0, usable=False, draining=True), device(1, usable=False)],
+            ),
+        ),
+        (
+            Why.NO_CAPACITY,
+            cluster(
+                build("a", 500, "1"),
+                train("x", 1000),
+                gpus=[device(0, usable=False, draining=True), device(1)],
+            ),
+        ),
         (Why.DEVICE_BROKEN, cluster(train("x", 500, "7", state=ASLEEP))),
         (Why.DEVICE_BROKEN, cluster(build("x", 500, "7", state=ASLEEP, wanted=True))),
         (
@@ -137,6 +154,16 @@ def test_offers_of_sessions_are_guaranteed_asleep_borrowed_or_refused():
     assert (beyond.starts, beyond.borrowed) == (Starts.NOW, True)
     (refused,) = offers(c, "other", [Size(1000, 2)], NOW)
     assert (refused.starts, refused.why, refused.devices) == (Starts.NO, Why.NO_CAPACITY, ())
+
+
+def test_an_offer_says_whether_waiting_helps():
+    c = cluster(build("nb", 1000, "0"), projects=[project("p", 1, limit_milli=1000)])
+    assert [o.waits for o in offers(c, "p", [Size(500), Size(1000), Size(1000, 2)], NOW)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [o.waits for o in offers(cluster(), "p", [Size(500)], NOW)] == [False]
 
 
 def test_offers_count_a_session_that_is_being_granted_and_one_that_wakes():

@@ -130,6 +130,11 @@ def test_a_gpu_that_a_suspended_session_claims_is_free_for_jobs_only():
     assert replayed(cluster(asleep, waits("x")), NOW, {"x": 100}).free_at == ((NOW, 0.0),)
 
 
+def test_a_session_that_waits_for_its_start_holds_nothing():
+    session = build("nb", 1000, waits=True)
+    assert replayed(cluster(session), NOW, {}).free_at == ((NOW, 1.0),)
+
+
 def test_a_cancelled_job_leaves_the_queue_and_keeps_its_gpu_until_it_has_ended():
     c = cluster(on("a", cancelled=True), waits("gone", cancelled=True), waits("x"))
     found = replayed(c, NOW, {"a": 100, "gone": 100, "x": 100})

@@ -43,6 +43,16 @@ def test_a_job_that_waits_for_long_comes_before_jobs_of_higher_priority():
     assert actions(c) == [Requeue("high", Why.ORDER, "starved")]
 
 
+def test_starving_jobs_of_different_priority_give_their_own_reasons():
+    running = [stops("a", "0", granted_at=NOW - 500), stops("b", "1", granted_at=NOW - 500)]
+    low = stops("low", waits_since_at=NOW - 3000)
+    high = stops("high", priority=1, waits_since_at=NOW - 2000)
+    assert actions(cluster(*running, low, high, gpus=2, **GUARD)) == [
+        Requeue("a", Why.ORDER, "low"),
+        Requeue("b", Why.PRIORITY, "high"),
+    ]
+
+
 @pytest.mark.parametrize("rules", [Order.FIFO, Order.BACKFILL])
 def test_where_the_order_does_not_preempt_a_job_that_waits_for_long_is_first_and_preempts_none(rules):
     guard = {**GUARD, "order": rules, "min_run_s": 0.0}
@@ -122,7 +132,7 @@ def test_a_job_larger_than_its_share_that_waits_for_long_holds_up_its_own_projec
 )
 def test_a_job_that_its_share_never_holds_keeps_no_share_from_its_project(gpus_of_wide, horizon_s):
     """Its project's next job takes the share from a project above its own."""
-    held = (stops(f"q{n}", f"{n}", project="q", granted_at=NOW - 5000) for n in range(4))
+    held = (stops(f"q{n}", f"{n}", project="q", granted_at=NOW - 86_500) for n in range(4))
     wide = stops("wide", device_count=gpus_of_wide, waits_since_at=NOW - 1000)
     c = cluster(
         *held,

@@ -15,7 +15,7 @@ from jupyter_gpushare.core.kube.demand import Demands, demands
 from jupyter_gpushare.core.kube.seats import (
     Demand,
     Request,
-    Standing,
+    SeatClass,
     Terms,
     check_project,
     counted_centi,
@@ -39,8 +39,8 @@ NODES = frozenset({"n0", "n1"})
 TRAIN_0 = Terms("p-train", "gpushare-train-0", "preemptible")
 
 
-def standings(c: Cluster, sleepable: frozenset[str] = NODES, now: float = NOW) -> dict[str, str]:
-    return {lease: d.standing.value for lease, d in demands(c, sleepable, now).by_lease.items()}
+def classes(c: Cluster, sleepable: frozenset[str] = NODES, now: float = NOW) -> dict[str, str]:
+    return {lease: d.seat_class.value for lease, d in demands(c, sleepable, now).by_lease.items()}
 
 
 class TestSize:
@@ -103,8 +103,8 @@ class TestNames:
             check_project(name)
 
     def test_terms_of_each_standing(self):
-        demand = Demand(lease="x", project="p", standing=Standing.TRAIN, size=Size(1000), level=2)
-        assert [terms(replace(demand, standing=standing)) for standing in Standing] == [
+        demand = Demand(lease="x", project="p", seat_class=SeatClass.TRAIN, size=Size(1000), level=2)
+        assert [terms(replace(demand, seat_class=seat_class)) for seat_class in SeatClass] == [
             Terms("p-build", "gpushare-session", "non-preemptible"),
             Terms("p-train", "gpushare-borrowed", "preemptible"),
             Terms("p-train", "gpushare-train-2", "preemptible"),
@@ -125,6 +125,14 @@ class TestClaims:
         borrowed = build("old", 750, "0", granted_at=1, borrowed=True)
         c = cluster(borrowed, build("new", 500, "1", granted_at=2), gpus=2, projects=[project("p", 1)])
         assert claimants(c) == {"new"}
+
+    def test_a_device_is_guaranteed_once_though_another_project_has_quota_left(self):
+        sleeper = build("a", 1000, "0", state=ASLEEP, granted_at=1, project="p")
+        guest = build("b", 1000, "0", granted_at=2, borrowed=True, project="q")
+        projects = [project("p", 1), project("q", 1)]
+        assert claimants(cluster(sleeper, guest, gpus=2, projects=projects)) == {"a"}
+        beside = replace(guest, devices=("gpu1",))
+        assert claimants(cluster(sleeper, beside, gpus=2, projects=projects)) == {"a", "b"}
 
     def test_eight_eighths_exceed_one_gpu_as_kai_counts_them(self):
         c = cluster(*(build(f"b{n}", 125, "0", granted_at=n) for n in range(8)))
@@ -162,14 +170,14 @@ class TestDemands:
     def test_sessions_within_and_beyond_the_guarantee_and_jobs(self):
         borrowed = build("b", 1000, "1", borrowed=True)
         c = cluster(build("a", 1000, "0"), borrowed, train("j", 1000), gpus=2, projects=[project("p", 1)])
-        assert standings(c) == {"a": "session", "b": "borrowed", "j": "train"}
+        assert classes(c) == {"a": "session", "b": "borrowed", "j": "train"}
 
     def test_a_new_session_keeps_off_nodes_that_are_full_of_guarantees(self):
         sleeper = build("a", 750, "0", state=ASLEEP)
         c = cluster(sleeper, build("new", 500), gpus=ONE_EACH, projects=[project("p", 2)])
         assert demands(c, NODES, NOW).by_lease == {
             "new": Demand(
-                lease="new", project="p", standing=Standing.SESSION, size=Size(500), not_nodes=("n0",)
+                lease="new", project="p", seat_class=SeatClass.SESSION, size=Size(500), not_nodes=("n0",)
             )
         }
 
@@ -196,30 +204,30 @@ class TestDemands:
         ],
     )
     def test_states_of_a_session_that_need_a_seat(self, state, needs):
-        assert ("a" in standings(cluster(build("a", 500, "0", state=state)))) is needs
+        assert ("a" in classes(cluster(build("a", 500, "0", state=state)))) is needs
 
     @pytest.mark.parametrize("state", State)
     def test_a_job_needs_a_seat_until_it_ends(self, state):
         needs = state not in (State.STOPPING, State.RELEASED, State.FAILED)
-        assert ("j" in standings(cluster(train("j", 500, "0", state=state)))) is needs
+        assert ("j" in classes(cluster(train("j", 500, "0", state=state)))) is needs
 
     def test_cancelled_leases_need_none(self):
-        assert standings(cluster(train("j", 500, cancelled=True), build("b", 500, "0", cancelled=True))) == {}
+        assert classes(cluster(train("j", 500, cancelled=True), build("b", 500, "0", cancelled=True))) == {}
 
     def test_an_idle_session_that_is_due_is_evictable(self):
         c = cluster(build("a", 500, "0", idle_s=600))
-        assert standings(c) == {"a": "idle"}
+        assert classes(c) == {"a": "idle"}
         early = cluster(build("a", 500, "0", idle_s=599))
-        assert standings(early) == {"a": "session"}
+        assert classes(early) == {"a": "session"}
         assert demands(early, NODES, NOW).next_at == NOW + 1
 
     def test_nothing_is_lendable_where_no_helper_answers(self):
-        assert standings(cluster(build("a", 500, "0", idle_s=600)), frozenset()) == {"a": "session"}
+        assert classes(cluster(build("a", 500, "0", idle_s=600)), frozenset()) == {"a": "session"}
 
     def test_an_idle_session_stays_where_its_return_is_not_certain(self):
-        assert standings(cluster(build("a", 500, "0", idle_s=600), gpus=2)) == {"a": "session"}
+        assert classes(cluster(build("a", 500, "0", idle_s=600), gpus=2)) == {"a": "session"}
         both = cluster(build("a", 1000, "0 1", idle_s=600), gpus=2)
-        assert standings(both) == {"a": "idle"}
+        assert classes(both) == {"a": "idle"}
 
     def test_host_memory_bounds_what_is_lendable_on_each_node(self):
         def using(id: str, on: str, idle_s: float, **more: Any) -> Lease:
@@ -231,13 +239,13 @@ class TestDemands:
             build("strayed", 250, "8", state=ASLEEP, saved_bytes=10 * GIB),
             gpus=ONE_EACH, host_budget_bytes=20 * GIB,
         )  # fmt: skip
-        assert standings(c) == {"first": "idle", "second": "session", "third": "idle"}
+        assert classes(c) == {"first": "idle", "second": "session", "third": "idle"}
 
     def test_a_wanted_session_returns_to_its_node(self):
         wanted = build("a", 500, "1", state=ASLEEP, wanted=True)
         c = cluster(wanted, gpus=ONE_EACH)
         assert demands(c, NODES, NOW).by_lease["a"] == Demand(
-            lease="a", project="p", standing=Standing.SESSION, size=Size(500), node="n1"
+            lease="a", project="p", seat_class=SeatClass.SESSION, size=Size(500), node="n1"
         )
         later = cluster(replace(wanted, retry_at=NOW + 5))
         assert demands(later, NODES, NOW) == Demands({}, NOW + 5)
@@ -248,25 +256,25 @@ class TestDemands:
         borrower = build("borrower", 500, "0", borrowed=True, project="q")
         quotas = [project("p", 1), project("q", 0)]
         c = cluster(owner, here, there, borrower, gpus=ONE_EACH, projects=quotas)
-        assert standings(c) == {"owner": "session", "here": "yield", "there": "train", "borrower": "yield"}
+        assert classes(c) == {"owner": "session", "here": "yield", "there": "train", "borrower": "yield"}
         withdrawn = replace(c, leases=(replace(owner, wanted=False), here, there, borrower))
-        assert standings(withdrawn) == {"here": "train", "there": "train", "borrower": "borrowed"}
+        assert classes(withdrawn) == {"here": "train", "there": "train", "borrower": "borrowed"}
 
     def test_nothing_yields_where_enough_is_free_or_being_released(self):
         owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
-        assert standings(cluster(owner, train("j", 500, "0"))) == {"owner": "session", "j": "train"}
+        assert classes(cluster(owner, train("j", 500, "0"))) == {"owner": "session", "j": "train"}
         leaving = train("j", 1000, "0", state=State.SUSPENDING)
-        assert standings(cluster(owner, leaving)) == {"owner": "session", "j": "train"}
+        assert classes(cluster(owner, leaving)) == {"owner": "session", "j": "train"}
 
     def test_an_owner_without_a_guarantee_makes_no_lease_yield(self):
         owner = build("owner", 1000, "0", state=ASLEEP, wanted=True, borrowed=True)
         c = cluster(owner, train("j", 1000, "0"), projects=[project("p", 0)])
-        assert standings(c) == {"owner": "borrowed", "j": "train"}
+        assert classes(c) == {"owner": "borrowed", "j": "train"}
 
     def test_a_neighbour_with_a_guarantee_does_not_yield(self):
         owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
         c = cluster(owner, build("neighbour", 500, "0"), train("j", 500, "0"))
-        assert standings(c) == {"owner": "session", "neighbour": "session", "j": "yield"}
+        assert classes(c) == {"owner": "session", "neighbour": "session", "j": "yield"}
 
     def test_a_job_has_the_class_of_its_las_queue(self):
         thresholds = {"las_thresholds_gpu_s": (100.0, 200.0)}
@@ -291,15 +299,15 @@ class TestDemands:
         )
         assert demands(cluster(pending, parked), NODES, NOW) == Demands({}, NOW + 2)
         running = train("r", 1000, "0", retry_at=NOW + 3)
-        assert standings(cluster(running)) == {"r": "train"}
+        assert classes(cluster(running)) == {"r": "train"}
 
     def test_a_job_that_does_not_borrow_asks_within_the_quota_only(self):
         sleeper = build("a", 500, "0", state=ASLEEP)
         first = train("first", 500, borrow=False, submitted_at=1, queued_at=1)
         second = train("second", 500, borrow=False, submitted_at=2, queued_at=2)
         c = cluster(sleeper, second, first, projects=[project("p", 1)])
-        assert standings(c) == {"first": "train"}
+        assert classes(c) == {"first": "train"}
         running = replace(first, state=State.RUNNING, devices=("gpu0",), held_milli=500)
-        assert standings(replace(c, leases=(sleeper, second, running))) == {"first": "train"}
-        assert standings(cluster(train("j", 500, "0", borrow=False), projects=[])) == {"j": "train"}
-        assert standings(cluster(train("j", 500, borrow=False), projects=[])) == {}
+        assert classes(replace(c, leases=(sleeper, second, running))) == {"first": "train"}
+        assert classes(cluster(train("j", 500, "0", borrow=False), projects=[])) == {"j": "train"}
+        assert classes(cluster(train("j", 500, borrow=False), projects=[])) == {}

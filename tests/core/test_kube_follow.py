@@ -11,11 +11,26 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Create, Delete, Retarget, follow, live, reconcile
+from jupyter_gpushare.core.kube.follow import (
+    Create,
+    Delete,
+    Retarget,
+    follow,
+    live,
+    misplaced_seat,
+    reconcile,
+)
+from jupyter_gpushare.core.kube.returns import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    Misplaced,
+    delayed,
+    note_misplaced,
+)
 from jupyter_gpushare.core.kube.seats import (
     Seat,
+    SeatClass,
     Seating,
-    Standing,
     Terms,
     counted_centi,
     return_is_certain,
@@ -179,6 +194,46 @@ class TestReconcile:
         ]
 
 
+class TestReturns:
+    """Seats of suspended leases on other devices than their memory returns to."""
+
+    def test_a_seat_on_another_device_is_deleted_and_asked_for_again_later(self):
+        c = cluster(build("a", 500, "0", state=ASLEEP, wanted=True), gpus=2)
+        elsewhere = seats(seat("a", "1"))
+        known = note_misplaced(c, elsewhere, {}, NOW)
+        assert known == {"a": Misplaced("s-a", FIRST_PAUSE_S, NOW + FIRST_PAUSE_S)}
+        assert follow(c, elsewhere, NOW).actions == ()
+        for at in (NOW, NOW + FIRST_PAUSE_S):  # it stays no longer where its deletion took long
+            needed = demands(delayed(c, known), NODES, at).by_lease
+            assert reconcile(c, needed, elsewhere) == [Delete("s-a")]
+        leaving = seats(seat("a", "1", Seating.LEAVING))
+        waits = demands(delayed(c, known), NODES, NOW)
+        assert waits.next_at == NOW + FIRST_PAUSE_S
+        assert reconcile(c, waits.by_lease, leaving) == []
+        later = demands(delayed(c, known), NODES, NOW + FIRST_PAUSE_S).by_lease
+        assert reconcile(c, later, leaving) == [Create(later["a"])]
+
+    def test_each_further_seat_on_another_device_doubles_the_pause(self):
+        c = cluster(train("j", 500, "0", state=ASLEEP), gpus=2)
+        known: dict[str, Misplaced] = {}
+        pauses = []
+        for n in range(8):
+            for _ in range(2):  # the same seat counts once
+                known = note_misplaced(c, seats(seat("j", "1", name=f"s{n}")), known, NOW)
+            pauses.append(known["j"].pause_s)
+        assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+        assert pauses[-1] == MAX_PAUSE_S
+        assert note_misplaced(c, {}, known, NOW) == known
+        back = cluster(train("j", 500, "0"), gpus=2)
+        assert note_misplaced(back, seats(seat("j", "1")), known, NOW) == {}
+
+    def test_a_later_retry_of_the_lease_stays(self):
+        c = cluster(build("a", 500, "0", state=ASLEEP, retry_at=NOW + 9), build("b", 500))
+        assert delayed(c, {}) is c
+        known = {"a": Misplaced("s", 5.0, NOW + 5), "ended": Misplaced("s", 5.0, NOW + 5)}
+        assert [x.retry_at for x in delayed(c, known).leases] == [NOW + 9, 0.0]
+
+
 # ---- any cluster ---------------------------------------------------------------------------------
 
 LEASES = st.builds(
@@ -231,6 +286,8 @@ def test_no_plan_without_its_seat(leases: list[Lease], data: st.DataObject) -> N
     needed = demands(c, NODES, NOW).by_lease
     assert demands(replace(c, leases=tuple(reversed(leases))), NODES, NOW).by_lease == needed
     for change in reconcile(c, needed, there):
+        if isinstance(change, Retarget):
+            assert all(misplaced_seat(x, there) is None for x in leases if change.seat.startswith(f"{x.id}-"))
         if isinstance(change, Create):
             assert by_id[change.demand.lease].state not in HOLDS_CAPACITY
             assert live(there, change.demand.lease) is None
@@ -241,6 +298,6 @@ def test_no_plan_without_its_seat(leases: list[Lease], data: st.DataObject) -> N
         )
     assert all(by_id[x].kind is Kind.BUILD for x in claims)
     for lease_id, demand in needed.items():
-        if demand.standing is Standing.IDLE:
+        if demand.seat_class is SeatClass.IDLE:
             assert return_is_certain(by_id[lease_id], GPUS)
             assert by_id[lease_id].state is State.RUNNING

@@ -31,6 +31,14 @@ def test_a_notice_is_at_most_a_third_of_the_idle_timeout_and_zero_switches_it_of
     assert plan(cluster(nb, job), NOW) == Plan((LENT,))
 
 
+def test_a_session_with_a_notice_and_a_timeout_of_its_own_does_not_read_those_of_the_site():
+    job = train("job", 1000)
+    own = build("nb", 500, "0", idle_s=3600, notice_s=20.0, idle_timeout_s=600.0)
+    assert plan(cluster(own, job, notice_s=5.0, idle_timeout_s=30.0), NOW).next_at == NOW + 20
+    assert plan(cluster(replace(own, notice_s=0.0), job, notice_s=5.0), NOW) == Plan((LENT,))
+    assert plan(cluster(replace(own, idle_timeout_s=30.0), job), NOW).next_at == NOW + 10
+
+
 def test_an_owner_that_was_warned_before_the_timeout_is_not_told_again():
     waits = {"waits_since_at": NOW - 100, "queued_at": NOW - 100}
     c = cluster(build("nb", 500, "0", idle_s=600), train("job", 1000, **waits), notice_s=30.0)

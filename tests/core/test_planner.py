@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from jupyter_gpushare.core.model import Plan, Suspend, Why
+from jupyter_gpushare.core.model import Plan, Resume, Suspend, Why
 from jupyter_gpushare.core.planner import plan
-from tests.core.build import ASLEEP, NOW, actions, build, cluster, device, grant, project, train
+from tests.core.build import (
+    ASLEEP,
+    NOW,
+    actions,
+    build,
+    cluster,
+    device,
+    grant,
+    project,
+    started,
+    train,
+    why,
+)
 
 
 def test_nothing_to_do_is_an_empty_plan():
@@ -64,6 +76,29 @@ def test_sessions_come_before_jobs():
     assert actions(c) == [grant("nb", 0, milli=500, why=Why.CLAIM)]
 
 
+def test_a_session_beyond_quota_that_waits_comes_after_jobs_that_the_quota_owes():
+    owed, owner = train("owed", 1000, project="q", queued_at=9), [project("p", 0), project("q", 1)]
+    session = build("nb", 1000, queued_at=1)
+    assert started(cluster(session, owed, projects=owner)) == ["nb"]
+    waits = build("nb", 1000, queued_at=1, waits=True)
+    assert started(cluster(waits, owed, projects=owner)) == ["owed"]
+    assert why(cluster(waits, owed, projects=owner), "nb") is Why.NO_CAPACITY
+
+
+def test_a_session_that_waits_comes_before_jobs_that_borrow():
+    owner = [project("p", 0), project("q", 0)]
+    waits = build("nb", 1000, queued_at=9, waits=True)
+    found = actions(cluster(waits, train("job", 1000, project="q", queued_at=1), projects=owner))
+    assert found == [grant("nb", 0, borrowed=True)]
+
+
+def test_sessions_that_wait_start_first_come_first_served():
+    owner = [project("p", 0)]
+    late, early = (build(n, 1000, queued_at=at, waits=True) for n, at in (("late", 2), ("early", 1)))
+    assert started(cluster(late, early, projects=owner)) == ["early"]
+    assert started(cluster(late, early, gpus=2, projects=owner)) == ["early", "late"]
+
+
 def test_a_session_on_lent_capacity_starts_asleep():
     c = cluster(train("job", 1000, "0"), build("nb", 500))
     assert actions(c) == [grant("nb", 0, milli=500, why=Why.CLAIM, asleep=True)]
@@ -113,3 +148,14 @@ def test_a_borrowing_session_does_not_take_a_claim_that_was_granted_as_one():
 def test_jobs_for_which_nothing_can_be_done_are_all_told_why():
     c = cluster(train("old", 1000, "0"), *[train(f"j{n}", 500) for n in range(3)])
     assert actions(c) == []
+
+
+def test_a_device_that_is_emptied_keeps_what_is_there_and_gets_nothing_new():
+    emptied = [device(0, usable=False, draining=True)]
+    wakes = build("nb", 500, "0", state=ASLEEP, wanted=True)
+    assert plan(cluster(wakes, train("job", 500), gpus=emptied), NOW).actions == (Resume("nb", Why.WANTED),)
+    paused = train("old", 500, "0", state=ASLEEP)
+    assert [a.lease for a in plan(cluster(paused, train("new", 500), gpus=emptied), NOW).actions] == ["old"]
+    # No session sleeps for a job that gets nothing there.
+    idle = build("nb", 1000, "0", idle_s=9000)
+    assert plan(cluster(idle, train("job", 500), gpus=emptied), NOW).actions == ()

@@ -35,7 +35,7 @@ def test_what_is_left_counts_only_past_the_first_threshold():
 
 
 def test_a_job_without_a_measure_past_the_last_threshold_counts_as_long():
-    level = {x.id: order.level(x, NOW, SETTINGS)[1] for x in (
+    level = {x.id: order.level(x, NOW, SETTINGS)[-1] for x in (
         measured("short", left=61_440),
         measured("longer", left=491_520),
         stops("unmeasured", attained_gpu_s=500.0),

@@ -27,6 +27,7 @@ def test_the_page_names_each_setting_that_a_reload_does_not_change():
     broker = Recording()
     read.clear()
     broker.policy()
+    broker.receivers()
     assert {"projects", "idle_timeout", "lending"} < read
     section = PAGE.read_text().partition("## Change settings without a restart")[2].partition("\n## ")[0]
     (listed,) = re.findall(r"At a restart only: (.*?)\.", section)

@@ -21,6 +21,7 @@ def copy(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "__pycache__"))
     for linked in (*ROOT.glob("*.md"), ROOT / "jupyterhub_config.py"):
         shutil.copy(linked, tmp_path)
+    shutil.copytree(ROOT / "helm-values", tmp_path / "helm-values")
     (tmp_path / "jupyter_gpushare").mkdir()
     shutil.copy(ROOT / "jupyter_gpushare" / "__init__.py", tmp_path / "jupyter_gpushare")
     return tmp_path

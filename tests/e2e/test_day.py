@@ -240,9 +240,13 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     (ada.home / "lunch").touch()
 
     # Ada is at lunch: a warning, then sleep.  She keeps her page open; that keeps nothing awake.
-    expect(ada.toasts).to_contain_text("Your GPU is lent in", timeout=90_000)
-    expect(ada.toasts.get_by_role("button", name="Keep it 30 min")).to_be_visible()
-    expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Your variables stay.")
+    banner = ada.page.locator(".gpushare-banner:visible")
+    expect(banner).to_contain_text("Your variables stay.", timeout=90_000)
+    expect(banner.get_by_role("button", name="Keep it 30 min")).to_be_visible()
+    # Said once: the sidebar beside it has the badge and the same buttons.
+    expect(ada.panel).to_contain_text("Lent in")
+    expect(ada.panel).not_to_contain_text("Your variables stay.")
+    expect(ada.toasts).not_to_contain_text("Your GPU is lent in")
     ada.picture("warned")
     expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Asleep", timeout=90_000)
     ada.picture("asleep")

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 import httpx
 
 from jupyter_gpushare.channel import unix_url
-from tests.hub.conftest import ADMIN_TOKEN, CONFIG, FakeBroker, Hub
+from tests.hub.conftest import ADMIN_TOKEN, CONFIG, Hub
+from tests.hub.fake_broker import FakeBroker
 from tests.ports import free_ports
 from tests.simulator import Simulator
 from tests.waiting import PATIENCE_S, until
@@ -73,14 +75,29 @@ c.GPUShareBroker.grace = 5
 """
 
 
-def strace(die_at: int, *follow: str) -> list[str]:
-    """What to put before a command for it to be killed at the ``die_at``-th system call of a thread.
+class Trace:
+    """Kills a process at a system call, with strace; the file at ``path`` gets a line for each call."""
 
-    ``follow`` is ``-f``: of any of its threads and children; ``-D``: of its first thread, and strace is
-    no parent of it.  Without ``--seccomp-bpf``: strace 6.1 then delivers no signal.
-    """
-    kill = f"inject={_TRACED}:signal=KILL:when={die_at}"
-    return ["strace", *follow, "-qq", "-o", os.devnull, "-e", f"trace={_TRACED}", "-e", kill]
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size, self._grew_at = 0, 0.0
+
+    def command(self, die_at: int, *follow: str) -> list[str]:
+        """What to put before a command for it to be killed at the ``die_at``-th system call of a thread.
+
+        ``follow`` is ``-f``: of any of its threads and children; ``-D``: of its first thread, and strace is
+        no parent of it.  Without ``--seccomp-bpf``: strace 6.1 then delivers no signal.
+        """
+        self._path.write_bytes(b"")
+        self._size, self._grew_at = 0, time.monotonic()
+        kill = f"inject={_TRACED}:signal=KILL:when={die_at}"
+        return ["strace", *follow, "-qq", "-o", str(self._path), "-e", f"trace={_TRACED}", "-e", kill]
+
+    def check(self) -> None:
+        """Fail after `PATIENCE_S` without a system call: as long as there are some, one is the last."""
+        if (size := self._path.stat().st_size) != self._size:
+            self._size, self._grew_at = size, time.monotonic()
+        assert time.monotonic() < self._grew_at + PATIENCE_S, f"no system call for {PATIENCE_S:g} s"
 
 
 @dataclass
@@ -92,12 +109,12 @@ class Service:
     env: dict[str, str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    is_traced: bool = False
+    trace: Trace | None = None  # of the process that runs, where it is to die at a system call
 
     def start(self, die_at: int = 0) -> None:
         """Start it; one of its threads is killed, with all of it, at its ``die_at``-th system call."""
-        self.is_traced = die_at > 0
-        tracing = strace(die_at, "-f") if die_at else []
+        self.trace = Trace(self.log.with_name(f"calls-{self.name}")) if die_at else None
+        tracing = self.trace.command(die_at, "-f") if self.trace else []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*tracing, *self.command], env=self.env, stdout=log, stderr=log, start_new_session=True

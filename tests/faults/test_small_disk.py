@@ -26,7 +26,7 @@ from pathlib import Path
 from jupyter_gpushare.broker.state import store as module
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import DiskFull
-from tests.broker.test_store import JOB
+from tests.broker.stored import JOB
 
 module.MIN_FREE_BYTES = 0  # SQLite itself meets the end of the disk
 disk = Path(sys.argv[1])

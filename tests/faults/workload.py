@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jupyter_gpushare.protocol.jobfiles import Record, log_path, read_record
 from tests.faults.site import SESSION_MIB, Site
 from tests.waiting import until
 
@@ -29,12 +31,16 @@ class Workload:
     chance: random.Random
     accepted: dict[str, str] = field(default_factory=dict)  # idempotency keys by job id
     cells: int = 0
+    # By (job id, attempt), as they were written: the runner keeps only those of the newest attempts.
+    records: dict[tuple[str, str], Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = self.site.folder / "jobs"
         self.folder.mkdir()
         self.home = self.site.folder / "home" / "ada"
         self._stop = threading.Event()
+        self._is_abandoned = False
+        self._error: BaseException | None = None  # that ended the thread
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self) -> None:
@@ -47,16 +53,31 @@ class Workload:
     def end(self) -> None:
         """Submit no more; the last request is repeated until it is answered."""
         self._stop.set()
-        self._thread.join(120)
-        assert not self._thread.is_alive()
+        until(lambda: not self._thread.is_alive(), "the last request is answered")
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Do nothing more; call it before the site is closed, after a failure too."""
+        self._is_abandoned = True
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     # ---- what it does
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def _work(self) -> None:
         number = 0
         while not self._stop.is_set():
-            ended = sum(what == "end" for _, _, what in self.notes())
-            if len(self.accepted) - ended < IN_FLIGHT:
+            ended = [(job, attempt) for job, attempt, what in self.notes() if what == "end"]
+            self._keep_records(ended)
+            if len(self.accepted) - len(ended) < IN_FLIGHT:
                 number += 1
                 self._submit(f"key-{number}")
             if self.chance.random() < 0.1 and len(self.answers()) == self.cells:
@@ -71,7 +92,7 @@ class Workload:
             "gpus": size,
             "checkpoint": self.chance.choice(("suspend", "sigterm", "none")),
         }
-        while True:
+        while not self._is_abandoned:
             answer = self.site.ask("POST", "jobs", "bo", json=job, headers={"Idempotency-Key": key})
             if answer is not None and answer.status_code == 201:
                 self.accepted[answer.json()["id"]] = key
@@ -94,6 +115,20 @@ class Workload:
         path = self.folder / "runs"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(job, attempt, what) for job, attempt, what in map(str.split, lines)]
+
+    def _keep_records(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """Keep what runners wrote of attempts that have ended."""
+        for job, attempt in attempts:
+            if (job, attempt) not in self.records:
+                record = self.record(job, attempt)
+                if record is not None and record.state == "ended":
+                    self.records[job, attempt] = record
+
+    def record(self, job: str, attempt: str) -> Record | None:
+        """What the runner of an attempt wrote of it; None: no such file."""
+        if (job, attempt) in self.records:
+            return self.records[job, attempt]
+        return read_record(log_path(self.site.folder / "home" / "bo", job, int(attempt)).with_suffix(".json"))
 
     def answers(self) -> list[str]:
         path = self.home / "answers"
@@ -147,9 +182,18 @@ class Workload:
         counted = Counter(self.notes())
         assert not [each for each in counted if each[2] in ("twice", "memory")], counted
         assert max(counted.values()) == 1, f"an attempt ran twice: {counted}"
-        ends = Counter(job for job, _, what in counted if what == "end")
-        wrong = sorted({*ends, *self.accepted} - {job for job in self.accepted if ends[job] == 1})
-        assert not wrong, f"these did not end once: {[each for each in self.notes() if each[0] in wrong]}"
+        last = {job: str(max(int(n) for each, n, _ in counted if each == job)) for job, _, _ in counted}
+        wrong = [job for job in self.accepted if (job, last.get(job, ""), "end") not in counted]
+        assert not wrong, (
+            f"the last attempt did not end: {[each for each in self.notes() if each[0] in wrong]}"
+        )
+        for job, attempt, _ in [each for each in counted if each[2] == "end" and each[1] != last[each[0]]]:
+            record = self.record(job, attempt)
+            # SIGTERM came after the note, while the interpreter ended: its exit was not a success.
+            was_stopped = record is not None and record.stopped and record.exit_code != 0
+            assert was_stopped, (
+                f"attempt {attempt} of {job} had ended and ran again: {record}, {self.notes()}"
+            )
         self.cell()
         until(lambda: len(self.answers()) == self.cells, "the last cell ran")
         assert set(self.answers()) == {"ok"}

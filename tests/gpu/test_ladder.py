@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.backends.base import Holder
-from jupyter_gpushare.backends.local import HelperClient, LocalDevices, holder_environment
+from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
+from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.protocol.helper import Level
@@ -99,7 +100,7 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
 ) -> None:
     machine, root = limiting
     gpu = machine.uuids()[0]
-    devices = LocalDevices(HelperClient(machine.socket, lambda: 1))
+    devices = LocalDevices(HelperClient(SocketAddress(machine.socket), lambda: 1))
     for handle, limit, guaranteed in (("owner", 8 * GIB, 8 * GIB), ("borrower", 4 * GIB, 0)):
         limits, kept = {gpu: limit}, {gpu: guaranteed}
         uid = os.geteuid()

@@ -202,6 +202,37 @@ def test_a_process_that_gets_its_environment_by_exec_is_found(
     until(lambda: child.pid in pids(processes), "it is found after its exec")
 
 
+#: As `setpriv --reuid`, or a program that gives its rights up: it becomes another user when told to.
+GIVES_UP = (
+    "import os; print(flush=True); input(); os.setresuid(65534, 65534, 65534); print(flush=True); input()"
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_process_that_becomes_the_leases_user_is_found(
+    processes: Processes,
+    started: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    on_device: bool,
+) -> None:
+    """Within `SETTLES_S` of its start; later, where the driver shows it on a device."""
+    if on_device:
+        monkeypatch.setattr(found_by, "SETTLES_S", 0.0)
+    owners = {LEASE: 65534}
+    child = start(started, GIVES_UP)
+    assert child.stdout
+    assert child.stdin
+    child.stdout.readline()
+    until(lambda: LEASE in processes.scan(owners) and processes.find(child.pid), "it is seen as root")
+    assert child.pid not in pids(processes, owners)
+    child.stdin.write("\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    processes.on_devices = {child.pid} if on_device else ()
+    until(lambda: child.pid in pids(processes, owners), "it is found as the lease's user")
+
+
 def test_a_jupyter_kernel_is_known_by_its_connection_file(
     processes: Processes, started: list[subprocess.Popen[str]]
 ) -> None:
@@ -316,6 +347,22 @@ def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> N
     assert worker.do("check") == "ok"
     assert bare.ask("signal", lease="ada", number=9)["count"] == 1
     until(lambda: not bare.of("ada")["alive"], "its end")
+
+
+def test_a_runner_that_is_slow_to_answer_again_is_still_the_runner(
+    processes: Processes, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A young one is read in each scan, and a loaded machine may answer late."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()", f"GPUSHARE_LEASE={LEASE}"],
+        env=CARRIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    started.append(child)
+    until(lambda: [p for p in processes.scan(OWNERS)[LEASE] if p.is_runner], "its arguments are read")
+    monkeypatch.setattr(processes._memory, "read", lambda users, within_s: {})
+    (again,) = processes.scan(OWNERS)[LEASE]
+    assert (again.unread, again.is_runner, again.lease) == (True, True, LEASE)
+    assert leader((again,)) is again
 
 
 def test_a_child_of_a_runner_is_none_after_its_exec(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.machine import Machine as Parts
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
@@ -53,7 +54,10 @@ class Helper:
         gpus = tuple(Gpu(uuid, 0, "paper", 80 * GIB, mig=False, island="") for uuid in UUIDS)
         self.state = StateDirectory(folder, "boot")
         parts = SimpleNamespace(
-            nvml=SimpleNamespace(gpus=gpus), state=self.state, processes=SimpleNamespace()
+            nvml=SimpleNamespace(gpus=gpus),
+            state=self.state,
+            processes=SimpleNamespace(),
+            seats=SeatTable(),
         )
         parts.files = DeviceFiles(None, gpus, folder / "device-files", "boot", owns=False)
         machine = cast("Parts", parts)

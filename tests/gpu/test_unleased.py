@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.checks import unleased
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import Usage
@@ -280,3 +281,112 @@ def test_a_process_that_does_not_answer_is_left_alone_where_a_rule_spares_it(
     silent.minutes()
     assert silent.alive
     assert "left alone" in silent.events_so_far()[0].reason
+
+
+def asked(scene: Scene, leases: Any = ()) -> None:
+    (process,) = scene.watch.shown(UUID)
+    scene.watch.end(UUID, process.process, leases)
+
+
+def test_an_administrator_ends_one_that_the_watchdog_only_reports(scene: Scene) -> None:
+    scene.rules["stops"] = False
+    scene.lease()  # to no other user
+    scene.begin()
+    scene.sample(0.0, used=0)
+    (process,) = scene.watch.shown(UUID)
+    assert (process.pid, process.uid, process.kept, process.ending) == (scene.child.pid, USER, "", False)
+    asked(scene)
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+    *_, event = scene.events_so_far()
+    assert event.fields["action"] == "stop"
+    scene.sample(1.0)
+    assert scene.watch.shown(UUID) == ()
+
+
+def test_one_that_ignores_an_administrator_is_killed_after_a_grace(scene: Scene) -> None:
+    scene.rules["stops"] = False
+    scene.begin("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
+    while not ignores_sigterm(scene.child.pid):
+        assert scene.alive
+    scene.sample(0.0)
+    asked(scene)
+    scene.now = 3.0
+    asked(scene)  # a repeated request gives it no more time
+    assert scene.watch.shown(UUID)[0].ending
+    scene.sample(4.9)
+    assert scene.alive
+    scene.sample(5.0)
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("why", ["system", "name", "record"])
+def test_what_the_watchdog_never_stops_an_administrator_cannot_end(scene: Scene, why: str) -> None:
+    match why:
+        case "system":
+            scene.rules["first_uid"] = USER + 1
+        case "name":
+            scene.rules["ignore"] = ("sleep",)
+        case "record":
+            scene.holders.record_lost = True
+    scene.begin()
+    scene.sample(0.0)
+    assert scene.watch.shown(UUID)[0].kept
+    with pytest.raises(HelperError, match="is left alone"):
+        asked(scene)
+    scene.sample(60.0)
+    assert scene.alive
+
+
+def test_a_process_that_is_in_a_lease_by_now_is_not_ended(scene: Scene) -> None:
+    scene.begin()
+    scene.sample(0.0)
+    (lease,) = scene.leases
+    found = scene.processes.find(scene.child.pid)
+    assert found is not None
+    lease.processes = (found,)
+    with pytest.raises(HelperError, match="no such process"):
+        asked(scene, scene.leases)
+    scene.sample(10.0)
+    assert scene.watch.shown(UUID) == ()
+    with pytest.raises(HelperError, match="no such process"):
+        scene.watch.end(UUID, f"{found.pid}-{found.start_ticks}", [])
+    assert scene.alive
+
+
+def test_a_process_that_the_helper_may_not_signal_is_told_so(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.begin()
+    scene.sample(0.0)
+
+    def refused(*_: object) -> bool:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Processes, "signal", refused)
+        with pytest.raises(HelperError, match="Operation not permitted"):
+            asked(scene)
+    assert not scene.watch.shown(UUID)[0].ending
+
+
+def test_a_process_that_has_ended_is_not_said_to_be_told(scene: Scene) -> None:
+    scene.begin()
+    scene.sample(0.0)
+    scene.child.kill()
+    scene.child.wait(PATIENCE_S)
+    with pytest.raises(HelperError, match="has ended"):
+        asked(scene)
+    assert scene.events_so_far()[-1].fields.get("action") != "stop"
+
+
+def test_what_became_protected_after_the_request_is_not_killed(scene: Scene) -> None:
+    scene.rules["stops"] = False
+    scene.begin("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
+    while not ignores_sigterm(scene.child.pid):
+        assert scene.alive
+    scene.sample(0.0)
+    asked(scene)
+    scene.holders.record_lost = True
+    scene.sample(5.0)
+    assert scene.watch.shown(UUID)[0].kept
+    assert scene.alive

@@ -65,6 +65,7 @@ def start_worker(theirs: Machine) -> Worker:
 @pytest.mark.parametrize("theirs", ["any-uid"], indirect=True)
 def test_limits_sleep_and_the_watchdog_work_without_root(theirs: Machine) -> None:
     worker = start_worker(theirs)
+    assert "checkpoint=any-uid" in theirs.log.read_text()  # what the simulated driver allows
     assert worker.do(f"alloc {9 * 1024}") == "2"
     moved = theirs.ask("suspend", lease="ada", calls=theirs.settled("ada"))
     assert moved["done"], moved

@@ -21,6 +21,7 @@ thread            as check, from a second thread                -> "thread ok" /
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
 bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
+save              end at the next SIGTERM, after a check        -> "save 0", then "saved ok" / "saved bad"
 exit              end
 """
 
@@ -29,6 +30,7 @@ import contextlib
 import ctypes
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -114,6 +116,15 @@ def check(context):
         if cuda.cuMemcpyDtoH_v2(found, address, ctypes.c_size_t(len(pattern))) or found.raw != pattern:
             return "bad"
     return "ok"
+
+
+def save_at_sigterm(context):
+    def save(number, frame):
+        print("saved", check(context), flush=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    return 0
 
 
 # What programs poll, by name; they answer, or refuse what does not exist.
@@ -240,6 +251,8 @@ def main():
             answer = spawn(int(words[0]), {k: v for k, v in os.environ.items() if k.startswith(driver)})
         elif verb == "detach":
             answer = detach(int(words[0]))
+        elif verb == "save":
+            answer = save_at_sigterm(context)
         elif verb == "exit":
             os._exit(0)
         else:

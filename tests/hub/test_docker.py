@@ -12,7 +12,8 @@ from traitlets import TraitError
 from traitlets.config import Config
 
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
-from tests.hub.conftest import GRANT, HERE, Hub, running_hub, wait_for
+from tests.hub.conftest import HERE, Hub, running_hub, wait_for
+from tests.hub.fake_broker import GRANT
 from tests.hub.fake_docker import FakeDocker
 
 DOCKER = "jupyter_gpushare.hub.docker.GPUShareDockerSpawner"

@@ -26,7 +26,8 @@ import pytest
 from docker.errors import NotFound
 
 from jupyter_gpushare.native import preload_path
-from tests.hub.conftest import GRANT, HERE, Hub, running_hub, wait_for
+from tests.hub.conftest import HERE, Hub, running_hub, wait_for
+from tests.hub.fake_broker import GRANT
 from tests.hub.test_docker import JOB
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,9 @@ import pytest
 from jupyter_gpushare.backends.local import holder_environment
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub.grant_environment import checked
-from tests.hub.conftest import GRANT, Hub
+from jupyter_gpushare.native import install_preload
+from tests.hub.conftest import Hub
+from tests.hub.fake_broker import GRANT
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,7 @@ from tests.hub.conftest import GRANT, Hub
         ("LD_PRELOAD", "/$LIB/libgpushare_preload.so"),
         ("LD_PRELOAD", "libgpushare_preload.so"),
         ("LD_PRELOAD", "/x/libgpushare_preload.so\n"),
+        ("LD_PRELOAD", "/x/evil-libgpushare_preload.so"),
         ("GPUSHARE_LEASE", "../x"),
         ("GPUSHARE_LEASE_DIR", "relative"),
         ("GPUSHARE_LEASE_DIR", "/run/../home/ada"),
@@ -53,6 +56,12 @@ def test_what_our_broker_sets_is_accepted():
     given = holder_environment("b0123456789-1", "/var/lib/gpushare helper/leases/b0123456789-1", limits)
     assert checked(given) == given
     assert checked(GRANT["env"]) == GRANT["env"]
+
+
+def test_the_library_that_a_device_helper_installed_on_a_node_is_accepted(tmp_path: Path):
+    library = install_preload(tmp_path)
+    given = holder_environment("b0123456789-1", "/run/gpushare/leases/b0123456789-1", {}, str(library))
+    assert checked({k: v for k, v in given.items() if k == "LD_PRELOAD"})
 
 
 @pytest.mark.parametrize(("mode", "folder_mode"), [(0o666, 0o755), (0o644, 0o777)])

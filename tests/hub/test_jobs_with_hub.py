@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.hub.conftest import GRANT, Hub, is_alive, wait_for
+from tests.hub.conftest import Hub, is_alive, wait_for
+from tests.hub.fake_broker import GRANT
 
 NAME = "j0123456789-1"
 
@@ -71,6 +72,15 @@ def test_the_job_is_run_by_the_runner_whatever_options_were_sent(hub: Hub) -> No
     assert ended(hub)["exit_code"] == 0
     assert "what the broker said" in log(hub)
     assert not (hub.folder / "home/ada/forged").exists()
+
+
+def test_the_ticket_of_the_broker_comes_back_with_the_start(hub: Hub) -> None:
+    expect_job(hub, "true")
+    hub.ensure_user("ada")
+    answer = hub.api("POST", f"users/ada/servers/{NAME}", {"gpushare_start": "7.mac"})
+    assert answer.status_code in (201, 202)
+    assert ended(hub)["exit_code"] == 0
+    assert hub.broker.of("spawner/start")[0].body["ticket"] == "7.mac"
 
 
 def test_the_start_of_a_job_that_is_not_expected_is_refused_with_the_owners_own_token(hub: Hub) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core.size import MOST_GPUS
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.hub.options import from_form, read, split_form
+from jupyter_gpushare.hub.options import from_form, read, split_form, ticket
 from jupyter_gpushare.protocol.wire import GpuRequest
 
 
@@ -125,3 +125,9 @@ def test_an_exact_amount_without_unit_is_in_the_unit_beside_it(typed: str, memor
 def test_a_size_that_is_no_card_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest, match="not a size"):
         from_form({"gpushare_size:": [value]})
+
+
+def test_a_ticket_is_a_short_text_or_none():
+    assert ticket({"gpushare_start": "7.mac"}) == "7.mac"
+    for other in ({}, {"gpushare_start": 7}, {"gpushare_start": ["7"]}, {"gpushare_start": "7" * 1_000}):
+        assert ticket(other) == ""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -88,25 +89,44 @@ def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> 
         read_token(token_file(tmp_path, mode))
 
 
-def test_a_missing_token_an_empty_one_and_a_link_are_refused(tmp_path: Path) -> None:
+def test_a_missing_token_and_an_empty_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GpuShareError, match="No such file"):
         read_token(tmp_path / "none")
     with pytest.raises(GpuShareError, match="no token"):
         read_token(token_file(tmp_path, text="\n"))
-    link = tmp_path / "link"
-    link.symlink_to(token_file(tmp_path))
-    with pytest.raises(GpuShareError, match="cannot be read"):
-        read_token(link)
     with pytest.raises(GpuShareError, match="not set"):
         read_token(Path(""))
+
+
+def test_a_token_of_kubernetes_is_read_through_its_link_by_a_process_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, fstat = tmp_path / "link", os.fstat
+    link.symlink_to(token_file(tmp_path))
+
+    def of_root(fd: int) -> os.stat_result:
+        fields = list(fstat(fd))
+        fields[0], fields[4], fields[5] = stat.S_IFREG | 0o440, 0, 1000
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", of_root)
+    monkeypatch.setattr(os, "geteuid", lambda: link.lstat().st_uid or 1000)
+    monkeypatch.setattr(os, "getegid", lambda: 1000)
+    assert read_token(link) == "secret"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
 def test_a_token_of_another_user_is_refused(tmp_path: Path) -> None:
     path = token_file(tmp_path)
     os.chown(path, 12345, 12345)
-    with pytest.raises(GpuShareError, match="belongs to uid 12345"):
+    with pytest.raises(GpuShareError, match="uid 12345"):
         read_token(path)
+    link = tmp_path / "link"
+    link.symlink_to("token")
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    os.chown(path, 0, 0)
+    with pytest.raises(GpuShareError, match="made this link"):
+        read_token(link)
 
 
 def test_a_process_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

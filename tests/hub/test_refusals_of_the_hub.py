@@ -18,7 +18,7 @@ async def _refused(hub: Hub, token: str, call: str) -> HubError:
     client = HubClient(f"{hub.url}/hub/api", token)
     try:
         with pytest.raises(HubError) as refused:
-            await (client.servers() if call == "servers" else client.start_server(JOB, "train"))
+            await (client.servers() if call == "servers" else client.start_server(JOB, "train", "7.mac"))
     finally:
         await client.close()
     return refused.value

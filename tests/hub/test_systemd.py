@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.hub.systemd import escaped
-from tests.hub.conftest import GRANT, HERE, Hub, is_alive, running_hub
+from tests.hub.conftest import HERE, Hub, is_alive, running_hub
+from tests.hub.fake_broker import GRANT
 
 SYSTEMD = "jupyter_gpushare.hub.systemd.GPUShareSystemdSpawner"
 ME = pwd.getpwuid(os.getuid()).pw_name

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -99,6 +100,34 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
     await spawner._release()
     assert asked == ["/api/v1/spawner/stop"] * 2
     assert not spawner._lease_possible
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "state"),
+    [
+        (409, "devices_unknown", "unknown"),
+        (429, "too_many", "unknown"),
+        (507, "disk_full", "unknown"),
+        (500, "error", "unknown"),
+        (429, "queue_full", "refused"),
+        (400, "invalid", "refused"),
+        (403, "not_allowed", "refused"),
+        (404, "unknown_project", "refused"),
+    ],
+)
+async def test_only_a_refusal_that_lasts_ends_the_wait_of_a_page(monkeypatch, status, reason, state) -> None:
+    answer = httpx.Response(status, json={"status": status, "reason": reason, "message": "no"})
+    client = BrokerClient("http://broker/api/v1", "token", timeout_s=0.2)
+    transport = httpx.MockTransport(lambda _: answer)
+    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=transport))
+    spawner = configured()
+    spawner.log = logging.getLogger("spawner")
+    monkeypatch.setattr(spawner, "_broker_client", lambda: client)
+    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
+    monkeypatch.setattr(spawner, "server_uid", lambda: 1000)
+    place = await spawner._place_in_queue(quote('{"gpus": 1}'))
+    assert place.state == state
+    assert (place.sentence == "no") == (state == "refused")
 
 
 async def test_the_log_says_that_a_broker_did_not_answer_in_time(monkeypatch, caplog) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.native import preload_path
-from tests.hub.conftest import GRANT, Hub, is_alive, running_hub, wait_for
+from tests.hub.conftest import Hub, is_alive, running_hub, wait_for
+from tests.hub.fake_broker import GRANT
 from tests.hub.test_systemd import JOB, JOB_NAME, ME, SYSTEMD
 from tests.systemd import Systemd
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.hub.conftest import GRANT, SPAWNER_TOKEN, Hub, is_alive, wait_for
+from tests.hub.conftest import Hub, is_alive, wait_for
+from tests.hub.fake_broker import GRANT, SPAWNER_TOKEN
 
 PRELOAD = GRANT["env"]["LD_PRELOAD"]
 
@@ -26,6 +27,8 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "uid": os.getuid(),
         "options": {"fraction": "1/2", "memory": None, "gpus": None, "profile": None, "project": "vision"},
         "admin": False,
+        "not_nodes": [],
+        "ticket": "",
     }
     env = hub.environment("ada")
     assert {key: env[key] for key in GRANT["env"]} == GRANT["env"]

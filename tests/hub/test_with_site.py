@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import GRANT, SIMPLE, SPAWNER_TOKEN, Hub, running_hub, wait_for
+from tests.hub.conftest import SIMPLE, Hub, running_hub, wait_for
+from tests.hub.fake_broker import GRANT, SPAWNER_TOKEN
 
 SITE = """
 c.Spawner.options_form = '<input name="image" value="plain">'
@@ -152,6 +153,16 @@ def test_a_token_that_the_broker_refuses_gives_no_gpu_and_tells_the_admin(hub: H
     assert said == f"the broker refuses the token in {hub.folder}/spawner-token: only the Hub's spawner"
     assert said in hub.log()
     assert hub.start_server("ada").status_code == 201
+
+
+def test_a_release_that_the_broker_refuses_is_no_failed_start_in_the_log(hub: Hub) -> None:
+    hub.start_server("ada", {"fraction": "1/2"})
+    hub.wait_ready("ada")
+    before = len(hub.log())
+    hub.broker.token = "a-newer-token"
+    hub.stop_server("ada")
+    wait_for(lambda: "the broker refuses the token in" in hub.log()[before:], "the refusal is in the log")
+    assert "cannot start" not in hub.log()[before:]
 
 
 def test_a_token_that_the_broker_refuses_leaves_the_page_without_sizes_and_tells_the_admin(hub: Hub) -> None:

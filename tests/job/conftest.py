@@ -46,6 +46,9 @@ class HubAndBroker:
     paths: list[str] = field(default_factory=list)
     activity: list[dict[str, Any]] = field(default_factory=list)
     broker_down: bool = False
+    outcome: dict[str, Any] = field(
+        default_factory=lambda: {"state": "succeeded", "reason": "It ran to its end."}
+    )
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class HubAndBroker:
             return 503, {"status": 503, "reason": "down", "message": "down"}
         self.paths.append(path)
         self.reports.append(body)
-        return 204, None
+        return (200, self.outcome) if body["state"] in ("stopping", "ended") else (204, None)
 
     def reported(self, state: str) -> dict[str, Any] | None:
         return next((report for report in self.reports if report["state"] == state), None)

@@ -30,6 +30,7 @@ class Faults:
     answers: list[tuple[int, dict[str, str]]] = field(
         default_factory=list
     )  # given instead of the next answers
+    answers_to: dict[str, int] = field(default_factory=dict)  # status of every answer to a method
     lose_answers: int = 0  # requests that are carried out and not answered
 
     def __post_init__(self) -> None:
@@ -83,7 +84,9 @@ class Handler(web.RequestHandler):
         if faults.delay_s:
             await asyncio.sleep(faults.delay_s)
         self.server.requests.append((self.request.method or "", self.request.path))
-        if faults.answers:
+        if status := faults.answers_to.get(self.request.method or ""):
+            self.refuse(Refused(status, "Injected", f"status {status}, as the test says"))
+        elif faults.answers:
             status, headers = faults.answers.pop(0)
             for name, value in headers.items():
                 self.set_header(name, value)
@@ -127,7 +130,7 @@ class Handler(web.RequestHandler):
     async def get(self, group: str | None, version: str, rest: str) -> None:
         try:
             plural, namespace, name, sub = self._place(group or "", version, rest)
-            is_watch = self.get_argument("watch", "") in ("1", "true")
+            is_watch = self.get_argument("watch", "").lower() in ("1", "true")
             verb = "get" if name else "watch" if is_watch else "list"
             self._check(verb, group or "", plural, sub, namespace)
             if name:
@@ -174,8 +177,9 @@ class Handler(web.RequestHandler):
                 await self.server.faults.frozen.wait()
                 self.write(json.dumps({"type": event.type, "object": event.object}) + "\n")
                 await self.flush()
-            mark = {"kind": KINDS_BY_PLURAL[plural], "metadata": {"resourceVersion": str(store.version)}}
-            self.write(json.dumps({"type": "BOOKMARK", "object": mark}) + "\n")
+            if self.get_argument("allowWatchBookmarks", "") in ("1", "true"):
+                mark = {"kind": KINDS_BY_PLURAL[plural], "metadata": {"resourceVersion": str(store.version)}}
+                self.write(json.dumps({"type": "BOOKMARK", "object": mark}) + "\n")
             await self.finish()
         except StreamClosedError:
             pass

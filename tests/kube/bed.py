@@ -14,10 +14,11 @@ from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, sea
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
 from jupyter_gpushare.broker.kai_engine import KaiEngine
-from jupyter_gpushare.core.kube.seats import Demand, Standing, request, seat_name
+from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request, seat_name
 from jupyter_gpushare.core.model import Kind, Lease, Project
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.kai_model import GPU_GROUP, Kai
+from tests.kube.rbac import Rights
 from tests.kube.store import Json
 from tests.waiting import PATIENCE_S
 
@@ -89,7 +90,8 @@ class Bed:
     def __init__(self, server: ApiServer, nodes: Nodes, projects: tuple[Project, ...]) -> None:
         self.server, self.nodes, self.store = server, nodes, server.store
         self.kai = Kai(server.store)
-        self.client = ApiClient(Address(url=server.url))
+        token = next(iter(server.rights.tokens)) if server.rights else ""
+        self.client = ApiClient(Address(url=server.url, token=token))
         self.epoch = 1
         self.site = SeatPod(image="seat")
         self.sleepable = frozenset(nodes.gpus)
@@ -129,8 +131,8 @@ class Bed:
 
     def seat(self, lease: Lease) -> str:
         """Let a lease that holds devices have its seat, as if it had been placed before."""
-        standing = Standing.SESSION if lease.kind is Kind.BUILD else Standing.TRAIN
-        demand = Demand(lease=lease.id, project=lease.project, standing=standing, size=lease.size)
+        seat_class = SeatClass.SESSION if lease.kind is Kind.BUILD else SeatClass.TRAIN
+        demand = Demand(lease=lease.id, project=lease.project, seat_class=seat_class, size=lease.size)
         name = seat_name(random.randbytes(16))
         self.store.create("podgroups", NS, pod_group(name, demand, self.epoch))
         body = seat_pod(name, demand, request(lease.size, []), self.site, self.epoch)
@@ -172,10 +174,13 @@ class Bed:
 
 @asynccontextmanager
 async def kube_bed(
-    nodes: Mapping[str, tuple[str, ...]], projects: Iterable[Project], seed: int = 0
+    nodes: Mapping[str, tuple[str, ...]],
+    projects: Iterable[Project],
+    seed: int = 0,
+    rights: Rights | None = None,
 ) -> AsyncIterator[Bed]:
     """A cluster with these nodes (their GPUs) and queues for these projects."""
-    async with api_server() as server:
+    async with api_server(rights) as server:
         bed = Bed(server, Nodes(server, nodes, seed), tuple(projects))
         running = asyncio.create_task(bed.run())
         await bed.until(lambda: bed.seats.is_known)

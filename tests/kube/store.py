@@ -21,9 +21,13 @@ KINDS: dict[tuple[str, str, str], tuple[bool, str]] = {
     ("", "v1", "pods"): (True, "Pod"),
     ("", "v1", "nodes"): (False, "Node"),
     ("", "v1", "configmaps"): (True, "ConfigMap"),
+    ("", "v1", "events"): (True, "Event"),
+    ("", "v1", "persistentvolumeclaims"): (True, "PersistentVolumeClaim"),
     ("scheduling.run.ai", "v2alpha2", "podgroups"): (True, "PodGroup"),
     ("scheduling.run.ai", "v2", "queues"): (False, "Queue"),
+    ("kai.scheduler", "v1", "configs"): (False, "Config"),
     ("kai.scheduler", "v1", "schedulingshards"): (False, "SchedulingShard"),
+    ("nvidia.com", "v1", "clusterpolicies"): (False, "ClusterPolicy"),
     ("scheduling.k8s.io", "v1", "priorityclasses"): (False, "PriorityClass"),
 }
 PLURALS = {kind: plural for (_, _, plural), (_, kind) in KINDS.items()}

@@ -106,7 +106,8 @@ def manifests(drop: tuple[str, str] = ("", "")) -> list[Any]:
 
     more = [
         {"apiGroups": ["scheduling.k8s.io"], "resources": ["priorityclasses"], "verbs": ["list"]},
-        {"apiGroups": ["kai.scheduler"], "resources": ["schedulingshards"], "verbs": ["list"]},
+        {"apiGroups": ["kai.scheduler"], "resources": ["schedulingshards", "configs"], "verbs": ["list"]},
+        {"apiGroups": ["nvidia.com"], "resources": ["clusterpolicies"], "verbs": ["list"]},
     ]
     subject = {"kind": "ServiceAccount", "name": "broker", "namespace": NS}
     here, meta = {"namespace": NS}, {"name": "broker"}
@@ -154,8 +155,29 @@ async def check(server: ApiServer, tmp_path: Path, token: str = "t", **settings:
 class TestCheck:
     async def test_a_cluster_that_is_ready(self, server: ApiServer, tmp_path: Path):
         found = await check(server, tmp_path)
+        assert "helper_secret_file is not set" in found.pop("helpers").message
         assert {name: each.result for name, each in found.items()} == dict.fromkeys(found, "ok"), found
-        assert len(found) == 7
+        assert len(found) == 10
+
+    async def test_helpers_that_are_missing_or_do_not_answer_are_named(
+        self, server: ApiServer, tmp_path: Path
+    ):
+        secret = tmp_path / "secret"
+        secret.write_text("s" * 40)
+        secret.chmod(0o600)
+        given = {"helper_secret_file": str(secret), "helper_selector": "app=helper", "helper_port": 9}
+        assert "No pod" in (await check(server, tmp_path, **given))["helpers"].message
+        meta = {"name": "helper-1", "labels": {"app": "helper"}}
+        status = {"phase": "Running", "podIP": "127.0.0.1"}
+        body = {"metadata": meta, "spec": {"nodeName": "n1"}, "status": status}
+        server.store.create("pods", NS, body)
+        found = (await check(server, tmp_path, **given))["helpers"]
+        assert found.message == "The device helper does not answer on n1."
+
+    async def test_a_kai_that_gives_out_whole_gpus_only_is_named(self, server: ApiServer, tmp_path: Path):
+        assert (await check(server, tmp_path))["gpu-sharing"].result == "ok"
+        server.store.create("configs", "", {"metadata": {"name": "kai-config"}, "spec": {}})
+        assert "whole GPUs only" in (await check(server, tmp_path))["gpu-sharing"].message
 
     @pytest.mark.parametrize(
         ("verb", "resource"), [("patch", "podgroups"), ("patch", "pods"), ("list", "queues")]
@@ -214,7 +236,7 @@ class TestCheck:
     async def test_what_may_not_be_read_is_said(self, server: ApiServer, tmp_path: Path):
         assert server.rights is not None
         for rule in server.rights.manifests[1]["rules"]:
-            if rule["resources"] == ["schedulingshards"]:
+            if "schedulingshards" in rule["resources"]:
                 rule["verbs"] = []
         found = (await check(server, tmp_path))["consolidation"]
         assert (found.result, "cannot be examined" in found.message) == ("warn", True)

@@ -1,22 +1,17 @@
-"""`KaiEngine` with a model of KAI: sessions start, idle GPUs are lent and come back, faults heal."""
+"""`KaiEngine` with a model of KAI: sessions start, idle GPUs are lent and come back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.objects import EPOCH_ANNOTATION
 from jupyter_gpushare.broker.engine import Explanation, JobForecast, Work
-from jupyter_gpushare.core.kube.follow import Retarget
+from jupyter_gpushare.core.kube import returns
 from jupyter_gpushare.core.model import (
-    Action,
     CheckpointMode,
     Cluster,
-    Device,
     Grant,
     Kind,
     Lease,
@@ -28,118 +23,9 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.errors import Conflict, InvalidRequest, Superseded
+from jupyter_gpushare.errors import Conflict, InvalidRequest
 from tests.kube.bed import NS, Bed, kube_bed
-from tests.waiting import PATIENCE_S
-
-GIB = 1 << 30
-VISION, NLP = Project(name="vision", quota_milli=1000), Project(name="nlp", quota_milli=1000)
-
-
-class Broker:
-    """The least of a broker: leases that do what the engine says.
-
-    A suspension frees the device, so that the seat of the lease may end; before that it may not.
-    """
-
-    def __init__(self, bed: Bed, *projects: Project) -> None:
-        self.bed, self.engine = bed, bed.engine
-        self.projects = projects or (VISION, NLP)
-        self.leases: dict[str, Lease] = {}
-        self.did: list[Action] = []
-
-    @property
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    @property
-    def cluster(self) -> Cluster:
-        devices = tuple(
-            Device(uuid=uuid, memory_bytes=80 * GIB, reserve_bytes=GIB, node=node)
-            for node, uuids in self.bed.nodes.gpus.items()
-            for uuid in uuids
-        )
-        return Cluster(devices=devices, projects=self.projects, leases=tuple(self.leases.values()))
-
-    def set(self, id: str, **changes: Any) -> None:
-        self.leases[id] = replace(self.leases[id], **changes)
-
-    async def session(self, id: str, project: str = "vision", milli: int = 1000) -> Grant | Explanation:
-        lease = Lease(id=id, project=project, kind=Kind.BUILD, size=Size(milli), queued_at=self.now)
-        answer = await self.engine.admit(self.cluster, lease, self.now)
-        if isinstance(answer, Grant):
-            held = {"devices": answer.devices, "held_milli": answer.held_milli, "borrowed": answer.borrowed}
-            self.leases[id] = replace(lease, state=State.RUNNING, granted_at=self.now, used_bytes=GIB, **held)
-            self._hold()
-        return answer
-
-    def job(self, id: str, project: str = "nlp", milli: int = 1000, **more: Any) -> None:
-        given = {"queued_at": self.now, "waits_since_at": self.now, "survival": CheckpointMode.SIGTERM}
-        self.leases[id] = Lease(id=id, project=project, kind=Kind.TRAIN, size=Size(milli), **given | more)
-
-    async def round(self) -> None:
-        cluster = self.cluster
-        for action in self.engine.decide(cluster, self.now).actions:
-            self._do(action)
-        await self.engine.settle(self.cluster, self.now)
-        self._hold()
-
-    def _do(self, action: Action) -> None:
-        self.did.append(action)
-        match action:
-            case Grant():
-                held = {"devices": action.devices, "held_milli": action.held_milli}
-                self.set(action.lease, state=State.RUNNING, granted_at=self.now, **held)
-            case Suspend():
-                self.set(action.lease, state=State.SUSPENDED, saved_bytes=GIB)
-            case Resume():
-                self.set(action.lease, state=State.RUNNING, saved_bytes=0, wanted=False, idle_since_at=None)
-            case Requeue():
-                self.set(action.lease, state=State.PENDING, devices=(), held_milli=0)
-        self._check_devices()
-
-    def _check_devices(self) -> None:
-        """No device ever holds more than it has."""
-        for node, uuids in self.bed.nodes.gpus.items():
-            for uuid in uuids:
-                held = [x for x in self.leases.values() if x.state is State.RUNNING and uuid in x.devices]
-                assert sum(x.held_milli for x in held) <= 1000, (node, uuid, held)
-
-    def _hold(self) -> None:
-        """Seats of leases with device memory do not end: each helper sees to that."""
-        running = {x.id for x in self.leases.values() if x.state is State.RUNNING}
-        groups = self.bed.store.all("podgroups", NS)
-        labels = {
-            g["metadata"]["name"]: g["metadata"]["labels"]["gpushare.jupyter.org/lease"] for g in groups
-        }
-        self.bed.nodes.holds = {name for name, lease in labels.items() if lease in running}
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await self.round()
-                await asyncio.sleep(0.02)
-
-    def state(self, id: str) -> State:
-        return self.leases[id].state
-
-    def queue(self, id: str) -> str:
-        return ",".join(g["spec"]["queue"] for g in self.bed.seats_of(id))
-
-
-@pytest.fixture
-async def bed() -> AsyncIterator[Bed]:
-    async with kube_bed({"n0": ("GPU-0",), "n1": ("GPU-1",)}, (VISION, NLP)) as found:
-        yield found
-
-
-@pytest.fixture
-def broker(bed: Bed) -> Broker:
-    return Broker(bed)
-
-
-def objects(bed: Bed) -> list[str]:
-    return [o["metadata"]["name"] for plural in ("pods", "podgroups") for o in bed.store.all(plural, NS)]
+from tests.kube.kai_broker import NLP, VISION, Broker, objects
 
 
 class TestStart:
@@ -318,6 +204,36 @@ class TestLend:
         assert bed.kai.evicted == []
 
 
+class TestReturns:
+    async def test_a_return_on_another_gpu_of_the_node_is_given_up_and_tried_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(returns, "FIRST_PAUSE_S", 1.0)
+        guest, owner = Project(name="vision", quota_milli=0), Project(name="nlp", quota_milli=2000)
+        async with kube_bed({"n0": ("GPU-0", "GPU-1")}, (guest, owner)) as bed:
+            broker = Broker(bed, guest, owner)
+            await broker.session("guest")
+            (mine,) = broker.leases["guest"].devices
+            broker.job("both", size=Size(1000, 2))
+            await broker.until(lambda: broker.state("both") is State.RUNNING)
+            assert broker.state("guest") is State.SUSPENDED
+            del broker.leases["both"]
+            await broker.until(lambda: not objects(bed))
+            broker.job("there", state=State.RUNNING, devices=(mine,), held_milli=1000)
+            bed.seat(broker.leases["there"])
+            broker.set("guest", wanted=True)
+            await broker.until(lambda: broker.engine.outlook(broker.cluster, broker.now).misplaced)
+            assert broker.engine.outlook(broker.cluster, broker.now).why == {"guest": Why.BACKING_OFF}
+            broker.job("waits")
+            await broker.until(lambda: broker.state("waits") is State.RUNNING)  # the GPU is not blocked
+            assert broker.leases["waits"].devices != (mine,)
+            assert broker.state("guest") is State.SUSPENDED
+            del broker.leases["there"]
+            await broker.until(lambda: broker.state("guest") is State.RUNNING)
+            assert broker.leases["guest"].devices == (mine,)
+            assert broker.engine.outlook(broker.cluster, broker.now).misplaced == {}
+
+
 class TestJobs:
     async def test_a_demotion_is_one_patch(self, bed: Bed, broker: Broker):
         broker.job("j")
@@ -366,111 +282,6 @@ class TestJobs:
         broker.job("j")
         await broker.until(lambda: broker.state("j") is State.RUNNING)
         assert any("too small" in sentence for sentence in bed.engine.trouble())
-
-
-class TestFaults:
-    async def test_while_the_api_server_is_silent_nothing_becomes_lendable(self, bed: Bed, broker: Broker):
-        await broker.session("owner")
-        await bed.quiet()
-        bed.server.faults.frozen.clear()
-        bed.schedules = False
-        await bed.until(lambda: bed.seats.age_s > 10)
-        broker.set("owner", idle_since_at=broker.now - 10_000)
-        await broker.round()
-        assert bed.engine.trouble()[0].startswith("The Kubernetes API server does not answer")
-        assert broker.state("owner") is State.RUNNING
-        bed.server.faults.frozen.set()
-        await broker.until(lambda: broker.queue("owner") == "gpushare-idle-sessions")
-        assert bed.engine.trouble() == ()
-
-    async def test_a_busy_api_server_and_cut_watches_heal(self, bed: Bed, broker: Broker):
-        bed.server.faults.answers = [(429, {}), (500, {}), (503, {})] * 4
-        broker.job("j")
-        await broker.round()
-        bed.server.cut_watches()
-        bed.store.compact()
-        bed.server.faults.lose_answers = 2
-        await broker.until(lambda: broker.state("j") is State.RUNNING)
-        await bed.until(lambda: len(bed.seats_of("j")) == 1)
-
-    async def test_a_newer_broker_ends_this_one(self):
-        async with kube_bed({"n0": ("GPU-0",)}, (VISION,)) as bed:
-            broker = Broker(bed, VISION)
-            await broker.session("a")
-            name = bed.seats_of("a")[0]["metadata"]["name"]
-            bed.store.patch("podgroups", NS, name, {"metadata": {"annotations": {EPOCH_ANNOTATION: "2"}}})
-            await broker.engine.settle(broker.cluster, broker.now)
-            (ended,) = await asyncio.gather(bed.engine_task, return_exceptions=True)
-            assert isinstance(ended, ExceptionGroup)
-            assert ended.subgroup(Superseded) is not None
-            with pytest.raises(Superseded):
-                bed.engine.decide(broker.cluster, broker.now)
-            bed.start_engine()  # for the end of the bed
-            bed.epoch = 2
-
-    async def test_a_broker_that_starts_writes_its_epoch_on_every_seat_before_it_acts(
-        self, bed: Bed, broker: Broker
-    ):
-        await broker.session("a")
-        await bed.quiet()
-        name = bed.seats_of("a")[0]["metadata"]["name"]
-        hung = dict(bed.seats._pods.objects), dict(bed.seats._groups.objects), bed.seats
-        await bed.restart_engine()
-        broker.engine = bed.engine
-        asked = len(bed.server.requests)
-        broker.job("j")
-        await broker.until(lambda: broker.state("j") is State.RUNNING)
-        writes = [path for method, path in bed.server.requests[asked:] if method != "GET"]
-        assert len([path for path in writes[:2] if path.endswith(name)]) == 2
-        for plural in ("pods", "podgroups"):
-            assert bed.store.get(plural, NS, name)["metadata"]["annotations"][EPOCH_ANNOTATION] == "2"
-        *stale, seats = hung
-        seats._pods.objects, seats._groups.objects = stale
-        (seat,) = bed.seats.seats()["a"]
-        await seats.apply(Retarget(name, replace(seat.terms, queue="gpushare-yield")), ())
-        await seats.delete(name)
-        assert "deletionTimestamp" not in bed.store.get("pods", NS, name)["metadata"]
-        assert broker.queue("a") == "vision-build"
-
-    async def test_a_change_based_on_an_older_version_is_not_made(self, bed: Bed, broker: Broker):
-        """What an old broker would do that hung between reading and writing."""
-        await broker.session("a")
-        await bed.quiet()
-        (group,) = bed.seats_of("a")
-        name = group["metadata"]["name"]
-        bed.server.faults.frozen.clear()
-        bed.store.patch("podgroups", NS, name, {"metadata": {"annotations": {"other": "1"}}})
-        bed.store.patch("pods", NS, name, {"metadata": {"annotations": {"other": "1"}}})
-        stale = dict(bed.seats._pods.objects), dict(bed.seats._groups.objects)
-        bed.server.faults.frozen.set()
-        await bed.until(lambda: bed.seats._groups.objects[name] != stale[1][name])
-        bed.seats._pods.objects, bed.seats._groups.objects = stale
-        await bed.seats.delete(name)
-        assert "deletionTimestamp" not in bed.store.get("pods", NS, name)["metadata"]
-
-    @pytest.mark.parametrize("requests", range(1, 6))
-    async def test_a_broker_that_ends_in_the_middle_leaves_what_the_next_one_finishes(self, requests: int):
-        async with kube_bed({"n0": ("GPU-0",), "n1": ("GPU-1",)}, (VISION, NLP)) as bed:
-            broker = Broker(bed)
-            await broker.session("owner")
-            broker.job("j0")
-            await broker.until(lambda: broker.state("j0") is State.RUNNING)
-            broker.set("owner", idle_since_at=broker.now - 10_000)
-            broker.job("j1")
-            written = len([m for m, _ in bed.server.requests if m != "GET"])
-            async with asyncio.timeout(PATIENCE_S):
-                while len([m for m, _ in bed.server.requests if m != "GET"]) < written + requests:
-                    await broker.round()
-                    await asyncio.sleep(0)
-                    if broker.state("j1") is State.RUNNING:
-                        break
-            await bed.restart_engine()
-            broker.engine = bed.engine
-            await broker.until(lambda: broker.state("j1") is State.RUNNING)
-            broker.set("owner", wanted=True)
-            await broker.until(lambda: broker.state("owner") is State.RUNNING)
-            await bed.quiet()
-            assert [len(bed.seats_of(id)) for id in ("owner", "j0", "j1")] == [1, 1, 1]
 
 
 class TestQueues:

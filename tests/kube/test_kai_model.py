@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, pod_group_patch, seat_pod
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.core.kube.seats import Demand, Standing, counted_centi, request, terms
+from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, request, terms
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.core.size import Size
 from tests.kube.kai_model import Kai
@@ -47,14 +47,14 @@ class World:
         for one in priority_classes(3):
             self.store.create("priorityclasses", "", one)
 
-    def seat(self, name: str, project: str, standing: Standing, size: Size = WHOLE, **more: Any) -> None:
+    def seat(self, name: str, project: str, seat_class: SeatClass, size: Size = WHOLE, **more: Any) -> None:
         self.time += timedelta(seconds=1)
-        demand = Demand(lease=name, project=project, standing=standing, size=size, **more)
+        demand = Demand(lease=name, project=project, seat_class=seat_class, size=size, **more)
         self.store.create("podgroups", NS, pod_group(name, demand, 1))
         self.store.create("pods", NS, seat_pod(name, demand, request(size, []), SeatPod(), 1))
 
-    def retarget(self, name: str, project: str, standing: Standing) -> None:
-        to = terms(Demand(lease=name, project=project, standing=standing, size=WHOLE))
+    def retarget(self, name: str, project: str, seat_class: SeatClass) -> None:
+        to = terms(Demand(lease=name, project=project, seat_class=seat_class, size=WHOLE))
         self.store.patch("podgroups", NS, name, pod_group_patch(to, 1))
 
     def cycles(self, count: int = 3) -> dict[str, str]:
@@ -84,42 +84,42 @@ class World:
 def test_two_halves_share_a_gpu_and_a_third_waits():
     world = World(1, vision=2)
     for n in range(3):
-        world.seat(f"s{n}", "vision", Standing.SESSION, HALF)
+        world.seat(f"s{n}", "vision", SeatClass.SESSION, HALF)
     assert world.cycles() == {"s0": "n0", "s1": "n0", "s2": "PodSchedulingErrors"}
 
 
 def test_three_thirds_share_a_gpu():
     world = World(1, vision=2)
     for n in range(4):
-        world.seat(f"s{n}", "vision", Standing.SESSION, Size(333))
+        world.seat(f"s{n}", "vision", SeatClass.SESSION, Size(333))
     assert list(world.cycles().values()) == ["n0", "n0", "n0", "PodSchedulingErrors"]
 
 
 def test_a_session_beyond_the_quota_is_refused_and_a_borrower_is_not():
     world = World(2, vision=1)
-    world.seat("s0", "vision", Standing.SESSION)
-    world.seat("s1", "vision", Standing.SESSION)
-    world.seat("b", "vision", Standing.BORROWED)
+    world.seat("s0", "vision", SeatClass.SESSION)
+    world.seat("s1", "vision", SeatClass.SESSION)
+    world.seat("b", "vision", SeatClass.BORROWED)
     assert world.cycles() == {"s0": "n0", "s1": "NonPreemptibleOverQuota", "b": "n0"}
 
 
 def test_a_project_at_its_limit_gets_no_more():
     world = World(3, vision=(1, 2))
     for n in range(3):
-        world.seat(f"j{n}", "vision", Standing.TRAIN)
+        world.seat(f"j{n}", "vision", SeatClass.TRAIN)
     assert list(world.cycles().values()) == ["n0", "n0", "OverLimit"]
 
 
 def test_a_missing_queue_is_said():
     world = World(1)
-    world.seat("s", "unknown-project", Standing.TRAIN)
+    world.seat("s", "unknown-project", SeatClass.TRAIN)
     assert world.cycles() == {"s": "QueueDoesNotExist"}
 
 
 def test_a_pinned_seat_and_one_that_avoids_full_nodes():
     world = World(1, 1, vision=4)
-    world.seat("pinned", "vision", Standing.SESSION, node="n1")
-    world.seat("avoids", "vision", Standing.SESSION, not_nodes=("n0",))
+    world.seat("pinned", "vision", SeatClass.SESSION, node="n1")
+    world.seat("avoids", "vision", SeatClass.SESSION, not_nodes=("n0",))
     assert world.cycles() == {"pinned": "n1", "avoids": "PodSchedulingErrors"}
 
 
@@ -131,7 +131,7 @@ def test_what_we_promise_of_a_quota_kai_grants(milli):
     for seed in range(10):
         world = World(8, vision=3, seed=seed)
         for n in range(count):
-            world.seat(f"s{n}", "vision", Standing.SESSION, size)
+            world.seat(f"s{n}", "vision", SeatClass.SESSION, size)
         assert set(world.cycles().values()) == {"n0"}
 
 
@@ -139,24 +139,24 @@ def test_eight_eighths_count_more_than_one_gpu():
     """Binary fractions are not exact for KAI: 1/8 counts 0.13."""
     world = World(2, vision=1)
     for n in range(8):
-        world.seat(f"s{n}", "vision", Standing.SESSION, Size(125))
+        world.seat(f"s{n}", "vision", SeatClass.SESSION, Size(125))
     assert list(world.cycles().values()) == ["n0"] * 7 + ["NonPreemptibleOverQuota"]
 
 
 class TestLend:
     def lent(self, waiting: bool = True, project: str = "nlp", seed: int = 0) -> World:
         world = World(2, vision=1, nlp=1, seed=seed)
-        world.seat("idle", "vision", Standing.SESSION)
-        world.seat("j0", "nlp", Standing.TRAIN)
+        world.seat("idle", "vision", SeatClass.SESSION)
+        world.seat("j0", "nlp", SeatClass.TRAIN)
         world.cycles()
-        world.retarget("idle", "vision", Standing.IDLE)
+        world.retarget("idle", "vision", SeatClass.IDLE)
         if waiting:
-            world.seat("j1", project, Standing.TRAIN)
+            world.seat("j1", project, SeatClass.TRAIN)
         return world
 
     def test_a_working_session_within_its_quota_is_never_taken(self):
         world = self.lent()
-        world.retarget("idle", "vision", Standing.SESSION)
+        world.retarget("idle", "vision", SeatClass.SESSION)
         assert world.cycles(30)["idle"] == "n0"
         assert world.kai.evicted == []
 
@@ -181,12 +181,12 @@ class TestLend:
     @pytest.mark.parametrize("seed", range(5))
     def test_a_borrower_within_its_quota_yields_to_the_returning_owner(self, seed):
         world = World(1, 1, vision=1, nlp=1, seed=seed)
-        world.seat("j", "nlp", Standing.TRAIN, node="n0")
-        world.seat("other", "vision", Standing.TRAIN, node="n1")
+        world.seat("j", "nlp", SeatClass.TRAIN, node="n0")
+        world.seat("other", "vision", SeatClass.TRAIN, node="n1")
         world.cycles()
-        world.seat("owner", "vision", Standing.SESSION, node="n0")
+        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
         assert world.cycles(10)["j"] == "n0"  # KAI never takes it: nlp is below its quota
-        world.retarget("j", "nlp", Standing.YIELD)
+        world.retarget("j", "nlp", SeatClass.YIELD)
         assert world.cycles(2)["j"] == "leaving"
         assert world.kai.evicted == ["j"]
         world.gone("j")
@@ -194,10 +194,10 @@ class TestLend:
 
     def test_a_project_at_its_limit_returns_to_where_its_own_job_yields(self):
         world = World(1, 1, vision=(1, 1), nlp=1)
-        world.seat("j", "vision", Standing.TRAIN, node="n0")
+        world.seat("j", "vision", SeatClass.TRAIN, node="n0")
         world.cycles()
-        world.seat("owner", "vision", Standing.SESSION, node="n0")
-        world.retarget("j", "vision", Standing.YIELD)
+        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
+        world.retarget("j", "vision", SeatClass.YIELD)
         assert world.cycles(2)["j"] == "leaving"
         world.gone("j")
         assert world.cycles(1) == {"owner": "n0"}
@@ -205,13 +205,13 @@ class TestLend:
     def test_idle_seats_of_other_nodes_stay_when_an_owner_returns(self):
         world = World(1, 1, 1, vision=2, nlp=1)
         for n, name in enumerate(("idle1", "idle2")):
-            world.seat(name, "nlp", Standing.TRAIN, node=f"n{n + 1}")
-        world.seat("j", "nlp", Standing.TRAIN, node="n0")
+            world.seat(name, "nlp", SeatClass.TRAIN, node=f"n{n + 1}")
+        world.seat("j", "nlp", SeatClass.TRAIN, node="n0")
         world.cycles()
         for name in ("idle1", "idle2"):
-            world.retarget(name, "nlp", Standing.IDLE)
-        world.retarget("j", "nlp", Standing.YIELD)
-        world.seat("owner", "vision", Standing.SESSION, node="n0")
+            world.retarget(name, "nlp", SeatClass.IDLE)
+        world.retarget("j", "nlp", SeatClass.YIELD)
+        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
         world.cycles()
         assert world.kai.evicted == ["j"]
 
@@ -219,36 +219,36 @@ class TestLend:
 class TestPreempt:
     def test_a_job_of_an_earlier_level_preempts_after_the_minimum_run_time(self):
         world = World(1, vision=1, min_run_s=600)
-        world.seat("long", "vision", Standing.TRAIN, level=1)
+        world.seat("long", "vision", SeatClass.TRAIN, level=1)
         world.cycles()
-        world.seat("short", "vision", Standing.TRAIN)
+        world.seat("short", "vision", SeatClass.TRAIN)
         assert world.cycles(5)["long"] == "n0"
         world.time += timedelta(seconds=601)
         assert world.cycles(1)["long"] == "leaving"
 
     def test_jobs_of_one_level_do_not(self):
         world = World(1, vision=1)
-        world.seat("one", "vision", Standing.TRAIN)
+        world.seat("one", "vision", SeatClass.TRAIN)
         world.cycles()
-        world.seat("two", "vision", Standing.TRAIN)
+        world.seat("two", "vision", SeatClass.TRAIN)
         assert world.cycles(5)["one"] == "n0"
 
 
 def test_a_session_takes_its_gpu_from_a_job_of_its_own_project():
     world = World(1, vision=1)
-    world.seat("j", "vision", Standing.TRAIN)
+    world.seat("j", "vision", SeatClass.TRAIN)
     world.cycles()
-    world.seat("s", "vision", Standing.SESSION)
+    world.seat("s", "vision", SeatClass.SESSION)
     world.cycles(1)
     assert world.kai.evicted == ["j"]
 
 
 def test_a_stuck_seat_holds_its_gpu_but_no_promise():
     world = World(1, 1, vision=2)
-    world.seat("idle", "vision", Standing.IDLE, node="n0")
-    world.seat("busy", "vision", Standing.SESSION, node="n1")
+    world.seat("idle", "vision", SeatClass.IDLE, node="n0")
+    world.seat("busy", "vision", SeatClass.SESSION, node="n1")
     world.cycles()
-    world.seat("j", "vision", Standing.TRAIN)
+    world.seat("j", "vision", SeatClass.TRAIN)
     assert world.cycles()["idle"] == "leaving"
     world.time += timedelta(seconds=180 + 121)
     assert world.cycles() == {"idle": "leaving", "busy": "n1", "j": "PodSchedulingErrors"}
@@ -257,11 +257,11 @@ def test_a_stuck_seat_holds_its_gpu_but_no_promise():
 def test_a_pod_group_is_known_by_its_name_alone():
     """Why names of seats are not to be guessed: one of another namespace replaces ours."""
     world = World(2, vision=1)
-    world.seat("s0", "vision", Standing.SESSION)
+    world.seat("s0", "vision", SeatClass.SESSION)
     world.cycles()
-    other = Demand(lease="x", project="vision", standing=Standing.IDLE, size=WHOLE)
+    other = Demand(lease="x", project="vision", seat_class=SeatClass.IDLE, size=WHOLE)
     world.store.create("podgroups", "users", pod_group("s0", other, 1))
-    world.seat("j", "vision", Standing.TRAIN, Size(1000, 2))
+    world.seat("j", "vision", SeatClass.TRAIN, Size(1000, 2))
     assert world.cycles()["s0"] == "leaving"
 
 
@@ -271,10 +271,10 @@ def test_sums_of_floats_may_delay_a_reclaim_and_do_not_refuse_it():
     for seed in range(40):
         world = World(1, vision=1, nlp=1, seed=seed)
         for n, milli in enumerate((100, 200, 300)):
-            world.seat(f"v{n}", "vision", Standing.TRAIN, Size(milli))
-        world.seat("idle", "nlp", Standing.IDLE, Size(400))
+            world.seat(f"v{n}", "vision", SeatClass.TRAIN, Size(milli))
+        world.seat("idle", "nlp", SeatClass.IDLE, Size(400))
         world.cycles()
-        world.seat("j", "vision", Standing.TRAIN, Size(400))
+        world.seat("j", "vision", SeatClass.TRAIN, Size(400))
         world.cycles(1)
         refused += not world.kai.evicted
         world.cycles(20)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import native
+from tests.native import test_truth
 from tests.native.conftest import checkpoint_in
 from tests.native.test_truth import PLAIN, machine_with, source
 from tests.native.worker import Worker
@@ -122,3 +123,17 @@ def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
     )
     assert done.stdout == "100\n"
     assert "GPUSHARE_SIMULATE must read like" in done.stderr
+
+
+def test_every_behaviour_of_the_simulated_driver_names_its_source() -> None:
+    named: dict[str, list[str]] = {}
+    for name, test in {**vars(test_truth), **globals()}.items():
+        if name.startswith("test_") and callable(test):
+            marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "source"]
+            named[name] = [text for mark in marks for text in mark.args]
+    own = {
+        "test_an_unknown_option_is_refused",
+        "test_every_behaviour_of_the_simulated_driver_names_its_source",
+    }
+    assert {name for name, sources in named.items() if not any(sources)} == own
+    assert len(named) > 25

@@ -91,3 +91,8 @@ def test_a_report_lists_every_place_and_never_fails(tmp_path):
     result = check(tmp_path, "--report", "--list")
     assert result.returncode == 0
     assert "a.py:1: room: makes room" in result.stdout
+
+
+def test_no_folder_of_this_checkout_is_above_the_limit():
+    result = check(language.ROOT)
+    assert result.returncode == 0, result.stdout

@@ -91,7 +91,11 @@ def test_no_other_module_builds_a_path_of_proc() -> None:
             ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)
         }
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        paths = [text for text in texts if isinstance(text, str) and "/proc" in text and text not in prose]
+        paths = [
+            text
+            for text in texts
+            if isinstance(text, str) and re.search(r"/proc\b", text) and text not in prose
+        ]
         if paths and "node_modules" not in path.parts and path.name != "procfs.py":
             found[str(path.relative_to(PACKAGE))] = ", ".join(paths)
     assert found == NOT_OF_A_PROCESS

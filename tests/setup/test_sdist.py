@@ -76,6 +76,7 @@ def test_it_carries_the_built_extension_and_neither_libraries_nor_packages_of_no
     assert f"{LABEXTENSION}/package.json" in names
     assert any(name.startswith(f"{LABEXTENSION}/static/remoteEntry.") for name in names)
     assert {"LICENSE", "README.md", "jupyter_gpushare/ui/yarn.lock", "jupyter_gpushare/py.typed"} <= names
+    assert {"helm-values/README.md", "helm-values/gpushare/templates/broker.yaml"} <= names
     unwanted = ("/node_modules/", "jupyter_gpushare/native/lib/", "jupyter_gpushare/ui/lib/")
     assert not [name for name in names if any(part in f"/{name}" for part in unwanted)]
 

@@ -43,6 +43,7 @@ class Held(Watcher):
         self.gpus: Counter[str] = Counter()
         self.hours: Counter[tuple[str, int]] = Counter()
         self.preemptions: Counter[str] = Counter()
+        self.preempted_at: dict[str, list[float]] = {}
         self.ended_at: dict[str, float] = {}
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
@@ -51,6 +52,7 @@ class Held(Watcher):
         self.gpus[self.group(after)] += change
         if before is not None and change < 0 and after.state not in (after.state.RELEASED,):
             self.preemptions[self.group(after)] += 1
+            self.preempted_at.setdefault(self.group(after), []).append(now)
         if after.state is after.state.RELEASED:
             self.ended_at[after.id] = now
 
@@ -112,6 +114,65 @@ def test_a_project_that_gathered_no_arrears_takes_no_more_than_its_share():
     work += [(job(f"p{n}", "p", DAY_S), 99 * DAY_S) for n in range(16)]
     held = replayed(work, projects, 2 * DAY_S, settings=settings)
     assert held.between("p", 25, 48) == pytest.approx(4 * 23, rel=0.02)
+
+
+@pytest.mark.parametrize("cost_s", [30.0, 120.0])
+def test_two_gangs_that_want_all_gpus_lose_at_most_a_hundredth_to_swaps(cost_s):
+    projects = [Project(name=name, quota_milli=0) for name in "pq"]
+    work = [(job(name, name, gpus=8), 99 * DAY_S) for name in "pq"]
+    settings = replace(DEFAULT_POLICY, preempt_cost_s=cost_s)
+    held = replayed(work, projects, 2 * DAY_S, settings=settings)
+    assert held.preemptions.total() * cost_s <= 0.01 * 2 * DAY_S
+    for name in "pq":
+        assert held.between(name, 0, 48) == pytest.approx(4 * 48, rel=0.05)
+
+
+@pytest.mark.parametrize(("every_s", "runs_s"), [(360.0, 120.0), (900.0, 120.0), (1800.0, 300.0)])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_short_jobs_of_another_project_stop_no_borrower_more_than_twice_an_hour(gpus, every_s, runs_s):
+    """Jobs of minutes of one project, below its share, beside jobs of weeks of another on all GPUs."""
+    projects = [Project(name=name, quota_milli=0) for name in "pq"]
+    work: list[Work] = [(job(f"q{n}", "q"), 99 * DAY_S) for n in range(gpus)]
+    work += [(job(f"p{n}", "p", HOUR_S + n * every_s), runs_s) for n in range(int(DAY_S / every_s))]
+    held = replayed(work, projects, DAY_S + HOUR_S, gpus=gpus, group=lambda lease: lease.id)
+    stops = [times for id, times in held.preempted_at.items() if id.startswith("q")]
+    assert stops
+    for times in stops:
+        assert all(third - first >= HOUR_S for first, third in zip(times, times[2:], strict=False))
+    # The short jobs run all the same.
+    assert len(held.ended_at) >= 0.95 * DAY_S / every_s
+
+
+def users(work: Iterable[Work], until_at: float) -> Held:
+    projects = [Project(name="p", quota_milli=8000)]
+    return replayed(work, projects, until_at, group=lambda lease: lease.user)
+
+
+@pytest.mark.parametrize("every_s", [375.0, 600.0], ids=["pieces", "pieces-of-less"])
+def test_a_user_gains_nothing_by_cutting_a_job_into_pieces(every_s):
+    """One user has 8 jobs of weeks, the other always has jobs of 50 minutes that would fill most GPUs."""
+    work: list[Work] = [(job(f"a{n}", "p", user="a"), 99 * DAY_S) for n in range(8)]
+    work += [(job(f"b{n}", "p", n * every_s, user="b"), 3000.0) for n in range(int(3 * DAY_S / every_s))]
+    held = users(work, 3 * DAY_S)
+    for day in range(3):
+        assert held.between("a", 24 * day, 24 * day + 24) >= 0.9 * 4 * 24
+    # 30 s each, of 3 days on 8 GPUs
+    assert held.preemptions.total() * 30.0 < 0.01 * 8 * 3 * DAY_S
+
+
+def test_a_user_with_two_thousand_jobs_does_not_keep_another_waiting():
+    work: list[Work] = [(job(f"b{n:04}", "p", user="b"), 1200.0) for n in range(2000)]
+    work += [(job("a", "p", 60.0, 8, user="a"), 3600.0)]
+    assert users(work, DAY_S).ended_at["a"] < 3 * HOUR_S
+
+
+def test_a_job_that_is_submitted_again_and_again_gains_nothing():
+    """Each attempt is cancelled after 40 minutes, before it leaves the first queue, and submitted again."""
+    work: list[Work] = [(job(f"a{n}", "p", user="a"), 99 * DAY_S) for n in range(8)]
+    attempts = int(2 * DAY_S / 2400)
+    work += [(job(f"b{n}-{k}", "p", k * 2400.0, user="b"), 2400.0) for n in range(8) for k in range(attempts)]
+    held = users(work, 2 * DAY_S)
+    assert held.between("a", 0, 48) >= 0.9 * 4 * 48
 
 
 class Waits(Watcher):

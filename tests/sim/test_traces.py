@@ -67,6 +67,12 @@ def test_pods_and_nodes(file):
     assert (node.name, node.gpus, node.model) == ("n1", 2, "T4")
 
 
+def test_pods_without_the_column_of_gpu_models_run_on_any(file):
+    columns = "name,cpu_milli,memory_mib,num_gpu,gpu_milli\n"
+    (half, two) = read_pods(file(columns + "b,1,2,1,500\nc,1,2,2,1000\n"))
+    assert (half.gpu_milli, half.models, two.models) == (500, frozenset(), frozenset())
+
+
 BAD_JOBS = {
     "empty": ("", "row 1: the file is empty; expected a header"),
     "only a header": (JOBS, "row 2: there is none; expected at least one row"),

@@ -58,7 +58,11 @@ async def accessible(page: Page, selector: str) -> None:
     await page.evaluate(AXE.read_text() + "; undefined")
     # JupyterLab's body has no height and hides what is beyond: axe would not look at colours at all.
     await page.evaluate("document.body.style.height = '100vh'")
-    found = await page.evaluate("selector => axe.run(selector)", selector)
+    judge(await page.evaluate("selector => axe.run(selector)", selector))
+
+
+def judge(found: dict[str, Any]) -> None:
+    """Fail on what axe-core called serious or critical in an answer of ``axe.run``."""
     assert "color-contrast" in [rule["id"] for rule in found["passes"] + found["violations"]]
     grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
     told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
@@ -90,3 +94,9 @@ async def arrived(held: list[Route], count: int) -> None:
         while len(held) < count:
             await asyncio.sleep(0.05)
     assert len(held) == count
+
+
+def queue(golden: Any, count: int) -> list[dict[str, Any]]:
+    """Jobs of one project that wait, the first to start first."""
+    job = golden("job") | {"state": "queued", "attempt": 0, "started_at": None, "ran_s": 0.0, "priority": 0}
+    return [job | {"id": f"wait{n}", "name": f"train {n}", "position": n} for n in range(1, count + 1)]

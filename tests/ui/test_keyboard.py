@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from jupyter_gpushare.protocol.jobfiles import log_path
-from tests.ui.pages import needs_browser
+from tests.ui.pages import needs_browser, run_command
 
 pytestmark = needs_browser
 
@@ -208,7 +208,9 @@ async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, g
     await walk(page, "Tab", panel.get_by_role("button", name="Run as training job"))
     await walk(page, "Tab", panel.get_by_role("button", name="All jobs"))
 
-    # The notification stays until it is answered, and is after the status bar.
+    # The notification is shown where no notebook is in sight, stays, and is after the status bar.
+    await run_command(page, "launcher:create")
+    await run_command(page, "application:toggle-right-area")
     lab.say(golden("status_warned"))
     toast = page.locator(".Toastify__toast").filter(has_text="Your GPU is lent in")
     await walk(page, "Tab", toast.get_by_role("button", name="Keep it 30 min"))
@@ -217,6 +219,7 @@ async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, g
     assert len(broker.asked(f"POST leases/{lease['id']}/keep")) == 1
 
     # The banner is before the notebook; when it goes, the notebook is next.
+    await run_command(page, "application:activate-next-tab")
     banner = page.locator(".gpushare-banner")
     await walk(page, "Tab", banner.get_by_role("button", name="Lend it now"))
     await page.keyboard.press("Enter")

@@ -1,0 +1,147 @@
+"""Sessions on an engine that answers after a while, as a cluster's scheduler does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from jupyter_gpushare.broker.engine import Explanation, StartPhase
+from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.core.model import Cluster, Grant, Lease
+from jupyter_gpushare.errors import Conflict
+from jupyter_gpushare.protocol import wire
+from tests.broker.brokers import Broker
+from tests.broker.site import Site, spawn
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+class SlowAnswers:
+    """Has an engine answer `ANSWER_S` after it was asked, half of that for each phase."""
+
+    ANSWER_S = 40.0
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._admit = engine.admit
+        for name in ("admit", "start_phase"):
+            setattr(engine, name, getattr(self, name))
+        self.phases: dict[str, StartPhase] = {}
+        self.asked: list[tuple[str, ...]] = []
+        self.cancelled = 0
+
+    async def admit(
+        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+    ) -> Grant | Explanation:
+        self.asked.append(tuple(not_nodes))
+        try:
+            for phase in StartPhase:
+                self.phases[lease.id] = phase
+                await asyncio.sleep(self.ANSWER_S / 2)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            del self.phases[lease.id]
+        return await self._admit(cluster, lease, now, not_nodes=not_nodes)
+
+    def start_phase(self, lease_id: str) -> StartPhase | None:
+        return self.phases.get(lease_id)
+
+
+async def slow(site: Site) -> tuple[Broker, SlowAnswers]:
+    broker, engine = await site.start_broker(), LocalEngine()
+    broker.admission.engine = engine
+    return broker, SlowAnswers(engine)
+
+
+@in_virtual_time
+async def test_the_page_is_told_how_far_a_start_is_and_nothing_before_and_after(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+
+        def told() -> str:
+            return broker.admission.progress("ada", "").message
+
+        assert told() == ""
+        starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+        await until(lambda: told() == "Waiting for the cluster to place your GPU.", 5)
+        assert broker.admission.progress("bo", "").message == ""
+        await until(lambda: told() == "Your GPU is found; its node prepares it.", 30)
+        assert (await starting).lease
+        assert told() == ""
+        assert engine.asked == [()]
+
+
+@in_virtual_time
+async def test_a_server_that_ends_before_the_answer_gets_no_lease(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+        starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+        await until(lambda: engine.phases, 5)
+        await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+        with pytest.raises(Conflict, match="given up"):
+            await starting
+        assert engine.cancelled == 1
+        assert broker.holds_nothing
+        await asyncio.sleep(2 * engine.ANSWER_S)
+        assert broker.holds_nothing
+
+
+@in_virtual_time
+async def test_a_server_that_ends_while_its_grant_is_stored_loses_it_after_the_commit(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, _ = await slow(site)
+        store, begun, goes_on, ended = broker.store.commit, asyncio.Event(), asyncio.Event(), []
+
+        async def commit(changes):
+            if not begun.is_set():
+                begun.set()
+                await goes_on.wait()
+            await store(changes)
+            ended.append(changes)
+
+        starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+        await asyncio.sleep(SlowAnswers.ANSWER_S - 1)
+        broker.store.commit = commit
+        await begun.wait()
+        stopping = asyncio.ensure_future(broker.admission.stop(wire.SpawnStop(user="ada", server="")))
+        await asyncio.sleep(1)
+        assert not starting.done()
+        assert not stopping.done()
+        goes_on.set()
+        await stopping
+        assert ended
+        await asyncio.gather(starting, return_exceptions=True)
+        assert not isinstance(starting.exception(), Conflict) or "given up" not in str(starting.exception())
+        await until(lambda: broker.holds_nothing, 30)
+
+
+@in_virtual_time
+async def test_a_second_start_of_a_server_replaces_the_first_and_there_is_one_lease(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+        first = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+        await until(lambda: engine.phases, 5)
+        second = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/4")))
+        with pytest.raises(Conflict, match="given up"):
+            await first
+        grant = await second
+        assert [record.handle for record in broker.registry.leases.values()] == [grant.lease]
+        assert engine.cancelled == 1
+
+
+@in_virtual_time
+async def test_nodes_without_capacity_for_the_server_are_named_to_the_engine(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+        request = wire.SpawnRequest(
+            user="ada",
+            server="",
+            groups=["vision"],
+            uid=1000,
+            options=wire.GpuRequest(fraction="1/2"),
+            not_nodes=["node-1", "node-2"],
+        )
+        await broker.admission.start(request)
+        assert engine.asked == [("node-1", "node-2")]

@@ -1,0 +1,23 @@
+"""docs/first-gpu.md names every scenario of `make test-gpu`, in the order in which they run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.gpu_real.order import SCENARIOS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "first-gpu.md"
+
+
+def test_the_page_has_every_scenario_in_its_order():
+    rows = re.findall(r"^\| (?:\d+|last) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([a-z]\w*)", row)]
+    functions = dict.fromkeys(scenario.function.__name__ for scenario in SCENARIOS)
+    assert set(named) == set(functions)
+    numbers = [next(n for n, row in enumerate(rows) if f"`{name}" in row) for name in functions]
+    assert numbers == sorted(numbers)
+
+
+def test_every_scenario_is_bounded():
+    assert all(0 < scenario.limit_s <= 180 for scenario in SCENARIOS)

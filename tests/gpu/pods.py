@@ -1,0 +1,130 @@
+"""Pods for tests: cgroups named as kubelets name them, and programs in namespaces of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.gpu.leases.pods import pod_of
+from tests.gpu.machine import WORKER, Machine, Worker
+
+_HIERARCHIES = ("unified", "", "freezer", "pids")
+
+# As a container runtime: a /proc of its own, and folders of the node.  The simulated driver is told where
+# the first /proc is; a real one needs none.
+CONTAINER = """
+set -e
+mkdir -p "$GPUSHARE_SIM_PROC"
+mount --rbind /proc "$GPUSHARE_SIM_PROC"
+for folder in $MOUNTS; do mount --bind "$folder" "$folder"; done
+mount -t proc proc /proc
+exec "$@"
+"""
+# As a user: a root without the folders of the node, and nothing in the environment but the driver's.
+ESCAPE = """
+set -e
+top=/$(echo "$FOLDER" | cut -d/ -f2)
+mkdir -p "$FOLDER/new"
+mount -t tmpfs none "$FOLDER/new"
+for found in /*; do
+  case $found in /proc|/sys|$top) continue;; esac
+  if [ -L "$found" ]; then cp -P "$found" "$FOLDER/new$found"
+  elif [ -d "$found" ]; then mkdir "$FOLDER/new$found"; mount --rbind "$found" "$FOLDER/new$found"; fi
+done
+mkdir -p "$FOLDER/new$FOLDER" "$FOLDER/new/proc" "$FOLDER/new/old"
+mount --rbind "$FOLDER" "$FOLDER/new$FOLDER"
+cd "$FOLDER/new"
+pivot_root . old
+mount -t proc proc /proc
+umount -l /old
+cd /
+exec "$@"
+"""
+
+
+@contextlib.contextmanager
+def pod_cgroup() -> Iterator[Path]:
+    """A cgroup of a new pod; skips the test where none can be made."""
+    uid = str(uuid.uuid4())
+    for name in _HIERARCHIES:
+        folder = Path("/sys/fs/cgroup") / name / f"kubepods-pod{uid.replace('-', '_')}.slice"
+        try:
+            folder.mkdir()
+            if not (folder / "cgroup.procs").exists():
+                folder.rmdir()
+                continue
+            inside = subprocess.run(
+                ["sh", "-c", f"echo $$ > {folder}/cgroup.procs && cat /proc/self/cgroup"],
+                capture_output=True, check=True,
+            )  # fmt: skip
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        if pod_of(inside.stdout) != uid:
+            folder.rmdir()
+            continue
+        try:
+            yield folder
+        finally:
+            _empty(folder)
+        return
+    pytest.skip("no cgroup can be made here, or this is a pod itself")
+
+
+def _empty(folder: Path) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"{folder} has processes")
+
+
+def in_container(
+    machine: Machine, lease: str, *, pod: Path | None = None, mounts: tuple[Path, ...] = ()
+) -> Worker:
+    """A process of a lease in a pid and a mount namespace of its own, with these folders of the node."""
+    return _start(machine, lease, ["--pid", "--mount", "--fork"], CONTAINER, pod, mounts)
+
+
+def escaped(machine: Machine, pod: Path) -> Worker:
+    """A process in a pod that has left its namespaces, its root and its environment."""
+    own = ["--user", "--map-root-user", "--pid", "--mount", "--fork"]
+    script = CONTAINER.replace('exec "$@"', ESCAPE)
+    return _start(machine, "", own, script, pod, ())
+
+
+def _start(
+    machine: Machine,
+    lease: str,
+    namespaces: list[str],
+    script: str,
+    pod: Path | None,
+    mounts: tuple[Path, ...],
+) -> Worker:
+    given = {
+        "GPUSHARE_SIM_PROC": machine.folder / "first-proc",
+        "FOLDER": machine.folder,
+        "MOUNTS": " ".join(map(str, mounts)),
+    }
+    enter = f"echo $$ > {pod}/cgroup.procs; " if pod else ""
+    command = [
+        "env", *(f"{key}={value}" for key, value in given.items()),
+        "sh", "-c", f'{enter}exec "$@"', "sh",
+        "unshare", *namespaces, "sh", "-c", script, "sh", sys.executable, str(WORKER),
+    ]  # fmt: skip
+    worker = machine.worker(lease, command=command, wait=False)
+    assert worker.answer() == "ready 0"
+    return worker

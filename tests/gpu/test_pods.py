@@ -1,0 +1,230 @@
+"""Pods: a process belongs to the lease of its pod, whatever it does; pids of containers of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare.gpu.leases.files import (
+    ACCOUNT_BYTES,
+    ACCOUNT_HEAD,
+    ACCOUNT_MAGIC,
+    SLOT,
+    VERSION,
+    LeaseDirectory,
+    PagePhase,
+)
+from jupyter_gpushare.gpu.leases.living import keys_by_inner
+from jupyter_gpushare.gpu.leases.pods import Pods, mounts, pod_of
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.service import options
+from tests.gpu.machine import PATIENCE_S, Machine
+from tests.gpu.pods import escaped, in_container, pod_cgroup
+from tests.gpu.test_seats import Node
+from tests.waiting import until
+
+UID = "0d1e2f3a-4b5c-6d7e-8f90-a1b2c3d4e5f6"
+OTHER = "ffffffff-4b5c-6d7e-8f90-a1b2c3d4e5f6"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pod"),
+    [
+        (
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{_}.slice/cri-containerd-1.scope",
+            UID,
+        ),
+        ("0::/kubepods/besteffort/pod{-}/abc", UID),
+        ("0::/../../kubepods-pod{_}.slice/cri.scope", UID),
+        ("0::/kubepods/pod{-}/abc/pod{other}/mine", UID),
+        ("9:name=systemd:/\n4:memory:/kubepods/pod{-}/abc\n0::/", UID),
+        ("0::/user.slice/user-1000.slice", ""),
+        ("0::/kubepods/pod{-}x/abc", ""),
+        ("", ""),
+    ],
+)
+def test_the_outermost_pod_of_a_cgroup_is_the_pod(cgroup: str, pod: str) -> None:
+    written = cgroup.replace("{_}", UID.replace("-", "_")).replace("{-}", UID).replace("{other}", OTHER)
+    assert pod_of(written.encode()) == pod
+
+
+# ---- which pod has which lease ------------------------------------------------------------------
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Path:
+    folder = tmp_path / "the leases"
+    for name in ("b1-1", "b2-1"):
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+def container(script: str, *words: Path) -> subprocess.Popen[str]:
+    """A process with mounts of its own, once they are made."""
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-ec", f"{script}; echo ready; exec sleep 600", "sh", *map(str, words)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate()
+
+
+@needs_root
+def test_a_pod_has_the_lease_with_its_directory_mounted_there(
+    tmp_path: Path, leases: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    pods = Pods(leases, tmp_path / "pods", "boot")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    held = container('mount --bind "$1" "$2"', leases / "b1-1", elsewhere)
+    # The same path on a file system of its own, the parent folder, and nothing.
+    forged = container(
+        'mount -t tmpfs none "$1"; mkdir -p "$1$2"; mount --bind "$1$2" "$2"', elsewhere, leases / "b2-1"
+    )
+    above = container('mount --bind "$1" "$2"', leases, elsewhere)
+    started += [held, forged, above]
+    names = {"b1-1", "b2-1"}
+    pods.learn([(UID, above.pid), (UID, forged.pid)], names)
+    assert pods.lease_of(UID) == ""
+    pods.learn([(UID, held.pid), (OTHER, forged.pid)], {"b2-1"})  # no lease of this helper
+    assert pods.lease_of(UID) == ""
+    pods.learn([(UID, above.pid), (UID, held.pid), (OTHER, forged.pid)], names)
+    assert (pods.lease_of(UID), pods.lease_of(OTHER)) == ("b1-1", "")
+    # The next helper knows it, also when the process has left its mounts; another boot does not.
+    assert Pods(leases, tmp_path / "pods", "boot").lease_of(UID) == "b1-1"
+    assert Pods(leases, tmp_path / "pods", "next boot").lease_of(UID) == ""
+    (tmp_path / "pods").write_text("{")
+    assert Pods(leases, tmp_path / "pods", "boot").lease_of(UID) == ""
+
+
+@needs_root
+def test_only_the_beginning_of_a_very_long_list_of_mounts_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[str]]
+) -> None:
+    held = container('mount --bind "$1" "$1"', tmp_path)
+    started.append(held)
+    whole = mounts(held.pid)
+    assert str(tmp_path).encode() in [point for _, _, point in whole]
+    monkeypatch.setattr("jupyter_gpushare.gpu.leases.pods.MOUNTINFO_BYTES", 100)
+    assert len(mounts(held.pid)) < len(whole)  # and no part of a line
+
+
+def test_moving_processes_between_cgroups_is_refused_on_kubernetes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--state-dir", "x", "--seat-socket", "s", "--cgroup-root", "/sys/fs/cgroup/x"])
+    assert "cgroups of their pods" in capsys.readouterr().err
+    assert not options.parse(["--state-dir", "x", "--seat-socket", "s"]).unleased.stops
+    assert options.parse(["--state-dir", "x"]).unleased.stops
+
+
+# ---- pids of containers -------------------------------------------------------------------------
+
+
+def process(pid: int, inner_pid: int, start: int) -> Process:
+    return Process(
+        pid=pid, start_ticks=start, started_at=0.0, uid=1, parent=1, name="", kernel="", carries="", lease="",
+        inner_pid=inner_pid,
+    )  # fmt: skip
+
+
+def test_an_account_names_processes_by_the_pids_of_the_machine(tmp_path: Path) -> None:
+    files = LeaseDirectory(tmp_path, "a-1")
+    files.create(os.geteuid(), {}, PagePhase.RUNNING)
+    raw = bytearray(ACCOUNT_BYTES)
+    struct.pack_into("<II", raw, 0, ACCOUNT_MAGIC, VERSION)
+    for number, pid in enumerate((7, 8)):
+        SLOT.pack_into(raw, ACCOUNT_HEAD.size + number * SLOT.size, pid, 0, 100, 0, 0, 0)
+    (tmp_path / "a-1" / "account").write_bytes(raw)
+
+    def named() -> list[int]:
+        account = files.account()
+        assert account is not None
+        return [slot.pid for slot in account.slots]
+
+    assert named() == [7, 8]
+    files.know(keys_by_inner([process(4007, 7, 100), process(8, 8, 100)]))
+    assert named() == [4007, 8]
+    files.know({})  # it has ended; its slot stays
+    assert named() == [4007, 8]
+
+
+def test_two_processes_with_one_pid_in_their_namespaces_are_told_apart_by_none() -> None:
+    both = [process(4007, 7, 100), process(5007, 7, 100), process(6007, 7, 101)]
+    assert keys_by_inner(both) == {(7, 101): (6007, 101)}
+
+
+@needs_root
+def test_a_lease_in_a_pid_namespace_of_its_own_sleeps_and_wakes(machine: Machine) -> None:
+    machine.lease("a-1")
+    worker = in_container(machine, "a-1")
+    assert worker.do("alloc 64") == "0"
+    until(lambda: machine.of("a-1")["suspendable"] and machine.of("a-1")["processes"], "it can be suspended")
+    (shown,) = machine.of("a-1")["processes"]
+    assert shown["calls"] > 0
+    watch = machine.watch()
+    assert machine.ask("suspend", lease="a-1", calls=machine.settled("a-1"))["done"]
+    assert machine.sim.device_used(0) == 0
+    worker.tell("check")
+    assert watch.event("wanted", "a-1") is not None
+    assert machine.ask("resume", lease="a-1")["done"]
+    assert worker.answer() == "check ok"
+
+
+# ---- a node -------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_whatever_a_process_of_a_pod_does_it_belongs_to_the_lease_of_its_pod(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    node = Node(tmp_path)
+    node.seats = {}
+    lease_dir = tmp_path_factory.mktemp("leases")
+    begin = ("--seat-socket", str(tmp_path / "seat.sock"), "--node", "n1", "--lease-dir", str(lease_dir))
+    with pod_cgroup() as pod, pod_cgroup() as other:
+        try:
+            node.start(*begin)
+            seat = node.seat()
+            folder = node.lease("b1-1")
+            server = in_container(node, "b1-1", pod=pod, mounts=(folder,))
+            hidden = escaped(node, pod)
+            stranger = in_container(node, "b1-1", pod=other)  # it names the lease, and has no mount of it
+            for worker in (server, hidden, stranger):
+                assert worker.do("alloc 64") == "0"
+            until(lambda: len(node.of("b1-1")["processes"]) == 2, "both are of the lease")
+            seat.terminate()
+            assert seat.wait(PATIENCE_S) == 0
+            assert node.of("b1-1")["phase"] == "suspended"
+            assert stranger.do("check") == "ok"  # of no lease: it is not suspended
+            os.killpg(stranger.pid, signal.SIGKILL)
+            until(lambda: node.sim.device_used(0) == 0, "nothing of the lease is on the device")
+            # The next helper knows the pod; its first process is gone.
+            node.seat("seat-2")
+            assert node.ask("resume", lease="b1-1")["done"]
+            assert server.do("check") == "ok"
+            os.killpg(server.pid, signal.SIGKILL)
+            node.stop()
+            node.start(*begin)
+            until(lambda: len(node.of("b1-1")["processes"]) == 1, "the other is still of the lease")
+            assert hidden.do("check") == "ok"
+        finally:
+            node.close()

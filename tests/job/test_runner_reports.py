@@ -1,0 +1,139 @@
+"""What the runner tells the broker and the Hub: progress, the start, the result, and when they are away."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from certipy import Certipy
+
+from jupyter_gpushare.internal_tls import internal_tls
+from tests.job.conftest import (
+    OWNER_TOKEN,
+    PREFIX,
+    HubAndBroker,
+    Start,
+    is_alive,
+    wait_for,
+)
+from tests.job.test_runner import python
+
+
+def test_progress_reaches_the_broker(start: Start) -> None:
+    code = (
+        "import time\n"
+        "from jupyter_gpushare.job.progress import progress\n"
+        "assert progress(3, 10)\n"
+        "time.sleep(600)"
+    )
+    job = start(*python(code), env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    report = wait_for(lambda: job.others.reported("progress"), "progress is reported")
+    assert (report["done"], report["total"]) == (3, 10)
+    assert job.get("status", OWNER_TOKEN).json()["done"] == 3
+
+
+def test_the_last_progress_is_in_the_final_report(start: Start) -> None:
+    code = "from jupyter_gpushare.job.progress import progress\nfor n in range(5): progress(n + 1, 5)"
+    report = start(*python(code), env={"PYTHONPATH": str(Path(__file__).parents[2])}).ended()
+    assert (report["done"], report["total"]) == (5, 5)
+
+
+def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
+    job = start("sh", "-c", 'echo "$GPUSHARE_PROGRESS_SOCKET"; exec sleep 600')
+    job.printed("progress")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(job.log.strip())
+        for line in (
+            b"",
+            b"{",
+            b"[1]",
+            b"{}",
+            b'{"done": NaN}',
+            b'{"done": "x"}',
+            b'{"done": {}}',
+            b'{"done": 1' + b"0" * 400 + b"}",
+            b'{"done": 1, "total": 1' + b"0" * 400 + b"}",
+            b"\xff" * 9000,
+        ):
+            sender.send(line)
+        sender.send(b'{"done": 2}')
+    assert wait_for(lambda: job.others.reported("progress"), "progress is reported")["done"] == 2
+
+
+def test_garbage_that_waits_in_the_socket_at_the_end_does_no_harm(start: Start) -> None:
+    code = (
+        "import os, socket\n"
+        "sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "sender.connect(os.environ['GPUSHARE_PROGRESS_SOCKET'])\n"
+        "for _ in range(3): sender.send(b'{\"done\": 1' + b'0' * 400 + b'}')\n"
+        "os._exit(3)"
+    )
+    assert start(*python(code)).ended()["exit_code"] == 3
+
+
+def test_while_the_broker_is_away_the_result_is_kept_and_told_later(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "exit 5")
+    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    assert not job.record["reported"]
+    assert job.process.poll() is None
+    others.broker_down = False
+    assert job.ended()["exit_code"] == 5
+    assert job.exited() == 0
+    assert job.record["reported"]
+
+
+def test_the_start_is_reported_and_the_hub_is_told_of_activity(start: Start, others: HubAndBroker) -> None:
+    start("sleep", "600")
+    wait_for(lambda: others.reported("started"), "the start is reported")
+    assert "j0123456789-1" in wait_for(lambda: others.activity, "the Hub is told")[0]["servers"]
+
+
+def test_a_runner_that_is_stopped_while_the_broker_is_away_ends_its_command(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "echo $$; exec sleep 600")
+    job.printed("\n")
+    pid = int(job.log)
+    job.process.terminate()
+    wait_for(lambda: not is_alive(pid), "the command is gone")
+    wait_for(lambda: job.record["state"] == "ended", "the result is on disk")
+
+
+def test_a_runner_that_waits_for_the_broker_leaves_when_it_is_stopped(
+    start: Start, others: HubAndBroker
+) -> None:
+    others.broker_down = True
+    job = start("sh", "-c", "exit 5")
+    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    job.process.terminate()
+    assert job.exited() == 1
+    assert (job.record["exit_code"], job.record["stopped"], job.record["reported"]) == (5, False, False)
+
+
+def test_with_the_hubs_internal_tls_it_is_asked_and_tells_through_it(start: Start, tmp_path: Path) -> None:
+    made = Certipy(store_dir=str(tmp_path / "tls"))
+    made.create_ca("ca")
+    files = made.create_signed_pair("both", "ca", alt_names=["DNS:localhost", "IP:127.0.0.1"])["files"]
+    names = (files["key"], files["cert"], files["ca"])
+    tls = dict(zip(("KEYFILE", "CERTFILE", "CLIENT_CA"), names, strict=True))
+    env = {f"JUPYTERHUB_SSL_{name}": path for name, path in tls.items()}
+    hub = HubAndBroker(tls=internal_tls(env, ssl.Purpose.CLIENT_AUTH))
+    try:
+        env["JUPYTERHUB_ACTIVITY_URL"] = f"https://127.0.0.1:{hub.port}/hub/api/users/ada/activity"
+        job = start("sleep", "600", probe=False, runner_env=env)
+        assert "j0123456789-1" in wait_for(lambda: hub.activity, "the Hub is told")[0]["servers"]
+        asking = internal_tls(env)
+        assert asking is not None
+        address = f"https://127.0.0.1:{job.port}{PREFIX}api"
+        assert httpx.get(address, verify=asking, trust_env=False).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{job.port}{PREFIX}api", trust_env=False)
+    finally:
+        hub.close()

@@ -1,0 +1,146 @@
+"""A user's webhook, called by the job's own runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.ports import free_ports
+from tests.waiting import until
+
+NAME = "nig\u202eht\n\x1b[31m"
+
+
+@dataclass
+class Receiver:
+    """What the webhook was told; it answers when `open` is set."""
+
+    port: int = field(default_factory=free_ports)
+    told: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answers: threading.Event = field(default_factory=threading.Event)
+    status: int = 200
+    moved_to: str = ""
+
+    def __post_init__(self) -> None:
+        receiver = self
+        self.answers.set()
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.headers.append(dict(self.headers))
+                receiver.told.append(json.loads(body))
+                receiver.answers.wait(60)
+                self.send_response(receiver.status)
+                if receiver.moved_to:
+                    self.send_header("Location", receiver.moved_to)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hook?key=s3cret"
+
+    @property
+    def events(self) -> list[str]:
+        return [message["event"] for message in self.told]
+
+    def close(self) -> None:
+        self.answers.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
+
+
+def test_it_is_told_of_the_start_and_the_end_with_names_as_data(start, others, receiver):
+    others.outcome = {"state": "failed", "reason": "Ended with exit code 3. It last printed:\nbad\x07"}
+    job = start("sh", "-c", "exit 3", name=NAME, notify_url=receiver.url)
+    job.ended()
+    until(lambda: "ended" in receiver.events, "the webhook is told of the end")
+    begun, ended = receiver.told
+    assert begun["event"] == "started"
+    assert begun["text"] == "nig?ht ?[31m started."
+    assert {
+        key: ended[key] for key in ("event", "user", "job", "attempt", "state", "exit_code", "reason")
+    } == {
+        "event": "ended",
+        "user": "ada",
+        "job": "0123456789",
+        "attempt": 1,
+        "state": "failed",
+        "exit_code": 3,
+        "reason": "Ended with exit code 3. It last printed: bad?",
+    }
+    assert ended["text"] == f"nig?ht ?[31m has failed. {ended['reason']}"
+    assert job.exited() == 0
+    # Its own token is for the broker and the Hub alone.
+    assert "token" not in str(receiver.headers)
+
+
+def test_it_is_told_at_once_that_the_job_is_being_stopped(start, others, receiver):
+    others.outcome = {"state": "timed_out", "reason": "It was stopped after its maximum run time, 4 h."}
+    job = start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done", notify_url=receiver.url)
+    job.printed("up")
+    os.kill(job.process.pid, signal.SIGTERM)
+    until(lambda: "stopping" in receiver.events, "the webhook is told of the stop")
+    assert others.reported("ended") is None
+    assert receiver.told[-1]["state"] == "timed_out"
+    assert (
+        receiver.told[-1]["text"] == "train is being stopped. It was stopped after its maximum run time, 4 h."
+    )
+    assert others.reported("stopping") is not None
+
+
+def test_one_that_does_not_answer_delays_neither_the_report_nor_the_exit_for_long(start, others, receiver):
+    receiver.answers.clear()
+    job = start("true", notify_url=receiver.url)
+    assert job.ended()["exit_code"] == 0
+    assert job.exited() == 0
+    assert receiver.events[0] == "started"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/hook", "http://no-such-host.invalid/"])
+def test_one_that_is_not_there_changes_nothing(start, others, url):
+    job = start("true", notify_url=url)
+    assert job.ended()["exit_code"] == 0
+    assert job.exited() == 0
+
+
+def test_a_redirect_is_not_followed(start, others, receiver):
+    other = Receiver()
+    receiver.status, receiver.moved_to = 307, other.url
+    job = start("true", notify_url=receiver.url)
+    assert job.exited() == 0
+    assert receiver.events == ["started", "ended"]
+    assert other.told == []
+    other.close()
+
+
+def test_without_one_the_broker_is_not_asked_what_becomes_of_a_stopped_job(start, others):
+    job = start("sh", "-c", "echo up; sleep 60")
+    job.printed("up")
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.ended()
+    assert others.reported("stopping") is None

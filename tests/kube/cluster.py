@@ -1,0 +1,91 @@
+"""A cluster in a thread: API server, KAI's model and nodes, for tests that do not await."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.kube.apiserver import ApiServer, api_server
+from tests.kube.kai_model import Kai
+from tests.kube.kubeconfig import write_kubeconfig
+from tests.kube.kubelet import Kubelet, Node
+from tests.kube.rbac import Rights
+from tests.kube.store import Json
+
+STEP_S = 0.05
+
+
+@dataclass
+class Cluster:
+    server: ApiServer
+    kubelet: Kubelet
+    kai: Kai
+    loop: asyncio.AbstractEventLoop
+    folder: Path
+
+    def do(self, change: Callable[[], Any]) -> Any:
+        """Return the result of a function that runs between two steps of the cluster."""
+
+        async def run() -> Any:
+            return change()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+
+    def pods(self, namespace: str = "") -> dict[str, Json]:
+        """All pods by name."""
+        found = self.do(lambda: list(self.server.store.all("pods", namespace)))
+        return {pod["metadata"]["name"]: pod for pod in found}
+
+    def kubeconfig(self, token: str = "t") -> Path:
+        """A kubeconfig file for this cluster."""
+        return write_kubeconfig(self.folder, self.server.url, token)
+
+
+@contextlib.contextmanager
+def running_cluster(
+    folder: Path,
+    nodes: Iterable[Node],
+    rights: Rights | None = None,
+    images: Mapping[str, list[str]] | None = None,
+) -> Iterator[Cluster]:
+    """A cluster with these nodes; its pods end with it."""
+    made: list[Cluster] = []
+    failed: list[BaseException] = []
+    ready, end = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with api_server(rights) as server:
+            kubelet, kai = Kubelet(server.store, folder, nodes, images), Kai(server.store)
+            made.append(Cluster(server, kubelet, kai, asyncio.get_running_loop(), folder))
+            ready.set()
+            try:
+                while not end.is_set():
+                    kai.cycle()
+                    kubelet.step()
+                    await asyncio.sleep(STEP_S)
+            finally:
+                kubelet.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run, name="cluster", daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        if made:
+            yield made[0]
+    finally:
+        end.set()
+        thread.join()
+    if failed:
+        raise failed[0]

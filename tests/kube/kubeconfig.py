@@ -1,0 +1,21 @@
+"""A kubeconfig file for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+
+def write_kubeconfig(folder: Path, url: str, token: str = "t") -> Path:
+    """Write a kubeconfig file with one context and return it."""
+    named = {"name": "c"}
+    config = {
+        "current-context": "c",
+        "contexts": [named | {"context": {"cluster": "c", "user": "c"}}],
+        "clusters": [named | {"cluster": {"server": url}}],
+        "users": [named | {"user": {"token": token}}],
+    }
+    file = folder / f"kubeconfig-{token}"
+    file.write_text(yaml.safe_dump(config))
+    return file

@@ -1,0 +1,228 @@
+"""Nodes for tests: a kubelet that runs the containers of real pods as processes of this machine.
+
+A node is a folder with an environment of its own, such as that of a simulated driver.  Of a pod its
+first container runs: command, arguments, variables (with ``$(NAME)`` and ``$$``), ``hostPath`` folders
+under their own path, claims as folders that are the home, an address of its own on the loopback
+interface, SIGTERM, grace, SIGKILL, phase, exit status.  What a node's GPUs are reached through is in
+the environment only where the container's runtime would have given it devices.
+
+Not modelled: images, mount and pid namespaces, restarts of containers, limits of CPU and memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.kube.store import Json, Store
+
+KAI = "kai-scheduler"
+HOSTNAME = "kubernetes.io/hostname"
+MARK = "GPUSHARE_TEST_POD"  # in the environment of every process of a pod: its uid
+_CDI = "k8s.device-plugin.nvidia.com/gpu="
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
+
+
+def expanded(text: str, known: Mapping[str, str]) -> str:
+    """Return a value with its references expanded.
+
+    ``$(NAME)`` of an unknown variable stays, ``$$`` is one dollar
+    (https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/).
+    """
+
+    def of(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else known.get(found[1], found[0])
+
+    return _REFERENCE.sub(of, text)
+
+
+@dataclass
+class Node:
+    """One machine; ``environ`` is what its driver is reached through."""
+
+    name: str
+    gpus: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    accepts: bool = True  # has CPU and memory for more pods of servers
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    asked_at: float | None = None  # when it was sent SIGTERM
+
+
+class Kubelet:
+    """All nodes of a cluster; `step` does what each of them, and the default scheduler, does next."""
+
+    def __init__(
+        self, store: Store, folder: Path, nodes: Iterable[Node], images: Mapping[str, list[str]] | None = None
+    ) -> None:
+        self.store, self.folder = store, folder
+        self.images = dict(images or {})  # what an image runs before its arguments
+        self.nodes = {node.name: node for node in nodes}
+        self.running: dict[str, Running] = {}  # by uid of their pod
+        self._addresses = itertools.count(2)
+        for node in self.nodes.values():
+            labels = {HOSTNAME: node.name, "nvidia.com/gpu.memory": "81920"}
+            conditions = [{"type": "Ready", "status": "True"}]
+            status = {"allocatable": {"nvidia.com/gpu": str(len(node.gpus))}, "conditions": conditions}
+            store.create("nodes", "", {"metadata": {"name": node.name, "labels": labels}, "status": status})
+
+    def step(self) -> None:
+        pods = list(self.store.all("pods"))
+        for pod in pods:
+            if not pod["spec"].get("nodeName"):
+                self._bind(pod)
+            elif pod["spec"]["nodeName"] in self.nodes:
+                self._follow(pod)
+        for uid in self.running.keys() - {pod["metadata"]["uid"] for pod in pods}:
+            self._kill(uid)  # deleted without grace
+
+    def close(self) -> None:
+        """End every process of every pod."""
+        for uid in list(self.running):
+            self._kill(uid)
+
+    def log(self, pod: str) -> str:
+        """What the container of a pod wrote."""
+        file = self.folder / "logs" / pod
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def claim(self, name: str) -> Path:
+        """The folder of a volume."""
+        folder = self.folder / "claims" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    # ---- one pod -------------------------------------------------------------
+
+    def _bind(self, pod: Json) -> None:
+        """As the default scheduler, for pods that are not KAI's."""
+        if pod["spec"].get("schedulerName") == KAI or "deletionTimestamp" in pod["metadata"]:
+            return
+        named = pod["spec"].get("nodeSelector", {}).get(HOSTNAME)
+        fitting = [n for n in self.nodes.values() if n.accepts and named in (None, n.name)]
+        if fitting:
+            self.store.bind(pod["metadata"]["namespace"], pod["metadata"]["name"], fitting[0].name)
+
+    def _follow(self, pod: Json) -> None:
+        meta, mine = pod["metadata"], self.running.get(pod["metadata"]["uid"])
+        if "deletionTimestamp" in meta:
+            if mine is None or self._has_ended(mine, meta.get("deletionGracePeriodSeconds", 0)):
+                self._kill(meta["uid"])
+                self.store.delete("pods", meta["namespace"], meta["name"], grace_s=0)
+        elif mine is None and pod["status"]["phase"] == "Pending":
+            self._start(pod)
+        elif mine is not None and mine.process.poll() is not None:
+            self._kill(meta["uid"])
+            code = mine.process.returncode
+            self._say(pod, "Succeeded" if code == 0 else "Failed", {"terminated": {"exitCode": code % 256}})
+
+    def _has_ended(self, mine: Running, grace_s: float) -> bool:
+        if mine.process.poll() is not None:
+            return True
+        if mine.asked_at is None:
+            mine.asked_at = time.monotonic()
+            mine.process.send_signal(signal.SIGTERM)
+        return time.monotonic() - mine.asked_at >= grace_s
+
+    def _start(self, pod: Json) -> None:
+        spec, meta = pod["spec"], pod["metadata"]
+        node, container = self.nodes[spec["nodeName"]], spec["containers"][0]
+        folders = [v["hostPath"]["path"] for v in spec.get("volumes") or () if "hostPath" in v]
+        devices = self._devices(pod, node)
+        if devices is None or not all(Path(each).exists() for each in folders):
+            return  # ContainerCreating, as long as that is so
+        number = next(self._addresses)
+        address = f"127.77.{number // 250}.{number % 250 + 1}"
+        environ = self._environ(pod, node, address, has_gpus=bool(devices))
+        begins = container.get("command") or self.images.get(container["image"], ())
+        words = [*begins, *(container.get("args") or ())]
+        log = self.folder / "logs" / meta["name"]
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [expanded(word, environ) for word in words],
+                cwd=environ["HOME"],
+                env=environ,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.running[meta["uid"]] = Running(process)
+        self._say(pod, "Running", {"running": {}}, podIP=address)
+
+    def _devices(self, pod: Json, node: Node) -> list[str] | None:
+        """UUIDs of the GPUs that the runtime gives the first container; None: it cannot be created."""
+        if pod["spec"].get("schedulerName") == KAI:  # as KAI's binder says; here nodes have one GPU
+            return list(node.gpus)
+        variables = {e["name"]: e.get("value", "") for e in pod["spec"]["containers"][0].get("env", ())}
+        named = variables.get("NVIDIA_VISIBLE_DEVICES", "")
+        if pod["spec"].get("runtimeClassName") != "nvidia" or named in ("", "void"):
+            return []
+        found = [each.removeprefix(_CDI) for each in named.split(",")]
+        return found if all(each in node.gpus for each in found) else None
+
+    def _environ(self, pod: Json, node: Node, address: str, *, has_gpus: bool) -> dict[str, str]:
+        spec, meta = pod["spec"], pod["metadata"]
+        claims = [v["persistentVolumeClaim"]["claimName"] for v in spec.get("volumes") or ()
+                  if "persistentVolumeClaim" in v]  # fmt: skip
+        home = self.claim(claims[0] if claims else f"none-{meta['uid']}")
+        given = {key: os.environ[key] for key in ("PATH", "GPUSHARE_TEST_RUN") if key in os.environ}
+        given |= {"HOME": str(home), MARK: meta["uid"]} | (node.environ if has_gpus else {})
+        facts = {"spec.nodeName": node.name, "status.podIP": address}
+        facts |= {f"metadata.{key}": meta[key] for key in ("name", "namespace", "uid")}
+        for entry in spec["containers"][0].get("env", ()):
+            value = entry.get("value") or ""
+            if "valueFrom" in entry:
+                value = facts[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            given[entry["name"]] = expanded(value, given)
+        if url := given.get("JUPYTERHUB_SERVICE_URL"):
+            given["JUPYTERHUB_SERVICE_URL"] = url.replace("//0.0.0.0:", f"//{address}:")
+        return given
+
+    def _say(self, pod: Json, phase: str, state: Json, **more: str) -> None:
+        meta, container = pod["metadata"], pod["spec"]["containers"][0]["name"]
+        status: dict[str, Any] = {"phase": phase, **more}
+        status["containerStatuses"] = [{"name": container, "ready": "running" in state, "state": state}]
+        if phase == "Running":
+            status["startTime"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.store.patch("pods", meta["namespace"], meta["name"], {"status": status}, part="status")
+
+    def _kill(self, uid: str) -> None:
+        """End what is left of a pod, whatever sessions and groups its processes made."""
+        mine = self.running.pop(uid, None)
+        if mine is None:
+            return
+        while found := _processes(uid):
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            mine.process.poll()
+            time.sleep(0.01)
+        mine.process.wait()
+
+
+def _processes(uid: str) -> list[int]:
+    """Processes that run (no zombies) with the mark of a pod."""
+    mark, found = f"{MARK}={uid}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,151 @@
+"""A broker for a cluster that lacks something does not start, and names it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from jupyter_gpushare.backends.kubernetes.client import ApiClient
+from jupyter_gpushare.backends.kubernetes.helpers import HelperPods, Helpers
+from jupyter_gpushare.backends.kubernetes.queues import queues
+from jupyter_gpushare.backends.kubernetes.readiness import lacks, shares_gpus
+from jupyter_gpushare.core.model import Project
+from tests.kube import store
+from tests.kube.apiserver import ApiServer, api_server
+from tests.kube.rbac import Rights
+from tests.waiting import PATIENCE_S
+
+NS = "gpushare"
+VISION = Project(name="vision", quota_milli=4000)
+SITE = HelperPods(namespace=NS, selector="app=helper", port=8006, secret=b"x" * 32)
+
+
+def helper_pod(server: ApiServer, name: str, node: str, **status: Any) -> None:
+    body = {"metadata": {"name": name, "labels": {"app": "helper"}}, "spec": {"nodeName": node}}
+    server.store.create("pods", NS, body | {"status": {"phase": "Running", "podIP": "10.0.0.7", **status}})
+
+
+def complete(server: ApiServer) -> None:
+    for body in queues([VISION], 0):
+        server.store.create("queues", "", body)
+    config = {"metadata": {"name": "kai-config"}, "spec": {"admission": {"gpuSharing": True}}}
+    server.store.create("configs", "", config)
+    helper_pod(server, "helper-a", "n0")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with api_server() as server:
+        complete(server)
+        yield server
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
+    client = ApiClient(Address(url=server.url), deadline_s=2.0)
+    yield client
+    await client.close()
+
+
+async def test_a_complete_cluster_lacks_nothing(client: ApiClient):
+    assert await lacks(client, SITE, [VISION]) == []
+
+
+async def test_each_thing_that_is_missing_is_named_with_its_remedy(server: ApiServer, client: ApiClient):
+    server.store.delete("queues", "", "vision-train")
+    server.store.patch("configs", "", "kai-config", {"spec": {"admission": {"gpuSharing": None}}})
+    server.store.delete("pods", NS, "helper-a", grace_s=0)
+    queue, sharing, helper = await lacks(client, SITE, [VISION])
+    assert "no queue vision-train: run gpushare kube queues" in queue
+    assert "whole GPUs only" in sharing
+    assert "admission.gpuSharing" in sharing
+    assert "no pod of a device helper (app=helper)" in helper
+
+
+@pytest.mark.parametrize("plural", ["podgroups", "queues"])
+async def test_a_cluster_without_kai_is_told_to_install_it(
+    client: ApiClient, monkeypatch: pytest.MonkeyPatch, plural: str
+):
+    monkeypatch.delitem(store.KINDS, next(key for key in store.KINDS if key[2] == plural))
+    (said,) = await lacks(client, SITE, [VISION])
+    assert "install KAI-Scheduler" in said
+
+
+async def test_settings_of_kai_that_this_account_may_not_see_are_no_reason_to_refuse():
+    async with api_server(Rights.of([], {"t": (NS, "broker")})) as server:
+        client = ApiClient(Address(url=server.url, token="t"))
+        assert await shares_gpus(client)
+        await client.close()
+
+
+async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer, client: ApiClient):
+    helpers = Helpers(client, SITE)
+    following = asyncio.create_task(helpers.run())
+
+    async def nodes(*expected: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while tuple(sorted(helpers.addresses())) != expected:
+                await asyncio.sleep(0.02)
+
+    await nodes("n0")
+    helper_pod(server, "helper-b", "n1", phase="Pending", podIP="")
+    helper_pod(server, "helper-c", "n2")
+    await nodes("n0", "n2")
+    address = helpers.addresses()["n2"]
+    assert (address.host, address.port, address.node) == ("10.0.0.7", 8006, "n2")  # type: ignore[attr-defined]
+    server.store.patch("pods", NS, "helper-a", {"status": {"phase": "Failed"}}, part="status")
+    await nodes("n2")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+CONFIG = """
+c.GPUShareBroker.engine = "kai"
+c.GPUShareBroker.projects = {{"vision": {{"quota": {quota}}}}}
+c.GPUShareBroker.state_dir = {folder!r}
+c.GPUShareKube.api_server = {url!r}
+c.GPUShareKube.seat_image = {image!r}
+c.GPUShareKube.helper_selector = "app=helper"
+c.GPUShareKube.helper_secret_file = {secret!r}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, "the cluster has no queue vision, vision-build"),
+        ({"image": ""}, "c.GPUShareKube.seat_image is not set"),
+        ({"secret": ""}, "c.GPUShareKube.helper_secret_file is not set"),
+        ({"quota": "'50%'"}, "write quota = 4"),
+    ],
+    ids=str,
+)
+async def test_a_broker_that_lacks_something_ends_with_its_name(tmp_path: Path, change: Any, named: str):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 40)
+    secret.chmod(0o600)
+    async with api_server() as server:
+        given = {"quota": 4, "folder": str(tmp_path), "url": server.url, "image": "i", "secret": str(secret)}
+        config = tmp_path / "config.py"
+        config.write_text(CONFIG.format(**given | change))
+        environ = os.environ | {
+            "JUPYTERHUB_SERVICE_URL": "http://127.0.0.1:0",
+            "JUPYTERHUB_API_TOKEN": "t",
+            "JUPYTERHUB_API_URL": "http://127.0.0.1:9/hub/api",
+        }
+        environ["JUPYTERHUB_SERVICE_URL"] = "http://127.0.0.1:9"
+        command = [sys.executable, "-m", "jupyter_gpushare.cli", "broker", "--config", str(config)]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    assert done.returncode == 1, done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
