@@ -1,0 +1,8 @@
+# The Hub of the chart with our spawner: docker build -f images/hub.Dockerfile DIST, where DIST has the wheel of `make build`.
+FROM quay.io/jupyterhub/k8s-hub:4.4.0
+USER root
+COPY jupyter_gpushare-*.whl /tmp/
+# JupyterHub and KubeSpawner stay those that the chart was made for.
+RUN pip freeze | grep -iE '^(jupyterhub|jupyterhub-kubespawner|kubernetes[_-]asyncio)==' > /tmp/kept.txt \
+ && pip install --no-cache-dir -c /tmp/kept.txt "$(ls /tmp/jupyter_gpushare-*-manylinux*_$(uname -m).whl)[kube]"
+USER 1000
