@@ -32,6 +32,12 @@ def _copy_pictures(app: Any, error: Exception | None) -> None:
         shutil.copytree(Path(app.srcdir) / "images", Path(app.outdir) / "images", dirs_exist_ok=True)
 
 
+def _link_here(app: Any, name: str, source: list[str]) -> None:
+    """Link to the page that includes a file of another folder, which GitHub shows by itself."""
+    source[0] = source[0].replace("](../helm-values/README.md)", "](project/helm-values.md)")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _link_here)
     app.connect("build-finished", _copy_pictures)

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from traitlets import DefaultHandler, HasTraits, TraitType
+from traitlets import Bool, DefaultHandler, Enum, Float, HasTraits, Integer, List, TraitType, Unicode
 
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from jupyter_gpushare.broker.settings import Settings
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, State
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
@@ -325,18 +326,51 @@ def _text(middle: float, base: float, text: str) -> str:
     return f'<text x="{middle:.1f}" y="{base:.1f}">{text}</text>'
 
 
+# ---- helm-values/gpushare/values.schema.json ----------------------------------------
+
+VALUES_SCHEMA = "../helm-values/gpushare/values.schema.json"
+# What the chart itself decides, or what is of one machine.
+_OF_THE_CHART = frozenset(
+    (
+        *("config_file", "engine", "projects", "state_dir", "db_url", "api_socket", "tls_address"),
+        *("spawner_token_file", "respawn", "with_helper", "helper_socket", "helper_state_dir"),
+    )
+)
+
+
+def values_schema() -> str:
+    """The chart's schema of values, with the settings of the broker that a site may change."""
+    schema = json.loads((DOCS / VALUES_SCHEMA).read_text())
+    traits = Settings.class_own_traits(config=True)
+    known = {name: _of_trait(trait) for name, trait in sorted(traits.items()) if name not in _OF_THE_CHART}
+    config = schema["properties"]["broker"]["properties"]["config"]["properties"]
+    config["GPUShareBroker"]["properties"] = known
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _of_trait(trait: TraitType[typing.Any, typing.Any]) -> dict[str, typing.Any]:
+    if isinstance(trait, Enum):
+        return {"enum": list(trait.values)}
+    if isinstance(trait, List):
+        return {"type": "array", "items": _of_trait(trait._trait)}
+    names = {Bool: "boolean", Integer: "integer", Float: "number", Unicode: "string"}
+    (name,) = [name for kind, name in names.items() if isinstance(trait, kind)]
+    return {"type": [name, "null"] if trait.allow_none else name}
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "images/layers.svg": layers_picture,
     "lease.md": lease_page,
     "api.md": api_page,
     "configuration.md": configuration_page,
+    VALUES_SCHEMA: values_schema,
 }
 
 
 def main() -> int:
     """Write every page that differs and name it; exit code 0."""
     for name, page in PAGES.items():
-        path, text = DOCS / name, page()
+        path, text = (DOCS / name).resolve(), page()
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
             print(path.relative_to(DOCS.parent))
