@@ -146,14 +146,19 @@ def process(pid: int, inner_pid: int, start: int) -> Process:
     )  # fmt: skip
 
 
-def test_an_account_names_processes_by_the_pids_of_the_machine(tmp_path: Path) -> None:
-    files = LeaseDirectory(tmp_path, "a-1")
+def write_account(files: LeaseDirectory, folder: Path, pids: tuple[int, ...]) -> None:
+    """Create the lease a-1 with the entries of these processes: five calls each."""
     files.create(os.geteuid(), {}, PagePhase.RUNNING)
     raw = bytearray(ACCOUNT_BYTES)
     struct.pack_into("<II", raw, 0, ACCOUNT_MAGIC, VERSION)
-    for number, pid in enumerate((7, 8)):
-        SLOT.pack_into(raw, ACCOUNT_HEAD.size + number * SLOT.size, pid, 0, 100, 0, 0, 0)
-    (tmp_path / "a-1" / "account").write_bytes(raw)
+    for number, pid in enumerate(pids):
+        SLOT.pack_into(raw, ACCOUNT_HEAD.size + number * SLOT.size, pid, 0, 100, 0, 5, 0)
+    (folder / "a-1" / "account").write_bytes(raw)
+
+
+def test_an_account_names_processes_by_the_pids_of_the_machine(tmp_path: Path) -> None:
+    files = LeaseDirectory(tmp_path, "a-1")
+    write_account(files, tmp_path, (7, 8))
 
     def named() -> list[int]:
         account = files.account()
@@ -165,6 +170,17 @@ def test_an_account_names_processes_by_the_pids_of_the_machine(tmp_path: Path) -
     assert named() == [4007, 8]
     files.know({})  # it has ended; its slot stays
     assert named() == [4007, 8]
+
+
+def test_a_process_that_ended_counts_as_before_for_a_helper_that_never_saw_it(tmp_path: Path) -> None:
+    files = LeaseDirectory(tmp_path, "a-1")
+    write_account(files, tmp_path, (7,))
+    files.know(keys_by_inner([process(4007, 7, 100)]))
+    before, after = files.account(), LeaseDirectory(tmp_path, "a-1").account()
+    assert before is not None
+    assert after is not None
+    assert not after.counters().calls_since(before.counters())
+    assert after.counters().token() == before.counters().token()
 
 
 def test_two_processes_with_one_pid_in_their_namespaces_are_told_apart_by_none() -> None:

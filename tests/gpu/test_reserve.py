@@ -118,7 +118,7 @@ def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
     shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
 
     def account(*used: int) -> Account:
-        slots = (Slot(7 + n, 1, Taint(0), 0, 0, 0, (count,)) for n, count in enumerate(used))
+        slots = (Slot(7 + n, 1, Taint(0), 0, 0, 0, (count,), (7 + n, 1)) for n, count in enumerate(used))
         return Account(0, tuple(slots))
 
     def needed(found: Account | None) -> list[int]:

@@ -98,25 +98,21 @@ _ALL_TAINTS = sum(Taint)
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The entry of one process in the account, as the process wrote it."""
+    """The entry of one process in the account."""
 
-    pid: int
+    pid: int  # as this process names it
     start_ticks: int
     taints: Taint
     work: int  # launches, copies, allocations, synchronisation
     calls: int  # every call that may wait while suspended, work included
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
-
-    @property
-    def key(self) -> Key:
-        """Pid and start time, as the process knows them."""
-        return self.pid, self.start_ticks
+    writer: Key  # as the process wrote itself: never changes
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of a lease, as its processes wrote it."""
+    """The account of a lease."""
 
     denied: int
     slots: tuple[Slot, ...]
@@ -126,16 +122,20 @@ class Account:
         return {(slot.pid, slot.start_ticks): slot.used_bytes for slot in self.slots}
 
     def counters(self) -> Counters:
-        """The counters of each process."""
+        """The counters of each process, named as it wrote itself.
+
+        The host's pid of a process in a pid namespace is known only while it lives, and a
+        counter outlives it: the names must be the same before and after.
+        """
         return Counters(
-            {(slot.pid, slot.start_ticks): (slot.calls, slot.queries) for slot in self.slots},
-            {(slot.pid, slot.start_ticks): slot.work for slot in self.slots},
+            {slot.writer: (slot.calls, slot.queries) for slot in self.slots},
+            {slot.writer: slot.work for slot in self.slots},
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How many CUDA calls each process (pid, start_ticks) entered.
+    """How many CUDA calls each process (pid, start_ticks, as it wrote itself) entered.
 
     ``entered`` answers "may it wait?": (calls, queries).  ``worked`` answers "does it
     work?": launches, copies, allocations and synchronisation alone, which ``entered``
@@ -215,7 +215,8 @@ def parse_account(raw: bytes) -> Account | None:
         if pid > 0:
             used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
             known = Taint(taints & _ALL_TAINTS)
-            slots.append(Slot(pid, start_ticks, known, work, work + calls, queries, used))
+            writer = (pid, start_ticks)
+            slots.append(Slot(pid, start_ticks, known, work, work + calls, queries, used, writer))
         at += SLOT.size
     return Account(denied, tuple(slots))
 
@@ -323,7 +324,9 @@ class LeaseDirectory:
         account, keys = parse_account(raw), self._host_keys
         if account is None or not keys:
             return account
-        slots = (replace(slot, pid=keys[slot.key][0]) if slot.key in keys else slot for slot in account.slots)
+        slots = (
+            replace(slot, pid=keys[slot.writer][0]) if slot.writer in keys else slot for slot in account.slots
+        )
         return replace(account, slots=tuple(slots))
 
     def know(self, keys: Mapping[Key, Key]) -> None:
