@@ -126,7 +126,7 @@ def _release(policy: NetworkPolicy) -> dict[str, str]:
 
 def _lets(rule: PolicyRule, way: str, broker: BrokerPod, ports: set[int | str]) -> bool:
     peers = rule.to if way == "Egress" else rule.from_
-    at_port = not rule.ports or any(each.port is None or each.port in ports for each in rule.ports)
+    at_port = not rule.ports or any(each.lets(ports) for each in rule.ports)
     return at_port and (not peers or any(_is_broker(peer, broker) for peer in peers))
 
 

@@ -155,6 +155,7 @@ def test_our_own_pods_are_admitted_in_their_namespace_only(charts: dict[str, Cha
         (pod(ephemeralContainers=[{"name": "e"} | VISIBLE]), "NVIDIA_VISIBLE_DEVICES"),
         (pod(container=GPU), "requests a GPU"),
         (pod(initContainers=[{"name": "i"} | GPU]), "requests a GPU"),
+        (pod(resourceClaims=[{"name": "g", "resourceClaimTemplateName": "gpu"}]), "resourceClaims"),
         (pod(TAINT), "tolerates"),
     ],
     ids=str,

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from traitlets.config import Config
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.backends.kubernetes.surroundings import parse_list
+from jupyter_gpushare.backends.kubernetes.surroundings import PolicyPort, parse_list
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import kube, kube_checks
 from jupyter_gpushare.cli.checks import Check
@@ -208,6 +209,22 @@ async def test_it_is_named_alone_with_its_remedy(what: str, tmp_path: Path, monk
     assert [(check.name, check.result) for check in wrong] == [(name, result)]
     assert message in wrong[0].message
     assert advice in wrong[0].advice
+
+
+@pytest.mark.parametrize(
+    ("port", "is_let"),
+    [
+        ({}, True),
+        ({"port": 8004}, True),
+        ({"port": 8000, "endPort": 9000}, True),
+        ({"port": 8000, "endPort": 8003}, False),
+        ({"port": 8004, "protocol": "UDP"}, False),
+        ({"port": "http", "endPort": 9000}, False),
+    ],
+    ids=str,
+)
+def test_a_rule_lets_ranges_of_ports_of_its_protocol(port: dict[str, Any], is_let: bool):
+    assert msgspec.convert(port, PolicyPort).lets({8004}) is is_let
 
 
 async def test_the_command_reads_the_hubs_namespace_from_a_file(

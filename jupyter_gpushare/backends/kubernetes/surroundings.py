@@ -127,9 +127,24 @@ class Peer(_Struct, frozen=True):
 
 
 class PolicyPort(_Struct, frozen=True):
-    """A port of a rule, by number or name; None: every port."""
+    """A port of a rule, by number or name; None: every port.  ``end_port``: the last of a range."""
 
     port: int | str | None = None
+    end_port: int | None = None
+    protocol: str = "TCP"
+
+    def lets(self, ports: set[int | str]) -> bool:
+        """Return whether TCP to one of these ports is let through."""
+        if self.protocol != "TCP":
+            return False
+        if self.port is None or self.port in ports:
+            return True
+        first, last = self.port, self.end_port
+        return (
+            isinstance(first, int)
+            and last is not None
+            and any(isinstance(port, int) and first <= port <= last for port in ports)
+        )
 
 
 class PolicyRule(_Struct, frozen=True):
