@@ -127,7 +127,7 @@ async def _queues(cluster: Cluster) -> Check:
         return fail(
             "queues",
             f"Queues have another parent than they need: {places}. An idle session below its project "
-            "would be protected by the quota of the project, and never lent.",
+            "would be protected by the quota of the project and never lent; a returning one would wait.",
             f"delete them, then run {_APPLY}",
         )
     differing = [p.name for p in cluster.projects if in_force(p, there) != p]

@@ -106,6 +106,7 @@ class TestNames:
         demand = Demand(lease="x", project="p", seat_class=SeatClass.TRAIN, size=Size(1000), level=2)
         assert [terms(replace(demand, seat_class=seat_class)) for seat_class in SeatClass] == [
             Terms("p-build", "gpushare-session", "non-preemptible"),
+            Terms("gpushare-return-sessions", "gpushare-session", "non-preemptible"),
             Terms("p-train", "gpushare-borrowed", "preemptible"),
             Terms("p-train", "gpushare-train-2", "preemptible"),
             Terms("gpushare-idle-sessions", "gpushare-idle", "preemptible"),
@@ -245,8 +246,10 @@ class TestDemands:
         wanted = build("a", 500, "1", state=ASLEEP, wanted=True)
         c = cluster(wanted, gpus=ONE_EACH)
         assert demands(c, NODES, NOW).by_lease["a"] == Demand(
-            lease="a", project="p", seat_class=SeatClass.SESSION, size=Size(500), node="n1"
+            lease="a", project="p", seat_class=SeatClass.RETURN, size=Size(500), node="n1"
         )
+        back = cluster(replace(wanted, state=State.RESUMING), gpus=ONE_EACH)
+        assert demands(back, NODES, NOW).by_lease["a"].seat_class is SeatClass.SESSION
         later = cluster(replace(wanted, retry_at=NOW + 5))
         assert demands(later, NODES, NOW) == Demands({}, NOW + 5)
 
@@ -256,15 +259,15 @@ class TestDemands:
         borrower = build("borrower", 500, "0", borrowed=True, project="q")
         quotas = [project("p", 1), project("q", 0)]
         c = cluster(owner, here, there, borrower, gpus=ONE_EACH, projects=quotas)
-        assert classes(c) == {"owner": "session", "here": "yield", "there": "train", "borrower": "yield"}
+        assert classes(c) == {"owner": "return", "here": "yield", "there": "train", "borrower": "yield"}
         withdrawn = replace(c, leases=(replace(owner, wanted=False), here, there, borrower))
         assert classes(withdrawn) == {"here": "train", "there": "train", "borrower": "borrowed"}
 
     def test_nothing_yields_where_enough_is_free_or_being_released(self):
         owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
-        assert classes(cluster(owner, train("j", 500, "0"))) == {"owner": "session", "j": "train"}
+        assert classes(cluster(owner, train("j", 500, "0"))) == {"owner": "return", "j": "train"}
         leaving = train("j", 1000, "0", state=State.SUSPENDING)
-        assert classes(cluster(owner, leaving)) == {"owner": "session", "j": "train"}
+        assert classes(cluster(owner, leaving)) == {"owner": "return", "j": "train"}
 
     def test_an_owner_without_a_guarantee_makes_no_lease_yield(self):
         owner = build("owner", 1000, "0", state=ASLEEP, wanted=True, borrowed=True)
@@ -274,7 +277,7 @@ class TestDemands:
     def test_a_neighbour_with_a_guarantee_does_not_yield(self):
         owner = build("owner", 500, "0", state=ASLEEP, wanted=True)
         c = cluster(owner, build("neighbour", 500, "0"), train("j", 500, "0"))
-        assert classes(c) == {"owner": "session", "neighbour": "session", "j": "yield"}
+        assert classes(c) == {"owner": "return", "neighbour": "session", "j": "yield"}
 
     def test_a_job_has_the_class_of_its_las_queue(self):
         thresholds = {"las_thresholds_gpu_s": (100.0, 200.0)}

@@ -47,7 +47,6 @@ async def works(bed: Bed) -> None:
     await bed.quiet()
     await bed.restart_engine()
     broker.engine = bed.engine
-    del broker.leases["j"]  # it has ended: else KAI may give its next seat the GPU before the owner's
     broker.set("owner", wanted=True)
     await broker.until(lambda: broker.state("owner") is State.RUNNING)
     broker.leases.clear()

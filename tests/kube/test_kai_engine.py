@@ -233,6 +233,29 @@ class TestReturns:
             assert broker.leases["guest"].devices == (mine,)
             assert broker.engine.outlook(broker.cluster, broker.now).misplaced == {}
 
+    @pytest.mark.parametrize("waiting", [0, 3])
+    async def test_no_job_within_its_quota_overtakes_a_return(self, bed: Bed, broker: Broker, waiting: int):
+        """What yields asks again at once, and its project has its quota free: the return is placed first."""
+        await broker.session("owner")
+        (device,) = broker.leases["owner"].devices
+        await broker.session("other")  # beyond the quota: KAI compares projects by all that they have
+        broker.set("owner", idle_since_at=broker.now - 10_000)
+        broker.job("j")
+        await broker.until(lambda: broker.state("j") is State.RUNNING)
+        for n in range(waiting):
+            broker.job(f"waits{n}")
+        await broker.until(lambda: len(objects(bed)) == 2 * (2 + waiting))
+        broker.set("owner", wanted=True)
+        await broker.until(lambda: broker.state("owner") is State.RUNNING)
+        await broker.until(lambda: broker.queue("owner") == "vision-build")
+        assert broker.leases["owner"].devices == (device,)
+        assert [x.lease for x in broker.did if isinstance(x, Grant)] == ["j"]
+        # What is left of the quota of its project is beside it: the session beyond quota goes.
+        await broker.until(lambda: broker.state("other") is State.SUSPENDED)
+        jobs = ["j", *(f"waits{n}" for n in range(waiting))]
+        await broker.until(lambda: [broker.state(id) for id in jobs].count(State.RUNNING) == 1)
+        assert broker.state("owner") is State.RUNNING
+
 
 class TestJobs:
     async def test_a_demotion_is_one_patch(self, bed: Bed, broker: Broker):

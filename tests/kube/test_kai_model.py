@@ -184,7 +184,7 @@ class TestLend:
         world.seat("j", "nlp", SeatClass.TRAIN, node="n0")
         world.seat("other", "vision", SeatClass.TRAIN, node="n1")
         world.cycles()
-        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
+        world.seat("owner", "vision", SeatClass.RETURN, node="n0")
         assert world.cycles(10)["j"] == "n0"  # KAI never takes it: nlp is below its quota
         world.retarget("j", "nlp", SeatClass.YIELD)
         assert world.cycles(2)["j"] == "leaving"
@@ -196,7 +196,7 @@ class TestLend:
         world = World(1, 1, vision=(1, 1), nlp=1)
         world.seat("j", "vision", SeatClass.TRAIN, node="n0")
         world.cycles()
-        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
+        world.seat("owner", "vision", SeatClass.RETURN, node="n0")
         world.retarget("j", "vision", SeatClass.YIELD)
         assert world.cycles(2)["j"] == "leaving"
         world.gone("j")
@@ -211,9 +211,39 @@ class TestLend:
         for name in ("idle1", "idle2"):
             world.retarget(name, "nlp", SeatClass.IDLE)
         world.retarget("j", "nlp", SeatClass.YIELD)
-        world.seat("owner", "vision", SeatClass.SESSION, node="n0")
+        world.seat("owner", "vision", SeatClass.RETURN, node="n0")
         world.cycles()
         assert world.kai.evicted == ["j"]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_return_is_placed_before_jobs_of_projects_within_their_quota(self, seed):
+        """Its own project is beyond its quota, by a session on another node."""
+        world = World(1, 1, vision=1, nlp=1, seed=seed)
+        world.seat("j", "nlp", SeatClass.TRAIN, node="n0")
+        world.seat("other", "vision", SeatClass.BORROWED, node="n1")
+        world.cycles()
+        world.seat("waits", "nlp", SeatClass.TRAIN)
+        assert world.cycles()["waits"] != "n1"
+        world.retarget("j", "nlp", SeatClass.YIELD)
+        world.seat("owner", "vision", SeatClass.RETURN, node="n0")
+        assert world.cycles()["j"] == "leaving"
+        world.gone("j")
+        assert world.cycles()["owner"] == "n0"
+        world.retarget("owner", "vision", SeatClass.SESSION)
+        assert world.cycles() == {"owner": "n0", "other": "leaving", "waits": "waits"}
+        world.gone("other")
+        assert world.cycles() == {"owner": "n0", "waits": "n1"}
+
+    def test_a_return_takes_its_project_beyond_its_limit_rather_than_wait_for_it(self):
+        world = World(1, 1, vision=(1, 1), nlp=1)
+        world.seat("j", "nlp", SeatClass.TRAIN, node="n0")
+        world.seat("own", "vision", SeatClass.TRAIN, node="n1")
+        world.cycles()
+        world.seat("owner", "vision", SeatClass.RETURN, node="n0")
+        world.retarget("j", "nlp", SeatClass.YIELD)
+        assert world.cycles()["j"] == "leaving"
+        world.gone("j")
+        assert world.cycles() == {"own": "n1", "owner": "n0"}
 
 
 class TestPreempt:

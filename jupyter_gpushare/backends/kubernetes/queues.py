@@ -8,6 +8,9 @@
     gpushare-idle       quota 0, weight 0                          a root: below its project an idle
     ├── gpushare-idle-sessions                                     session would be protected by the
     └── gpushare-yield                                             project's quota
+    gpushare-return     no quota, highest priority                 a root: below its project a return
+    └── gpushare-return-sessions                                   would wait behind projects within
+                                                                   their quota
 
 KAI refuses what equals a quota because of rounding, so quotas and limits are a hundredth more.
 Between roots it reads ``reclaimMinRuntime`` of the root only.
@@ -19,15 +22,24 @@ import math
 from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, Json, Queue
-from jupyter_gpushare.core.kube.seats import IDLE_LEAF, IDLE_ROOT, YIELD_LEAF, check_project
+from jupyter_gpushare.core.kube.seats import (
+    IDLE_LEAF,
+    IDLE_ROOT,
+    RETURN_LEAF,
+    RETURN_ROOT,
+    YIELD_LEAF,
+    check_project,
+)
 from jupyter_gpushare.core.model import WHOLE_GPU, Project
 
 _MARGIN = 0.01
 _UNLIMITED = -1
+# Of the root of returns; those of projects are 100 and what the site says.
+_FIRST = 1_000_000
 
 
 def queues(projects: Iterable[Project], min_run_s: float) -> list[Json]:
-    """Return the Queues of all projects, and those of idle sessions.
+    """Return the Queues of all projects, and those of idle and of returning sessions.
 
     Raises:
         InvalidRequest: a project's name cannot be a queue's.
@@ -48,7 +60,10 @@ def queues(projects: Iterable[Project], min_run_s: float) -> list[Json]:
     leaves = [
         _queue(leaf, n, _gpu(0, weight=0), parent=IDLE_ROOT) for leaf, n in ((IDLE_LEAF, 2), (YIELD_LEAF, 1))
     ]
-    return [*found, idle, *leaves]
+    returning = _queue(RETURN_ROOT, _FIRST, _gpu(_UNLIMITED, weight=0))
+    returning["spec"]["reclaimMinRuntime"] = "0s"
+    leaves.append(_queue(RETURN_LEAF, 1, _gpu(_UNLIMITED, weight=0), parent=RETURN_ROOT))
+    return [*found, idle, returning, *leaves]
 
 
 def priority_classes(levels: int) -> list[Json]:

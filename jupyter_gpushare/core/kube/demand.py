@@ -9,7 +9,8 @@ session within its guarantee               `SESSION`
 session beyond it                          `BORROWED`
 idle session that is due, and can be       `IDLE`: KAI evicts it when another lease waits
 suspended and come back
-suspended, wanted by its owner             as before it was suspended, bound to its node
+suspended, wanted by its owner             `RETURN` within its guarantee, else `BORROWED`; bound to its
+                                           node
 holds capacity that such an owner needs    `YIELD`
 suspended and not wanted, stopping, ended  none
 =========================================  ==========================================================
@@ -75,11 +76,14 @@ class _Round:
             seat_class = SeatClass.YIELD if lease.id in yielding else SeatClass.TRAIN
             found[lease.id] = self._demand(lease, seat_class)
         for lease in self._sessions():
-            seat_class = SeatClass.SESSION if lease.id in self._claimants else SeatClass.BORROWED
             if lease.id in yielding:
                 seat_class = SeatClass.YIELD
             elif lease.id in idling:
                 seat_class = SeatClass.IDLE
+            elif lease.id not in self._claimants:
+                seat_class = SeatClass.BORROWED
+            else:
+                seat_class = SeatClass.RETURN if lease.state is State.SUSPENDED else SeatClass.SESSION
             found[lease.id] = self._demand(lease, seat_class)
         return Demands(found, min((at for at in self._times if at > self._now), default=None))
 

@@ -4,6 +4,7 @@
 class       queue             priority class        preemptibility      of which leases
 ==========  ================  ====================  ==================  =================================
 `SESSION`   ``<p>-build``     gpushare-session      ``non-preemptible``  session within its guarantee
+`RETURN`    return root, leaf gpushare-session      ``non-preemptible``  the same, until it is back
 `BORROWED`  ``<p>-train``     gpushare-borrowed     ``preemptible``      session beyond it
 `TRAIN`     ``<p>-train``     gpushare-train-LEVEL  ``preemptible``      job
 `IDLE`      idle root, leaf   gpushare-idle         ``preemptible``      idle session that can be suspended
@@ -12,6 +13,12 @@ class       queue             priority class        preemptibility      of which
 
 The three fields belong to the seat's PodGroup and change in one patch.  ``preemptible`` is said
 always: KAI otherwise takes it from the value of the priority class.
+
+A return has a root of its own because KAI compares the roots first, and places a project that is
+within its quota before one that is beyond it.  A session beyond the quota on another node would put
+the return behind every job that waits within the quota of its project, the one that yields included.
+Each would take the freed GPU, yield and be evicted in its turn.  That the return is within its
+project's quota is what its guarantee says (`claims`).
 
 KAI counts a fraction of a GPU against queues in hundredths, rounded to the nearest, and adds them up
 as floats in random order; it compares them with a device as whole MiB (v0.16.8,
@@ -35,6 +42,8 @@ from jupyter_gpushare.errors import InvalidRequest
 IDLE_ROOT = "gpushare-idle"
 IDLE_LEAF = "gpushare-idle-sessions"
 YIELD_LEAF = "gpushare-yield"
+RETURN_ROOT = "gpushare-return"
+RETURN_LEAF = "gpushare-return-sessions"
 # KAI takes a request of at most a hundredth for none (gpu_resource_requirment.go:20,89-92).
 LEAST_MILLI = 15
 NAME_BYTES = 16
@@ -56,6 +65,7 @@ class SeatClass(enum.StrEnum):
     """On what terms KAI schedules a seat."""
 
     SESSION = "session"
+    RETURN = "return"
     BORROWED = "borrowed"
     TRAIN = "train"
     IDLE = "idle"
@@ -117,6 +127,8 @@ def terms(demand: Demand) -> Terms:
     match demand.seat_class:
         case SeatClass.SESSION:
             return Terms(f"{demand.project}-build", "gpushare-session", "non-preemptible")
+        case SeatClass.RETURN:
+            return Terms(RETURN_LEAF, "gpushare-session", "non-preemptible")
         case SeatClass.BORROWED:
             return Terms(f"{demand.project}-train", "gpushare-borrowed", "preemptible")
         case SeatClass.TRAIN:
