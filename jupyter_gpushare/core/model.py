@@ -210,6 +210,7 @@ class Lease:
     wanted: bool = False  # suspended, and its processes want the GPU
     suspendable: bool = True
     retry_at: float = 0.0  # a refused action is not retried before
+    avoids: tuple[tuple[str, float], ...] = ()  # nodes that had no capacity for its server, and until when
     used_bytes: int = 0  # device memory in use, all devices: what a suspension copies
     saved_bytes: int = 0  # host memory it holds while suspended, all devices
     attained_gpu_s: float = 0.0  # received up to ``attained_at``

@@ -384,7 +384,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         user, server, _ = self._identity()
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                stop = SpawnStop(user=user, server=server)
+                stop = SpawnStop(user=user, server=server, not_nodes=self.excluded_nodes())
                 client = self._broker_client()
                 await self._answer(
                     client.post("spawner/stop", stop, type(None), repeatable=True, await_start=False)

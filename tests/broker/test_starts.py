@@ -8,7 +8,9 @@ import pytest
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.start_tickets import StartTickets
+from jupyter_gpushare.core.model import Lease, State
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
@@ -117,6 +119,32 @@ async def test_a_server_that_never_comes_is_a_failed_start(tmp_path):
         site.spawn_s = 0.2
         await until(lambda: broker.job(job).result, 120)
         assert broker.seen(job).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_node_without_capacity_for_its_server_is_left_out_of_the_next_tries(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 1e5
+        broker = await site.start_broker()
+        job = await site.submit("bo", "1")
+        server = f"j{job.id}-1"
+        await until(lambda: ServerKey("bo", server) in site.servers, 10)
+        node = next(broker.registry.devices.for_planner()).node
+
+        def lease() -> Lease:
+            leases = snapshot.cluster(broker.registry, broker.engine, site.now).leases
+            return next(x for x in leases if x.id == "j" + job.id)
+
+        assert lease().avoids == ()
+        for task in list(site._tasks):
+            task.cancel()
+        site.servers.clear()
+        await broker.admission.stop(wire.SpawnStop(user="bo", server=server, not_nodes=[node, "another"]))
+        assert (lease().state, [name for name, _ in lease().avoids]) == (State.PENDING, [node])
+        assert lease().avoids[0][1] > site.now + 60
+        site.spawn_s = 0.2
+        await until(lambda: broker.state(job) == "running", 60)
+        assert [name for name, _ in lease().avoids] == [node]
 
 
 @in_virtual_time

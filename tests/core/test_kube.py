@@ -304,6 +304,20 @@ class TestDemands:
         running = train("r", 1000, "0", retry_at=NOW + 3)
         assert classes(cluster(running)) == {"r": "train"}
 
+    def test_a_job_leaves_a_node_out_that_had_no_capacity_for_its_server(self):
+        job = train("j", 500, avoids=(("n1", NOW + 9), ("n0", NOW + 5), ("n2", NOW)))
+        c = cluster(job, gpus=ONE_EACH)
+
+        def asks(at: float) -> tuple[tuple[str, ...], float | None]:
+            found = demands(c, NODES, at)
+            return found.by_lease["j"].not_nodes, found.next_at
+
+        assert asks(NOW) == (("n0", "n1"), NOW + 5)
+        assert asks(NOW + 5) == (("n1",), NOW + 9)
+        assert asks(NOW + 9) == ((), None)
+        there = replace(c, leases=(replace(job, state=State.RUNNING, devices=("gpu0",), held_milli=500),))
+        assert demands(there, NODES, NOW).by_lease["j"].not_nodes == ()
+
     def test_a_job_that_does_not_borrow_asks_within_the_quota_only(self):
         sleeper = build("a", 500, "0", state=ASLEEP)
         first = train("first", 500, borrow=False, submitted_at=1, queued_at=1)

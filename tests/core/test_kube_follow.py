@@ -183,6 +183,28 @@ class TestReconcile:
         changes = reconcile(c, demands(c, NODES, NOW).by_lease, seats(seat("j", "0")))
         assert [type(x) for x in changes] == [Retarget, Create]
 
+    def test_a_waiting_job_gives_up_a_seat_on_a_node_that_it_avoids(self):
+        c = cluster(train("j", 500, avoids=(("n0", NOW + 5),)), gpus=ONE_EACH)
+
+        def changes(at: float, one: Seat) -> list[Any]:
+            return reconcile(c, demands(c, NODES, at).by_lease, seats(one))
+
+        there, beside = seat("j", "0", node="n0", terms=TRAIN_0), seat("j", "1", node="n1", terms=TRAIN_0)
+        assert follow(c, seats(there), NOW).actions == ()
+        assert changes(NOW, there) == [Delete("s-j")]
+        assert [type(a) for a in follow(c, seats(beside), NOW).actions] == [Grant]
+        assert changes(NOW, beside) == []
+        assert [type(a) for a in follow(c, seats(there), NOW + 5).actions] == [Grant]
+        assert changes(NOW + 5, there) == []
+
+    def test_a_waiting_seat_that_avoids_a_node_no_longer_is_made_anew(self):
+        c = cluster(train("j", 500, avoids=(("n0", NOW + 5),)), gpus=ONE_EACH)
+        waits = seat("j", seating=Seating.WAITING, terms=TRAIN_0, not_nodes=("n0",))
+        assert reconcile(c, demands(c, NODES, NOW).by_lease, seats(waits)) == []
+        later = demands(c, NODES, NOW + 5).by_lease
+        assert reconcile(c, later, seats(waits)) == [Delete("s-j")]
+        assert reconcile(c, later, seats(replace(waits, seating=Seating.LEAVING))) == [Create(later["j"])]
+
     def test_one_live_seat_stays_the_newest(self):
         c = cluster(train("j", 500))
         old, new = seat("j", name="old", since_at=1), seat("j", name="new", since_at=2)

@@ -179,7 +179,7 @@ def test_the_lease_is_given_back_when_the_server_is_stopped(hub: Hub) -> None:
     hub.start_server("ada", {"fraction": "1/2"})
     hub.stop_server("ada")
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
-    assert hub.broker.of("spawner/stop")[0].body == {"user": "ada", "server": ""}
+    assert hub.broker.of("spawner/stop")[0].body == {"user": "ada", "server": "", "not_nodes": []}
 
 
 def test_the_lease_is_given_back_when_the_server_dies(hub: Hub) -> None:

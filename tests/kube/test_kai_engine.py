@@ -286,6 +286,31 @@ class TestJobs:
             lambda: broker.engine.outlook(broker.cluster, broker.now).why["waits"] is Why.PROJECT_LIMIT
         )
 
+    async def test_a_job_whose_server_did_not_fit_starts_on_another_node(self, bed: Bed, broker: Broker):
+        broker.job("j")
+        await broker.until(lambda: broker.state("j") is State.RUNNING)
+        (first,) = {n for n, uuids in bed.nodes.gpus.items() if uuids == broker.leases["j"].devices}
+        broker.set("j", state=State.PENDING, devices=(), held_milli=0, avoids=((first, broker.now + 600),))
+        await broker.until(lambda: broker.state("j") is State.RUNNING)
+        assert broker.leases["j"].devices != bed.nodes.gpus[first]
+        await bed.until(lambda: len(bed.seats_of("j")) == 1)
+
+    async def test_a_job_that_avoids_all_nodes_waits_until_it_may_use_one_again(
+        self, bed: Bed, broker: Broker
+    ):
+        until = broker.now + 600
+        broker.job("j", avoids=(("n0", until), ("n1", until)))
+        await broker.round()
+        await bed.until(lambda: bed.seats_of("j"))
+        await bed.quiet()
+        await broker.round()
+        assert broker.state("j") is State.PENDING
+        (waits,) = bed.seats_of("j")
+        broker.set("j", avoids=(("n0", until), ("n1", broker.now)))
+        await broker.until(lambda: broker.state("j") is State.RUNNING)
+        assert broker.leases["j"].devices == bed.nodes.gpus["n1"]
+        assert bed.seats_of("j") != [waits]
+
     async def test_a_seat_of_no_lease_is_deleted(self, bed: Bed, broker: Broker):
         bed.seat(Lease(id="stray", project="nlp", kind=Kind.TRAIN, size=Size(1000), devices=("GPU-1",)))
         await broker.until(lambda: not objects(bed))

@@ -176,6 +176,17 @@ def test_a_server_that_its_node_has_no_capacity_for_is_refused_and_asks_for_anot
     assert hub.broker.of("spawner/start")[-1].body["not_nodes"] == ["node-1"]
 
 
+def test_a_job_whose_node_has_no_capacity_for_its_server_leaves_that_node_out(hub: Hub, cluster: Cluster):
+    hub.ensure_user("cy")
+    cluster.kubelet.nodes["node-1"].accepts = False
+    hub.broker.grant = grant(hub.folder, kind="train", job=SPEC)
+    hub.start_server("cy", name=JOB_NAME)
+    wait_for(lambda: hub.broker.of("spawner/stop"), "the attempt is given back")
+    said = hub.broker.of("spawner/stop")[-1].body
+    assert said == {"user": "cy", "server": JOB_NAME, "not_nodes": ["node-1"]}, hub.log()[-3000:]
+    wait_for(lambda: not cluster.pods(NS), "there is no pod")
+
+
 def test_a_job_uses_the_home_and_the_profile_of_its_owners_server_and_deletes_neither(
     hub: Hub, cluster: Cluster
 ):

@@ -19,6 +19,7 @@ Json = dict[str, Any]
 
 LEASE_LABEL = "gpushare.jupyter.org/lease"
 EPOCH_ANNOTATION = "gpushare.jupyter.org/epoch"
+NOT_NODES_ANNOTATION = "gpushare.jupyter.org/not-nodes"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 SELECTOR = f"{MANAGED_BY}=gpushare"
 POD_GROUP_ANNOTATION = "pod-group-name"
@@ -69,6 +70,11 @@ class Pod(Object, frozen=True):
 
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
+
+    @property
+    def not_nodes(self) -> tuple[str, ...]:
+        """Nodes that a seat may not be placed on."""
+        return tuple(filter(None, self.metadata.annotations.get(NOT_NODES_ANNOTATION, "").split(",")))
 
     @property
     def has_ended(self) -> bool:
@@ -271,6 +277,8 @@ def epoch_of(found: Object) -> int:
 def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int) -> Json:
     """Return the pod of a seat."""
     annotations = {POD_GROUP_ANNOTATION: name, SKIP_PODGROUPER: "true", **_stamp(epoch)}
+    if demand.not_nodes and not demand.node:
+        annotations[NOT_NODES_ANNOTATION] = ",".join(demand.not_nodes)
     resources: Json = {kind: dict(values) for kind, values in site.resources.items()}
     if asks.gpus:
         resources.setdefault("limits", {})[GPU_RESOURCE] = str(asks.gpus)

@@ -146,6 +146,7 @@ class KubeSeats:
             seating=Seating.LEAVING if name in self._deleted else _seating(group, pod),
             terms=group.terms,
             node=pod.spec.node_name if pod is not None else "",
+            not_nodes=pod.not_nodes if pod is not None else (),
             devices=self._connected(name),
             since_at=datetime.fromisoformat(created).timestamp() if created else 0.0,
             why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,

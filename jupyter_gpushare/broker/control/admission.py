@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from jupyter_gpushare import messages
@@ -31,6 +32,8 @@ log = logging.getLogger("gpushare.broker")
 
 # A start waits this long until an earlier server of the same name has released its lease.
 _RELEASE_PREVIOUS_S = 10.0
+# A job leaves a node out for so long that had no capacity for its server.
+_AVOID_S = 600.0
 _PHASES = {
     StartPhase.PLACING: "Waiting for the cluster to place your GPU.",
     StartPhase.CONNECTING: "Your GPU is found; its node prepares it.",
@@ -275,8 +278,15 @@ class ServerAdmission:
         if not record.is_job:
             await self.registry.advance(record, Stopping())
         elif record.state is State.GRANTED:
+            self._avoid(record, request.not_nodes)
             await self.effects.on_start_failed(record)
         # A running job reports its own end; otherwise the observer misses its processes.
+
+    def _avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
+        """Note for the next try of a job that the node of this one had no capacity for its server."""
+        nodes = self.registry.devices.nodes_of(record.lease.devices)
+        for node in nodes.intersection(not_nodes):
+            self.registry.observations[record.id].avoids[node] = self.registry.clock() + _AVOID_S
 
     def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
         """Return if this broker asked the Hub for this start.

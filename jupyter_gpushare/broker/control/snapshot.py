@@ -96,6 +96,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         retry_at=max(observation.retry_at, registry.hub_backoff_until)
         if record.is_job
         else observation.retry_at,
+        avoids=tuple(observation.avoids.items()),
         suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
         idle_timeout_s=_own_timeout_s(registry, record),
         notice_s=config.notice_s if config is not None else None,
@@ -103,9 +104,12 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
 
 
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
-    """Return the lease of a job in the queue: only when it may start is not in its record."""
-    retry_at = max(registry.observations[record.id].retry_at, registry.hub_backoff_until)
-    return record.lease if record.lease.retry_at == retry_at else replace(record.lease, retry_at=retry_at)
+    """Return the lease of a job in the queue: when and where it may start is not in its record."""
+    observation = registry.observations[record.id]
+    retry_at = max(observation.retry_at, registry.hub_backoff_until)
+    if record.lease.retry_at == retry_at and not observation.avoids:
+        return record.lease
+    return replace(record.lease, retry_at=retry_at, avoids=tuple(observation.avoids.items()))
 
 
 def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:

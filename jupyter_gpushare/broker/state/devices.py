@@ -83,6 +83,10 @@ class DeviceState:
         """Return the model of the first of these devices, for people; empty when none is known."""
         return next((d.name for d in self.listed if d.uuid in uuids), "")
 
+    def nodes_of(self, uuids: Collection[str]) -> frozenset[str]:
+        """Return the nodes of these devices."""
+        return frozenset(d.node for d in self.for_planner() if d.uuid in uuids)
+
     def level(self, uuid: str) -> str:
         """Return how the memory limit is enforced on a device; empty for an unknown one."""
         return next((str(d.level) for d in self.listed if d.uuid == uuid), "")

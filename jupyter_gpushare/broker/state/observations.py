@@ -84,6 +84,7 @@ class Observation:
     wanted_at: float | None = None  # its owner needs it since; `want`, `decline` and `enter` write it
     declined: bool = False  # its owner lets it sleep: the calls that wait do not wake it
     retry_at: float = 0.0  # nothing is planned for it before
+    avoids: dict[str, float] = field(default_factory=dict)  # nodes without capacity for its server, until
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at

@@ -3,8 +3,9 @@
 =========================================  ==========================================================
 lease                                      demand
 =========================================  ==========================================================
-job that waits, or holds capacity          `TRAIN` at the level of its LAS queue; bound to its node
-                                           once it has processes there
+job that waits, or holds capacity          `TRAIN` at the level of its LAS queue; on no node that had no
+                                           capacity for its server lately; bound to its node once it
+                                           has processes there
 session within its guarantee               `SESSION`
 session beyond it                          `BORROWED`
 idle session that is due, and can be       `IDLE`: KAI evicts it when another lease waits
@@ -57,6 +58,11 @@ def level(lease: Lease, cluster: Cluster, now: float) -> int:
     return queue_of(attained_gpu_s(lease, now), cluster.settings)
 
 
+def avoided_nodes(lease: Lease, now: float) -> tuple[str, ...]:
+    """Return the nodes that the server of a lease cannot run on at ``now``, sorted."""
+    return tuple(sorted({node for node, until in lease.avoids if now < until}))
+
+
 class _Round:
     """One computation of all demands."""
 
@@ -88,7 +94,6 @@ class _Round:
         return Demands(found, min((at for at in self._times if at > self._now), default=None))
 
     def _demand(self, lease: Lease, seat_class: SeatClass) -> Demand:
-        is_new = seat_class is SeatClass.SESSION and not lease.devices
         return Demand(
             lease=lease.id,
             project=lease.project,
@@ -96,8 +101,14 @@ class _Round:
             size=lease.size,
             level=level(lease, self._cluster, self._now) if lease.kind is Kind.TRAIN else 0,
             node=self._node.get(lease.devices[0], "") if lease.devices else "",
-            not_nodes=full_nodes(self._cluster, lease.size, self._claimed) if is_new else (),
+            not_nodes=() if lease.devices else self._not_nodes(lease, seat_class),
         )
+
+    def _not_nodes(self, lease: Lease, seat_class: SeatClass) -> tuple[str, ...]:
+        """Return the nodes that a new seat may not be placed on, sorted."""
+        self._times += [until for _, until in lease.avoids]
+        full = full_nodes(self._cluster, lease.size, self._claimed) if seat_class is SeatClass.SESSION else ()
+        return tuple(sorted({*full, *avoided_nodes(lease, self._now)}))
 
     def _sessions(self) -> Iterator[Lease]:
         for lease in self._cluster.leases:

@@ -4,6 +4,8 @@
 lease and its seats                 action
 ==================================  ====================================================
 waiting job, a placed seat          `Grant` of the devices of the seat
+waiting job, a placed seat on a     none: `reconcile` deletes the seat
+node that it avoids
 running, no seat, or one that       `Suspend`; a job that cannot be suspended and come
 leaves                              back: `Requeue`
 suspended job, or session that is   `Resume`
@@ -23,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.kube.demand import avoided_nodes
 from jupyter_gpushare.core.kube.seats import (
     YIELD_LEAF,
     Demand,
@@ -101,18 +104,18 @@ def follow(cluster: Cluster, seats: Seats, now: float) -> Plan:
 
     ``seats`` holds every seat that exists: the lease of a missing seat has lost it.
     """
-    due = {x.id: a for x in cluster.leases if (a := _action(x, cluster, seats)) is not None}
+    due = {x.id: a for x in cluster.leases if (a := _action(x, cluster, seats, now)) is not None}
     retry_at = {x.id: x.retry_at for x in cluster.leases if x.id in due and x.retry_at > now}
     actions = [action for lease_id, action in due.items() if lease_id not in retry_at]
     order = {Resume: 0, Suspend: 1, Requeue: 1, Grant: 2}  # a wake goes first
     return Plan(tuple(sorted(actions, key=lambda a: order[type(a)])), min(retry_at.values(), default=None))
 
 
-def _action(lease: Lease, cluster: Cluster, seats: Seats) -> Action | None:
+def _action(lease: Lease, cluster: Cluster, seats: Seats, now: float) -> Action | None:
     has_seat, seat = live(seats, lease.id) is not None, _connected(seats, lease.id)
     match lease.state:
         case State.PENDING if seat is not None and lease.kind is Kind.TRAIN and not lease.cancelled:
-            return _grant(lease, seat, cluster)
+            return None if seat.node in avoided_nodes(lease, now) else _grant(lease, seat, cluster)
         case State.GRANTED if not has_seat and lease.kind is Kind.TRAIN:
             return Requeue(lease.id, Why.OVER_QUOTA, "")
         case State.RUNNING if not has_seat:
@@ -158,10 +161,11 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
     What yields is patched before the return seat that it is for is created, and returns come before
     everything else.  A running lease that lost its seat gets a new one only after it followed the
     loss: its device memory must have left the device before it is granted again.  A return seat on
-    other devices is always deleted.
+    other devices is always deleted, and so is that of a waiting job on other nodes than it may use now.
     """
     may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
     misplaced = {x.id for x in cluster.leases if misplaced_seat(x, seats) is not None}
+    misplaced |= {x.id for x in cluster.leases if _is_elsewhere(x, needed.get(x.id), live(seats, x.id))}
     changes: list[Change] = []
     for lease_id, mine in seats.items():
         keep = live(seats, lease_id) if lease_id in needed and lease_id not in misplaced else None
@@ -170,6 +174,15 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
             changes.append(Retarget(keep.name, wanted))
     changes += [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]
     return sorted(changes, key=_urgency)
+
+
+def _is_elsewhere(lease: Lease, demand: Demand | None, seat: Seat | None) -> bool:
+    """Return whether the seat of a waiting job is on a node that it avoids, or avoids one without need."""
+    if lease.state is not State.PENDING or lease.kind is not Kind.TRAIN or demand is None or seat is None:
+        return False
+    if seat.seating is Seating.PLACED:
+        return seat.node in demand.not_nodes
+    return not set(seat.not_nodes) <= set(demand.not_nodes)
 
 
 def _urgency(change: Change) -> int:

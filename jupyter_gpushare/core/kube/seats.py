@@ -91,7 +91,7 @@ class Demand:
     size: Size
     level: int = 0  # of a job: its LAS queue
     node: str = ""  # its processes live there
-    not_nodes: tuple[str, ...] = ()  # guarantees there are full
+    not_nodes: tuple[str, ...] = ()  # guarantees there are full, or its server did not fit there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,7 @@ class Seat:
     seating: Seating
     terms: Terms
     node: str = ""
+    not_nodes: tuple[str, ...] = ()  # as its demand said when it was created
     devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
     since_at: float = 0.0  # created
     why: Why | None = None  # KAI's reason that it waits

@@ -66,6 +66,7 @@ class SpawnStop(Message, frozen=True):
 
     user: str
     server: str
+    not_nodes: list[str] = []  # as in `SpawnRequest`: for the next try of a job
 
 
 class SpawnProgress(Answer, frozen=True):
