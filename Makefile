@@ -49,7 +49,7 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup setup-test hub demo-check test test-long check figures docs test-gpu build clean
+.PHONY: help setup setup-test hub demo-check test test-long test-engine check figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -74,6 +74,10 @@ test: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/docs  ## run ev
 test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub  ## run the long forms, hours in all; PYTEST_ARGS chooses some
 	@export PATH=$(BIN):$$PATH
 	$(LONG_FORMS) python -m pytest -m 'long or long_form' --timeout 7200 -s $(PYTEST_ARGS)
+
+test-engine: setup-test  ## run tests of Kubernetes on a real KAI-Scheduler; GPUSHARE_KUBE_BIN names the folder of its programs
+	@export PATH=$(BIN):$$PATH
+	python -m pytest -m 'engine and not model' tests/kube/test_real_engine.py $(PYTEST_ARGS)
 
 check: setup-test docs  ## format, lint, types, import rules, documentation and the quick tests
 	@export PATH=$(BIN):$$PATH

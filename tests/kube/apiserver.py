@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tornado import web
@@ -15,6 +16,9 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import StreamClosedError
 from tornado.netutil import bind_sockets
 
+from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from tests.kube.kai_model import Kai
+from tests.kube.kubeconfig import write_kubeconfig
 from tests.kube.rbac import Ask, Rights
 from tests.kube.store import KINDS, Happened, Json, Refused, Store, matches
 
@@ -45,6 +49,18 @@ class ApiServer:
     rights: Rights | None = None
     watches: set[Watch] = field(default_factory=set)
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and path
+
+    def __post_init__(self) -> None:
+        self.kai = Kai(self.store)
+
+    def address(self) -> Address:
+        """Where a broker finds it."""
+        token = next(iter(self.rights.tokens)) if self.rights else ""
+        return Address(url=self.url, token=token)
+
+    def kubeconfig(self, folder: Path, token: str = "t") -> Path:
+        """A kubeconfig file for it."""
+        return write_kubeconfig(folder, self.url, token)
 
     def cut_watches(self) -> None:
         """Close the connections of all watches in the middle."""
@@ -166,12 +182,11 @@ class Handler(web.RequestHandler):
         until = asyncio.get_running_loop().time() + float(self.get_argument("timeoutSeconds", "30"))
         try:
             await self.flush()
-            # The bookmark says that nothing is missing: all that happened is told before.
-            while (left := until - asyncio.get_running_loop().time()) > 0 or not watch.queue.empty():
+            while (left := until - asyncio.get_running_loop().time()) > 0:
                 try:
-                    event = await asyncio.wait_for(watch.queue.get(), max(left, 0.01))
+                    event = await asyncio.wait_for(watch.queue.get(), left)
                 except TimeoutError:
-                    continue
+                    break
                 if event is None:
                     self.request.connection.stream.close()  # type: ignore[attr-defined]
                     return

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.client import ApiClient
 from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, seat_pod
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
@@ -16,14 +15,17 @@ from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request, seat_name
 from jupyter_gpushare.core.model import Kind, Lease, Project
+from tests.kube import real_engine
 from tests.kube.apiserver import ApiServer, api_server
-from tests.kube.kai_model import GPU_GROUP, Kai
+from tests.kube.kai_model import GPU_GROUP
+from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.rbac import Rights
+from tests.kube.real_engine import RealServer
 from tests.kube.store import Json
 from tests.waiting import PATIENCE_S
 
 NS = "gpushare"
-MIB = 81920  # of each GPU
+STEP_S = 0.02
 
 
 class Nodes:
@@ -32,7 +34,9 @@ class Nodes:
     Whole GPUs are handed out in random order; a seat does not learn them from its environment.
     """
 
-    def __init__(self, server: ApiServer, nodes: Mapping[str, tuple[str, ...]], seed: int = 0) -> None:
+    def __init__(
+        self, server: ApiServer | RealServer, nodes: Mapping[str, tuple[str, ...]], seed: int = 0
+    ) -> None:
         self.server = server
         self.gpus = dict(nodes)
         self.devices: dict[str, tuple[str, ...]] = {}  # of connected seats
@@ -41,12 +45,7 @@ class Nodes:
         self._groups: dict[str, str] = {}
         self._rng = random.Random(seed)
         for name, uuids in nodes.items():
-            labels = {"nvidia.com/gpu.memory": str(MIB)}
-            status = {"allocatable": {"nvidia.com/gpu": str(len(uuids))}}
-            status |= {"conditions": [{"type": "Ready", "status": "True"}]}  # type: ignore[dict-item]
-            server.store.create(
-                "nodes", "", {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
-            )
+            server.store.create("nodes", "", node_body(name, len(uuids)))
 
     def step(self) -> None:
         """Do what every kubelet does next."""
@@ -54,8 +53,12 @@ class Nodes:
         pods = {pod["metadata"]["name"]: pod for pod in store.all("pods", NS) if pod["spec"].get("nodeName")}
         for name in set(self.devices) - set(pods):
             del self.devices[name]
-        used_groups = {pod["metadata"].get("labels", {}).get(GPU_GROUP) for pod in pods.values()}
+        reserving = list(store.all("pods", RESERVATIONS))
+        used_groups = {p["metadata"].get("labels", {}).get(GPU_GROUP) for p in (*pods.values(), *reserving)}
         self._groups = {group: uuid for group, uuid in self._groups.items() if group in used_groups}
+        for pod in reserving:
+            free = self._free(pod["spec"]["nodeName"])
+            self._groups[pod["metadata"]["labels"][GPU_GROUP]] = reserve(store, pod, free)
         for name, pod in pods.items():
             if "deletionTimestamp" in pod["metadata"]:
                 if name not in self.holds:
@@ -66,9 +69,7 @@ class Nodes:
                 self.devices[name] = self._pick(pod)
 
     def _pick(self, pod: Json) -> tuple[str, ...]:
-        used = {uuid for mine in self.devices.values() for uuid in mine} | set(self._groups.values())
-        free = [uuid for uuid in self.gpus[pod["spec"]["nodeName"]] if uuid not in used]
-        self._rng.shuffle(free)
+        free = self._free(pod["spec"]["nodeName"])
         group = pod["metadata"].get("labels", {}).get(GPU_GROUP)
         if group:
             if group not in self._groups:
@@ -76,6 +77,12 @@ class Nodes:
             return (self._groups[group],)
         limits = pod["spec"]["containers"][0]["resources"].get("limits", {})
         return tuple(sorted(free[: int(limits["nvidia.com/gpu"])]))
+
+    def _free(self, node: str) -> list[str]:
+        used = {uuid for mine in self.devices.values() for uuid in mine} | set(self._groups.values())
+        free = [uuid for uuid in self.gpus[node] if uuid not in used]
+        self._rng.shuffle(free)
+        return free
 
     def adopt(self, name: str, pod: Json, devices: tuple[str, ...]) -> None:
         self.devices[name] = devices
@@ -87,15 +94,13 @@ class Nodes:
 class Bed:
     """One cluster with one engine; the scheduler and the nodes do something every few milliseconds."""
 
-    def __init__(self, server: ApiServer, nodes: Nodes, projects: tuple[Project, ...]) -> None:
+    def __init__(self, server: ApiServer | RealServer, nodes: Nodes, projects: tuple[Project, ...]) -> None:
         self.server, self.nodes, self.store = server, nodes, server.store
-        self.kai = Kai(server.store)
-        token = next(iter(server.rights.tokens)) if server.rights else ""
-        self.client = ApiClient(Address(url=server.url, token=token))
+        self.kai = server.kai
+        self.client = ApiClient(server.address())
         self.epoch = 1
         self.site = SeatPod(image="seat")
         self.sleepable = frozenset(nodes.gpus)
-        self.schedules = True
         for body in queues(projects, 0):
             self.store.create("queues", "", body)
         for body in priority_classes(3):
@@ -122,12 +127,11 @@ class Bed:
     async def run(self) -> None:
         while True:
             before = dict(self.nodes.devices)
-            if self.schedules:
-                self.kai.cycle()
+            self.kai.cycle()
             self.nodes.step()
             if self.nodes.devices != before:
                 self.seats.notify()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(STEP_S)
 
     def seat(self, lease: Lease) -> str:
         """Let a lease that holds devices have its seat, as if it had been placed before."""
@@ -139,10 +143,10 @@ class Bed:
         if lease.size.fraction_milli < 1000:
             body["metadata"]["labels"][GPU_GROUP] = f"group-of-{lease.devices[0]}"
         body["status"] = {"phase": "Running"}
-        pod = self.store.create("pods", NS, body)
         node = next(n for n, uuids in self.nodes.gpus.items() if lease.devices[0] in uuids)
+        body["spec"]["nodeName"] = node
+        pod = self.store.create("pods", NS, body)
         self.nodes.adopt(name, pod, lease.devices)
-        self.store.bind(NS, name, node)
         return name
 
     def seats_of(self, lease: str) -> list[Json]:
@@ -161,8 +165,8 @@ class Bed:
         """Return when nothing has changed for a while and the engine knows it."""
         async with asyncio.timeout(PATIENCE_S):
             since, version = 0, -1
-            while since < 15:
-                await asyncio.sleep(0.02)
+            while since < self.kai.quiet_s / STEP_S:
+                await asyncio.sleep(STEP_S)
                 known = self.seats.is_known and self._is_up_to_date()
                 since = since + 1 if known and version == self.store.version else 0
                 version = self.store.version
@@ -180,7 +184,13 @@ async def kube_bed(
     rights: Rights | None = None,
 ) -> AsyncIterator[Bed]:
     """A cluster with these nodes (their GPUs) and queues for these projects."""
-    async with api_server(rights) as server:
+    async with AsyncExitStack() as stack:
+        server: ApiServer | RealServer
+        if engine := real_engine.running():
+            assert rights is None, "the users of a real engine may do everything"
+            server = engine.cluster()
+        else:
+            server = await stack.enter_async_context(api_server(rights))
         bed = Bed(server, Nodes(server, nodes, seed), tuple(projects))
         running = asyncio.create_task(bed.run())
         await bed.until(lambda: bed.seats.is_known)

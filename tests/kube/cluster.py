@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.kube.apiserver import ApiServer, api_server
-from tests.kube.kai_model import Kai
-from tests.kube.kubeconfig import write_kubeconfig
 from tests.kube.kubelet import Kubelet, Node
 from tests.kube.rbac import Rights
+from tests.kube.real_engine import RealServer, running
 from tests.kube.store import Json
 
 STEP_S = 0.05
@@ -22,9 +22,8 @@ STEP_S = 0.05
 
 @dataclass
 class Cluster:
-    server: ApiServer
+    server: ApiServer | RealServer
     kubelet: Kubelet
-    kai: Kai
     loop: asyncio.AbstractEventLoop
     folder: Path
 
@@ -43,7 +42,7 @@ class Cluster:
 
     def kubeconfig(self, token: str = "t") -> Path:
         """A kubeconfig file for this cluster."""
-        return write_kubeconfig(self.folder, self.server.url, token)
+        return self.server.kubeconfig(self.folder, token)
 
 
 @contextlib.contextmanager
@@ -59,13 +58,19 @@ def running_cluster(
     ready, end = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with api_server(rights) as server:
-            kubelet, kai = Kubelet(server.store, folder, nodes, images), Kai(server.store)
-            made.append(Cluster(server, kubelet, kai, asyncio.get_running_loop(), folder))
+        async with AsyncExitStack() as stack:
+            server: ApiServer | RealServer
+            if engine := running():
+                assert rights is None, "the users of a real engine may do everything"
+                server = engine.cluster()
+            else:
+                server = await stack.enter_async_context(api_server(rights))
+            kubelet = Kubelet(server.store, folder, nodes, images)
+            made.append(Cluster(server, kubelet, asyncio.get_running_loop(), folder))
             ready.set()
             try:
                 while not end.is_set():
-                    kai.cycle()
+                    server.kai.cycle()
                     kubelet.step()
                     await asyncio.sleep(STEP_S)
             finally:

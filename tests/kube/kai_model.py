@@ -111,15 +111,28 @@ class Node:
 class Kai:
     """One scheduler; `cycle` is one scheduling cycle."""
 
+    quiet_s = 0.3  # nothing changes for so long: it has looked at everything
+    idle_s = 0.0  # the same where nothing else runs
+
     def __init__(self, store: Store, *, seed: int = 0, now: Callable[[], datetime] | None = None) -> None:
         self.store = store
         self.rng = random.Random(seed)
         self.now = now or (lambda: datetime.now(UTC))
         self.evicted: list[str] = []
+        self._is_stopped = False
 
     def cycle(self) -> None:
         """Allocate, then reclaim, then preempt (``pkg/apis/kai/v1/schedulingshard_types.go:140-146``)."""
-        _Cycle(self).run()
+        if not self._is_stopped:
+            _Cycle(self).run()
+
+    def stop(self) -> None:
+        """Let no cycle begin."""
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        """Let cycles begin again."""
+        self._is_stopped = False
 
 
 class _Cycle:

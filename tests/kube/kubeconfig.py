@@ -7,13 +7,14 @@ from pathlib import Path
 import yaml
 
 
-def write_kubeconfig(folder: Path, url: str, token: str = "t") -> Path:
+def write_kubeconfig(folder: Path, url: str, token: str = "t", ca: Path | None = None) -> Path:
     """Write a kubeconfig file with one context and return it."""
     named = {"name": "c"}
+    cluster = {"server": url} | ({"certificate-authority": str(ca)} if ca else {})
     config = {
         "current-context": "c",
         "contexts": [named | {"context": {"cluster": "c", "user": "c"}}],
-        "clusters": [named | {"cluster": {"server": url}}],
+        "clusters": [named | {"cluster": cluster}],
         "users": [named | {"user": {"token": token}}],
     }
     file = folder / f"kubeconfig-{token}"

@@ -17,16 +17,21 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.kube.real_store import RealStore
 from tests.kube.store import Json, Store
 
 KAI = "kai-scheduler"
 HOSTNAME = "kubernetes.io/hostname"
+# Where KAI's binder makes a pod for every GPU that is shared; it waits for the name of the GPU.
+RESERVATIONS = "kai-resource-reservation"
+_RESERVED = "run.ai/reserve_for_gpu_index"
+MIB = 81920  # of each GPU
 MARK = "GPUSHARE_TEST_POD"  # in the environment of every process of a pod: its uid
 _CDI = "k8s.device-plugin.nvidia.com/gpu="
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
@@ -43,6 +48,28 @@ def expanded(text: str, known: Mapping[str, str]) -> str:
         return "$" if found[0] == "$$" else known.get(found[1], found[0])
 
     return _REFERENCE.sub(of, text)
+
+
+def node_body(name: str, gpus: int) -> Json:
+    """Return a node as the GPU operator labels it."""
+    labels = {HOSTNAME: name, "nvidia.com/gpu.memory": str(MIB), "nvidia.com/gpu.count": str(gpus)}
+    has = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    status = {"capacity": has, "allocatable": has, "conditions": [{"type": "Ready", "status": "True"}]}
+    return {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
+
+
+def reserve(store: Store | RealStore, pod: Json, free: Sequence[str]) -> str:
+    """Do what a reservation pod of KAI does: hold one of the free GPUs and say which. Return its UUID.
+
+    KAI-Scheduler v0.16.8, ``pkg/binder/binding/resourcereservation/resource_reservation.go:391-445``.
+    """
+    meta = pod["metadata"]
+    if said := meta.get("annotations", {}).get(_RESERVED):
+        return str(said)
+    store.patch("pods", meta["namespace"], meta["name"], {"status": {"phase": "Running"}}, part="status")
+    named = {"metadata": {"annotations": {_RESERVED: free[0]}}}
+    store.patch("pods", meta["namespace"], meta["name"], named)
+    return free[0]
 
 
 @dataclass
@@ -65,7 +92,11 @@ class Kubelet:
     """All nodes of a cluster; `step` does what each of them, and the default scheduler, does next."""
 
     def __init__(
-        self, store: Store, folder: Path, nodes: Iterable[Node], images: Mapping[str, list[str]] | None = None
+        self,
+        store: Store | RealStore,
+        folder: Path,
+        nodes: Iterable[Node],
+        images: Mapping[str, list[str]] | None = None,
     ) -> None:
         self.store, self.folder = store, folder
         self.images = dict(images or {})  # what an image runs before its arguments
@@ -73,15 +104,14 @@ class Kubelet:
         self.running: dict[str, Running] = {}  # by uid of their pod
         self._addresses = itertools.count(2)
         for node in self.nodes.values():
-            labels = {HOSTNAME: node.name, "nvidia.com/gpu.memory": "81920"}
-            conditions = [{"type": "Ready", "status": "True"}]
-            status = {"allocatable": {"nvidia.com/gpu": str(len(node.gpus))}, "conditions": conditions}
-            store.create("nodes", "", {"metadata": {"name": node.name, "labels": labels}, "status": status})
+            store.create("nodes", "", node_body(node.name, len(node.gpus)))
 
     def step(self) -> None:
         pods = list(self.store.all("pods"))
         for pod in pods:
-            if not pod["spec"].get("nodeName"):
+            if pod["metadata"]["namespace"] == RESERVATIONS:
+                reserve(self.store, pod, self.nodes[pod["spec"]["nodeName"]].gpus)  # here nodes have one GPU
+            elif not pod["spec"].get("nodeName"):
                 self._bind(pod)
             elif pod["spec"]["nodeName"] in self.nodes:
                 self._follow(pod)
@@ -182,14 +212,21 @@ class Kubelet:
         given |= {"HOME": str(home), MARK: meta["uid"]} | (node.environ if has_gpus else {})
         facts = {"spec.nodeName": node.name, "status.podIP": address}
         facts |= {f"metadata.{key}": meta[key] for key in ("name", "namespace", "uid")}
-        for entry in spec["containers"][0].get("env", ()):
+        for source in spec["containers"][0].get("envFrom") or ():
+            given |= self._config(meta["namespace"], source["configMapRef"]["name"])
+        for entry in spec["containers"][0].get("env") or ():
             value = entry.get("value") or ""
-            if "valueFrom" in entry:
-                value = facts[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            if field_ := entry.get("valueFrom", {}).get("fieldRef"):
+                value = facts[field_["fieldPath"]]
+            elif key := entry.get("valueFrom", {}).get("configMapKeyRef"):
+                value = self._config(meta["namespace"], key["name"]).get(key["key"], "")
             given[entry["name"]] = expanded(value, given)
         if url := given.get("JUPYTERHUB_SERVICE_URL"):
             given["JUPYTERHUB_SERVICE_URL"] = url.replace("//0.0.0.0:", f"//{address}:")
         return given
+
+    def _config(self, namespace: str, name: str) -> dict[str, str]:
+        return dict(self.store.get("configmaps", namespace, name).get("data") or {})
 
     def _say(self, pod: Json, phase: str, state: Json, **more: str) -> None:
         meta, container = pod["metadata"], pod["spec"]["containers"][0]["name"]

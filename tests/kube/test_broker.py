@@ -29,7 +29,7 @@ CONFIG = """
 c.GPUShareBroker.engine = "kai"
 c.GPUShareBroker.projects = {{"vision": {{"quota": 1}}, "nlp": {{"quota": 0}}}}
 c.GPUShareBroker.state_dir = "{folder}/broker"
-c.GPUShareKube.api_server = {url!r}
+c.GPUShareKube.kubeconfig = {kubeconfig!r}
 c.GPUShareKube.seat_image = "gpushare"
 c.GPUShareKube.seat_grace_s = 60
 c.GPUShareKube.host_dir = "{folder}/host"
@@ -37,6 +37,11 @@ c.GPUShareKube.helper_selector = "app=helper"
 c.GPUShareKube.helper_port = {port}
 c.GPUShareKube.helper_secret_file = "{folder}/secret"
 """
+HELPER: dict[str, Any] = {
+    "metadata": {"name": "helper-1", "labels": {"app": "helper"}},
+    "spec": {"nodeName": "n1", "containers": [{"name": "helper", "image": "gpushare"}]},
+    "status": {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]},
+}
 
 
 class Site:
@@ -105,14 +110,9 @@ def site() -> Iterator[Site]:
                 *("--seat-socket", f"{name}/host/seat.sock", "--install-library", f"{name}/host/lib"),
                 *("--sample-s", "0.2"),
             )
-            helper = {
-                "metadata": {"name": "helper-1", "labels": {"app": "helper"}},
-                "spec": {"nodeName": "n1"},
-            }
-            helper |= {"status": {"phase": "Running", "podIP": "127.0.0.1"}}
-            cluster.do(lambda: store.create("pods", NS, helper))
+            cluster.do(lambda: store.create("pods", NS, HELPER))
             file = folder / "config.py"
-            file.write_text(CONFIG.format(folder=name, url=cluster.server.url, port=port))
+            file.write_text(CONFIG.format(folder=name, kubeconfig=str(cluster.kubeconfig()), port=port))
             made.run(
                 *("broker", "--config", str(file)),
                 JUPYTERHUB_SERVICE_URL=f"http://127.0.0.1:{free_ports()}",

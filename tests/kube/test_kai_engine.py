@@ -77,13 +77,13 @@ class TestStart:
         await broker.until(lambda: not objects(bed))
 
     async def test_a_scheduler_that_is_away_refuses_a_start_in_time(self, bed: Bed, broker: Broker):
-        bed.schedules = False
+        bed.kai.stop()
         bed.engine._place_s = 0.3
         assert isinstance(await broker.session("a"), Explanation)
         await broker.until(lambda: not objects(bed))
 
     async def test_a_refusal_of_one_cycle_is_no_refusal(self, bed: Bed, broker: Broker):
-        bed.schedules = False
+        bed.kai.stop()
         bed.engine._stands_s = 60.0
         starting = asyncio.create_task(broker.session("a"))
         name = (await bed.until(lambda: bed.seats_of("a")))[0]["metadata"]["name"]
@@ -93,11 +93,11 @@ class TestStart:
         bed.store.patch("podgroups", NS, name, body, part="status")
         await bed.until(lambda: any(s.why for s in bed.seats.seats().get("a", ())))
         assert not starting.done()
-        bed.schedules = True
+        bed.kai.go_on()
         assert isinstance(await starting, Grant)
 
     async def test_a_start_that_is_given_up_leaves_nothing(self, bed: Bed, broker: Broker):
-        bed.schedules = False
+        bed.kai.stop()
         starting = asyncio.create_task(broker.session("a"))
         await bed.until(lambda: len(objects(bed)) == 2)
         starting.cancel()

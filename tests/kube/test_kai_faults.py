@@ -23,6 +23,7 @@ from tests.waiting import PATIENCE_S
 
 
 class TestTakeOver:
+    @pytest.mark.model
     async def test_a_broker_that_may_not_take_seats_over_asks_once_a_second_and_changes_nothing(
         self, bed: Bed, broker: Broker
     ):
@@ -45,11 +46,12 @@ class TestTakeOver:
 
 
 class TestFaults:
+    @pytest.mark.model
     async def test_while_the_api_server_is_silent_nothing_becomes_lendable(self, bed: Bed, broker: Broker):
         await broker.session("owner")
         await bed.quiet()
         bed.server.faults.frozen.clear()
-        bed.schedules = False
+        bed.kai.stop()
         await bed.until(lambda: bed.seats.age_s > 10)
         broker.set("owner", idle_since_at=broker.now - 10_000)
         await broker.round()
@@ -59,6 +61,7 @@ class TestFaults:
         await broker.until(lambda: broker.queue("owner") == "gpushare-idle-sessions")
         assert bed.engine.trouble() == ()
 
+    @pytest.mark.model
     async def test_a_busy_api_server_and_cut_watches_heal(self, bed: Bed, broker: Broker):
         bed.server.faults.answers = [(429, {}), (500, {}), (503, {})] * 4
         broker.job("j")
@@ -133,6 +136,7 @@ class TestFaults:
         assert len(begun) == 1, "one of the two objects of the seat"
         bed.start_engine()  # for the end of the bed
 
+    @pytest.mark.model
     async def test_a_change_based_on_an_older_version_is_not_made(self, bed: Bed, broker: Broker):
         """What an old broker would do that hung between reading and writing."""
         await broker.session("a")

@@ -154,9 +154,7 @@ def prepare(made: Story, cluster: Cluster) -> None:
         cluster.do(lambda body=body: store.create("queues", "", body))
     for body in priority_classes(3):
         cluster.do(lambda body=body: store.create("priorityclasses", "", body))
-    helper = {"metadata": {"name": "helper-1", "labels": {"app": "helper"}}, "spec": {"nodeName": "n1"}}
-    helper |= {"status": {"phase": "Running", "podIP": "127.0.0.1"}}
-    cluster.do(lambda: store.create("pods", test_broker.NS, helper))
+    cluster.do(lambda: store.create("pods", test_broker.NS, test_broker.HELPER))
 
 
 def start(made: Story, helper_port: int, tls_port: int) -> None:
@@ -168,10 +166,10 @@ def start(made: Story, helper_port: int, tls_port: int) -> None:
         *("--sample-s", "0.2"),
     )
     file = made.folder / "config.py"
-    url = made.cluster.server.url
-    file.write_text(
-        test_broker.CONFIG.format(folder=name, url=url, port=helper_port) + BROKER_MORE.format(port=tls_port)
+    config = test_broker.CONFIG.format(
+        folder=name, kubeconfig=str(made.cluster.kubeconfig()), port=helper_port
     )
+    file.write_text(config + BROKER_MORE.format(port=tls_port))
     made.run(
         *("broker", "--config", str(file)),
         JUPYTERHUB_SERVICE_URL=f"http://127.0.0.1:{free_ports()}",
