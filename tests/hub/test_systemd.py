@@ -30,6 +30,8 @@ c.SystemdSpawner.readwrite_paths = ["/home/{{USERNAME}}"]
 c.SystemdSpawner.unit_extra_properties = {{"CPUWeight": "50"}}
 c.Spawner.mem_limit = "2G"
 c.SystemdSpawner.user_workingdir = "{folder}"
+# The Hub answers a start when the server is up, also on a loaded machine.
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 100}}
 """
 JOB = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
 JOB_GRANT = {**GRANT, "kind": "train", "job": {**JOB, "grace_s": 60.0}}
