@@ -80,6 +80,7 @@ class Wire:
         self.port = port
         self.change = change
         self.sent: list[bytes] = []  # by the client
+        self._passing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Wire:
         self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
@@ -88,8 +89,14 @@ class Wire:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        for task in self._passing:
+            task.cancel()
+        await asyncio.gather(*self._passing, return_exceptions=True)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._passing.add(task)
         theirs, ours = await asyncio.open_connection("127.0.0.1", self.port)
 
         async def passing(source: asyncio.StreamReader, to: asyncio.StreamWriter, note: bool) -> None:
@@ -101,9 +108,13 @@ class Wire:
                     to.write(data)
             to.close()
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(passing(reader, ours, True))
-            group.create_task(passing(theirs, writer, False))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(passing(reader, ours, True))
+                group.create_task(passing(theirs, writer, False))
+        finally:
+            ours.close()
+            writer.close()
 
 
 def answered(port: int, raw: list[bytes]) -> bytes:
