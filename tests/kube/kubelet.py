@@ -2,9 +2,9 @@
 
 A node is a folder with an environment of its own, such as that of a simulated driver.  Of a pod its
 first container runs: command, arguments, variables (with ``$(NAME)`` and ``$$``), ``hostPath`` folders
-under their own path, claims as folders that are the home, an address of its own on the loopback
-interface, SIGTERM, grace, SIGKILL, phase, exit status.  What a node's GPUs are reached through is in
-the environment only where the container's runtime would have given it devices.
+under their own path or in a folder of the node, claims as folders that are the home, an address of its
+own on the loopback interface, SIGTERM, grace, SIGKILL, phase, exit status.  What a node's GPUs are
+reached through is in the environment only where the container's runtime would have given it devices.
 
 Not modelled: images, mount and pid namespaces, restarts of containers, limits of CPU and memory.
 """
@@ -80,6 +80,7 @@ class Node:
     gpus: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
     accepts: bool = True  # has CPU and memory for more pods of servers
+    folders: dict[str, str] = field(default_factory=dict)  # of `hostPath`: where this machine has its own
 
 
 @dataclass
@@ -170,6 +171,7 @@ class Kubelet:
         spec, meta = pod["spec"], pod["metadata"]
         node, container = self.nodes[spec["nodeName"]], spec["containers"][0]
         folders = [v["hostPath"]["path"] for v in spec.get("volumes") or () if "hostPath" in v]
+        folders = [node.folders.get(each, each) for each in folders]
         devices = self._devices(pod, node)
         if devices is None or not all(Path(each).exists() for each in folders):
             return  # ContainerCreating, as long as that is so
@@ -182,7 +184,7 @@ class Kubelet:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [expanded(word, environ) for word in words],
+                [expanded(node.folders.get(word, word), environ) for word in words],
                 cwd=environ["HOME"],
                 env=environ,
                 stdout=output,

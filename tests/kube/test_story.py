@@ -1,15 +1,22 @@
 """The story on a cluster: half a GPU by the form, idle, lent to a job, and back with its variable.
 
-Real: Hub, KubeSpawner, broker, device helper, seats, the job's runner, and what runs in the pods.  By their
-models: API server, KAI-Scheduler, kubelet, driver.
+There are two nodes, each with a driver and a device helper of its own.  Real: Hub, KubeSpawner, broker,
+helpers, seats, the job's runner, and what runs in the pods.  By their models: API server, KAI-Scheduler,
+kubelet, driver.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import random
+import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,11 @@ from tests.ports import free_ports
 from tests.simulator import GIB, Simulator
 from tests.waiting import PATIENCE_S, until
 
+# In each second round the broker is killed.
+RETURNS = int(os.environ.get("GPUSHARE_TEST_RETURNS", "50"))
 CELLS = Path(__file__).with_name("cells.py")
 HUB_NS = "hub"
+NODES = ("n1", "n2")
 BROKER_MORE = """
 c.GPUShareBroker.idle_timeout = 6
 c.GPUShareBroker.notice = 1
@@ -50,12 +60,13 @@ c.GPUShareMixin.server_broker_url = "https://127.0.0.1:{port}/services/gpushare"
 c.GPUShareMixin.broker_token_file = "{folder}/broker/spawner-token"
 c.GPUShareMixin.broker_certificate_file = "{folder}/broker/api-certificate.pem"
 c.GPUShareMixin.offers_timeout_s = 30
-c.GPUShareKubeSpawner.host_dirs = ["{folder}/host"]
+c.GPUShareKubeSpawner.host_dirs = ["{folder}/n1/host", "{folder}/n2/host"]
 c.GPUShareKubeSpawner.holder_timeout = 60
 c.GPUShareKubeSpawner.job_cmd = [{python!r}, "-P", "-m", "jupyter_gpushare.job"]
 c.Spawner.start_timeout = 240
 c.Spawner.http_timeout = 240
 c.Spawner.cmd = [{python!r}, {cells!r}]
+c.JupyterHub.load_groups["nlp"]["users"].append("dot")
 c.JupyterHub.load_roles.append({{
     "name": "broker", "services": ["gpushare"],
     "scopes": ["list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers"],
@@ -78,10 +89,18 @@ TRAIN = ["-m", "jupyter_gpushare.demo_gpu", "train", "--steps", "99999", "--byte
 
 
 class Story(Site):
-    """A site with its Hub and people."""
+    """A site with its Hub and people; ``machines``: those of the nodes, by name."""
 
     hub: Hub
     tokens: dict[str, str]
+    machines: dict[str, Simulator]
+    broker_is_there: threading.Lock
+
+    def run_on(self, node: str, *words: str) -> None:
+        """Start a process on a node."""
+        self.run(
+            *words, **{k: v for k, v in self.machines[node].env().items() if k.startswith("GPUSHARE_SIM")}
+        )
 
     def api(self, user: str, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask the broker as a user."""
@@ -89,11 +108,23 @@ class Story(Site):
             self.tokens[user] = self.hub.user_token(user)
         token = self.tokens[user]
         transport = httpx.HTTPTransport(uds=str(self.socket))
-        with httpx.Client(transport=transport, base_url="http://broker", timeout=PATIENCE_S) as client:
+        with (
+            self.broker_is_there,
+            httpx.Client(transport=transport, base_url="http://broker", timeout=PATIENCE_S) as client,
+        ):
             address = f"/services/gpushare/api/v1/{path}"
             answer = client.request(method, address, json=body, headers={"Authorization": f"token {token}"})
         assert answer.status_code < 300, (path, answer.text, self.log())
         return dict(answer.json())
+
+    def listens(self) -> bool:
+        """Whether a broker listens."""
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(self.socket))
+            except OSError:
+                return False
+        return True
 
     def session(self, user: str) -> dict[str, Any]:
         """The session of a user as its owner sees it."""
@@ -118,16 +149,26 @@ class Story(Site):
 def story() -> Iterator[Story]:
     with tempfile.TemporaryDirectory(prefix="gps-") as name:
         folder = Path(name)
-        machine = Simulator(folder, "1xH100-80GB,host=512GiB")
-        for part in ("host", "hub"):
-            (folder / part).mkdir()
+        (folder / "hub").mkdir()
+        machines = {}
+        for node in NODES:
+            (folder / node / "host").mkdir(parents=True)
+            machines[node] = Simulator(folder / node, f"1xH100 of {node}-80GB,host=512GiB")
         secret = folder / "secret"
         secret.write_text("s" * 40)
         secret.chmod(0o600)
-        node = Node("n1", gpus=(machine.uuid(0),), environ=machine.env())
-        with running_cluster(folder, [node], images={"gpushare": CLI}) as cluster:
-            made = Story(folder, cluster, machine)
-            made.tokens = {}
+        nodes = [
+            Node(
+                name,
+                gpus=(machine.uuid(0),),
+                environ=machine.env(),
+                folders={f"{folder}/host": f"{folder}/{name}/host"},
+            )
+            for name, machine in machines.items()
+        ]
+        with running_cluster(folder, nodes, images={"gpushare": CLI}) as cluster:
+            made = Story(folder, cluster, machines["n1"])
+            made.tokens, made.machines, made.broker_is_there = {}, machines, threading.Lock()
             prepare(made, cluster)
             tls_port, helper_port = free_ports(), free_ports()
             more = HUB_MORE.format(
@@ -140,10 +181,9 @@ def story() -> Iterator[Story]:
                     start(made, helper_port, tls_port)
                     yield made
             finally:
-                for process in made.processes:
+                for process in reversed(made.processes):  # the broker, then the helpers
                     process.terminate()
-                for process in made.processes:
-                    process.wait(60)
+                    process.wait(PATIENCE_S)
 
 
 def prepare(made: Story, cluster: Cluster) -> None:
@@ -154,37 +194,102 @@ def prepare(made: Story, cluster: Cluster) -> None:
         cluster.do(lambda body=body: store.create("queues", "", body))
     for body in priority_classes(3):
         cluster.do(lambda body=body: store.create("priorityclasses", "", body))
-    cluster.do(lambda: store.create("pods", test_broker.NS, test_broker.HELPER))
+    for name in NODES:
+        helper = copy.deepcopy(test_broker.HELPER)
+        helper["metadata"]["name"] = f"helper-{name}"
+        helper["spec"]["nodeName"] = name
+        helper["status"] |= {"podIP": address_of(name), "podIPs": [{"ip": address_of(name)}]}
+        cluster.do(lambda helper=helper: store.create("pods", test_broker.NS, helper))
+
+
+def address_of(node: str) -> str:
+    """Where the helper of a node listens."""
+    return f"127.0.0.{1 + NODES.index(node)}"
 
 
 def start(made: Story, helper_port: int, tls_port: int) -> None:
     name = str(made.folder)
-    made.run(
-        *("helper", "--state-dir", f"{name}/helper", "--lease-dir", f"{name}/host/leases"),
-        *("--listen", f"127.0.0.1:{helper_port}", "--secret-file", f"{name}/secret", "--node", "n1"),
-        *("--seat-socket", f"{name}/host/seat.sock", "--install-library", f"{name}/host/lib"),
-        *("--sample-s", "0.2"),
-    )
+    for node in NODES:
+        own = f"{name}/{node}"
+        made.run_on(
+            node,
+            *("helper", "--state-dir", f"{own}/helper", "--lease-dir", f"{own}/host/leases", "--node", node),
+            *("--listen", f"{address_of(node)}:{helper_port}", "--secret-file", f"{name}/secret"),
+            *("--seat-socket", f"{own}/host/seat.sock", "--install-library", f"{own}/host/lib"),
+            *("--sample-s", "0.2"),
+        )
     file = made.folder / "config.py"
     config = test_broker.CONFIG.format(
         folder=name, kubeconfig=str(made.cluster.kubeconfig()), port=helper_port
     )
     file.write_text(config + BROKER_MORE.format(port=tls_port))
+    start_broker(made)
+
+
+def start_broker(made: Story) -> None:
+    """Start the broker, and wait until it listens."""
     made.run(
-        *("broker", "--config", str(file)),
+        *("broker", "--config", str(made.folder / "config.py")),
         JUPYTERHUB_SERVICE_URL=f"http://127.0.0.1:{free_ports()}",
         JUPYTERHUB_SERVICE_PREFIX="/services/gpushare/",
         JUPYTERHUB_SERVICE_NAME="gpushare",
         JUPYTERHUB_API_TOKEN="token-of-the-broker",
         JUPYTERHUB_API_URL=f"{made.hub.url}/hub/api",
     )
-    token = made.folder / "broker" / "spawner-token"
-    until(token.exists, "the broker listens", process=made.processes[-1], log=made.folder / "broker.log")
+    until(made.listens, "the broker listens", process=made.processes[-1], log=made.folder / "broker.log")
 
 
-@pytest.mark.timeout(900)
-def test_an_idle_half_gpu_is_lent_to_a_job_and_comes_back_with_its_variable(story: Story) -> None:
-    hub, device = story.hub, 0
+@dataclass
+class Job:
+    """A job of a user without a server of their own."""
+
+    story: Story
+    user: str
+    id: str
+
+    def get(self) -> dict[str, Any]:
+        found = self.story.api(self.user, "GET", f"jobs/{self.id}")
+        assert found["state"] not in ("failed", "cancelled"), f"{found}\n{self.story.log()}"
+        return found
+
+    def runs(self) -> bool:
+        return bool(self.get()["state"] == "running")
+
+    @property
+    def node(self) -> str:
+        return str(self.story.pod(self.user)["spec"]["nodeName"])
+
+    @property
+    def pid(self) -> int:
+        return pid_of(self.story.cluster, self.story.pod(self.user))
+
+
+def submitted(story: Story, user: str) -> Job:
+    request = {"command": [sys.executable, *TRAIN], "gpus": "1", "project": "nlp"}
+    return Job(story, user, story.api(user, "POST", "jobs", request)["id"])
+
+
+@dataclass
+class Lent:
+    """Ada's session on one node, its GPU lent to Cy's job, and Dot's job on the other node."""
+
+    story: Story
+    beside: Job
+    guest: Job
+    server: int  # process of the session
+    node: str  # of the session
+
+    @property
+    def machine(self) -> Simulator:
+        return self.story.machines[self.node]
+
+
+@pytest.fixture(scope="module")
+def lent(story: Story) -> Lent:
+    until(lambda: story.api("dot", "GET", "status")["devices_known"], "the helpers answer")
+    beside = submitted(story, "dot")
+    until(beside.runs, "a job runs on one node", 300)
+    hub = story.hub
     with hub.browser("ada") as browser:
         size = {"gpushare_project": "vision", "gpushare_size:vision": '{"fraction": "1/2"}'}
         until(lambda: "1/2 GPU" in browser.get("/hub/spawn/ada").text, "the page offers it")
@@ -193,23 +298,71 @@ def test_an_idle_half_gpu_is_lent_to_a_job_and_comes_back_with_its_variable(stor
     assert story.cell("ada", ALLOCATE) == "True", story.log()
     said = story.cell("ada", TOO_MUCH)
     assert "in your share of this GPU" in said, said
-    server = pid_of(story.cluster, story.pod("ada"))
+    pod = story.pod("ada")
+    return Lent(
+        story, beside, submitted(story, "cy"), pid_of(story.cluster, pod), str(pod["spec"]["nodeName"])
+    )
 
-    request = {"command": [sys.executable, *TRAIN], "gpus": "1", "project": "nlp"}
-    job = story.api("cy", "POST", "jobs", request)
 
-    def job_is(state: str) -> bool:
-        found = story.api("cy", "GET", f"jobs/{job['id']}")
-        assert found["state"] not in ("failed", "cancelled"), f"{found}\n{story.log()}"
-        return bool(found["state"] == state)
-
-    until(lambda: job_is("running"), "the job runs on the GPU of the idle session", 300)
-    assert story.session("ada")["state"] == "suspended"
-    until(lambda: story.machine.device_used(device) > 60 * GIB, "the job computes", 300)
-
+def come_back(lent: Lent) -> None:
+    """Run a cell of the session whose GPU is lent: the same process, its variable, the same GPU."""
+    story = lent.story
     assert story.cell("ada", "print(weights.is_intact())") == "True", story.log()
-    assert pid_of(story.cluster, story.pod("ada")) == server
-    # Not its state: it may run again by then.
-    until(lambda: story.api("cy", "GET", f"jobs/{job['id']}")["preemptions"] > 0, "the job made way")
-    peak = max(event.device_used or 0 for event in story.machine.ledger())
-    assert peak <= 80 * GIB
+    assert pid_of(story.cluster, story.pod("ada")) == lent.server
+    assert story.pod("ada")["spec"]["nodeName"] == lent.node
+    for machine in story.machines.values():
+        assert max((event.device_used or 0 for event in machine.ledger()), default=0) <= 80 * GIB
+
+
+def of_beside(lent: Lent) -> tuple[Any, ...]:
+    """All that an eviction of the job on the other node would change."""
+    job, label = lent.beside.get(), "gpushare.jupyter.org/lease"
+    pods = lent.story.cluster.pods(test_broker.NS).items()
+    seats = [name for name, pod in pods if pod["metadata"].get("labels", {}).get(label) == f"j{job['id']}"]
+    return job["state"], job["attempt"], job["preemptions"], lent.beside.pid, lent.beside.node, seats
+
+
+@pytest.mark.timeout(900)
+def test_an_idle_half_gpu_is_lent_to_a_job_and_comes_back_with_its_variable(lent: Lent) -> None:
+    story, before = lent.story, of_beside(lent)
+    assert before[:3] == ("running", 1, 0)
+    assert lent.beside.node != lent.node
+    assert len(before[-1]) == 1
+    until(lent.guest.runs, "the job runs on the GPU of the idle session", 300)
+    assert story.session("ada")["state"] == "suspended"
+    assert lent.guest.node == lent.node
+    until(lambda: lent.machine.device_used(0) > 60 * GIB, "the job computes", 300)
+    come_back(lent)
+    # Not the session's state: it may be lent again by then.
+    until(lambda: lent.guest.get()["preemptions"] > 0, "the job made way")
+    assert of_beside(lent) == before
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_many_returns_lose_nothing_though_the_broker_is_killed(lent: Lent) -> None:
+    story, before = lent.story, of_beside(lent)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+
+    def kill(after_s: float) -> None:
+        time.sleep(after_s)
+        with story.broker_is_there:
+            broker = story.processes.pop()
+            broker.kill()
+            broker.wait()
+            start_broker(story)
+
+    for number in range(RETURNS):
+        killer = threading.Thread(target=kill, args=(chance.uniform(0, 15),))
+        if number % 2:
+            killer.start()
+        preempted = lent.guest.get()["preemptions"] if not number % 2 else 0
+        until(lent.guest.runs, "the GPU is lent", 300)
+        come_back(lent)
+        if number % 2:
+            killer.join()
+        else:
+            until(lambda n=preempted: lent.guest.get()["preemptions"] > n, "the job made way")
+        assert of_beside(lent) == before
