@@ -41,7 +41,7 @@ QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
 WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How much the tests marked `long_form` try in `make test-long`.
-LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600
+LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25
 
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,8 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 from tests.kube.bed import NS, Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker, objects
+
+RETURNS = int(os.environ.get("GPUSHARE_TEST_RETURNS", "5"))
 
 
 class TestStart:
@@ -148,12 +151,14 @@ class TestLend:
         broker.set("owner", idle_since_at=None)
         await broker.until(lambda: broker.queue("owner") == "vision-build")
 
+    @pytest.mark.long_form
+    @pytest.mark.timeout(1800)
     @pytest.mark.parametrize("survival", [CheckpointMode.SIGTERM, CheckpointMode.SUSPEND])
     async def test_an_idle_gpu_is_lent_and_returns_to_its_owner(
         self, bed: Bed, broker: Broker, survival: CheckpointMode
     ):
         device = await self.idle_beside_a_job(broker)
-        for round_ in range(5):
+        for round_ in range(RETURNS):
             if not round_:
                 broker.job("j1", survival=survival)
             broker.set("owner", idle_since_at=broker.now - 10_000)
@@ -166,7 +171,9 @@ class TestLend:
             lost = State.SUSPENDED if survival is CheckpointMode.SUSPEND else State.PENDING
             assert broker.state("j1") is lost
             assert broker.state("j0") is State.RUNNING
-        assert [a.why for a in broker.did if isinstance(a, Resume) and a.lease == "owner"] == [Why.WANTED] * 5
+        assert [a.why for a in broker.did if isinstance(a, Resume) and a.lease == "owner"] == [
+            Why.WANTED
+        ] * RETURNS
 
     async def test_memory_leaves_a_device_before_it_is_granted_again(self, bed: Bed, broker: Broker):
         await self.idle_beside_a_job(broker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from jupyter_gpushare.errors import Superseded
 from tests.kube.bed import NS, Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker
 from tests.waiting import PATIENCE_S
+
+KILLS = int(os.environ.get("GPUSHARE_TEST_BROKER_KILLS", "5"))
 
 
 class TestTakeOver:
@@ -153,26 +156,43 @@ class TestFaults:
         await bed.seats.delete(name)
         assert "deletionTimestamp" not in bed.store.get("pods", NS, name)["metadata"]
 
-    @pytest.mark.parametrize("requests", range(1, 6))
+    @pytest.mark.long_form
+    @pytest.mark.parametrize("requests", range(1, KILLS + 1))
     async def test_a_broker_that_ends_in_the_middle_leaves_what_the_next_one_finishes(self, requests: int):
+        """In the middle of loans and returns, after so many requests that change something."""
         async with kube_bed({"n0": ("GPU-0",), "n1": ("GPU-1",)}, (VISION, NLP)) as bed:
             broker = Broker(bed)
             await broker.session("owner")
+            (device,) = broker.leases["owner"].devices
             broker.job("j0")
             await broker.until(lambda: broker.state("j0") is State.RUNNING)
-            broker.set("owner", idle_since_at=broker.now - 10_000)
             broker.job("j1")
-            written = len([m for m, _ in bed.server.requests if m != "GET"])
+
+            def written() -> int:
+                return len([m for m, _ in bed.server.requests if m != "GET"])
+
+            async def lend_and_return() -> None:
+                while True:
+                    broker.set("owner", idle_since_at=broker.now - 10_000)
+                    await broker.until(lambda: broker.state("j1") is State.RUNNING)
+                    broker.set("owner", wanted=True)
+                    await broker.until(lambda: broker.state("owner") is State.RUNNING)
+
+            end, lending = written() + requests, asyncio.create_task(lend_and_return())
             async with asyncio.timeout(PATIENCE_S):
-                while len([m for m, _ in bed.server.requests if m != "GET"]) < written + requests:
-                    await broker.round()
+                while written() < end:
                     await asyncio.sleep(0)
-                    if broker.state("j1") is State.RUNNING:
-                        break
+            lending.cancel()
+            await asyncio.gather(lending, return_exceptions=True)
             await bed.restart_engine()
             broker.engine = bed.engine
+            if broker.leases["owner"].wanted:
+                await broker.until(lambda: broker.state("owner") is State.RUNNING)
+            broker.set("owner", idle_since_at=broker.now - 10_000)
             await broker.until(lambda: broker.state("j1") is State.RUNNING)
             broker.set("owner", wanted=True)
             await broker.until(lambda: broker.state("owner") is State.RUNNING)
             await bed.quiet()
+            assert broker.leases["owner"].devices == (device,)
+            assert broker.state("j0") is State.RUNNING
             assert [len(bed.seats_of(id)) for id in ("owner", "j0", "j1")] == [1, 1, 1]
