@@ -25,8 +25,10 @@ from jupyter_gpushare.broker.engine import (
 )
 from jupyter_gpushare.broker.kai_outlook import KaiOutlook
 from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Change, Create, follow, reconcile
+from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.kube.demand import Demands, demands
+from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, reconcile
+from jupyter_gpushare.core.kube.pools import assigned, keeps, marked, obstacles, pools_of, takes
 from jupyter_gpushare.core.kube.returns import Misplaced, delayed, note_misplaced
 from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request
 from jupyter_gpushare.core.model import (
@@ -35,6 +37,9 @@ from jupyter_gpushare.core.model import (
     Lease,
     Plan,
     Project,
+    Requeue,
+    Resume,
+    State,
     Why,
 )
 from jupyter_gpushare.errors import Conflict, InvalidRequest
@@ -70,15 +75,21 @@ class KaiEngine(Engine):
         place_s: float = PLACE_S,
         seat_s: float = SEAT_S,
         stands_s: float = STANDS_S,
+        foreign: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        """``foreign``: pods with GPUs that are not ours, by node, as a sentence has them."""
         self._seats = seats
         self._nodes = sleepable
+        self._foreign = foreign
         self._clock = clock
         self._place_s, self._seat_s, self._stands_s = place_s, seat_s, stands_s
         self._configured: tuple[Project, ...] = ()
         self._snapshot: tuple[Cluster, float] | None = None
         self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
         self._phases: dict[str, StartPhase] = {}  # of starts under way
+        self._decided: Cluster | None = None  # as it will be once the last decision is carried out
+        self._placed: dict[str, Lease] = {}  # starts under way that have units of a pool
+        self._restarting: set[str] = set()  # jobs that a returning owner displaced; they keep their seats
         self._misplaced: Mapping[str, Misplaced] = {}  # return seats on other devices
         self._failure = ""
         self._failed: dict[str, float] = {}  # leases and seats with a failed change: not tried again before
@@ -99,16 +110,31 @@ class KaiEngine(Engine):
     def decide(self, cluster: Cluster, now: float) -> Plan:
         if not self._seats.is_known:
             return Plan(())
-        cluster = self._delayed(cluster, now)
-        plan = follow(cluster, self._seats.seats(), now)
-        times = [
-            at for at in (plan.next_at, demands(cluster, self._sleepable(), now).next_at) if at is not None
-        ]
+        cluster = self._seen(cluster)
+        found = assigned(cluster, self._seats.seats(), now, frozenset(self._placed))
+        cluster = self._delayed(cluster, found.seats, now)
+        plan = follow(cluster, found.seats, now)
+        followed = {action.lease for action in plan.actions}
+        displaced = tuple(action for action in found.actions if action.lease not in followed)
+        self._restarting.update(action.lease for action in displaced if isinstance(action, Requeue))
+        plan = replace(plan, actions=(*displaced, *plan.actions))
+        self._decided = _after(cluster, plan)
+        times = [at for at in (plan.next_at, self._demands(cluster, now).next_at) if at is not None]
         return replace(plan, next_at=min(times, default=None))
 
-    def _delayed(self, cluster: Cluster, now: float) -> Cluster:
+    def _seen(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with its unit pools, and with the starts that have units there."""
+        there = {lease.id for lease in cluster.leases}
+        starts = (lease for lease in self._placed.values() if lease.id not in there)
+        known = replace(cluster, leases=(*cluster.leases, *starts)) if self._placed else cluster
+        return marked(known, self._seats.units, self._foreign())
+
+    def _demands(self, cluster: Cluster, now: float) -> Demands:
+        return demands(cluster, self._sleepable(), now, self._restarting)
+
+    def _delayed(self, cluster: Cluster, seats: Seats, now: float) -> Cluster:
         """Return the cluster in which leases with a misplaced return seat ask for another one later."""
-        known = note_misplaced(cluster, self._seats.seats(), self._misplaced, now)
+        known = note_misplaced(cluster, seats, self._misplaced, now)
         for lease, found in known.items():
             if found != self._misplaced.get(lease):
                 log.info("lease=%s seat on other devices asks_again_in_s=%.0f", lease, found.pause_s)
@@ -153,9 +179,14 @@ class KaiEngine(Engine):
         arrived = {lease.id for lease in cluster.leases}
         self._starting = {x: at for x, at in self._starting.items() if x not in arrived and now < at}
         self._failed = {key: at for key, at in self._failed.items() if now < at}
-        cluster = self._delayed(cluster, now)
-        needed = demands(cluster, self._sleepable(), now).by_lease
-        there = {lease: mine for lease, mine in self._seats.seats().items() if lease not in self._starting}
+        self._placed = {x: lease for x, lease in self._placed.items() if x in self._starting}
+        stop = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
+        self._restarting &= stop
+        cluster = self._seen(cluster)
+        seats = assigned(cluster, self._seats.seats(), now, frozenset(self._placed)).seats
+        cluster = self._delayed(cluster, seats, now)
+        needed = self._demands(cluster, now).by_lease
+        there = {lease: mine for lease, mine in seats.items() if lease not in self._starting}
         changes = reconcile(cluster, needed, there)
         return next((change for change in changes if _key(change) not in self._failed), None)
 
@@ -171,13 +202,17 @@ class KaiEngine(Engine):
         """
         if lost := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
             raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
+        cluster = self._seen(cluster)
         considered = replace(cluster, leases=(*cluster.leases, lease))
-        demand = demands(considered, self._sleepable(), now).by_lease[lease.id]
+        demand = self._demands(considered, now).by_lease[lease.id]
         demand = replace(demand, not_nodes=tuple(sorted({*demand.not_nodes, *not_nodes})))
+        self._decided = self._decided or cluster
         self._starting[lease.id] = inf
         self._phases[lease.id] = StartPhase.PLACING
         try:
             placed = await self._place(demand, cluster)
+            if not isinstance(placed, Why):
+                placed = await self._take_units(lease, demand, placed)
         except BaseException:
             await asyncio.shield(self._withdraw(lease.id))
             raise
@@ -226,6 +261,54 @@ class KaiEngine(Engine):
         usable = seat.seating is Seating.PLACED and set(seat.devices) <= known
         return seat if usable else Why.DEVICE_BROKEN
 
+    async def _take_units(self, lease: Lease, demand: Demand, seat: Seat) -> Seat | Why:
+        """Return a placed seat with its units, once these are free; on a node without units as it is."""
+        try:
+            async with asyncio.timeout(self._seat_s):
+                while not isinstance(gpus := self._choose(demand, seat), tuple):
+                    if gpus is not None:
+                        return gpus
+                    await self._seats.wait(_ROUND_S)
+                if not gpus:
+                    return seat
+                self._placed[lease.id] = replace(
+                    lease,
+                    state=State.GRANTED,
+                    devices=gpus,
+                    held_milli=lease.size.fraction_milli,
+                    granted_at=self._clock(),
+                    borrowed=demand.seat_class is SeatClass.BORROWED,
+                )
+                while not self._is_free(lease.id, seat.node):
+                    await self._seats.wait(_ROUND_S)
+        except TimeoutError:
+            return Why.NO_CAPACITY
+        return replace(seat, devices=gpus)
+
+    def _choose(self, demand: Demand, seat: Seat) -> tuple[str, ...] | Why | None:
+        """Return GPUs for a start; () on a node without units, None: too few are free yet."""
+        cluster = self._latest()
+        pool = pools_of(cluster, claimants(cluster), frozenset(self._placed)).get(seat.node)
+        if seat.node in obstacles(cluster):
+            return Why.NO_CAPACITY
+        if pool is None:
+            return ()
+        is_kept = keeps(demand, seat.node, cluster)
+        placement = pool.place(demand.size.device_count, keeps=is_kept)
+        if placement is None:
+            return Why.NO_CAPACITY if is_kept else None
+        return placement.gpus
+
+    def _is_free(self, lease: str, node: str) -> bool:
+        cluster = self._latest()
+        pool = pools_of(cluster, claimants(cluster), frozenset(self._placed)).get(node)
+        return pool is not None and pool.is_free(lease)
+
+    def _latest(self) -> Cluster:
+        """Return the cluster as it will be once the last decision is carried out."""
+        assert self._decided is not None
+        return self._seen(self._decided)
+
     async def _answered(self, lease: str, name: str) -> Seat:
         """Wait until KAI placed a seat, or until its refusal stands for `STANDS_S`."""
         while True:
@@ -257,6 +340,7 @@ class KaiEngine(Engine):
             log.warning("lease=%s its seat is not deleted yet: %s", lease_id, error)
         finally:
             self._starting.pop(lease_id, None)
+            self._placed.pop(lease_id, None)
 
     # ---- questions -----------------------------------------------------------
 
@@ -264,9 +348,15 @@ class KaiEngine(Engine):
         check_project(lease.project)
         request(lease.size, cluster.devices)
         explain.check_request(cluster, lease)
+        if not takes(self._seen(cluster), lease.size):
+            raise InvalidRequest(
+                "the GPUs here are given out in equal parts, and %1 is none", lease.size.text
+            )
 
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
         seats = self._seats.seats() if self._seats.is_known else {}
+        cluster = self._seen(cluster)
+        seats = assigned(cluster, seats, now, frozenset(self._placed)).seats
         return KaiOutlook(cluster, seats, self._sleepable(), self._misplaced, now)
 
     def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
@@ -296,9 +386,34 @@ class KaiEngine(Engine):
             for project in self._configured:
                 if in_force(project, self._seats.queues) != project:
                     found.append(f"The numbers of project {project.name} differ from those of its Queue.")
+        if self._snapshot is not None:
+            closed = obstacles(self._seen(self._snapshot[0]))
+            found += [f"Node {node} grants and lends nothing: {why}." for node, why in closed.items()]
         if self._failure:
             found.append(f"Seats cannot be changed: {self._failure}.")
         return tuple(found)
+
+
+def _after(cluster: Cluster, plan: Plan) -> Cluster:
+    """Return the cluster in which leases have what a plan grants them."""
+    actions = {action.lease: action for action in plan.actions}
+
+    def moved(lease: Lease) -> Lease:
+        match actions.get(lease.id):
+            case Grant() as grant:
+                return replace(
+                    lease,
+                    state=State.GRANTED,
+                    devices=grant.devices,
+                    held_milli=grant.held_milli,
+                    borrowed=grant.borrowed,
+                )
+            case Resume():
+                return replace(lease, state=State.RESUMING)
+            case _:
+                return lease
+
+    return replace(cluster, leases=tuple(moved(lease) for lease in cluster.leases))
 
 
 def _key(change: Change) -> str:

@@ -149,6 +149,8 @@ class Device:
     usable: bool = True  # False: draining, broken or vanished; takes nothing new
     draining: bool = False  # it works, and is not usable only because an administrator empties it
     suspendable: bool = True  # the driver's checkpoint passed its test here
+    units: int = 0  # on a node of a unit pool (`core.units`): so many equal parts; 0: on another node
+    pool_obstacle: str = ""  # why the unit pool of its node grants and lends nothing
 
     @property
     def grantable_bytes(self) -> int:
@@ -158,12 +160,20 @@ class Device:
     def demand_milli(self, size: Size) -> int:
         """Thousandths of this device that ``size`` needs here; more than 1000 if it does not fit.
 
-        Bytes are rounded up to the next thousandth.
+        Bytes are rounded up to the next thousandth.  In a unit pool only whole units fit.
         """
+        if self.units and not _is_whole_units(size, self.units):
+            return WHOLE_GPU + 1
         if size.memory_bytes:
             most = self.grantable_bytes
             return -(-size.memory_bytes * WHOLE_GPU // most) if most > 0 else WHOLE_GPU + 1
         return size.fraction_milli if size.profile == self.profile else WHOLE_GPU + 1
+
+
+def _is_whole_units(size: Size, units: int) -> bool:
+    """Return whether a size is one of so many units of a GPU, or whole GPUs where a GPU is one unit."""
+    is_part = size.device_count == 1 or units == 1
+    return not size.memory_bytes and is_part and size.fraction_milli * units == WHOLE_GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, sea
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
 from jupyter_gpushare.broker.kai_engine import KaiEngine
+from jupyter_gpushare.core.kube.pools import LABEL
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request, seat_name
 from jupyter_gpushare.core.model import Kind, Lease, Project
 from tests.kube import real_engine
@@ -35,17 +36,25 @@ class Nodes:
     """
 
     def __init__(
-        self, server: ApiServer | RealServer, nodes: Mapping[str, tuple[str, ...]], seed: int = 0
+        self,
+        server: ApiServer | RealServer,
+        nodes: Mapping[str, tuple[str, ...]],
+        seed: int = 0,
+        units: Mapping[str, str] | None = None,
     ) -> None:
         self.server = server
         self.gpus = dict(nodes)
         self.devices: dict[str, tuple[str, ...]] = {}  # of connected seats
         self.holds: set[str] = set()  # seats that may not end yet: their memory is on the device
         self.connects = True
+        self.order: str | None = None  # of the GPUs that are handed out; None: random
         self._groups: dict[str, str] = {}
         self._rng = random.Random(seed)
         for name, uuids in nodes.items():
-            server.store.create("nodes", "", node_body(name, len(uuids)))
+            body = node_body(name, len(uuids))
+            if units and name in units:
+                body["metadata"]["labels"][LABEL] = units[name]
+            server.store.create("nodes", "", body)
 
     def step(self) -> None:
         """Do what every kubelet does next."""
@@ -81,7 +90,10 @@ class Nodes:
     def _free(self, node: str) -> list[str]:
         used = {uuid for mine in self.devices.values() for uuid in mine} | set(self._groups.values())
         free = [uuid for uuid in self.gpus[node] if uuid not in used]
-        self._rng.shuffle(free)
+        if self.order is None:
+            self._rng.shuffle(free)
+        else:
+            free.sort(reverse=self.order == "reversed")
         return free
 
     def adopt(self, name: str, pod: Json, devices: tuple[str, ...]) -> None:
@@ -101,6 +113,7 @@ class Bed:
         self.epoch = 1
         self.site = SeatPod(image="seat")
         self.sleepable = frozenset(nodes.gpus)
+        self.foreign: dict[str, str] = {}  # pods with GPUs that are not ours, by node
         for body in queues(projects, 0):
             self.store.create("queues", "", body)
         for body in priority_classes(3):
@@ -111,7 +124,9 @@ class Bed:
         """Start an engine that knows nothing yet."""
         self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch)
         clock = asyncio.get_running_loop().time
-        self.engine = KaiEngine(self.seats, lambda: self.sleepable, clock, place_s=20, seat_s=20)
+        self.engine = KaiEngine(
+            self.seats, lambda: self.sleepable, clock, place_s=20, seat_s=20, foreign=lambda: self.foreign
+        )
         self.engine_task = asyncio.create_task(self.engine.run())
 
     async def restart_engine(self) -> None:
@@ -182,8 +197,12 @@ async def kube_bed(
     projects: Iterable[Project],
     seed: int = 0,
     rights: Rights | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Bed]:
-    """A cluster with these nodes (their GPUs) and queues for these projects."""
+    """A cluster with these nodes (their GPUs) and queues for these projects.
+
+    ``units``: labels of unit pools, by node.
+    """
     async with AsyncExitStack() as stack:
         server: ApiServer | RealServer
         if engine := real_engine.running():
@@ -191,7 +210,7 @@ async def kube_bed(
             server = engine.cluster()
         else:
             server = await stack.enter_async_context(api_server(rights))
-        bed = Bed(server, Nodes(server, nodes, seed), tuple(projects))
+        bed = Bed(server, Nodes(server, nodes, seed, units), tuple(projects))
         running = asyncio.create_task(bed.run())
         await bed.until(lambda: bed.seats.is_known)
         try:

@@ -58,8 +58,11 @@ class Broker:
     def set(self, id: str, **changes: Any) -> None:
         self.leases[id] = replace(self.leases[id], **changes)
 
-    async def session(self, id: str, project: str = "vision", milli: int = 1000) -> Grant | Explanation:
-        lease = Lease(id=id, project=project, kind=Kind.BUILD, size=Size(milli), queued_at=self.now)
+    async def session(
+        self, id: str, project: str = "vision", milli: int = 1000, size: Size | None = None
+    ) -> Grant | Explanation:
+        asked = size or Size(milli)
+        lease = Lease(id=id, project=project, kind=Kind.BUILD, size=asked, queued_at=self.now)
         answer = await self.engine.admit(self.cluster, lease, self.now)
         if isinstance(answer, Grant):
             held = {"devices": answer.devices, "held_milli": answer.held_milli, "borrowed": answer.borrowed}

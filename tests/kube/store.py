@@ -56,11 +56,10 @@ def merge(target: Json, patch: Json) -> Json:
 
 
 def matches(selector: str, obj: Json) -> bool:
-    """Whether labels match a selector of equalities."""
+    """Whether labels match a selector of equalities and names of labels."""
     labels = obj["metadata"].get("labels", {})
-    return all(
-        labels.get(key) == value for key, _, value in (p.partition("=") for p in selector.split(",") if p)
-    )
+    parts = (part.partition("=") for part in selector.split(",") if part)
+    return all(labels.get(key) == value if equal else key in labels for key, equal, value in parts)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
+    NODES,
     POD_GROUPS,
     PODS,
     QUEUES,
@@ -30,6 +31,7 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     LEASE_LABEL,
     SELECTOR,
     Meta,
+    Node,
     Object,
     Pod,
     PodGroup,
@@ -43,6 +45,7 @@ from jupyter_gpushare.backends.kubernetes.objects import (
 )
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
+from jupyter_gpushare.core.kube.pools import LABEL
 from jupyter_gpushare.core.kube.seats import NAME_BYTES, Demand, Seat, Seating, Terms, request, seat_name
 from jupyter_gpushare.core.model import Device, Why
 from jupyter_gpushare.errors import Superseded
@@ -81,12 +84,19 @@ class KubeSeats:
         self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
         self._groups: Reflector[PodGroup] = Reflector(client, POD_GROUPS, **own)  # type: ignore[arg-type]
         self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
+        self._nodes: Reflector[Node] = Reflector(client, NODES, selector=LABEL, changed=self.notify)
 
     async def run(self) -> None:
         """Follow the cluster until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for copy in (self._pods, self._groups, self._queues):
+            for copy in self._copies:
                 group.create_task(copy.run())
+
+    @property
+    def _copies(
+        self,
+    ) -> tuple[Reflector[Pod] | Reflector[PodGroup] | Reflector[Queue] | Reflector[Node], ...]:
+        return self._pods, self._groups, self._queues, self._nodes
 
     def notify(self) -> None:
         """End every `wait`: a seat changed, or connected."""
@@ -103,7 +113,7 @@ class KubeSeats:
     def age_s(self) -> float:
         """Age of the oldest news; infinite until all collections are known."""
         now = time.monotonic()
-        return max(copy.age_s(now) for copy in (self._pods, self._groups, self._queues))
+        return max(copy.age_s(now) for copy in self._copies)
 
     @property
     def is_known(self) -> bool:
@@ -114,6 +124,11 @@ class KubeSeats:
     def queues(self) -> dict[str, Queue]:
         """The cluster's queues by name."""
         return self._queues.objects
+
+    @property
+    def units(self) -> dict[str, str]:
+        """What the nodes of unit pools say in their label, by node."""
+        return {name: node.metadata.labels.get(LABEL, "") for name, node in self._nodes.objects.items()}
 
     def seats(self) -> Seats:
         """Return all seats by lease.

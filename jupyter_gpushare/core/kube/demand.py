@@ -13,7 +13,7 @@ suspended and come back
 suspended, wanted by its owner             `RETURN` within its guarantee, else `BORROWED`; bound to its
                                            node
 holds capacity that such an owner needs    `YIELD`
-suspended and not wanted, stopping, ended  none
+suspended and not wanted, stopping, ended  none; nor what has to wait in a unit pool (`pools`)
 =========================================  ==========================================================
 """
 
@@ -23,7 +23,15 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from jupyter_gpushare.core import idle
-from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, full_nodes, guests
+from jupyter_gpushare.core.kube import pools
+from jupyter_gpushare.core.kube.claims import (
+    claimants,
+    claimed_milli,
+    closed_pools,
+    full_nodes,
+    guests,
+    immovable,
+)
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, return_is_certain
 from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
@@ -42,13 +50,15 @@ class Demands:
     next_at: float | None = None
 
 
-def demands(cluster: Cluster, sleepable: Container[str], now: float) -> Demands:
+def demands(
+    cluster: Cluster, sleepable: Container[str], now: float, restarting: Container[str] = ()
+) -> Demands:
     """Return what every lease needs at ``now``.
 
     ``sleepable``: nodes on which a helper can suspend a lease now.  While news are old it is empty, so
-    that nothing becomes lendable.
+    that nothing becomes lendable.  ``restarting``: jobs that keep their seat while they stop.
     """
-    return _Round(cluster, sleepable, now).run()
+    return _Round(cluster, sleepable, now, restarting).run()
 
 
 def level(lease: Lease, cluster: Cluster, now: float) -> int:
@@ -66,14 +76,20 @@ def avoided_nodes(lease: Lease, now: float) -> tuple[str, ...]:
 class _Round:
     """One computation of all demands."""
 
-    def __init__(self, cluster: Cluster, sleepable: Container[str], now: float) -> None:
+    def __init__(
+        self, cluster: Cluster, sleepable: Container[str], now: float, restarting: Container[str]
+    ) -> None:
         self._cluster = cluster
+        self._restarting = restarting
         self._sleepable = sleepable
         self._now = now
         self._node = {device.uuid: device.node for device in cluster.devices}
         self._claimants = claimants(cluster)
-        self._claimed = claimed_milli(cluster, self._claimants)
+        self._claimed = claimed_milli(cluster, self._claimants | immovable(cluster))
         self._times: list[float] = []
+        owners = [x for x in cluster.leases if x.id in self._claimants and self._is_returning(x)]
+        self._owners = [x for x in owners if not pools.is_in_pool(x, cluster.devices)]
+        self._pooled = pools.returns(cluster, self._claimants, owners)
 
     def run(self) -> Demands:
         yielding, idling = self._yielding(), self._idling()
@@ -107,12 +123,17 @@ class _Round:
     def _not_nodes(self, lease: Lease, seat_class: SeatClass) -> tuple[str, ...]:
         """Return the nodes that a new seat may not be placed on, sorted."""
         self._times += [until for _, until in lease.avoids]
-        full = full_nodes(self._cluster, lease.size, self._claimed) if seat_class is SeatClass.SESSION else ()
-        return tuple(sorted({*full, *avoided_nodes(lease, self._now)}))
+        excluded = closed_pools(self._cluster, lease.size) | frozenset(avoided_nodes(lease, self._now))
+        if seat_class is SeatClass.SESSION:
+            excluded |= frozenset(full_nodes(self._cluster, lease.size, self._claimed))
+        elif seat_class is SeatClass.BORROWED:
+            never = {d.node for d in self._cluster.devices if d.units and not d.suspendable}
+            excluded |= never.intersection(full_nodes(self._cluster, lease.size, self._claimed))
+        return tuple(sorted(excluded))
 
     def _sessions(self) -> Iterator[Lease]:
         for lease in self._cluster.leases:
-            if lease.kind is not Kind.BUILD or lease.cancelled:
+            if lease.kind is not Kind.BUILD or lease.cancelled or lease.id in self._pooled.excluded:
                 continue
             if lease.state in (State.PENDING, *_ALIVE) or self._is_returning(lease):
                 yield lease
@@ -130,11 +151,14 @@ class _Round:
         for lease in cluster.leases:
             if lease.id in self._claimants:
                 left[lease.project] -= counted_centi(lease.size, cluster.devices)
-        jobs = [x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled]
+        excluded = self._pooled.excluded
+        jobs = [
+            x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled and x.id not in excluded
+        ]
         waiting = sorted(
             (x for x in jobs if x.state is State.PENDING), key=lambda x: rank(x, self._now, settings)
         )
-        for lease in (*(x for x in jobs if x.state in (*_ALIVE, *_PARKED)), *waiting):
+        for lease in (*(x for x in jobs if self._has_or_had_capacity(x)), *waiting):
             if lease.state in (State.PENDING, *_PARKED):
                 self._times.append(lease.retry_at)
                 if lease.retry_at > self._now:
@@ -149,11 +173,15 @@ class _Round:
                 self._times.append(at)
             yield lease
 
+    def _has_or_had_capacity(self, job: Lease) -> bool:
+        is_restarting = job.state is State.STOPPING and job.id in self._restarting
+        return is_restarting or job.state in (*_ALIVE, *_PARKED)
+
     def _yielding(self) -> frozenset[str]:
         """Return the leases without a guarantee that hold what a returning owner needs."""
-        owners = [x for x in self._cluster.leases if x.id in self._claimants and self._is_returning(x)]
         cluster, claiming = self._cluster, self._claimants
-        return frozenset(guest.id for owner in owners for guest in guests(owner, cluster, claiming))
+        found = (guest.id for owner in self._owners for guest in guests(owner, cluster, claiming))
+        return self._pooled.displaced.union(found)
 
     def _idling(self) -> frozenset[str]:
         """Return the sessions that may be suspended now; the first that are due, as host memory permits."""

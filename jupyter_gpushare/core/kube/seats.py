@@ -199,16 +199,20 @@ def request(size: Size, devices: Iterable[Device]) -> Request:
 def counted_centi(size: Size, devices: Iterable[Device]) -> int:
     """Return how many hundredths of a GPU KAI counts against a queue, at most, for a seat of this size."""
     if size.memory_bytes:
-        return max((-(-d.demand_milli(size) // 10) for d in devices), default=100)
+        return max((-(-d.demand_milli(size) // 10) for d in devices if not d.units), default=100)
     return (size.fraction_milli + 5) // 10 * size.device_count
 
 
 def return_is_certain(lease: Lease, devices: Iterable[Device]) -> bool:
     """Return whether a suspended lease gets its own devices back with any seat on its node.
 
-    So it is on a node with one GPU, and for a lease of all GPUs of its node: elsewhere KAI may place
-    the seat on another GPU of the node, and device memory only returns to the GPU that it came from.
+    So it is on a node with one GPU, in a unit pool, and for a lease of all GPUs of its node: elsewhere
+    KAI may place the seat on another GPU of the node, and device memory only returns to the GPU that it
+    came from.
     """
     known = tuple(devices)
-    nodes = {device.node for device in known if device.uuid in lease.devices}
+    mine = [device for device in known if device.uuid in lease.devices]
+    if any(device.units or device.pool_obstacle for device in mine):
+        return len(mine) == len(lease.devices) and not any(device.pool_obstacle for device in mine)
+    nodes = {device.node for device in mine}
     return len(nodes) == 1 and {d.uuid for d in known if d.node in nodes} == set(lease.devices)

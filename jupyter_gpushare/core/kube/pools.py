@@ -1,0 +1,309 @@
+"""Unit pools on Kubernetes: the seats of a node with several GPUs only count there.
+
+A node that an administrator labels ``gpushare.jupyter.org/units: "s"`` is a pool (`core.units`): which
+GPU KAI or the kubelet names is no news, and leases get GPUs from us.  A lease's GPUs are
+`Lease.devices`, as everywhere, and nothing else is stored.
+
+``assigned`` gives every seat there the devices of its lease: those it returns to, or those chosen for
+it.  A seat has none as long as its units are not free, so that `follow` waits.
+
+===============================================  =================================================
+a pool                                           grants and lends
+===============================================  =================================================
+of equal GPUs, whose leases are whole units and  leases of s = 1: whole GPUs, else of exactly 1/s
+where no other pod has a GPU
+any other                                        nothing: no new seat is placed there and no session
+                                                 is lent, until that is over; what was suspended
+                                                 returns
+===============================================  =================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.kube.follow import Seats, live
+from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    WHOLE_GPU,
+    Action,
+    CheckpointMode,
+    Cluster,
+    Device,
+    Kind,
+    Lease,
+    Requeue,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.core.units import EVERY_EXIT, Exit, Occupant, Pool, Presence
+
+LABEL = "gpushare.jupyter.org/units"
+UNITS = (1, 2, 4, 8)
+# A session without a guarantee that returns; a job displaces no lease.
+_GUEST_EXITS = {Kind.BUILD: frozenset({Exit.RESTART}), Kind.TRAIN: frozenset[Exit]()}
+
+
+def marked(cluster: Cluster, labels: Mapping[str, str], foreign: Mapping[str, str]) -> Cluster:
+    """Return the cluster whose devices know their unit pool.
+
+    ``labels``: values of the label, by node.  ``foreign``: pods that have GPUs without being ours, by
+    node, as a sentence has them.
+    """
+    if not labels:
+        return cluster
+    on: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        on.setdefault(device.node, []).append(device)
+    said = {node: _units_of(labels[node], mine) for node, mine in on.items() if node in labels}
+    devices = tuple(
+        replace(d, units=said[d.node][0], pool_obstacle=said[d.node][1] or foreign.get(d.node, ""))
+        if d.node in said
+        else d
+        for d in cluster.devices
+    )
+    return _with_odd_leases(replace(cluster, devices=devices))
+
+
+def _units_of(label: str, devices: list[Device]) -> tuple[int, str]:
+    """Return the units of each GPU and why the pool is closed."""
+    units = next((n for n in UNITS if str(n) == label), 0)
+    if not units:
+        return 0, f"its label {LABEL} is {label!r}: write 1, 2, 4 or 8"
+    if len({(d.name, d.memory_bytes, d.profile) for d in devices}) > 1:
+        return units, "its GPUs are not equal"
+    return units, ""
+
+
+def _with_odd_leases(cluster: Cluster) -> Cluster:
+    """Close the pools with leases that are not whole units."""
+    device_of = {device.uuid: device for device in cluster.devices if device.units}
+    placed = (x for x in cluster.leases if x.state in HOLDS_CAPACITY or x.state is State.SUSPENDED)
+    odd = {
+        device_of[uuid].node
+        for lease in placed
+        for uuid in lease.devices
+        if uuid in device_of and device_of[uuid].demand_milli(lease.size) > WHOLE_GPU
+    }
+    said = "it has leases of other sizes: they have to end first"
+    devices = (
+        replace(d, pool_obstacle=d.pool_obstacle or said) if d.node in odd else d for d in cluster.devices
+    )
+    return replace(cluster, devices=tuple(devices)) if odd else cluster
+
+
+def obstacles(cluster: Cluster) -> dict[str, str]:
+    """Return the closed pools, by node, each with its reason."""
+    return {d.node: d.pool_obstacle for d in cluster.devices if d.pool_obstacle}
+
+
+def takes(cluster: Cluster, size: Size) -> bool:
+    """Return whether any node takes leases of this size, as far as units go."""
+    return any(not d.units or d.demand_milli(size) <= WHOLE_GPU for d in cluster.devices)
+
+
+def is_in_pool(lease: Lease, devices: Iterable[Device]) -> bool:
+    """Return whether the GPUs of a lease are in a unit pool."""
+    return any(device.units and device.uuid in lease.devices for device in devices)
+
+
+def keeps(demand: Demand, node: str, cluster: Cluster) -> bool:
+    """Return whether a session that starts on a pool gets units that no other lease claims."""
+    here = (device for device in cluster.devices if device.node == node)
+    return demand.seat_class is SeatClass.SESSION or not all(device.suspendable for device in here)
+
+
+def pools_of(
+    cluster: Cluster, claiming: frozenset[str], arriving: frozenset[str] = frozenset()
+) -> dict[str, Pool]:
+    """Return the unit pools by node; ``arriving``: leases that were granted, and wait for their units."""
+    device_of = {device.uuid: device for device in cluster.devices if device.units}
+    found: dict[str, Pool] = {}
+    for device in device_of.values():
+        gpus = found[device.node].gpus if device.node in found else ()
+        found[device.node] = Pool((*gpus, device.uuid) if device.usable else gpus, device.units)
+    occupants: dict[str, list[Occupant]] = {node: [] for node in found}
+    for lease in cluster.leases if found else ():
+        first = device_of.get(lease.devices[0]) if lease.devices else None
+        presence = Presence.ARRIVING if lease.id in arriving else _presence(lease)
+        if first is not None and presence is not None:
+            can_park = lease.suspendable and all(
+                device_of[uuid].suspendable for uuid in lease.devices if uuid in device_of
+            )
+            occupants[first.node].append(
+                Occupant(
+                    lease=lease.id,
+                    gpus=lease.devices,
+                    presence=presence,
+                    claims=lease.id in claiming,
+                    exit=_exit(lease, can_park=can_park),
+                )
+            )
+    return {node: replace(pool, occupants=tuple(occupants[node])) for node, pool in found.items()}
+
+
+def _presence(lease: Lease) -> Presence | None:
+    if lease.state is State.SUSPENDED:
+        return Presence.ASLEEP
+    if lease.state in LEAVING:
+        return Presence.LEAVING
+    return Presence.AWAKE if lease.state in HOLDS_CAPACITY else None
+
+
+def _exit(lease: Lease, *, can_park: bool) -> Exit:
+    if can_park and (lease.kind is Kind.BUILD or lease.survival is CheckpointMode.SUSPEND):
+        return Exit.PARK
+    return Exit.NONE if lease.kind is Kind.BUILD else Exit.RESTART
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """What returning owners mean for the guests of unit pools.
+
+    ``excluded``: guests that get no seat: suspended ones whose units are taken, and ones on the units of
+    an owner that can neither be suspended nor restarted.
+    """
+
+    displaced: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
+
+
+def returns(cluster: Cluster, claiming: frozenset[str], owners: Iterable[Lease]) -> Returns:
+    """Return what owners that want their units back mean for guests."""
+    found = pools_of(cluster, claiming, frozenset(owner.id for owner in owners))
+    leases = {lease.id: lease for lease in cluster.leases} if found else {}
+    displaced: set[str] = set()
+    excluded: set[str] = set()
+    for pool in found.values():
+        left = pool
+        for each in pool.occupants:
+            if each.presence is Presence.ARRIVING and (placement := left.bring_back(each.lease)):
+                displaced.update(placement.displaced)
+                for guest in placement.displaced:
+                    left = left.now(guest, Presence.LEAVING)
+        excluded |= {x.lease for x in pool.occupants if x.lease in displaced and x.exit is Exit.NONE}
+        excluded |= {x.lease for x in left.occupants if not x.claims and _is_blocked(leases[x.lease], left)}
+    return Returns(frozenset(displaced), frozenset(excluded))
+
+
+def _is_blocked(guest: Lease, pool: Pool) -> bool:
+    """Return whether a guest that is parked, or is being parked, has to wait for its units."""
+    if guest.state not in (State.SUSPENDED, State.SUSPENDING):
+        return False
+    return pool.bring_back(guest.id, _GUEST_EXITS[guest.kind]) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """Seats with the devices of their leases, and what displaced guests do."""
+
+    seats: Seats
+    actions: tuple[Action, ...] = ()
+
+
+def assigned(cluster: Cluster, seats: Seats, now: float, starting: frozenset[str] = frozenset()) -> Assigned:
+    """Return the seats as `follow` reads them; those outside of unit pools stay as they are.
+
+    ``starting``: sessions in ``cluster`` that wait until their units are free.
+    """
+    if not any(device.units or device.pool_obstacle for device in cluster.devices):
+        return Assigned(seats)
+    return _Assignment(cluster, seats, now, starting).run()
+
+
+class _Assignment:
+    """One computation of `assigned`."""
+
+    def __init__(self, cluster: Cluster, seats: Seats, now: float, starting: frozenset[str]) -> None:
+        self._leases = {lease.id: lease for lease in cluster.leases}
+        self._node = {device.uuid: device.node for device in cluster.devices}
+        self._cluster = cluster
+        self._seats = seats
+        self._now = now
+        self._claiming = claimants(cluster)
+        self._pools = pools_of(cluster, self._claiming, starting)
+        self._closed = obstacles(cluster)
+        self._devices: dict[str, tuple[str, ...]] = {}  # of seats, by lease
+        self._actions: dict[str, Action] = {}
+
+    def run(self) -> Assigned:
+        seated = [(x, s) for x in self._leases.values() if (s := self._seat(x)) is not None]
+        back = [(x, s.node) for x, s in seated if x.state is State.SUSPENDED and (x.wanted or _is_job(x))]
+        for node, pool in self._pools.items():
+            for each in pool.occupants:
+                if each.presence is Presence.ARRIVING:
+                    self._arrive(self._leases[each.lease], node, EVERY_EXIT)
+        for lease, node in sorted(back, key=lambda x: (x[0].id not in self._claiming, x[0].id)):
+            exits = EVERY_EXIT if lease.id in self._claiming else _GUEST_EXITS[lease.kind]
+            if self._arrive(lease, node, exits) and self._pools[node].is_free(lease.id):
+                self._devices[lease.id] = lease.devices
+        waiting = [(s.since_at, x, s.node) for x, s in seated if x.state is State.PENDING and _is_job(x)]
+        for _, lease, node in sorted(waiting, key=lambda x: (x[0], x[1].id)):
+            self._place(lease, node)
+        return Assigned(
+            {lease: tuple(map(self._rewritten, mine)) for lease, mine in self._seats.items()},
+            tuple(self._actions.values()),
+        )
+
+    def _seat(self, lease: Lease) -> Seat | None:
+        """Return the connected seat of a lease on a pool that counts for it."""
+        seat = live(self._seats, lease.id)
+        if seat is None or seat.seating is not Seating.PLACED or seat.node not in self._pools:
+            return None
+        counts = lease.devices or range(lease.size.device_count)
+        is_there = all(self._node.get(uuid) == seat.node for uuid in lease.devices)
+        return seat if is_there and len(seat.devices) == len(counts) else None
+
+    def _arrive(self, lease: Lease, node: str, exits: frozenset[Exit]) -> bool:
+        """Let a granted lease have its own units, and displace the guests there; False: it has to wait."""
+        pool = self._pools[node]
+        placement = pool.bring_back(lease.id, exits)
+        if placement is None:
+            return False
+        pool = pool.now(lease.id, Presence.ARRIVING)
+        for guest in placement.displaced:
+            self._displace(guest, pool, lease.id)
+            pool = pool.now(guest, Presence.LEAVING)
+        self._pools[node] = pool
+        return True
+
+    def _displace(self, guest: str, pool: Pool, owner: str) -> None:
+        """Note what a displaced guest does; one without an exit loses its seat (`returns`)."""
+        lease, occupant = self._leases[guest], pool.of(guest)
+        if occupant is None or lease.retry_at > self._now:
+            return
+        if occupant.exit is Exit.RESTART and lease.state in (State.GRANTED, State.RUNNING):
+            self._actions[guest] = Requeue(guest, Why.LENDER_RETURNED, owner)
+        elif occupant.exit is Exit.PARK and lease.state is State.RUNNING:
+            self._actions[guest] = Suspend(guest, Why.LENDER_RETURNED, owner)
+
+    def _place(self, lease: Lease, node: str) -> None:
+        """Give a new job units, if enough are free."""
+        fits = node not in self._closed and all(
+            device.demand_milli(lease.size) <= WHOLE_GPU
+            for device in self._cluster.devices
+            if device.node == node
+        )
+        placement = self._pools[node].place(lease.size.device_count, keeps=False) if fits else None
+        if placement is not None:
+            self._devices[lease.id] = placement.gpus
+            occupant = Occupant(lease=lease.id, gpus=placement.gpus, presence=Presence.AWAKE)
+            self._pools[node] = self._pools[node].put(occupant)
+
+    def _rewritten(self, seat: Seat) -> Seat:
+        lease = self._leases.get(seat.lease)
+        if lease is None or not seat.devices or seat.node not in (*self._pools, *self._closed):
+            return seat
+        if lease.state is State.PENDING or (lease.state is State.SUSPENDED and seat.node in self._pools):
+            return replace(seat, devices=self._devices.get(lease.id, ()))
+        return seat
+
+
+def _is_job(lease: Lease) -> bool:
+    return lease.kind is Kind.TRAIN and not lease.cancelled

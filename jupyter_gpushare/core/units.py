@@ -1,0 +1,182 @@
+"""Unit pools: which GPUs of a node its leases get, where a scheduler only counts them.
+
+Every GPU of a pool is so many equal units, and a lease takes one unit of each of its GPUs: whole
+GPUs where a GPU is one unit, else a part of one GPU.  The scheduler grants numbers of units; which
+GPUs these are is decided here.  Units of one GPU can be exchanged, so that an assignment names GPUs.
+
+=====  ===================================================================================
+U1     a unit has at most one awake lease
+U2     a unit has at most one claim, and a lease with a claim is only on the units it claims
+U3     so the claims in a pool never exceed its units
+U4     awake units never exceed those that the scheduler has granted there
+=====  ===================================================================================
+
+A lease without a claim is a *guest*; on units that another lease claims it *borrows*.  A guest
+that can be neither parked nor restarted (`Exit.NONE`) counts as a claim: it never borrows.
+
+From these rules follows that what was granted can be placed:
+
+* A return: by U2 every awake lease that fills its GPU beyond its claims is a guest, so that
+  displacing one guest for each of its units at most makes them free (`Pool.bring_back`).
+* A displaced guest that restarts: by U4 as many units are free elsewhere as it had.
+* A new lease with a claim: by U3 enough units have no claim; guests there are displaced alike.
+* A new guest: by U4 enough units are free, and unclaimed ones are taken first (`Pool.place`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+
+
+class Exit(enum.StrEnum):
+    """What a guest does when it is displaced."""
+
+    RESTART = "restart"  # stops, and starts again on other units of the pool; its grant stays
+    PARK = "park"  # gives its grant up; its memory returns to the same GPUs later
+    NONE = "none"  # neither
+
+
+class Presence(enum.StrEnum):
+    """What a lease has of the units that it is assigned to."""
+
+    ASLEEP = "asleep"  # its memory returns there
+    ARRIVING = "arriving"  # granted; it waits until its units are free
+    AWAKE = "awake"  # has, or may have, device memory
+    LEAVING = "leaving"  # has memory, and releases it without a further decision
+
+
+_IN_USE = (Presence.AWAKE, Presence.LEAVING)
+_STAYS = (Presence.AWAKE, Presence.ARRIVING)
+EVERY_EXIT = frozenset(Exit)
+# In which order guests of the same GPU are displaced.
+_FIRST = (Exit.RESTART, Exit.PARK, Exit.NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupant:
+    """A lease that is assigned to units: one of each of ``gpus``."""
+
+    lease: str
+    gpus: tuple[str, ...]
+    presence: Presence
+    claims: bool = False
+    exit: Exit = Exit.RESTART  # of a guest
+
+    @property
+    def keeps(self) -> bool:
+        """Whether no other lease may claim its units."""
+        return self.claims or self.exit is Exit.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """GPUs of a lease, and the guests that have to leave before it can use them."""
+
+    gpus: tuple[str, ...]
+    displaced: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The units of one node and the leases assigned to them."""
+
+    gpus: tuple[str, ...]
+    per_gpu: int  # units
+    occupants: tuple[Occupant, ...] = ()
+
+    def on(self, gpu: str) -> Iterator[Occupant]:
+        """Yield the leases that are assigned to a unit of a GPU."""
+        return (each for each in self.occupants if gpu in each.gpus)
+
+    def of(self, lease: str) -> Occupant | None:
+        """Return the lease of this id; None: it is not assigned."""
+        return next((each for each in self.occupants if each.lease == lease), None)
+
+    def claimed(self, gpu: str) -> int:
+        """Return how many units of a GPU no further lease may claim."""
+        return sum(each.keeps for each in self.on(gpu))
+
+    def is_free(self, lease: str) -> bool:
+        """Return whether an assigned lease can use its units now: no other one has memory there."""
+        mine = self.of(lease)
+        return mine is not None and all(
+            sum(each.presence in _IN_USE for each in self.on(gpu) if each is not mine) < self.per_gpu
+            for gpu in mine.gpus
+        )
+
+    def place(self, units: int, *, keeps: bool) -> Placement | None:
+        """Return GPUs for a new lease of so many units; None: there are too few yet.
+
+        ``keeps``: it claims its units, or cannot leave them, and gets unclaimed ones.  Guests that are in
+        the way are displaced then.  Any other lease gets units that are free now, unclaimed ones first.
+        """
+        if keeps:
+            fitting = [gpu for gpu in self.gpus if self.claimed(gpu) < self.per_gpu]
+            fitting.sort(key=lambda gpu: (self._staying(gpu) >= self.per_gpu, self._taken(gpu)))
+            gpus = tuple(sorted(fitting[:units], key=self.gpus.index))
+            return Placement(gpus, self._displaced(gpus, "", EVERY_EXIT)) if len(gpus) == units else None
+        free = [gpu for gpu in self.gpus if self._taken(gpu) < self.per_gpu]
+        free.sort(key=self._is_borrowed)
+        return Placement(tuple(sorted(free[:units], key=self.gpus.index))) if len(free) >= units else None
+
+    def bring_back(self, lease: str, exits: Container[Exit] = EVERY_EXIT) -> Placement | None:
+        """Return the guests that an assigned lease displaces from its own GPUs when it gets them back.
+
+        None: some unit of it is taken by a lease that it does not displace: one with a claim, or a guest
+        with another exit than ``exits``.  Of a lease with a claim that is never so.
+        """
+        mine = self.of(lease)
+        if mine is None:
+            return None
+        displaced = self._displaced(mine.gpus, lease, exits)
+        left = self.without(displaced)
+        if any(left._staying(gpu, lease) >= self.per_gpu for gpu in mine.gpus):
+            return None
+        return Placement(mine.gpus, displaced)
+
+    def put(self, occupant: Occupant) -> Pool:
+        """Return the pool in which a lease is assigned as this says."""
+        return replace(self, occupants=(*self.without((occupant.lease,)).occupants, occupant))
+
+    def now(self, lease: str, presence: Presence) -> Pool:
+        """Return the pool in which an assigned lease has another presence."""
+        return replace(
+            self,
+            occupants=tuple(
+                replace(each, presence=presence) if each.lease == lease else each for each in self.occupants
+            ),
+        )
+
+    def without(self, leases: Container[str]) -> Pool:
+        """Return the pool in which these leases have no units."""
+        return replace(self, occupants=tuple(each for each in self.occupants if each.lease not in leases))
+
+    def _staying(self, gpu: str, but: str = "") -> int:
+        return sum(each.presence in _STAYS for each in self.on(gpu) if each.lease != but)
+
+    def _taken(self, gpu: str) -> int:
+        return sum(each.presence is not Presence.ASLEEP for each in self.on(gpu))
+
+    def _is_borrowed(self, gpu: str) -> bool:
+        """Return whether one more guest of a GPU would be on a claimed unit."""
+        guests = sum(not each.keeps and each.presence is not Presence.ASLEEP for each in self.on(gpu))
+        return guests >= self.per_gpu - self.claimed(gpu)
+
+    def _displaced(self, gpus: tuple[str, ...], lease: str, exits: Container[Exit]) -> tuple[str, ...]:
+        """Return the guests to displace, so that each of these GPUs has a unit for one lease more."""
+        left, found = self, list[str]()
+        for gpu in gpus:
+            if left._staying(gpu, lease) < self.per_gpu:
+                continue
+            guests = [
+                each
+                for each in left.on(gpu)
+                if each.presence in _STAYS and not each.claims and each.exit in exits and each.lease != lease
+            ]
+            if guests:
+                chosen = min(guests, key=lambda each: (_FIRST.index(each.exit), each.lease))
+                found.append(chosen.lease)
+                left = left.without((chosen.lease,))
+        return tuple(found)

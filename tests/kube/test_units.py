@@ -1,0 +1,132 @@
+"""Unit pools on the model of KAI: two nodes of four GPUs, lent and returned in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.model import (
+    CheckpointMode,
+    Grant,
+    Kind,
+    Project,
+    Requeue,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.size import Size
+from tests.kube.bed import Bed, kube_bed
+from tests.kube.kai_broker import Broker
+
+NODES = {"n0": ("GPU-0", "GPU-1", "GPU-2", "GPU-3"), "n1": ("GPU-4", "GPU-5", "GPU-6", "GPU-7")}
+UNITS = {"n0": "1", "n1": "2"}
+VISION, NLP = Project(name="vision", quota_milli=8000), Project(name="nlp", quota_milli=0)
+
+
+@asynccontextmanager
+async def pools(
+    *projects: Project, seed: int = 0, nodes: dict[str, tuple[str, ...]] = NODES, **units: str
+) -> AsyncIterator[Broker]:
+    """A broker that works, on unit pools."""
+    async with kube_bed(nodes, projects or (VISION, NLP), seed, units=units or UNITS) as bed:
+        broker = Broker(bed, *(projects or (VISION, NLP)))
+        await broker.round()
+        working = asyncio.create_task(work(broker))
+        try:
+            yield broker
+        finally:
+            working.cancel()
+            ended = await asyncio.gather(working, return_exceptions=True)
+        assert not [each for each in ended if isinstance(each, Exception)], ended
+
+
+async def work(broker: Broker) -> None:
+    while True:
+        await broker.round()
+        await asyncio.sleep(0.02)
+
+
+def node_of(bed: Bed, seat: str) -> str:
+    """The node on which a seat was, also when it is gone."""
+    pods = (x.object for x in reversed(bed.store.history) if x.plural == "pods")
+    return next(
+        pod["spec"]["nodeName"]
+        for pod in pods
+        if pod["metadata"]["name"] == seat and "nodeName" in pod["spec"]
+    )
+
+
+def idle(broker: Broker) -> None:
+    for lease in list(broker.leases.values()):
+        if lease.kind is Kind.BUILD and lease.state is State.RUNNING:
+            broker.set(lease.id, idle_since_at=broker.now - 10_000)
+
+
+async def until(broker: Broker, condition: Callable[[], bool]) -> None:
+    await broker.bed.until(condition)
+
+
+def run(broker: Broker, leases: list[str]) -> bool:
+    return all(broker.state(lease) is State.RUNNING for lease in leases)
+
+
+def have_no_seats(bed: Bed, leases: list[str]) -> bool:
+    return not any(bed.seats_of(lease) for lease in leases)
+
+
+async def start(broker: Broker, id: str, size: Size, project: str = "vision") -> Grant:
+    answer = await broker.session(id, project, size.fraction_milli, size=size)
+    assert isinstance(answer, Grant), answer
+    return answer
+
+
+@pytest.mark.parametrize("order", ["sorted", "reversed", None])
+async def test_every_return_gets_its_own_gpu_whatever_the_kubelet_hands_out(order: str | None):
+    """A11 of the design: two nodes of four GPUs, whole GPUs and halves."""
+    rng = random.Random(str(order))
+    async with pools(seed=7) as broker:
+        bed = broker.bed
+        bed.nodes.order = order
+        sizes = {"a": Size(1000), "b": Size(1000), "c": Size(1000, 2)} | {
+            f"h{n}": Size(500) for n in range(8)
+        }
+        homes = {id: (await start(broker, id, size)).devices for id, size in sizes.items()}
+        assert sorted(uuid for home in homes.values() for uuid in home) == sorted(
+            [*NODES["n0"], *NODES["n1"], *NODES["n1"]]
+        )
+        for turn in range(4):
+            idle(broker)
+            jobs = [f"j{turn}-{n}" for n in range(rng.randrange(4, 9))]
+            for n, job in enumerate(jobs):
+                size = Size(1000 if n < 3 else 500)
+                broker.job(job, size=size, survival=rng.choice(list(CheckpointMode)))
+            await until(broker, partial(run, broker, jobs))
+            asleep = [id for id in homes if broker.state(id) is State.SUSPENDED]
+            assert asleep
+            rng.shuffle(asleep)
+            for back in (asleep[:1], asleep[1:3]):
+                began = len(bed.kai.evicted)
+                for id in back:
+                    broker.set(id, wanted=True)
+                await until(broker, partial(run, broker, back))
+                assert {id: broker.leases[id].devices for id in back} == {id: homes[id] for id in back}
+                theirs = {node for node, uuids in NODES.items() for id in back if homes[id][0] in uuids}
+                assert {node_of(bed, seat) for seat in bed.kai.evicted[began:]} <= theirs
+            check_no_claim_was_displaced(broker)
+            for job in jobs:
+                del broker.leases[job]
+            await until(broker, partial(have_no_seats, bed, jobs))
+
+
+def check_no_claim_was_displaced(broker: Broker) -> None:
+    claims = claimants(broker.cluster)
+    for action in broker.did:
+        if isinstance(action, Suspend | Requeue) and action.why is Why.LENDER_RETURNED:
+            assert action.lease not in claims
