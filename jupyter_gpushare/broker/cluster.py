@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import ApiClient
+from jupyter_gpushare.backends.kubernetes.foreign_pods import ForeignPods
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
 from jupyter_gpushare.backends.kubernetes.nodes import NodeDevices
 from jupyter_gpushare.backends.kubernetes.readiness import lacks
@@ -35,13 +36,16 @@ class KubeCluster:
         self._client = ApiClient(kube.address())
         self._site = kube.helpers()
         self._helpers = Helpers(self._client, self._site)
-        self.devices = NodeDevices(self._helpers.addresses, epoch)
+        self.devices = NodeDevices(self._helpers.addresses, epoch, pools=lambda: seats.units)
+        seats = KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch)
+        foreign = ForeignPods(kube.namespace, kube.reservation_namespace, self.devices.samples)
         self.engine = KaiEngine(
-            KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch),
+            seats,
             self.devices.sleepable,
             time.monotonic,
             place_s=kube.place_timeout,
             seat_s=kube.seat_timeout,
+            foreign=foreign.by_node,
         )
 
     async def check(self, projects: Sequence[Project]) -> None:

@@ -27,6 +27,10 @@ class GPUShareKube(Configurable):
     namespace = Unicode(
         _SITE.namespace, help="Namespace of seats and of the broker; users must not create anything in it."
     ).tag(config=True)
+    reservation_namespace = Unicode(
+        "kai-resource-reservation",
+        help="Namespace of the pods with which KAI reserves the GPUs of which it gives out parts.",
+    ).tag(config=True)
     kubeconfig = Unicode(
         "",
         help="Kubeconfig file whose current context is the cluster; by default the service account of the "

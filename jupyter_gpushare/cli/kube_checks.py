@@ -30,6 +30,7 @@ from jupyter_gpushare.backends.kubernetes.surroundings import ENV_ACCEPTED
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import Check, fail, ok, warn
 from jupyter_gpushare.cli.kube_hub import BROKER
+from jupyter_gpushare.core.kube.pools import LABEL
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.protocol.helper import Hello
@@ -43,7 +44,12 @@ RIGHTS = tuple(
     for group, resource in (("", "pods"), (_KAI, "podgroups"))
     for verb in ("get", "list", "watch", "create", "patch", "delete")
 )
-CLUSTER_RIGHTS = (("list", _KAI, "queues"), ("watch", _KAI, "queues"), ("list", "", "nodes"))
+CLUSTER_RIGHTS = (
+    ("list", _KAI, "queues"),
+    ("watch", _KAI, "queues"),
+    ("list", "", "nodes"),
+    ("watch", "", "nodes"),
+)
 _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
 
@@ -268,15 +274,18 @@ async def _nodes(cluster: Cluster) -> Check:
             f"No node has {GPU_RESOURCE} to allocate.",
             "install NVIDIA's GPU operator, or its device plugin",
         )
-    several = sorted(name for name, count in having.items() if count > 1)
+    pools = {node.metadata.name for node in nodes if node.metadata.labels.get(LABEL) in ("1", "2", "4", "8")}
+    several = sorted(name for name, count in having.items() if count > 1 and name not in pools)
     if several:
         return warn(
             "nodes",
             f"{len(having)} nodes with GPUs. Those with several ({', '.join(several[:5])}): only sessions "
             "that have all GPUs of their node are lent.",
-            "nothing, if that is enough: the GPU of a part comes back to its session on one-GPU nodes only",
+            f"nothing, if that is enough; else make them unit pools: kubectl label node NAME {LABEL}=1, or "
+            "2, 4, 8 for as many parts of each GPU (docs/kubernetes.md)",
         )
-    return ok("nodes", f"{len(having)} nodes with one GPU each.")
+    said = f"{len(having)} nodes with GPUs, {len(pools)} of them unit pools; the others have one GPU each."
+    return ok("nodes", said if pools else f"{len(having)} nodes with one GPU each.")
 
 
 def _gpus(node: Node) -> int:

@@ -32,7 +32,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.protocol.seats import SeatSample
+from jupyter_gpushare.protocol.seats import GpuPod, SeatSample
 from jupyter_gpushare.protocol.unleased import UnleasedProcess
 
 # A line may not be longer; a sample of as many leases and processes as are shown stays below it.
@@ -239,6 +239,8 @@ class Sample:
     host_available_bytes: int
     host_saved_bytes: int  # suspended state of all leases together
     seats: tuple[SeatSample, ...] = ()  # on a node of a cluster
+    gpu_pods: tuple[GpuPod, ...] = ()  # to which the node's kubelet gave GPUs,
+    knows_gpu_pods: bool = False  # where it says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,3 +75,29 @@ class SeatSample:
     devices: tuple[str, ...]
     connected: bool = True
     leaving: bool = False  # it has asked to vacate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountSeats:
+    """Request of the broker, ``count_seats``: how a seat stands for the devices of its lease.
+
+    In a unit pool the broker chooses the devices of leases, and a seat stands for as many as it has.
+    """
+
+    by_number: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatsCounted:
+    """Answer to `CountSeats`."""
+
+    by_number: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPod:
+    """A pod to which the kubelet has given GPUs, and their ids, as the device plugin names them."""
+
+    namespace: str
+    name: str
+    devices: tuple[str, ...]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from jupyter_gpushare.protocol.helper import (
     Refusal,
     Sample,
 )
-from jupyter_gpushare.protocol.seats import SeatSample
+from jupyter_gpushare.protocol.seats import CountSeats, SeatSample, SeatsCounted
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class _Node:
         self.probe: asyncio.Task[None] | None = None  # while it is silent
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
+        self.by_number: bool | None = None  # as its helper was told last
 
     def stale(self) -> str:
         return f"the device helper of node {self.name} does not answer"
@@ -80,8 +81,11 @@ class NodeDevices(Devices):
         nodes: Callable[[], Mapping[str, Address]],
         epoch: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        pools: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """``pools``: nodes where seats stand for devices by their number."""
         self._listed = nodes
+        self._pools = pools
         self._epoch = epoch
         self._clock = clock
         self._nodes: dict[str, _Node] = {}
@@ -107,6 +111,10 @@ class NodeDevices(Devices):
             for node in self._nodes.values()
             if not node.silent and node.inventory and any(d.suspendable for d in node.inventory.devices)
         )
+
+    def samples(self) -> dict[str, Sample | None]:
+        """Return what each node said last; None: it does not answer."""
+        return {name: None if node.silent else node.sample for name, node in self._nodes.items()}
 
     # ---- the contract ---------------------------------------------------------
 
@@ -173,7 +181,16 @@ class NodeDevices(Devices):
         is_new = self._clock() - node.seen_at < FIRST_S
         return is_new and (is_of_the_start or node.name in self._where.values())
 
+    async def _count_seats(self, node: _Node) -> None:
+        """Tell a helper whether its node is a unit pool, where that is news."""
+        by_number = node.name in self._pools()
+        if node.by_number is not by_number:
+            request = CountSeats(by_number=by_number)
+            await self._ask(node, node.client.ask("count_seats", request, SeatsCounted))
+            node.by_number = by_number
+
     async def _sample_of(self, node: _Node) -> Sample:
+        await self._count_seats(node)
         sample = await node.devices.sample()
         now, offset_s = self._clock(), node.offset_s
         return replace(
@@ -245,6 +262,7 @@ class NodeDevices(Devices):
         """
         self._refresh()
         node = self._with_devices(holder)
+        await self._count_seats(node)
         files = await self._ask(node, node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles))
         if not files.library:
             raise HelperError(

@@ -7,6 +7,7 @@
             canary             self-test verdicts and device states of this boot and driver
             holders            users that held a lease in this boot (`holders`)
             pods               on Kubernetes: the leases of pods in this boot (`pods`)
+            unit-pool          on Kubernetes: exists while seats count by number (`seats`)
             journal/<lease>    one record per lease, written before and after each step
     <lease dir>/<lease>/       limit page and account, see `files`
 
@@ -94,6 +95,7 @@ class StateDirectory:
         self._private = path / "private"
         self._journal = self._private / "journal"
         self.pods_file = self._private / "pods"
+        self.unit_pool_file = self._private / "unit-pool"
         self._devices_guard = threading.Lock()
         try:
             for folder, mode in (

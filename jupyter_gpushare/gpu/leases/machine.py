@@ -10,6 +10,7 @@ from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
+from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 
@@ -26,6 +27,7 @@ class Machine:
     events: Events
     files: DeviceFiles
     seats: SeatTable = field(default_factory=SeatTable)
+    kubelet: KubeletPods | None = None  # of a node of a cluster
     library: str = ""  # the preload library, where pods of this node find it
 
     @property

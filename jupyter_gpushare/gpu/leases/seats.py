@@ -1,6 +1,7 @@
 """Seats of this node (`protocol.seats`), and until when a lease without one may hold device memory.
 
-A seat counts for an attempt of its lease with devices that are all among its own.
+A seat counts for an attempt of its lease with devices that are all among its own; on a node of a unit
+pool, where the broker chooses the devices of leases, with as many devices as its own.
 
 ========================  ==================================================================
 seat of a lease           the lease
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.leases.files import check_lease
@@ -53,14 +55,37 @@ class _Seat:
 class SeatTable:
     """All seats of this node; safe to use from several threads."""
 
-    def __init__(self, required: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """``required``: leases need seats here."""
+    def __init__(
+        self,
+        required: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        file: Path | None = None,
+    ) -> None:
+        """``required``: leases need seats here; ``file`` exists while seats count by number."""
         self.required = required
         self._clock = clock
+        self._file = file
+        self._by_number = file is not None and file.exists()
         self._guard = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._missed: dict[str, float] = {}  # handles of leases without a seat, and since when
         self._started_at = clock()
+
+    def count(self, by_number: bool) -> None:
+        """Let seats stand for any devices, as many as they have, or for their own alone; remembered.
+
+        Raises:
+            HelperError: it cannot be written.
+        """
+        with self._guard:
+            try:
+                if self._file is not None and by_number:
+                    self._file.touch(mode=0o600)
+                elif self._file is not None:
+                    self._file.unlink(missing_ok=True)
+            except OSError as error:
+                raise HelperError(ErrorKind.STATE, f"{self._file} cannot be written: {error}") from None
+            self._by_number = by_number
 
     def sit(self, request: Sit, epoch: int) -> None:
         """Connect a seat; ``epoch`` is the highest of a broker that the helper has seen.
@@ -168,10 +193,13 @@ class SeatTable:
     def _of(self, handle: str, devices: Collection[str]) -> list[_Seat]:
         name, wanted = lease_id(handle), set(devices)
         return [
-            seat
-            for seat in self._seats.values()
-            if seat.sit.lease == name and wanted <= set(seat.sit.devices)
+            seat for seat in self._seats.values() if seat.sit.lease == name and self._stands_for(seat, wanted)
         ]
+
+    def _stands_for(self, seat: _Seat, wanted: set[str]) -> bool:
+        if self._by_number:
+            return len(wanted) <= len(seat.sit.devices)
+        return wanted <= set(seat.sit.devices)
 
 
 def lease_id(handle: str) -> str:

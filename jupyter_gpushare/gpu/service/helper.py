@@ -33,6 +33,7 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.pods import Pods
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
@@ -87,7 +88,8 @@ class Helper:
                 state.boot_id,
                 options.own_device_files,
             ),
-            seats=SeatTable(required=on_kubernetes),
+            seats=SeatTable(required=on_kubernetes, file=state.unit_pool_file),
+            kubelet=KubeletPods(options.pod_resources) if options.pod_resources else None,
             library=str(install_preload(options.library_dir)) if options.library_dir else "",
         )
         machine, own_pids = self._machine, {os.getpid()}
@@ -143,6 +145,7 @@ class Helper:
             self._self_tests.run,
             *([self._tcp.run] if self._tcp else ()),
             *([self._seats.run, self._evictions.run] if self._seats else ()),
+            *([self._machine.kubelet.run] if self._machine.kubelet else ()),
         ):
             threading.Thread(target=run, name=run.__qualname__, daemon=True).start()
         log.info(

@@ -35,6 +35,7 @@ class Options:
     seat_socket: Path | None = None  # leases need seats
     node: str = ""
     library_dir: Path | None = None  # where the preload library is copied to
+    pod_resources: Path | None = None  # socket of the kubelet that lists pods with GPUs
 
 
 EXAMPLES = """\
@@ -144,6 +145,11 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         help="listen for seats here; a lease then has device memory only while a seat of it is connected",
     )  # fmt: skip
     network.add_argument(
+        "--pod-resources", type=Path, metavar="PATH",
+        help="socket on which the kubelet lists the pods with GPUs: a unit pool needs it "
+        "(/var/lib/kubelet/pod-resources/kubelet.sock)",
+    )  # fmt: skip
+    network.add_argument(
         "--install-library", type=Path, metavar="FOLDER",
         help="copy the preload library into this folder of the node, for the pods of leases",
     )  # fmt: skip
@@ -212,6 +218,7 @@ def parse(argv: Sequence[str]) -> Options:
         park_before_kill=given.park_before_kill,
         cgroup_root=given.cgroup_root.absolute() if given.cgroup_root else None,
         own_device_files=given.own_device_files,
+        pod_resources=given.pod_resources,
         device_dir=given.device_dir.absolute() if given.device_dir else None,
         sample_s=given.sample_s,
         endpoint=endpoint,

@@ -32,6 +32,7 @@ from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase
+from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
 from jupyter_gpushare.protocol.unleased import EndProcess
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Requests:
             "signal": (helper.Signal, self._signal),
             "drop": (helper.Drop, self._registry.drop),
             "end_process": (EndProcess, self._end_process),
+            "count_seats": (CountSeats, self._count_seats),
         }
         if verb in readers:
             if fields:
@@ -101,12 +103,16 @@ class Requests:
             raise HelperError(ErrorKind.UNKNOWN_VERB, f"no verb {verb[:40]!r}")
         cls, change = changers[verb]
         request = helper.build(cls, fields)
-        if not isinstance(request, EndProcess):
+        if not isinstance(request, EndProcess | CountSeats):
             check_lease(request.lease)
         if epoch is None:
             raise InvalidRequest(f"{verb} needs the epoch")
         self._registry.fence(epoch)
         return change(request, epoch)
+
+    def _count_seats(self, request: CountSeats, epoch: int) -> SeatsCounted:
+        self._machine.seats.count(request.by_number)
+        return SeatsCounted(by_number=request.by_number)
 
     def _hello(self) -> helper.Hello:
         return helper.Hello(

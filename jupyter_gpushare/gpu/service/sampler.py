@@ -87,12 +87,15 @@ class Sampler:
     def sample(self) -> Sample:
         """The last measurement; never asks the driver."""
         leases = list(self._registry.all())
+        pods = self._machine.kubelet.pods() if self._machine.kubelet else None
         shown = min(PROCESSES_SHOWN, PROCESSES_SHOWN_IN_ALL // max(1, len(leases)))
         return Sample(
             at=self._at,
             devices=tuple(self._with_state(device) for device in list(self._devices.values())),
             leases=tuple(self._lease_sample(lease, shown) for lease in leases),
             seats=self._machine.seats.sample(),
+            gpu_pods=pods or (),
+            knows_gpu_pods=pods is not None,
             host_available_bytes=self._host_available_bytes,
             host_saved_bytes=sum(
                 sum(lease.kept_bytes.values()) for lease in leases if lease.phase is Phase.SUSPENDED
