@@ -28,7 +28,8 @@ from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.demand import Demands, demands
 from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, reconcile
-from jupyter_gpushare.core.kube.pools import assigned, keeps, marked, obstacles, pools_of, takes
+from jupyter_gpushare.core.kube.pool_seats import assigned
+from jupyter_gpushare.core.kube.pools import keeps, marked, obstacles, pools_of, takes
 from jupyter_gpushare.core.kube.returns import Misplaced, delayed, note_misplaced
 from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request
 from jupyter_gpushare.core.model import (

@@ -239,6 +239,7 @@ class Sample:
     host_available_bytes: int
     host_saved_bytes: int  # suspended state of all leases together
     seats: tuple[SeatSample, ...] = ()  # on a node of a cluster
+    seats_by_number: bool = False  # as `CountSeats` said last
     gpu_pods: tuple[GpuPod, ...] = ()  # to which the node's kubelet gave GPUs,
     knows_gpu_pods: bool = False  # where it says so
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.kube.claims import claimants, immovable
 from jupyter_gpushare.core.kube.demand import demands
 from jupyter_gpushare.core.kube.follow import Delete, Seats, follow, reconcile
+from jupyter_gpushare.core.kube.pool_seats import assigned
 from jupyter_gpushare.core.kube.pools import (
-    assigned,
     is_in_pool,
     keeps,
     marked,
@@ -185,7 +185,7 @@ class TestReturns:
     def test_what_is_in_the_way_yields(self):
         c = pool(self.OWNER, train("j", 1000, "0"), train("k", 1000, "1"))
         classes = {x: d.seat_class for x, d in demands(c, NODES, NOW).by_lease.items()}
-        assert classes == {"o": SeatClass.SESSION, "j": SeatClass.YIELD, "k": SeatClass.TRAIN}
+        assert classes == {"o": SeatClass.RETURN, "j": SeatClass.YIELD, "k": SeatClass.TRAIN}
 
     def test_a_guest_that_starts_or_must_not_be_tried_yet_is_waited_for(self):
         there = seats(seat("o"), seat("g"))

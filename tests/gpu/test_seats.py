@@ -78,6 +78,25 @@ def test_a_seat_counts_for_leases_with_all_devices_among_its_own(table: SeatTabl
     assert table.ends_at("b1-1", GPU_0) == clock.now + UNKNOWN_GRACE_S - MARGIN_S
 
 
+def test_in_a_unit_pool_a_seat_counts_for_as_many_devices_as_its_own(tmp_path: Path, clock: Clock) -> None:
+    file = tmp_path / "unit-pool"
+    table = SeatTable(required=True, clock=clock, file=file)
+    clock.now += START_S
+    table.sit(sit("seat-1", devices=("GPU-1", "GPU-2")), 1)
+    assert not table.may_gain("b1-1", GPU_0)
+    table.count(by_number=True)
+    assert table.may_gain("b1-1", GPU_0)
+    assert table.may_keep("b1-1", ("GPU-0", "GPU-3"))
+    assert not table.may_gain("b1-1", ("GPU-0", "GPU-1", "GPU-2"))
+    assert not table.may_gain("b2-1", GPU_0)
+    assert SeatTable(required=True, file=file).by_number, "the next helper knows it"
+    table.count(by_number=False)
+    assert not table.may_gain("b1-1", GPU_0)
+    assert not SeatTable(required=True, file=file).by_number
+    with pytest.raises(HelperError, match="cannot be written"):
+        SeatTable(file=tmp_path / "none" / "unit-pool").count(by_number=True)
+
+
 def test_a_seat_that_returns_to_leave_gains_nothing(table: SeatTable, clock: Clock) -> None:
     table.sit(sit(), 1)
     table.vacate("seat-1", 60.0)

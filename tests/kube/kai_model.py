@@ -148,6 +148,7 @@ class _Cycle:
             if task.node in self.nodes:
                 self.nodes[task.node].add(task, task.gpu_group)
         self.reasons: dict[str, str] = {}
+        self.promised: set[str] = set()  # nodes with capacity that is free only once pods are gone
         self.pending: list[Task] = []
         for task in waiting:
             if task.queue in self.queues:  # cluster_info.go:425-427,454-460
@@ -201,7 +202,7 @@ class _Cycle:
             self.reasons[task.name] = refusal
             return False
         for node in self._feasible(task):
-            if (group := node.place(task)) is not None:
+            if node.name not in self.promised and (group := node.place(task)) is not None:
                 self._bind(task, node, group)
                 return True
         soon = [t for t in self.releasing if not self._is_stuck(t) and t.node in self.nodes]
@@ -223,6 +224,7 @@ class _Cycle:
         if found:
             node, group = found[0]
             node.add(task, group)
+            self.promised.add(node.name)
             self.shares.allocate(task.queue, task.gpus, preemptible=task.preemptible)
         for other in gone:
             if not found or _returns(self.nodes[other.node], other):

@@ -67,7 +67,6 @@ class _Node:
         self.probe: asyncio.Task[None] | None = None  # while it is silent
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
-        self.by_number: bool | None = None  # as its helper was told last
 
     def stale(self) -> str:
         return f"the device helper of node {self.name} does not answer"
@@ -181,17 +180,12 @@ class NodeDevices(Devices):
         is_new = self._clock() - node.seen_at < FIRST_S
         return is_new and (is_of_the_start or node.name in self._where.values())
 
-    async def _count_seats(self, node: _Node) -> None:
-        """Tell a helper whether its node is a unit pool, where that is news."""
+    async def _sample_of(self, node: _Node) -> Sample:
+        sample = await node.devices.sample()
         by_number = node.name in self._pools()
-        if node.by_number is not by_number:
+        if sample.seats_by_number is not by_number:
             request = CountSeats(by_number=by_number)
             await self._ask(node, node.client.ask("count_seats", request, SeatsCounted))
-            node.by_number = by_number
-
-    async def _sample_of(self, node: _Node) -> Sample:
-        await self._count_seats(node)
-        sample = await node.devices.sample()
         now, offset_s = self._clock(), node.offset_s
         return replace(
             sample,
@@ -262,7 +256,6 @@ class NodeDevices(Devices):
         """
         self._refresh()
         node = self._with_devices(holder)
-        await self._count_seats(node)
         files = await self._ask(node, node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles))
         if not files.library:
             raise HelperError(

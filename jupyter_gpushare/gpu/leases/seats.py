@@ -65,7 +65,7 @@ class SeatTable:
         self.required = required
         self._clock = clock
         self._file = file
-        self._by_number = file is not None and file.exists()
+        self.by_number = file is not None and file.exists()
         self._guard = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._missed: dict[str, float] = {}  # handles of leases without a seat, and since when
@@ -85,7 +85,7 @@ class SeatTable:
                     self._file.unlink(missing_ok=True)
             except OSError as error:
                 raise HelperError(ErrorKind.STATE, f"{self._file} cannot be written: {error}") from None
-            self._by_number = by_number
+            self.by_number = by_number
 
     def sit(self, request: Sit, epoch: int) -> None:
         """Connect a seat; ``epoch`` is the highest of a broker that the helper has seen.
@@ -197,7 +197,7 @@ class SeatTable:
         ]
 
     def _stands_for(self, seat: _Seat, wanted: set[str]) -> bool:
-        if self._by_number:
+        if self.by_number:
             return len(wanted) <= len(seat.sit.devices)
         return wanted <= set(seat.sit.devices)
 

@@ -94,6 +94,7 @@ class Sampler:
             devices=tuple(self._with_state(device) for device in list(self._devices.values())),
             leases=tuple(self._lease_sample(lease, shown) for lease in leases),
             seats=self._machine.seats.sample(),
+            seats_by_number=self._machine.seats.by_number,
             gpu_pods=pods or (),
             knows_gpu_pods=pods is not None,
             host_available_bytes=self._host_available_bytes,

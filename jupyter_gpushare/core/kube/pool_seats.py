@@ -1,0 +1,136 @@
+"""Seats of unit pools: which devices they stand for, and what the guests there do when owners return.
+
+`assigned` gives every seat of a pool (`pools`) the devices of its lease: those it returns to, or those
+chosen for it.  A seat has none as long as its units are not free, so that `follow` waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jupyter_gpushare.core.kube.claims import claimants
+from jupyter_gpushare.core.kube.follow import Seats, live
+from jupyter_gpushare.core.kube.pools import GUEST_EXITS, obstacles, pools_of
+from jupyter_gpushare.core.kube.seats import Seat, Seating
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Action,
+    Cluster,
+    Kind,
+    Lease,
+    Requeue,
+    State,
+    Suspend,
+    Why,
+)
+from jupyter_gpushare.core.units import EVERY_EXIT, Exit, Occupant, Pool, Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """Seats with the devices of their leases, and what displaced guests do."""
+
+    seats: Seats
+    actions: tuple[Action, ...] = ()
+
+
+def assigned(cluster: Cluster, seats: Seats, now: float, starting: frozenset[str] = frozenset()) -> Assigned:
+    """Return the seats as `follow` reads them; those outside of unit pools stay as they are.
+
+    ``starting``: sessions in ``cluster`` that wait until their units are free.
+    """
+    if not any(device.units or device.pool_obstacle for device in cluster.devices):
+        return Assigned(seats)
+    return _Assignment(cluster, seats, now, starting).run()
+
+
+class _Assignment:
+    """One computation of `assigned`."""
+
+    def __init__(self, cluster: Cluster, seats: Seats, now: float, starting: frozenset[str]) -> None:
+        self._leases = {lease.id: lease for lease in cluster.leases}
+        self._node = {device.uuid: device.node for device in cluster.devices}
+        self._cluster = cluster
+        self._seats = seats
+        self._now = now
+        self._claiming = claimants(cluster)
+        self._pools = pools_of(cluster, self._claiming, starting)
+        self._closed = obstacles(cluster)
+        self._devices: dict[str, tuple[str, ...]] = {}  # of seats, by lease
+        self._actions: dict[str, Action] = {}
+
+    def run(self) -> Assigned:
+        seated = [(x, s) for x in self._leases.values() if (s := self._seat(x)) is not None]
+        back = [(x, s.node) for x, s in seated if x.state is State.SUSPENDED and (x.wanted or _is_job(x))]
+        for node, pool in self._pools.items():
+            for each in pool.occupants:
+                if each.presence is Presence.ARRIVING:
+                    self._arrive(self._leases[each.lease], node, EVERY_EXIT)
+        for lease, node in sorted(back, key=lambda x: (x[0].id not in self._claiming, x[0].id)):
+            exits = EVERY_EXIT if lease.id in self._claiming else GUEST_EXITS[lease.kind]
+            if self._arrive(lease, node, exits) and self._pools[node].is_free(lease.id):
+                self._devices[lease.id] = lease.devices
+        waiting = [(s.since_at, x, s.node) for x, s in seated if x.state is State.PENDING and _is_job(x)]
+        for _, lease, node in sorted(waiting, key=lambda x: (x[0], x[1].id)):
+            self._place(lease, node)
+        return Assigned(
+            {lease: tuple(map(self._rewritten, mine)) for lease, mine in self._seats.items()},
+            tuple(self._actions.values()),
+        )
+
+    def _seat(self, lease: Lease) -> Seat | None:
+        """Return the connected seat of a lease on a pool that counts for it."""
+        seat = live(self._seats, lease.id)
+        if seat is None or seat.seating is not Seating.PLACED or seat.node not in self._pools:
+            return None
+        counts = lease.devices or range(lease.size.device_count)
+        is_there = all(self._node.get(uuid) == seat.node for uuid in lease.devices)
+        return seat if is_there and len(seat.devices) == len(counts) else None
+
+    def _arrive(self, lease: Lease, node: str, exits: frozenset[Exit]) -> bool:
+        """Let a granted lease have its own units, and displace the guests there; False: it has to wait."""
+        pool = self._pools[node]
+        placement = pool.bring_back(lease.id, exits)
+        if placement is None:
+            return False
+        pool = pool.now(lease.id, Presence.ARRIVING)
+        for guest in placement.displaced:
+            self._displace(guest, pool, lease.id)
+            pool = pool.now(guest, Presence.LEAVING)
+        self._pools[node] = pool
+        return True
+
+    def _displace(self, guest: str, pool: Pool, owner: str) -> None:
+        """Note what a displaced guest does; one without an exit loses its seat (`returns`)."""
+        lease, occupant = self._leases[guest], pool.of(guest)
+        if occupant is None or lease.retry_at > self._now:
+            return
+        if occupant.exit is Exit.RESTART and lease.state in (State.GRANTED, State.RUNNING):
+            self._actions[guest] = Requeue(guest, Why.LENDER_RETURNED, owner)
+        elif occupant.exit is Exit.PARK and lease.state is State.RUNNING:
+            self._actions[guest] = Suspend(guest, Why.LENDER_RETURNED, owner)
+
+    def _place(self, lease: Lease, node: str) -> None:
+        """Give a new job units, if enough are free."""
+        fits = node not in self._closed and all(
+            device.demand_milli(lease.size) <= WHOLE_GPU
+            for device in self._cluster.devices
+            if device.node == node
+        )
+        placement = self._pools[node].place(lease.size.device_count, keeps=False) if fits else None
+        if placement is not None:
+            self._devices[lease.id] = placement.gpus
+            occupant = Occupant(lease=lease.id, gpus=placement.gpus, presence=Presence.AWAKE)
+            self._pools[node] = self._pools[node].put(occupant)
+
+    def _rewritten(self, seat: Seat) -> Seat:
+        lease = self._leases.get(seat.lease)
+        if lease is None or not seat.devices or seat.node not in (*self._pools, *self._closed):
+            return seat
+        if lease.state is State.PENDING or (lease.state is State.SUSPENDED and seat.node in self._pools):
+            return replace(seat, devices=self._devices.get(lease.id, ()))
+        return seat
+
+
+def _is_job(lease: Lease) -> bool:
+    return lease.kind is Kind.TRAIN and not lease.cancelled
