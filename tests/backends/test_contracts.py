@@ -134,7 +134,8 @@ class NodesBench(LocalBench):
         self.addresses: dict[str, Address] = {}
         for name, machine in (("n1", first), ("n2", second)):
             self.serve(name, machine)
-        self.devices = NodeDevices(lambda: dict(self.addresses), lambda: 1)
+        self.pools: set[str] = set()
+        self.devices = NodeDevices(lambda: dict(self.addresses), lambda: 1, pools=lambda: self.pools)
 
     def serve(self, name: str, machine: Machine) -> None:
         secret, port = machine.folder / "secret", free_ports()
@@ -163,6 +164,17 @@ class TestNodeDevices(DevicesContract):
         inventory = await bench.devices.inventory()
         assert [device.node for device in inventory.devices] == ["n1", "n2"]
         assert len({device.uuid for device in inventory.devices}) == 2
+
+    async def test_a_helper_is_told_whether_its_node_is_a_unit_pool(self, bench: NodesBench) -> None:
+        def by_number() -> list[bool]:
+            return [m.ask("sample")["seats_by_number"] for m in (bench._machine, bench.second)]
+
+        await bench.devices.sample()
+        assert by_number() == [False, False]
+        for pools, told in (({"n2"}, [False, True]), (set[str](), [False, False])):
+            bench.pools = pools
+            await bench.devices.sample()
+            assert by_number() == told
 
     async def test_a_holder_gets_the_paths_of_its_node(self, bench: NodesBench) -> None:
         await bench.devices.inventory()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from jupyter_gpushare.gpu.leases import pod_resources
 from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods, Unreadable, gpu_pods, listed
 from jupyter_gpushare.protocol.seats import GpuPod
-
-grpc = pytest.importorskip("grpc")
 
 
 def field(number: int, value: bytes) -> bytes:
@@ -41,8 +41,6 @@ def kubelet(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
     servers = []
 
     def serve(answer: bytes, method: str = "List") -> Path:
-        from concurrent.futures import ThreadPoolExecutor
-
         handler = grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
         server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.max_send_message_length", -1)])
         server.add_generic_rpc_handlers(

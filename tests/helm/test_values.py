@@ -105,7 +105,7 @@ def test_hub_and_chart_mean_the_same_nodes(chart: Chart):
     assert spawner["gpu_tolerations"] == template["tolerations"] == Z2JH["prePuller"]["extraTolerations"]
     assert template["tolerations"] == OPERATOR["daemonsets"]["tolerations"]
     folders = {volume["hostPath"]["path"] for volume in template["volumes"] if "hostPath" in volume}
-    assert set(spawner["host_dirs"]) == folders
+    assert set(spawner["host_dirs"]) == folders - {"/var/lib/kubelet/pod-resources"}
     assert "extraTolerations" not in Z2JH["singleuser"]
 
 

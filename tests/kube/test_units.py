@@ -10,11 +10,13 @@ from functools import partial
 
 import pytest
 
+from jupyter_gpushare.broker.engine import Explanation
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Grant,
     Kind,
+    Lease,
     Project,
     Requeue,
     State,
@@ -22,6 +24,7 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.kai_broker import Broker
 
@@ -130,3 +133,39 @@ def check_no_claim_was_displaced(broker: Broker) -> None:
     for action in broker.did:
         if isinstance(action, Suspend | Requeue) and action.why is Why.LENDER_RETURNED:
             assert action.lease not in claims
+
+
+async def test_a_session_that_starts_displaces_a_job_that_keeps_its_seat():
+    async with pools(nodes={"n0": NODES["n0"][:2]}, n0="1") as broker:
+        await start(broker, "owner", Size(1000))
+        (home,) = broker.leases["owner"].devices
+        idle(broker)
+        for job in ("i", "j"):
+            broker.job(job, survival=CheckpointMode.SIGTERM)
+        await until(broker, partial(run, broker, ["i", "j"]))
+        assert broker.state("owner") is State.SUSPENDED
+        (lodger,) = [job for job in ("i", "j") if broker.leases[job].devices == (home,)]
+        other = "j" if lodger == "i" else "i"
+        del broker.leases[other]  # its GPU is free: no seat has to go
+        await until(broker, partial(have_no_seats, broker.bed, [other]))
+        (seat,) = broker.bed.seats_of(lodger)
+        broker.set("owner", wanted=True)
+        await until(broker, partial(run, broker, ["owner", lodger]))
+        assert broker.leases["owner"].devices == (home,)
+        assert broker.leases[lodger].devices != (home,)
+        assert [each["metadata"]["name"] for each in broker.bed.seats_of(lodger)] == [
+            seat["metadata"]["name"]
+        ]
+
+
+async def test_sizes_that_are_no_units_are_refused_and_a_closed_pool_starts_nothing():
+    async with pools(nodes={"n0": NODES["n0"]}, n0="2") as broker:
+        lease = Lease(id="x", project="vision", kind=Kind.BUILD, size=Size(250))
+        with pytest.raises(InvalidRequest, match="equal parts"):
+            broker.engine.check_request(broker.cluster, lease)
+        broker.bed.foreign = {"n0": "the pod ml/train has a GPU there"}
+        assert isinstance(await broker.session("x", size=Size(500)), Explanation)
+        said = "Node n0 grants and lends nothing: the pod ml/train has a GPU there."
+        await until(broker, lambda: said in broker.engine.trouble())
+        broker.bed.foreign = {}
+        await start(broker, "x", Size(500))
