@@ -247,6 +247,9 @@ class TestCheck:
         )
         found = (await check(server, tmp_path))["nodes"]
         assert (found.result, "(n1)" in found.message) == ("warn", True)
+        server.store.patch("nodes", "", "n1", {"metadata": {"labels": {"gpushare.jupyter.org/units": "2"}}})
+        found = (await check(server, tmp_path))["nodes"]
+        assert (found.result, "1 of them unit pools" in found.message) == ("ok", True)
         for name in ("n0", "n1"):
             server.store.delete("nodes", "", name)
         assert (await check(server, tmp_path))["nodes"].result == "fail"
