@@ -19,7 +19,8 @@ from typing import ClassVar
 from jupyter_gpushare.core.estimate import Estimate, Work
 from jupyter_gpushare.core.estimate import Forecast as JobForecast
 from jupyter_gpushare.core.explain import Offer, Use
-from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.core.resize import NotResized, Resized
 from jupyter_gpushare.core.size import Size
 
 __all__ = [
@@ -27,8 +28,10 @@ __all__ = [
     "Estimate",
     "Explanation",
     "JobForecast",
+    "NotResized",
     "Offer",
     "Outlook",
+    "Resized",
     "StartPhase",
     "Use",
     "Work",
@@ -129,10 +132,12 @@ class Engine(abc.ABC):
 
     ``drains``: `decide` and `admit` place nothing new on devices that are being emptied.
     ``queues_sessions``: `decide` grants pending sessions; without it only `admit` does.
+    ``resizes``: `resize` may change the size of a session that runs.
     """
 
     drains: ClassVar[bool]
     queues_sessions: ClassVar[bool]
+    resizes: ClassVar[bool] = False
 
     async def run(self) -> None:
         """Follow the scheduler until cancelled; returns at once when snapshots say everything."""
@@ -159,6 +164,15 @@ class Engine(abc.ABC):
         An `Explanation` refuses it; the engine then keeps no trace of the request.  Cancelled, it keeps
         none either.
         """
+
+    def resizable(self, lease: Lease) -> bool:
+        """Return whether a lease is of a kind that `resize` may change."""
+        is_part = lease.size.device_count == 1 and not lease.size.profile
+        return self.resizes and lease.kind is Kind.BUILD and is_part
+
+    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized | NotResized:
+        """Return what a `resizable` session that runs would hold of its device with ``size``."""
+        raise NotImplementedError
 
     def start_phase(self, lease_id: str) -> StartPhase | None:
         """Return how far `admit` is with a session; None: it is not at work on it."""

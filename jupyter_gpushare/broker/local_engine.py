@@ -9,8 +9,18 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from jupyter_gpushare.broker.engine import Engine, Explanation, JobForecast, Offer, Outlook, Use, Work
-from jupyter_gpushare.core import estimate, explain
+from jupyter_gpushare.broker.engine import (
+    Engine,
+    Explanation,
+    JobForecast,
+    NotResized,
+    Offer,
+    Outlook,
+    Resized,
+    Use,
+    Work,
+)
+from jupyter_gpushare.core import estimate, explain, resize
 from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
 from jupyter_gpushare.core.scheduler import SchedulingRound
@@ -123,6 +133,7 @@ class LocalEngine(Engine):
 
     drains = True
     queues_sessions = True
+    resizes = True
 
     def __init__(self) -> None:
         self._planner = IncrementalPlanner()
@@ -145,6 +156,9 @@ class LocalEngine(Engine):
             if isinstance(action, Grant) and action.lease == lease.id:
                 return action
         return self.outlook(considered, now).explain(lease.id)
+
+    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized | NotResized:
+        return resize.resized(cluster, lease, size, now)
 
     def check_request(self, cluster: Cluster, lease: Lease) -> None:
         explain.check_request(cluster, lease)

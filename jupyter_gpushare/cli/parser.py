@@ -163,7 +163,22 @@ def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
         "--minutes", type=count(0, 1_440), default=30, metavar="N", help="default 30; 0: not any more"
     )
     lend = add_verb(verbs, "lend", sessions.lend, "lend the GPU of my session now", "gpushare lend")
-    for verb in (wake, keep, lend):
+    resize = add_verb(
+        verbs,
+        "resize",
+        sessions.resize,
+        "make the part of a GPU of my running session larger or smaller",
+        "gpushare resize --gpus 1/2",
+        "gpushare resize --memory 20GiB",
+        "gpushare resize --gpus 1 --borrow     also beyond what my project is guaranteed",
+    )
+    size = resize.add_mutually_exclusive_group(required=True)
+    size.add_argument("--gpus", metavar="G", help="a part of the GPU like 0.5 or 1/4; 1: all of it")
+    size.add_argument("--memory", metavar="SIZE", help="GPU memory instead, like 20GiB")
+    resize.add_argument(
+        "--borrow", action="store_true", help="it may sleep when others need the GPU, if it is over the quota"
+    )
+    for verb in (wake, keep, lend, resize):
         verb.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
     add_verb(verbs, "usage", sessions.usage, "my GPU-hours of the last seven days", "gpushare usage --json")
 

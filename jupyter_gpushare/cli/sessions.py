@@ -1,4 +1,4 @@
-"""Verbs of the command line for the user's own sessions: wake, keep, lend, sleep, usage."""
+"""Verbs of the command line for the user's own sessions: wake, keep, lend, resize, sleep, usage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jupyter_gpushare.cli.output import print_json, print_table, say
 from jupyter_gpushare.cli.verbs import EXIT_OK, connect
 from jupyter_gpushare.errors import NotFound
-from jupyter_gpushare.messages import local
+from jupyter_gpushare.messages import gibibytes, local
 from jupyter_gpushare.protocol import wire
 
 if TYPE_CHECKING:
@@ -38,6 +38,23 @@ def keep(args: argparse.Namespace) -> int:
 def lend(args: argparse.Namespace) -> int:
     """Lend the GPU of a session now."""
     _act(args, "lend")
+    return EXIT_OK
+
+
+def resize(args: argparse.Namespace) -> int:
+    """Give a running session another size on its GPU."""
+    request = wire.SizeRequest(gpus=args.gpus, memory=args.memory, borrow=args.borrow)
+    with closing(connect(args)) as client:
+        lease_id = session_of(client, args.server).id
+        lease = client.put(f"leases/{lease_id}/size", request, wire.LeaseStatus)
+    if args.json:
+        print_json(lease)
+        return EXIT_OK
+    size, limit = local(lease.size, lease.size_texts), gibibytes(lease.memory_limit_bytes)
+    say(
+        f"This session has {size} now ({limit}). PyTorch and CuPy see it at once; "
+        "JAX and TensorFlow after a restart of their kernel."
+    )
     return EXIT_OK
 
 

@@ -82,6 +82,7 @@ class Event(enum.StrEnum):
     RESUME_DONE = "resume_done"
     RESUME_REFUSED = "resume_refused"
     STATE_LOST = "state_lost"
+    RESIZE = "resize"  # a session becomes larger or smaller on its device
     STOP = "stop"
     REQUEUED = "requeued"
     RELEASE = "release"
@@ -97,6 +98,7 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
         (State.PENDING, Event.GRANT_ASLEEP): State.SUSPENDED,
         (State.GRANTED, Event.STARTED): State.RUNNING,
         (State.GRANTED, Event.START_FAILED): State.PENDING,
+        (State.RUNNING, Event.RESIZE): State.RUNNING,
         (State.RUNNING, Event.SUSPEND): State.SUSPENDING,
         (State.SUSPENDING, Event.SUSPEND_DONE): State.SUSPENDED,
         # A lease that the driver refuses to checkpoint keeps its GPU.

@@ -355,6 +355,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.device_out": "%1 lost its GPU for now: %2.",
         "notice.device_back": "%1 has its GPU back in service.",
         "notice.low_use": "%1 has kept its GPU busy for %2 without computing: utilization stayed below 2 %.",
+        "notice.resized": "%1 has a new size, before: %2.",
         "notice.time_left": "%1 has about %2 left, by its progress.",
         "notice.time_limit": "%1 is stopped in %2: that is its maximum run time.",
         "notice.job_changed": "%1 was changed by its owner: %2; before: %3.",

@@ -38,6 +38,7 @@ ROOTS: tuple[type[msgspec.Struct], ...] = (
     wire.LaunchRequest,
     wire.JobChange,
     wire.JobPlace,
+    wire.SizeRequest,
     wire.ErrorAnswer,
 )
 # Names of the unions of string literals in `wire`.

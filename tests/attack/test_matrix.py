@@ -41,6 +41,7 @@ POST   leases/{lease}/resume             401  401  403  409  409  404  404  409 
 POST   leases/{lease}/keep               401  401  403  200  200  404  404  200  404  401
 POST   leases/{lease}/lend               401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/kernels/k-1/release 401 401  403  409  409  404  404  409  404  401
+PUT    leases/{lease}/size               401  401  403  403  409  404  404  404  403  401
 GET    projects                          401  401  403  200  200  200  200  200  200  401
 GET    trace/jobs                        401  401  403  403  403  403  403  200  403  401
 GET    trace/cells                       401  401  403  403  403  403  403  200  403  401
@@ -82,6 +83,7 @@ BODIES = {
     "report": {"state": "ended", "exit_code": 0},
     "activity": {"kernels": [{"id": "k", "busy": True, "idle_s": 0.0}]},
     "keep": {"minutes": 5},
+    "size": {"gpus": "0.5"},
     "nlp": {"quota": 0.5},
     "start": START,
     "wait": START | {"options": {"gpus": 1}},

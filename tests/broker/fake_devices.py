@@ -145,8 +145,9 @@ class SiteDevices(Devices):
             raise HelperError("conflict", reason)
         held = self.site.held.setdefault(handle, Held(handle, holder.uid, limits))
         held.unattended, held.stops = holder.unattended, holder.stops
-        if not held.alive:
+        if not held.alive or list(limits) == list(held.limits):
             held.limits, held.guaranteed = limits, guaranteed
+        if not held.alive:
             held.phase = Phase.SUSPENDED if holder.asleep else Phase.RUNNING
         await self.broker.step()
         return Prepared(env={"GPUSHARE_LEASE": handle})

@@ -56,6 +56,7 @@ LEASE = LeaseRecord(
     suspend_reason="IPC",
     limits={"GPU-1": 1 << 36, "GPU-0": 1},
     tries=2,
+    unprepared=True,
 )
 JOB = JobRecord(
     id="abcdefghij",

@@ -12,18 +12,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices, Holder, ServerKey
+from jupyter_gpushare.backends.base import Devices, ServerKey
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
+from jupyter_gpushare.broker.control.resizes import Resizes
 from jupyter_gpushare.broker.engine import Engine, Explanation, StartPhase
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.session_queue import Place
 from jupyter_gpushare.broker.state.transitions import OwnedBy, Released, Stopping
-from jupyter_gpushare.core.model import CheckpointMode, Grant, Kind, Lease, State
+from jupyter_gpushare.core.model import Grant, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.protocol import wire
@@ -56,6 +57,7 @@ class ServerAdmission:
         self.devices = devices
         self.effects = effects
         self.request_policy = request_policy
+        self.resizes = Resizes(registry, engine, devices, effects, request_policy)
         # Admissions under way by user and server: the lease, and the engine's answer.
         self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[tuple[LeaseRecord, Grant]]]] = {}
         self._committing: set[str] = set()  # leases of them that the engine granted
@@ -229,19 +231,8 @@ class ServerAdmission:
 
     async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
         limits = record.limits
-        guaranteed = dict.fromkeys(limits, 0) if record.lease.borrowed else limits
         try:
-            prepared = await self.devices.prepare(
-                Holder(
-                    handle=record.handle,
-                    uid=record.uid,
-                    limits=limits,
-                    guaranteed=guaranteed,
-                    asleep=asleep,
-                    unattended=not record.is_job and not record.lease.borrowed,
-                    stops=record.is_job and record.lease.survival is not CheckpointMode.SUSPEND,
-                )
-            )
+            prepared = await self.devices.prepare(snapshot.holder_of(record, asleep=asleep))
         except (HelperError, DeviceError) as error:
             log.warning("lease=%s prepare: %s", record.handle, error)
             if not record.is_job:

@@ -31,6 +31,7 @@ from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import (
     Failed,
+    LimitsSet,
     LossReplaced,
     Released,
     Requeued,
@@ -94,7 +95,7 @@ class Effects:
         self.hub = hub
         self.announcer = announcer
         self.tickets = tickets
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks: dict[str, asyncio.Task[Any]] = {}
         # Of attempts that have ended; the Hub lists them until they are removed.
         self.ended_servers: dict[ServerKey, None] = {}
         self._ending = Ending(registry, devices, observer)
@@ -129,6 +130,8 @@ class Effects:
         job = self.registry.job_of(record)
         if record.is_job and (observation.vanished_s >= GONE_S or job is None or job.exit_code is not None):
             return self._end_job
+        if record.unprepared:
+            return self._set_limits
         sample = observation.sample
         phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
         if record.lost and record.state is State.RUNNING:
@@ -255,6 +258,12 @@ class Effects:
             observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
             observation.resumes_refused = min(observation.resumes_refused + 1, 10)
             await self.registry.advance(record, ResumeRefused(reason=moved.reason))
+
+    async def _set_limits(self, record: LeaseRecord) -> None:
+        """Set the recorded limits of a session at the device helper, which may have others."""
+        asleep = record.state is State.SUSPENDED
+        await self.devices.prepare(snapshot.holder_of(record, asleep=asleep))
+        await self.registry.edit(record, LimitsSet(limits=record.limits))
 
     async def _start_anew(self, record: LeaseRecord) -> None:
         """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""

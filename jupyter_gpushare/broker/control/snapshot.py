@@ -7,14 +7,25 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 
+from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
 from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import adaptive_timeout_s
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Grant, Lease, Project, State
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    WHOLE_GPU,
+    CheckpointMode,
+    Cluster,
+    Grant,
+    Lease,
+    Project,
+    State,
+)
 from jupyter_gpushare.core.order import ORDERS
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol.helper import Phase
 
 # Shorter pauses between CUDA calls do not count as idle.
@@ -229,11 +240,7 @@ def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
 
 def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
     """Return the transition of a grant, with memory limits from the parts of the devices."""
-    grantable = {d.uuid: d.grantable_bytes for d in registry.devices.for_planner()}
-    limits = {
-        uuid: record.lease.size.memory_bytes or grantable[uuid] * action.held_milli // WHOLE_GPU
-        for uuid in action.devices
-    }
+    limits = limits_of(registry, record.lease.size, action.devices, action.held_milli)
     kind = GrantedAsleep if action.asleep else Granted
     return kind(
         why=action.why,
@@ -241,4 +248,24 @@ def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
         held_milli=action.held_milli,
         limits=limits,
         borrowed=action.borrowed,
+    )
+
+
+def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli: int) -> dict[str, int]:
+    """Return the memory limits of a lease that holds ``held_milli`` of each device, bytes per UUID."""
+    grantable = {d.uuid: d.grantable_bytes for d in registry.devices.for_planner()}
+    return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in devices}
+
+
+def holder_of(record: LeaseRecord, *, asleep: bool) -> Holder:
+    """Return what the device helper is told about a lease."""
+    guaranteed = dict.fromkeys(record.limits, 0) if record.lease.borrowed else record.limits
+    return Holder(
+        handle=record.handle,
+        uid=record.uid,
+        limits=record.limits,
+        guaranteed=guaranteed,
+        asleep=asleep,
+        unattended=not record.is_job and not record.lease.borrowed,
+        stops=record.is_job and record.lease.survival is not CheckpointMode.SUSPEND,
     )

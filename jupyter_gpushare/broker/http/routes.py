@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jupyter_gpushare.broker.http import administer, handlers, spawner
+from jupyter_gpushare.broker.http import administer, handlers, sizes, spawner
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.protocol import wire
 
@@ -60,6 +60,7 @@ ROUTES: tuple[Route, ...] = (
         {"post": wire.KeepRequest},
         {"204": None},
     ),
+    Route("leases/{id}/size", sizes.LeaseSize, {"put": wire.LeaseStatus}, {"put": wire.SizeRequest}),
     Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}, {"307": None}),
     Route("projects", handlers.Projects, {"get": wire.Projects}, {}),
     Route(

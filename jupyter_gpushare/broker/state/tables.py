@@ -83,6 +83,7 @@ leases = sa.Table(
     sa.Column("lost", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("never_sleep", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("settled", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("unprepared", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Index("leases_by_server", "user", "server"),
 )
 jobs = sa.Table(

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.core.model import Event, Lease
+from jupyter_gpushare.core.size import Size
 
 log = logging.getLogger("gpushare.broker")
 
@@ -93,6 +94,24 @@ class LossReplaced(Edit):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsUnset(Edit):
+    """The device helper is about to be asked for other limits than those of the record."""
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, unprepared=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsSet(Edit):
+    """The device helper has set these limits (bytes per device UUID)."""
+
+    limits: Mapping[str, int]
+
+    def apply(self, record: LeaseRecord) -> LeaseRecord:
+        return replace(record, unprepared=record.limits != self.limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
     """A change of state; with a ``why`` it is a decision, which the log of decisions shows."""
 
@@ -155,6 +174,22 @@ class StartFailed(Transition):
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         lease = replace(record.lease, devices=())
         return replace(record, lease=lease, limits={}, note=self.reason, tries=self.tries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Transition):
+    """A session has another size on its device; ``prepared``: the device helper has set its limits."""
+
+    event = Event.RESIZE
+    size: Size
+    held_milli: int
+    limits: Mapping[str, int]
+    borrowed: bool
+    prepared: bool
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        lease = replace(record.lease, size=self.size, held_milli=self.held_milli, borrowed=self.borrowed)
+        return replace(record, lease=lease, limits=dict(self.limits), unprepared=not self.prepared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,6 +104,7 @@ class Views:
             lend_in_s=facts.lend_in_s,
             back_in=seconds(self._sentence_inputs.back(record)),
             warned=facts.warned,
+            resizable=self.engine.resizable(lease),
             keep_until=self._kept_until(lease),
             keep_left_minutes=None if record.is_job else keep_left(registry, lease.user, lease.project),
             since_at=record.since_at,

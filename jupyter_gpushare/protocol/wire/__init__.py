@@ -88,6 +88,7 @@ from jupyter_gpushare.protocol.wire.status import (
     Projects,
     ProjectUse,
     Rung,
+    SizeRequest,
     Status,
     Trace,
     TraceRow,

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from jupyter_gpushare.core.model import Kind, State
-from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest
 from jupyter_gpushare.protocol.wire.codec import Answer, Message
 from jupyter_gpushare.protocol.wire.jobs import Estimate, Job
 from jupyter_gpushare.protocol.wire.text import Text
@@ -34,6 +35,24 @@ class KeepRequest(Message, frozen=True):
     """Body of ``POST leases/{id}/keep``."""
 
     minutes: float = 30  # from now on; 0: not any more
+
+
+class SizeRequest(Message, frozen=True):
+    """Body of ``PUT leases/{id}/size``: one of the two sizes, on the device of the session."""
+
+    gpus: str | None = None  # "0.5", "1/4", "1"
+    memory: str | None = None  # "20GiB"
+    borrow: bool = False  # also a size beyond what its project is guaranteed: it may sleep then
+
+    def size(self) -> Size:
+        """Return the requested size.
+
+        Raises:
+            InvalidRequest: none or both are given, or it cannot be parsed.
+        """
+        if (self.gpus is None) == (self.memory is None):
+            raise InvalidRequest('ask for either "gpus" or "memory"')
+        return Size.of_gpus(self.gpus or "") if self.memory is None else Size.of_memory(self.memory)
 
 
 class ErrorAnswer(Answer, frozen=True):
@@ -149,6 +168,7 @@ class LeaseStatus(Answer, frozen=True):
     lost: bool = False  # its GPU memory could not be restored; until the affected processes have ended
     keep_until: str | None = None  # kept by its owner until then, idle or not
     keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
+    resizable: bool = False  # it may become larger or smaller on its device while it runs
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
     size_texts: list[Text] = []  # ``size`` for translation
     badge_texts: list[Text] = []  # ``badge`` for translation

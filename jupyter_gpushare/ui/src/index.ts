@@ -152,6 +152,12 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
         Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
       }
     },
+    resize: async lease => {
+      const { resize } = await import('./resizedialog');
+      const hub = commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null;
+      await resize(lease, trans, hub, size => gpu.requests.resizeLease(lease.id, size));
+      await gpu.model.refresh();
+    },
     hub: commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null,
     jobs: commands.hasCommand(CommandIDs.jobs)
       ? {

@@ -35,6 +35,8 @@ export interface IPanelLinks {
   readonly history: () => Promise<IHistory>;
   /** Frees the GPU memory of a kernel, after asking. */
   readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
+  /** Changes the size of this server's GPU part, after asking which. */
+  readonly resize: (lease: ILeaseStatus) => Promise<void>;
   /** Where servers are stopped and started; null outside of a Hub. */
   readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
@@ -144,6 +146,15 @@ export class GpuPanel extends ReactWidget {
               release={this._links().release}
               trans={trans}
             />
+          )}
+          {lease !== null && (
+            <Button
+              className="gpushare-link"
+              title={trans.__('Get a larger or smaller part of the GPU')}
+              run={() => void this._links().resize(lease)}
+            >
+              {trans.__('Change size')}
+            </Button>
           )}
           {!status.devices_known && (
             <p className="gpushare-muted">

@@ -18,7 +18,9 @@ import {
   IJobTimeline,
   ILaunchForm,
   ILaunchRequest,
-  IOffers
+  ILeaseStatus,
+  IOffers,
+  ISizeRequest
 } from './wire';
 
 export type LeaseVerb = 'resume' | 'stay-asleep' | 'keep' | 'lend';
@@ -44,6 +46,11 @@ export class Requests {
   changeLease(lease: string, verb: LeaseVerb, minutes: number): Promise<unknown> {
     const body = verb === 'keep' ? { minutes } : undefined;
     return this._send('POST', `leases/${encodeURIComponent(lease)}/${verb}`, body);
+  }
+
+  /** Gives the lease another size on its GPU; resolves once its kernels may use it. */
+  resizeLease(lease: string, size: ISizeRequest): Promise<ILeaseStatus> {
+    return this._send('PUT', `leases/${encodeURIComponent(lease)}/size`, size);
   }
 
   /** Frees the GPU memory of a kernel: restarts it. */

@@ -282,6 +282,8 @@ export interface ILeaseStatus {
   readonly keep_until: string | null;
   /** of today's budget for "Keep it" there; None: a job */
   readonly keep_left_minutes: number | null;
+  /** it may become larger or smaller on its device while it runs */
+  readonly resizable: boolean;
   /** the GPU may be lent in `lend_in_s`, and its owner is told now */
   readonly warned: boolean;
   /** `size` for translation */
@@ -355,6 +357,16 @@ export interface IProjectUse {
   readonly saved_bytes: number;
   /** the highest that members may give to their jobs */
   readonly priority_max: number;
+}
+
+/** Body of `PUT leases/{id}/size`: one of the two sizes, on the device of the session. */
+export interface ISizeRequest {
+  /** "0.5", "1/4", "1" */
+  readonly gpus: string | null;
+  /** "20GiB" */
+  readonly memory: string | null;
+  /** also a size beyond what its project is guaranteed: it may sleep then */
+  readonly borrow: boolean;
 }
 
 /** Answer of `GET status`: leases, jobs, projects and events of the user. */

@@ -1,0 +1,248 @@
+"""Change the size of a session that runs, on its device.
+
+* A session that grows: the new size is committed, then the device helper sets the limit.
+* A session that shrinks: the helper sets the limit, so that no allocation goes beyond it; the
+  next sample says whether what its processes hold fits.  Then the size is committed, else
+  the old limit is set again.
+
+The helper's limit therefore never exceeds the recorded one.  `LeaseRecord.unprepared` is
+stored before the helper is asked: where the broker ends or the helper does not answer in
+between, `effects` sets the recorded limit again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.backends.base import Devices
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.effects import Effects
+from jupyter_gpushare.broker.control.request_policy import RequestPolicy
+from jupyter_gpushare.broker.engine import Engine, NotResized
+from jupyter_gpushare.broker.engine import Resized as Answer
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.transitions import LimitsSet, LimitsUnset, Resized
+from jupyter_gpushare.core.model import WHOLE_GPU, State, Why
+from jupyter_gpushare.core.size import Size, fraction_text
+from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
+from jupyter_gpushare.protocol import wire
+
+log = logging.getLogger("gpushare.broker")
+
+# How long a change waits for a sample that shows what the processes hold under the new limit.
+_MEASURE_S = 5.0
+_LOOK_S = 0.1
+# An allocation that was admitted under the old limit is on the device so long after the new one was set.
+_IN_FLIGHT_S = 0.5
+
+
+class Resizes:
+    """Carries out changes of size, at most one at a time for each session."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        engine: Engine,
+        devices: Devices,
+        effects: Effects,
+        request_policy: RequestPolicy,
+    ) -> None:
+        self.registry = registry
+        self.engine = engine
+        self.devices = devices
+        self.effects = effects
+        self.request_policy = request_policy
+
+    async def change(self, record: LeaseRecord, request: wire.SizeRequest) -> None:
+        """Give a session another size on its device; a repeated call changes nothing.
+
+        Raises:
+            RequestError: it cannot have this size now, or never; the text says what to change.
+            StoreError: the database failed; the broker ends.
+        """
+        size = request.size()
+        _check_kind(self.engine, record)
+        await self.request_policy.known()
+        self.request_policy.check_share(size)
+        with self._instead_of_effects(record):
+            # No wait from here to the commit: no other decision takes what this one found.
+            record = self.registry.get(record.id)
+            if record.unprepared:
+                raise Conflict("its last change of size is not done yet: try again in a few seconds")
+            if record.state is not State.RUNNING:
+                raise Conflict("only a session that is awake gets another size: run a GPU cell first")
+            if size == record.lease.size:
+                await self.registry.journal.durable()
+                return
+            before = record.lease.size
+            if size.device_count > 1:
+                raise Conflict(
+                    "a running server keeps the number of its GPUs: stop it, and start it with %1", size.text
+                )
+            resized = self._transition(record, size, self._decided(record, size, borrow=request.borrow))
+            if sum(resized.limits.values()) >= sum(record.limits.values()):
+                record = await self._grow(record, resized)
+            else:
+                record = await self._shrink(record, resized)
+        await self.registry.record_notice(record, "resize", "notice.resized", messages.size_text(before))
+
+    @contextlib.contextmanager
+    def _instead_of_effects(self, record: LeaseRecord) -> Iterator[None]:
+        """Keep effects from a lease while its limits change: at most one task works on it.
+
+        Raises:
+            Conflict: one does.
+        """
+        tasks, task = self.effects.tasks, asyncio.current_task()
+        if record.id in tasks or task is None:
+            raise Conflict("this session is being moved just now: try again in a few seconds")
+        tasks[record.id] = task
+        try:
+            yield
+        finally:
+            tasks.pop(record.id, None)
+            self.registry.changed.set()
+
+    def _decided(self, record: LeaseRecord, size: Size, *, borrow: bool) -> Answer:
+        """Return what the engine answers for a size.
+
+        Raises:
+            Conflict: no; or only borrowed, and the request does not allow that.
+        """
+        now = self.registry.clock()
+        cluster = snapshot.cluster(self.registry, self.engine, now)
+        lease = next(lease for lease in cluster.leases if lease.id == record.id)
+        answer = self.engine.resize(cluster, lease, size, now)
+        if isinstance(answer, NotResized):
+            raise _refused(answer, lease.held_milli, lease.project)
+        if answer.borrowed and not lease.borrowed and not borrow:
+            raise Conflict(
+                "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
+                "others need the GPU, or choose a smaller size",
+                size.text,
+                lease.project,
+                reason="would_borrow",
+            )
+        return answer
+
+    def _transition(self, record: LeaseRecord, size: Size, answer: Answer) -> Resized:
+        limits = snapshot.limits_of(self.registry, size, record.lease.devices, answer.held_milli)
+        return Resized(
+            size=size,
+            held_milli=answer.held_milli,
+            limits=limits,
+            borrowed=answer.borrowed,
+            prepared=limits == record.limits and answer.borrowed == record.lease.borrowed,
+        )
+
+    async def _grow(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
+        record = await self.registry.advance(record, resized)
+        try:
+            return await self._set(record)
+        except (HelperError, DeviceError) as error:  # the effect tries again
+            log.warning("lease=%s prepare: %s", record.handle, error)
+            return record
+
+    async def _set(self, record: LeaseRecord) -> LeaseRecord:
+        if not record.unprepared:
+            return record
+        await self.devices.prepare(snapshot.holder_of(record, asleep=False))
+        return await self.registry.edit(record, LimitsSet(limits=record.limits))
+
+    async def _shrink(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
+        """Lower the limit, and commit it once the processes are seen to fit.
+
+        Raises:
+            Conflict: they hold more, or are not measured; the old limit is set again.
+        """
+        observation = self.registry.observations[record.id]
+        _check_fits(observation.sample.used_bytes if observation.sample else None, resized)
+        record = await self.registry.edit(record, LimitsUnset())
+        lower = replace(record, limits=dict(resized.limits))
+        lower = replace(lower, lease=replace(record.lease, borrowed=resized.borrowed))
+        try:
+            await self.devices.prepare(snapshot.holder_of(lower, asleep=False))
+            _check_fits(await self._measured_since(record, self.registry.clock() + _IN_FLIGHT_S), resized)
+            return await self.registry.advance(record, replace(resized, prepared=True))
+        except (HelperError, DeviceError) as error:
+            log.warning("lease=%s prepare: %s", record.handle, error)
+            raise Conflict(
+                "the GPUs of this machine cannot be reached just now: the size is as it was",
+                reason="devices_unknown",
+            ) from None
+
+    async def _measured_since(self, record: LeaseRecord, since: float) -> Mapping[str, int] | None:
+        """Return the bytes per device that a lease uses, measured after ``since``; None: not in time."""
+        while self.registry.clock() < since + _MEASURE_S:
+            await asyncio.sleep(_LOOK_S)
+            for sample in (await self.devices.sample()).leases:
+                if sample.lease == record.handle and sample.measured_at > since:
+                    return sample.used_bytes
+        return None
+
+
+def _check_kind(engine: Engine, record: LeaseRecord) -> None:
+    """Return if leases of this kind can have another size while they run.
+
+    Raises:
+        Conflict: it is a job, a MIG instance or several GPUs, or the engine places servers only at their
+            start.
+    """
+    if record.is_job:
+        raise Conflict("the size of a job is changed while it is queued: gpushare edit")
+    if not engine.resizable(record.lease):
+        raise Conflict(
+            "here a server gets another size only when it starts: stop it, and start it with the size "
+            "that you need",
+            reason="not_resizable",
+        )
+
+
+def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:
+    """Return the refusal that says what the session can have instead."""
+    most = f"{fraction_text(min(answer.most_milli, WHOLE_GPU))} GPU"
+    if answer.why is Why.PROJECT_LIMIT:
+        return Conflict(
+            "project %1 is at its limit: choose at most %2, or end other work of it", project, most
+        )
+    if answer.why is Why.DRAINING:
+        return Conflict(
+            "its GPU is being emptied and takes nothing new: stop the server, and start it on another GPU"
+        )
+    if answer.most_milli <= held_milli:
+        return Conflict(
+            "the rest of its GPU is in use: stop the server, and start it on another GPU",
+            reason="no_capacity",
+        )
+    return Conflict(
+        "the rest of its GPU is in use: choose at most %1, or start the server on another GPU",
+        most,
+        reason="no_capacity",
+    )
+
+
+def _check_fits(used: Mapping[str, int] | None, resized: Resized) -> None:
+    """Return if processes that use these bytes per device fit within the new limits.
+
+    Raises:
+        Conflict: they use more, or it is not known what they use.
+    """
+    if used is None:
+        raise Conflict("what this session uses was not measured just now: try again in a few seconds")
+    over = sum(max(0, used.get(uuid, 0) - limit) for uuid, limit in resized.limits.items())
+    if over:
+        raise Conflict(
+            "its kernels use %1 of GPU memory, and %2 are left with %3: free %4 first, "
+            "for example with Release beside a kernel",
+            messages.gibibytes(sum(used.values())),
+            messages.gibibytes(sum(resized.limits.values())),
+            resized.size.text,
+            messages.gibibytes(over),
+            reason="in_use",
+        )
