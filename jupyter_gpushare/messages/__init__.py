@@ -13,7 +13,7 @@
 """
 
 from jupyter_gpushare.gibibytes import gibibytes
-from jupyter_gpushare.messages.decisions import DecisionFacts, decision, to_owner
+from jupyter_gpushare.messages.decisions import DecisionFacts, decision, to_reader
 from jupyter_gpushare.messages.leases import LeaseFacts, badge, sentence
 from jupyter_gpushare.messages.news import job_news, news_line
 from jupyter_gpushare.messages.progress import doubt, left_s, measured

@@ -20,10 +20,10 @@ _BECAUSE: Mapping[str, str] = {
 }
 
 
-# What a subject is to its owner.
-_OWN: Mapping[str, str] = {
-    "decision.session": "decision.your_session",
-    "decision.job": "decision.your_job",
+# What a subject is to its owner: as the first words of a sentence, and within it.
+_OWN: Mapping[str, tuple[str, str]] = {
+    "decision.session": ("decision.your_session", "part.your_session"),
+    "decision.job": ("decision.your_job", "part.your_job"),
 }
 
 
@@ -61,19 +61,19 @@ def decision(facts: DecisionFacts) -> Text:
     return text("decision", facts.subject, done, because)
 
 
-def to_owner(texts: Texts, owner: str) -> Texts:
-    """Return texts of the log as ``owner`` reads them: "Your session", not "ada's session".
-
-    Only at the beginning of a sentence; elsewhere the owner keeps the name.
-    """
-    return tuple(_to_owner(each, owner) for each in texts)
+def to_reader(texts: Texts, reader: str) -> Texts:
+    """Return texts of the log as ``reader`` reads them: "Your session", not "ada's session"."""
+    return tuple(_to_reader(each, reader, is_first=True) for each in texts)
 
 
-def _to_owner(told: Text, owner: str) -> Text:
+def _to_reader(told: Text, reader: str, *, is_first: bool) -> Text:
+    if told.key in _OWN and told.args[:1] == [reader]:
+        first, within = _OWN[told.key]
+        return Text(key=first if is_first else within, args=told.args[1:])
     template = TEMPLATES.get(told.key)
-    if not (isinstance(template, str) and template.startswith("%1") and told.args):
-        return told
-    subject, *others = told.args
-    if isinstance(subject, str) or subject.key not in _OWN or subject.args[:1] != [owner]:
-        return told
-    return text(told.key, text(_OWN[subject.key], *subject.args[1:]), *others)
+    begins = is_first and isinstance(template, str) and template.startswith("%1")
+    args = [
+        each if isinstance(each, str) else _to_reader(each, reader, is_first=begins and not n)
+        for n, each in enumerate(told.args)
+    ]
+    return Text(key=told.key, args=args)

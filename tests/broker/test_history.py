@@ -28,10 +28,18 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
         lent_s = site.now - asleep_at
         await until(lambda: broker.job(job).result, 400)
 
-        told = await history.timeline(broker.registry, broker.job(job))
+        told = await history.timeline(broker.registry, broker.job(job), "bo")
         whats = [moment.what for moment in told.moments]
         assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
-        assert "owner of the GPU came back" in told.moments[3].sentence
+        assert told.moments[1].sentence == (
+            "Your job train.py (2 GPUs) starts: others were put to sleep for it."
+        )
+        assert told.moments[3].sentence == (
+            "Your job train.py (2 GPUs) is paused for a session of project vision: "
+            "the session that lent the GPU needs it."
+        )
+        others = await history.timeline(broker.registry, broker.job(job), "root")
+        assert others.moments[3].sentence.startswith("bo's job train.py (2 GPUs) is paused for ")
         assert [m.at for m in told.moments] == sorted(m.at for m in told.moments)
         assert all(messages.english(m.sentence_texts) == m.sentence for m in told.moments)
         assert [m.sentence_texts[0].key for m in told.moments] == [
@@ -50,7 +58,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
         again = await site.start_broker()
         after = await history.week(again.registry, "bo")
         assert (after.used_gpu_s, after.days) == (bo.used_gpu_s, bo.days)
-        assert await history.timeline(again.registry, again.registry.jobs[job.id]) == told
+        assert await history.timeline(again.registry, again.registry.jobs[job.id], "bo") == told
 
 
 def bound(id: str, milli: int, state: State, kind: Kind = Kind.BUILD) -> Lease:

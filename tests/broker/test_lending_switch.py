@@ -78,7 +78,7 @@ async def test_watch_says_what_would_be_lent_to_which_job_and_for_how_long_and_m
         await until(lambda: "would have been asleep" in sentences(broker)[-1], 30)
         # It would have fallen asleep after 60 s of 600; plans that are only logged are made every 5 s.
         assert sentences(broker)[-1] == (
-            "ada's session (1/2 GPU) would have been asleep for 9 min, until its owner used it."
+            "ada's session (1/2 GPU) would have been asleep for 9 min, until it was used."
         )
 
 

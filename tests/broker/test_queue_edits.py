@@ -85,8 +85,8 @@ async def test_the_same_move_and_the_same_change_twice_are_one(tmp_path):
             await change(broker, jobs[0], gpus="1", max_run_s=3600.0)
         told = [d.sentence for d in broker.registry.decisions.latest if d.action in ("edit", "move")]
         assert told == [
-            "bo's job train.py (2 GPUs) was moved before train.py by its owner.",
-            "bo's job train.py (2 GPUs) was changed by its owner: 1 GPU, project nlp, priority 0, at most 60 "
+            "bo's job train.py (2 GPUs) was moved before train.py in the queue.",
+            "bo's job train.py (2 GPUs) was changed: 1 GPU, project nlp, priority 0, at most 60 "
             "min; before: 2 GPUs, project nlp, priority 0.",
         ]
         assert order(broker, jobs) == [1, 0]

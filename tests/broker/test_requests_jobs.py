@@ -352,7 +352,7 @@ async def test_a_preempted_and_a_cancelled_job_are_told_apart_as_they_stop(tmp_p
         assert not told.done(), "a crash would lose what the runner was told"
         goes_on.set()
         said = await told
-        assert (said.state, said.reason) == ("cancelled", "Stopped by its owner.")
+        assert (said.state, said.reason) == ("cancelled", "It was stopped on request.")
         await asyncio.gather(cancelled, cell)
 
 

@@ -35,7 +35,7 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(tmp_path):
         await site.gpu_cell(ada)
         assert ada.used == used
         assert broker.state(job) == "suspended"
-        assert "owner of the GPU came back" in broker.seen(job).reason
+        assert "the session that lent the GPU needs it" in broker.seen(job).reason
         await until(lambda: broker.job(job).result, 400)
         assert broker.job(job).result == "succeeded"
         assert broker.job(job).exit_code == 0

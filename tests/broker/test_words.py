@@ -256,20 +256,27 @@ def test_every_decision_is_a_sentence(action, why):
     assert not CODE.search(text)
 
 
-def test_an_owner_reads_of_your_session_and_others_of_adas():
+def test_a_reader_reads_of_your_session_and_others_of_adas():
     session = messages.text("decision.session", "ada", "1/2 GPU")
     job = messages.text("decision.job", "ada", "train", "1 GPU")
+    other = messages.text("decision.job", "bo", "train", "1 GPU")
     texts = (messages.text("notice.of", session, "is here"), messages.text("notice.of", job, "is late"))
-    assert messages.english(messages.to_owner(texts, "ada")) == (
+    assert messages.english(messages.to_reader(texts, "ada")) == (
         "Your session (1/2 GPU) is here. Your job train (1 GPU) is late."
     )
     for_ada = messages.text("decision.for", job, messages.text("decision.paused"), session, "wanted")
-    assert messages.english(messages.to_owner((for_ada,), "ada")).startswith(
-        "Your job train (1 GPU) is paused for ada's session"
+    assert messages.english(messages.to_reader((for_ada,), "ada")).startswith(
+        "Your job train (1 GPU) is paused for your session (1/2 GPU)"
+    )
+    for_bo = messages.text("decision.for", session, messages.text("decision.put_to_sleep"), other, "idle")
+    assert messages.english(messages.to_reader((for_bo,), "bo")).startswith(
+        "ada's session (1/2 GPU) is put to sleep for your job train (1 GPU)"
     )
     asked = messages.text("notice.admin_stop", session, "root")
-    assert messages.to_owner((asked,), "ada") == (asked,), "within a sentence the name stays"
-    assert messages.to_owner(texts, "bo") == texts
+    assert messages.english(messages.to_reader((asked,), "ada")) == (
+        "root asked to stop your session (1/2 GPU)."
+    )
+    assert messages.to_reader(texts, "bo") == texts
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
     ada.picture("back")
     expect(detail).to_contain_text("Paused")
-    expect(detail).to_contain_text("the owner of the GPU came back")
+    expect(detail).to_contain_text("the session that lent the GPU needs it")
     bo.picture("paused")
 
     # The broker is killed and comes back: nothing is lost, and both pages hear of it again.

@@ -181,7 +181,7 @@ def test_ada_sleeps_for_bos_job_and_gets_everything_back(
     assert bytes_of(hub, pid) >= 6 << 30
     until("she is awake", lambda: ada.state() == "running")
     paused = until("the job is paused", lambda: (j := bo.job(job["id"]))["state"] == "suspended" and j)
-    assert "owner of the GPU came back" in paused["reason"]
+    assert "the session that lent the GPU needs it" in paused["reason"]
     assert paused["attempt"] == 1
     before = len(steps_done(tmp_path))
 

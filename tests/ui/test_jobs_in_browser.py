@@ -196,6 +196,8 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await detail.get_by_role("tab", name="Timeline").click()
     await expect(detail.locator(".gpushare-timeline li")).to_have_count(5)
     await expect(detail).to_contain_text("another project took back its guaranteed GPU")
+    await expect(detail.locator(".gpushare-timeline b").nth(1)).to_have_text("Starting")
+    await expect(detail.locator(".gpushare-timeline")).to_contain_text("Your job night (1 GPU) starts: ")
     await expect(detail.locator("time").first).to_contain_text("May 2031, ")
     await picture(page, "jobs-timeline")
     for theme in THEMES:
@@ -286,7 +288,7 @@ async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker
     await dialog.get_by_role("button", name="Let it go on").click()
     await expect(dialog).to_have_count(0)
     assert broker.asked(f"DELETE jobs/{running['id']}") == []
-    ended = running | {"state": "cancelled", "reason": "Stopped by its owner."}
+    ended = running | {"state": "cancelled", "reason": "It was stopped on request."}
     broker.answer(f"DELETE jobs/{running['id']}", running | {"state": "stopping"})
     await stop.click()
     await expect(dialog.get_by_role("button", name="Let it go on")).to_be_focused()

@@ -66,5 +66,5 @@ class TimeLimits:
                 observation.end_announced = True
                 told = messages.duration_text(left)
                 await registry.record_notice(record, "time_limit", "notice.time_limit", told)
-                notice = messages.text("notice.time_limit", registry.subject_of(record), told)
+                notice = messages.text("job.stopped_in", told)
                 self._announcer.job("attention", job, "running", messages.english(notice))

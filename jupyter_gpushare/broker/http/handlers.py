@@ -178,7 +178,7 @@ class JobTimeline(Base):
     async def get(self, job_id: str) -> None:
         identity = await self.identify()
         job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
-        self.answer(await history.timeline(self.control.registry, job))
+        self.answer(await history.timeline(self.control.registry, job, identity.user))
 
 
 class JobRetry(Base):
@@ -397,7 +397,7 @@ class Decisions(Base):
         identity = await self.identify()
         limit = int(self.number("limit", 100, 1, 1_000))
         user = None if identity.admin else identity.user
-        self.answer(wire.Decisions(decisions=self.service.views.decisions(user, limit)))
+        self.answer(wire.Decisions(decisions=self.service.views.decisions(user, limit, identity.user)))
 
 
 class Health(Base):

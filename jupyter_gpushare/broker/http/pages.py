@@ -252,7 +252,7 @@ class AdminPage(Page):
             ],
             sessions=tables.sessions(user, asked.q, asked.sessions),
             jobs=tables.jobs(user, asked.q, asked.jobs),
-            decisions=views.decisions(user, 50),
+            decisions=views.decisions(user, 50, identity.user),
         )
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.set_header("Cache-Control", "no-store")

@@ -12,19 +12,21 @@ from jupyter_gpushare.broker.state.usage import WEEK_DAYS
 from jupyter_gpushare.protocol import wire
 
 
-async def timeline(registry: Registry, job: JobRecord) -> wire.JobTimeline:
-    """Return all steps of a job with their reasons, oldest first.
+async def timeline(registry: Registry, job: JobRecord, reader: str) -> wire.JobTimeline:
+    """Return all steps of a job with their reasons, oldest first, as ``reader`` reads them.
 
     Raises:
         StoreError: the database cannot be read.
     """
-    return timeline_of(job, await registry.store.decisions_about(job.lease_id))
+    return timeline_of(job, await registry.store.decisions_about(job.lease_id), reader)
 
 
-def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord]) -> wire.JobTimeline:
-    """Return the timeline of a job: its decisions, start and end."""
+def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord], reader: str) -> wire.JobTimeline:
+    """Return the timeline of a job, its decisions, start and end, as ``reader`` reads them."""
     moments = [_moment(job.submitted_at, "submitted", (messages.text("job.submitted"),))]
-    moments += [_moment(d.at, d.action, d.texts or messages.reason_texts(d.sentence)) for d in decisions]
+    for each in decisions:
+        texts = messages.to_reader(each.texts, reader) or messages.reason_texts(each.sentence)
+        moments.append(_moment(each.at, each.action, texts))
     if job.started_at:
         moments.append(_moment(job.started_at, "started", (messages.text("job.started"),)))
     if job.ended_at:

@@ -361,12 +361,15 @@ class Views:
             last_at=counts.last_at,
         )
 
-    def decisions(self, user: str | None, limit: int) -> list[wire.Decision]:
-        """Return the newest decisions about a user's leases, newest first."""
+    def decisions(self, user: str | None, limit: int, reader: str = "") -> list[wire.Decision]:
+        """Return the newest decisions about the leases of a user (None: all), newest first.
+
+        ``reader`` reads them, by default this user.
+        """
         found: list[wire.Decision] = []
         for decision in reversed(self.registry.decisions.latest):
             if user is None or decision.user == user:
-                found.append(_decision(decision, show_all=user is None))
+                found.append(_decision(decision, reader or user or "", show_all=user is None))
                 if len(found) == limit:
                     break
         return found
@@ -434,8 +437,8 @@ def _held(leases: Iterable[Lease]) -> int:
     return sum(x.held_milli * len(x.devices) for x in leases if x.state in HOLDS_CAPACITY)
 
 
-def _decision(record: DecisionRecord, *, show_all: bool) -> wire.Decision:
-    texts = record.texts if show_all else messages.to_owner(record.texts, record.user)
+def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.Decision:
+    texts = messages.to_reader(record.texts, reader)
     return wire.Decision(
         seq=record.seq,
         at=record.at,

@@ -379,7 +379,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Ran'), duration(trans, job.ran_s)],
     [trans.__('Maximum run time'), job.max_run_s === null ? '' : duration(trans, job.max_run_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
-    [trans.__('Attempts'), String(job.attempt)],
+    [trans.__('Started'), job.attempt === 0 ? trans.__('not yet') : trans._n('%1 time', '%1 times', job.attempt)],
     [trans.__('Environment'), environmentText(trans, job)],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
     [trans.__('Folder'), job.cwd ?? ''],

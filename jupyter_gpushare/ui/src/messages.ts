@@ -360,7 +360,7 @@ export function checkpointLabel(trans: TranslationBundle, checkpoint: Checkpoint
     case 'suspend':
       return trans.__('Suspend, and go on where it was');
     case 'sigterm':
-      return trans.__('SIGTERM, and start again from its own checkpoint');
+      return trans.__('Stop, and start again from its own checkpoint');
     case 'none':
       return trans.__('Start again from the beginning');
   }
@@ -425,7 +425,7 @@ export function momentText(trans: TranslationBundle, what: string): string {
     case 'submitted':
       return trans.__('Submitted');
     case 'grant':
-      return trans.__('Granted');
+      return trans.__('Starting');
     case 'started':
       return trans.__('Started');
     case 'progress':
@@ -442,7 +442,17 @@ export function momentText(trans: TranslationBundle, what: string): string {
       return trans.__('Moved');
     case 'ended':
       return trans.__('Ended');
+    case 'admin':
+      return trans.__('Administrator');
+    case 'device':
+    case 'low-use':
+    case 'watchdog':
+      return trans.__('GPU');
+    case 'lost':
+      return trans.__('GPU state lost');
+    case 'time_limit':
+      return trans.__('Time limit');
     default:
-      return what;
+      return trans.__('Note');
   }
 }

@@ -10,6 +10,7 @@ import {
   gibibytes,
   jobBadge,
   memoryText,
+  momentText,
   noticeText,
   progressAndTimeText,
   progressText,
@@ -94,6 +95,12 @@ describe('a job', () => {
     expect(text({ left_s: 7_200 })).toBe('3 of 10, about 2 h left');
     expect(text({ left_s: null })).toBe('3 of 10');
     expect(text({ left_s: 7_200, ends_in: { low_s: 5_400, high_s: 9_000 } })).toBe('3 of 10');
+  });
+
+  it('has a word for every event in its life, and none of the code', () => {
+    const whats = ['submitted', 'grant', 'started', 'suspend', 'resume', 'low-use', 'time_limit', 'would_suspend', 'x'];
+    const words = ['Submitted', 'Starting', 'Started', 'Paused', 'Resumed', 'GPU', 'Time limit', 'Note', 'Note'];
+    expect(whats.map(what => momentText(trans, what))).toEqual(words);
   });
 
   it('names the environment that it runs in, and none that nobody knows', () => {

@@ -63,11 +63,11 @@ describe('translated', () => {
   it('translates the timeline: decisions, the project that took a GPU back, sizes', () => {
     expect(translated(LOUD, TIMELINE).moments.map(moment => moment.sentence)).toEqual([
       'SUBMITTED.',
-      "ada'S JOB night (1 GPU) STARTS: THE GPUS THAT IT NEEDS ARE FREE.",
+      'YOUR JOB night (1 GPU) STARTS: THE GPUS THAT IT NEEDS ARE FREE.',
       'ITS COMMAND STARTED.',
-      "ada'S JOB night (1 GPU) IS PAUSED FOR A TRAINING JOB OF PROJECT nlp: " +
+      'YOUR JOB night (1 GPU) IS PAUSED FOR A TRAINING JOB OF PROJECT nlp: ' +
         'ANOTHER PROJECT TOOK BACK ITS GUARANTEED GPU.',
-      "ada'S JOB night (1 GPU) GOES ON: THERE IS FREE CAPACITY AGAIN."
+      'YOUR JOB night (1 GPU) GOES ON: THERE IS FREE CAPACITY AGAIN.'
     ]);
     const job = {
       size: '2 GPUs',
