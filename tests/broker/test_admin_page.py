@@ -60,7 +60,7 @@ async def test_an_admin_changes_a_quota_and_sees_it(http):
         ({"project": "vision", "quota": "many"}, 400, "numbers of GPUs"),
         ({"project": "vision", "quota": "-1"}, 400, "quota"),
         ({"project": "<b>", "quota": "1"}, 404, "&lt;b&gt;"),
-        ({"lend": "bnone"}, 404, "no such lease"),
+        ({"lease": "bnone", "act": "lend"}, 404, "no such lease"),
     ],
 )
 async def test_a_change_that_cannot_be_is_said_on_the_page_and_changes_nothing(http, form, status, says):
@@ -101,7 +101,7 @@ async def test_an_administrator_acts_on_sessions_from_the_page_with_a_line_in_th
         return await http.ask("POST", f"{http.url}{PREFIX}?act={ada.id}", "root", data=form)
 
     page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
-    assert f'<a href="?period=24h&amp;act={ada.id}#act"' in page
+    assert f'href="?period=24h&amp;act={ada.id}&amp;back=sessions-{ada.id}#act"' in page
     panel = (await http.ask("GET", f"{http.url}{PREFIX}?act={ada.id}", "root")).text
     assert "Lend it now" in panel
     assert "Wake it" not in panel

@@ -2,6 +2,10 @@
 
 It has the look of the Hub's pages: their markup, stylesheet, navigation and theme.  It works
 without scripts; two small ones write times in the reader's zone and follow the Hub's theme.
+
+It works without a mouse.  Whatever changes something for others is confirmed in a panel; a
+panel has the focus when it opens, and when it is closed, or has done its work, the control
+that opened it has the focus again: the fragment of the address names it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import jinja2
 from tornado import httputil
@@ -65,6 +69,7 @@ _MAX_FIND = 100
 
 
 _FIRST: dict[str, str | int] = {"users": 1, "sessions": 1, "jobs": 1}
+_PANELS: dict[str, str | int] = {"act": "", "edit": "", "empty": ""}  # one is open at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,8 @@ class Asked:
     q: str = ""  # only rows that are like it
     edit: str = ""  # the project whose numbers are being changed
     act: str = ""  # the lease about which the administrator decides
+    empty: str = ""  # the device that is to take nothing new
+    back: str = ""  # id of the control that has the focus afterwards
     users: int = 1  # pages of the tables
     sessions: int = 1
     jobs: int = 1
@@ -87,6 +94,20 @@ class Asked:
         changed = replace(self, **changes)  # type: ignore[arg-type]
         given = {f.name: value for f in fields(self) if (value := getattr(changed, f.name)) != f.default}
         return "?" + urlencode({"period": changed.period, **given})
+
+    @property
+    def panel(self) -> str:
+        """Id of the panel that is open; empty: none is."""
+        return next((name for name in _PANELS if getattr(self, name)), "")
+
+    def opened(self, panel: str, of: str, back: str) -> str:
+        """Return the link that opens a panel, from the control with the id ``back``."""
+        return f"{self.link(**{**_PANELS, panel: of, 'back': back})}#{panel}"
+
+    def closed(self, focus: str | None = None) -> str:
+        """Return the link that closes the panel; the focus is on ``focus``, else on what opened it."""
+        focus = self.back if focus is None else focus
+        return self.link(**_PANELS, back="") + (f"#{quote(focus)}" if focus else "")
 
 
 class AdminPage(Page):
@@ -133,8 +154,6 @@ class AdminPage(Page):
         try:
             if mode := given("lending", ""):
                 await self._set_lending(mode, identity)
-            elif lease := given("lend", ""):
-                await act(self, registry.get(lease), "lend", identity)
             elif wanted := given("act", ""):
                 await self._act(registry.get(given("lease", "")), wanted, identity)
             elif device := given("drain", ""):
@@ -155,7 +174,14 @@ class AdminPage(Page):
             self.set_status(error.status)
             await self._show(identity, wrong=str(error))
             return
-        self.redirect(f"{service.site.prefix}{self._asked().link(edit='', act='')}", status=303)
+        asked = self._asked()
+        self.redirect(f"{service.site.prefix}{asked.closed(self._focus_after(asked))}", status=303)
+
+    def _focus_after(self, asked: Asked) -> str:
+        """Return the id of what opened the panel; of its table where that is about to leave it."""
+        table = asked.back.partition("-")[0]
+        leaves = table == "looks" or self.get_body_argument("act", "") == "stop"
+        return table if asked.act and leaves else asked.back
 
     async def _act(self, record: LeaseRecord, wanted: str, identity: Identity) -> None:
         if wanted == "priority":
@@ -211,6 +237,8 @@ class AdminPage(Page):
             q=query("q", "").strip()[:_MAX_FIND],
             edit=query("edit", ""),
             act=query("act", ""),
+            empty=query("empty", ""),
+            back=query("back", ""),
             users=_page(query("users", "")),
             sessions=_page(query("sessions", "")),
             jobs=_page(query("jobs", "")),
@@ -233,7 +261,9 @@ class AdminPage(Page):
             shared_origin=not self.hub_auth.hub_host,
             wrong=wrong,
             at=registry.iso_now(),
-            asked=replace(asked, live="") if wrong else asked,
+            asked=asked,
+            live=bool(asked.live) and not wrong and not asked.panel,
+            entered=lambda name, stored: self.get_body_argument(name, stored) if wrong else stored,
             xsrf=self.xsrf_token.decode() if identity.admin else "",
             now=overview.now(),
             oldest=tables.oldest_wait(user),
