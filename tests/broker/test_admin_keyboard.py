@@ -191,25 +191,26 @@ async def test_a_projects_quota_is_changed_and_what_was_typed_outlives_a_refusal
 
 @pytest.mark.parametrize("name", ["GPU-0", "machine"])
 async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name: str) -> None:
-    drains = http.broker.registry.devices.drains
+    devices = http.broker.registry.devices  # each change replaces its drains
     control, panel = page.locator(f"#work-{name}"), page.get_by_role("form", name="Empty it")
     await enter(page, control)
     await focused(page, panel)
     await enter(page, panel.get_by_role("link", name="Cancel"))
     await focused(page, control)
-    assert not drains.of
+    assert not devices.drains.of
     await page.keyboard.press("Enter")
     await walk(page, panel.get_by_label("Ask them to finish"))
     await page.keyboard.press("ArrowDown")
     await enter(page, panel.get_by_role("button", name="Empty it"))
     await focused(page, control)
-    assert drains.on("GPU-0") is not None
-    assert drains.on("GPU-0").until is not None
+    drain = devices.drains.on("GPU-0")
+    assert drain is not None
+    assert drain.until is not None
     await expect(control).to_have_text("Let it take work again")
     await page.keyboard.press("Enter")
     await expect(control).to_have_text("Empty it")
     await focused(page, control)
-    assert not drains.of
+    assert not devices.drains.of
 
 
 async def test_lending_is_switched_and_a_process_without_a_lease_is_ended(http: Http, page: Page) -> None:
