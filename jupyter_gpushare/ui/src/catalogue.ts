@@ -448,6 +448,7 @@ export const CATALOGUE: {
   'the GPU broker at %1 does not answer (%2)': (trans, args) => trans.__('the GPU broker at %1 does not answer (%2)', ...args),
   'the GPU broker sent an unexpected answer: %1': (trans, args) => trans.__('the GPU broker sent an unexpected answer: %1', ...args),
   'the GPU service is not shown inside other pages': (trans, args) => trans.__('the GPU service is not shown inside other pages', ...args),
+  'the GPUs here are given out in equal parts, and %1 is none': (trans, args) => trans.__('the GPUs here are given out in equal parts, and %1 is none', ...args),
   'the GPUs of this machine cannot be reached just now: the size is as it was': (trans, args) => trans.__('the GPUs of this machine cannot be reached just now: the size is as it was', ...args),
   'the GPUs of this machine cannot be reached just now; a server without GPU starts anyway': (trans, args) => trans.__('the GPUs of this machine cannot be reached just now; a server without GPU starts anyway', ...args),
   'the Hub does not answer, so no token can be checked': (trans, args) => trans.__('the Hub does not answer, so no token can be checked', ...args),
