@@ -18,14 +18,7 @@ from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.drains import drain_of
 from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
 from jupyter_gpushare.broker.views.unleased import unleased_on
-from jupyter_gpushare.core.model import (
-    HOLDS_CAPACITY,
-    WHOLE_GPU,
-    Kind,
-    Lease,
-    State,
-    Why,
-)
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before, seconds_between

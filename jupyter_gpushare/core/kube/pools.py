@@ -42,7 +42,7 @@ GUEST_EXITS = {Kind.BUILD: frozenset({Exit.RESTART}), Kind.TRAIN: frozenset[Exit
 
 
 def marked(cluster: Cluster, labels: Mapping[str, str], foreign: Mapping[str, str]) -> Cluster:
-    """Return the cluster whose devices know their unit pool.
+    """Return the cluster with the unit pool of each device.
 
     ``labels``: values of the label, by node.  ``foreign``: pods that have GPUs without being ours, by
     node, as a sentence has them.
@@ -157,7 +157,7 @@ def _exit(lease: Lease, *, can_park: bool) -> Exit:
 class Returns:
     """What returning owners mean for the guests of unit pools.
 
-    ``excluded``: guests that get no seat: suspended ones whose units are taken, and ones on the units of
+    ``excluded``: guests that get no seat: suspended ones without free units, and ones on the units of
     an owner that can neither be suspended nor restarted.
     """
 
