@@ -242,6 +242,12 @@ class TestReturns:
         found = assigned(c, there, NOW, frozenset({"new"}))
         assert found.actions == (Requeue("j", Why.LENDER_RETURNED, "new"),)
 
+    def test_of_two_that_return_one_waits_for_the_unit_of_a_lease_that_leaves(self):
+        leaving = build("out", 500, "0", state=State.SUSPENDING)
+        jobs = [train(name, 500, "0", state=ASLEEP, wanted=False) for name in ("a", "b")]
+        c = pool(leaving, *jobs, units="2", gpus=1, quota=0)
+        assert acts(c, seats(seat("a"), seat("b"))) == [Resume("a", Why.CAPACITY_BACK)]
+
     def test_a_gpu_that_does_not_work_takes_nothing_new(self):
         c = pool(train("j", 1000), usable=False)
         assert pools_of(c, frozenset())["n0"].gpus == ()

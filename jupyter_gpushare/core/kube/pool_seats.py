@@ -66,9 +66,10 @@ class _Assignment:
             for each in pool.occupants:
                 if each.presence is Presence.ARRIVING:
                     self._arrive(self._leases[each.lease], node, EVERY_EXIT)
+                    self._is_in(each.lease, node)
         for lease, node in sorted(back, key=lambda x: (x[0].id not in self._claiming, x[0].id)):
             exits = EVERY_EXIT if lease.id in self._claiming else GUEST_EXITS[lease.kind]
-            if self._arrive(lease, node, exits) and self._pools[node].is_free(lease.id):
+            if self._arrive(lease, node, exits) and self._is_in(lease.id, node):
                 self._devices[lease.id] = lease.devices
         waiting = [(s.since_at, x, s.node) for x, s in seated if x.state is State.PENDING and _is_job(x)]
         for _, lease, node in sorted(waiting, key=lambda x: (x[0], x[1].id)):
@@ -99,6 +100,13 @@ class _Assignment:
             pool = pool.now(guest, Presence.LEAVING)
         self._pools[node] = pool
         return True
+
+    def _is_in(self, lease: str, node: str) -> bool:
+        """Return whether an arriving lease has its units now; the next one then finds them in use."""
+        is_free = self._pools[node].is_free(lease)
+        if is_free:
+            self._pools[node] = self._pools[node].now(lease, Presence.AWAKE)
+        return is_free
 
     def _displace(self, guest: str, pool: Pool, owner: str) -> None:
         """Note what a displaced guest does; one without an exit loses its seat (`returns`)."""
