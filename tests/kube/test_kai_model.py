@@ -134,6 +134,7 @@ def test_a_missing_queue_is_said():
 def test_a_pinned_seat_and_one_that_avoids_full_nodes():
     world = World(1, 1, vision=4)
     world.seat("pinned", "vision", SeatClass.SESSION, node="n1")
+    world.cycles()
     world.seat("avoids", "vision", SeatClass.SESSION, not_nodes=("n0",))
     assert world.cycles() == {"pinned": "n1", "avoids": "PodSchedulingErrors"}
 
