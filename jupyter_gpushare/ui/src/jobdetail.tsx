@@ -11,7 +11,8 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './variables';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, momentText, oneLine } from './messages';
+import { duration, environmentText, gapText, jobBadge, oneLine } from './messages';
+import { momentText } from './moments';
 import { timeText } from './locale';
 
 /** Distance that counts as scrolled to the end: scroll positions may be fractional. */

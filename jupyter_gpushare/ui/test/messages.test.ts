@@ -10,7 +10,6 @@ import {
   gibibytes,
   jobBadge,
   memoryText,
-  momentText,
   noticeText,
   progressAndTimeText,
   progressText,
@@ -21,6 +20,7 @@ import {
   wantsAttention,
   weekText
 } from '../src/messages';
+import { momentText } from '../src/moments';
 import { numberText, timeText } from '../src/locale';
 import { ANSWERS, HISTORY, JOB, NO_ANSWER } from './answers';
 import { trans } from './trans';
