@@ -346,6 +346,11 @@ class KaiEngine(Engine):
     # ---- questions -----------------------------------------------------------
 
     def check_request(self, cluster: Cluster, lease: Lease) -> None:
+        """Return if KAI can ever place this lease.
+
+        Raises:
+            InvalidRequest: its project cannot be a queue, or no node takes its size.
+        """
         check_project(lease.project)
         request(lease.size, cluster.devices)
         explain.check_request(cluster, lease)
