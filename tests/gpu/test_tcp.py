@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.backends.helper_client import HelperClient, NodeAddress
+from jupyter_gpushare.backends.helper_client import Connection, HelperClient, NodeAddress
 from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.service import options
@@ -61,6 +61,13 @@ def echo() -> Iterator[Echo]:
     server.close()
 
 
+async def close(connection: Connection) -> None:
+    """Close a connection and wait for its end: that of TLS takes a few turns of the loop."""
+    connection.close()
+    with contextlib.suppress(OSError):
+        await connection._writer.wait_closed()  # type: ignore[attr-defined]
+
+
 async def said(address: NodeAddress, *lines: bytes) -> list[bytes]:
     connection = await address.connect()
     try:
@@ -70,7 +77,7 @@ async def said(address: NodeAddress, *lines: bytes) -> list[bytes]:
             found.append(await connection.receive())
         return found
     finally:
-        connection.close()
+        await close(connection)
 
 
 class Wire:
@@ -186,7 +193,7 @@ async def test_a_frame_that_was_changed_on_the_way_ends_the_connection(echo: Ech
         with contextlib.suppress(OSError):
             await connection.send(b"resume\n")
             assert await connection.receive() == b""
-        connection.close()
+        await close(connection)
     assert echo.heard in ([], [b"suspend"])  # never changed, never twice, and nothing after it
 
 
@@ -235,7 +242,7 @@ async def test_a_connection_that_is_served_never_gives_way(
         assert await said(echo.address(), b"one\n") == [b"one\n"]
         await connection.send(b"two\n")
         assert await connection.receive() == b"two\n"
-    connection.close()
+    await close(connection)
 
 
 async def test_a_system_without_threads_refuses_a_connection_and_serves_the_next(
