@@ -6,11 +6,14 @@
 * No process that a test started may outlive the run: every child inherits
   ``GPUSHARE_TEST_RUN``; one that still carries it at the end is named, ended and
   makes the run fail.  Each worker of pytest-xdist is a run of its own.
+* Garbage is collected after each test and each module: a socket, a file or a loop that
+  was left open fails the test that left it, not the test that happens to run later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -73,6 +76,27 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         report.outcome = "failed"
         report.longrepr = f"Nothing may be skipped here. {report.longrepr[2]}"  # type: ignore[index]
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported by now lives to the end: the collections after the tests pass it over."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_a_test() -> Iterator[None]:
+    """Collected at once, so that the warning about an open socket falls into its own test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_a_module() -> Iterator[None]:
+    """What the module's own fixtures left behind."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

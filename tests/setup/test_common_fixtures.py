@@ -27,6 +27,20 @@ import subprocess
 def test_forgets_what_it_started():
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
+LEAVES_A_SOCKET = """
+import socket
+
+class Page:
+    def __init__(self):
+        self.socket = socket.socket()
+        self.itself = self  # only a collection finds the end of this one
+
+def test_leaves_a_socket_open():
+    Page()
+
+def test_that_comes_later():
+    pass
+"""
 LONG = """
 import pytest
 
@@ -86,6 +100,13 @@ def test_a_process_that_outlives_the_run_is_named_ended_and_makes_it_fail(tmp_pa
     assert result.returncode == 1
     assert "processes outlived the tests that started them" in result.stdout
     assert "sleep 600" in result.stdout
+
+
+def test_garbage_that_warns_fails_the_test_that_left_it(tmp_path):
+    result = run_pytest(tmp_path, LEAVES_A_SOCKET)
+    assert "2 passed, 1 error" in result.stdout
+    assert "ERROR at teardown of test_leaves_a_socket_open" in result.stdout
+    assert "unclosed <socket.socket" in result.stdout
 
 
 def test_workers_look_for_leftover_processes_each_on_its_own(tmp_path):

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    steering = ("MAKE", "MFLAGS", "WORKERS", "PYTEST_ARGS")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
     return subprocess.run(
         ["make", *arguments],
         cwd=cwd,
