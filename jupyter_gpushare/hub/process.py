@@ -7,10 +7,15 @@ server, and signals it.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +29,12 @@ else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 ENVIRON_S = 1.0
+# ip(7): first and last port of connections and of sockets that name none.
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+_TRIES = 100
+# The newest that were given: servers that start side by side get different ones.
+_given: deque[int] = deque(maxlen=1_000)
 _STATE_KEY = "gpushare_process"
 _ENVIRON_BYTES = 2 << 20  # a quarter of the default stack limit: the most that execve(2) takes
 
@@ -73,11 +84,29 @@ def started_for(pid: int, user: str, server: str) -> bool:
     return named <= set(found)
 
 
+def free_port() -> int:
+    """Return a free port below those that the kernel gives to connections; 0: there is none.
+
+    The stock class takes one of the kernel's, and binds it seconds later: a kernel of another
+    server may have it by then, and the Hub waits for a server that cannot start.
+    """
+    beyond = int(_KERNELS_PORTS.read_text(encoding="ascii").split()[0])
+    for _ in range(_TRIES if beyond > _FIRST_PORT else 0):
+        port = random.randrange(_FIRST_PORT, beyond)  # noqa: S311
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("", port))
+            if port not in _given:
+                _given.append(port)
+                return port
+    return 0
+
+
 class PidCheckedSpawner(_SpawnerBase):
     """Mixin in front of `LocalProcessSpawner` that never adopts or signals another process."""
 
     # From the spawner class that this one is combined with.
     pid: int
+    port: int
     proc: Popen[bytes] | None
 
     _process_identity: ProcessIdentity | None = None
@@ -86,6 +115,8 @@ class PidCheckedSpawner(_SpawnerBase):
 
     async def start(self) -> Any:
         """Start the server and remember which process it is; returns its address."""
+        if self.port == 0:
+            self.port = free_port()
         address = await super().start()
         self._process_identity = ProcessIdentity.of(self.pid)
         return address

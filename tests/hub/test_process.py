@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import threading
@@ -58,6 +59,23 @@ def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
 def test_a_signal_reaches_the_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert identity(sleeper).signal(signal.SIGTERM)
     assert sleeper.wait() == -signal.SIGTERM
+
+
+def test_a_server_gets_a_port_that_no_connection_gets(monkeypatch, tmp_path) -> None:
+    beyond = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [process.free_port() for _ in range(200)]
+    assert len(set(ports)) == 200
+    assert min(ports) >= 10_000
+    assert max(ports) < beyond
+    (tmp_path / "range").write_text(f"{10_001}\t60999\n")
+    monkeypatch.setattr(process, "_KERNELS_PORTS", tmp_path / "range")
+    process._given.clear()
+    with socket.socket() as taken:
+        taken.bind(("", 10_000))
+        assert process.free_port() == 0
+    assert process.free_port() == 10_000
+    (tmp_path / "range").write_text("1024\t60999\n")
+    assert process.free_port() == 0
 
 
 def test_no_process_has_pid_0() -> None:
