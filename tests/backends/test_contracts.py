@@ -149,6 +149,28 @@ class NodesBench(LocalBench):
         self.addresses[name] = address
 
 
+async def test_a_watch_ends_also_where_an_event_comes_at_that_moment(monkeypatch):
+    queues = []
+
+    class Queue(asyncio.Queue):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            queues.append(self)
+
+    async def follow() -> None:
+        async for _ in NodeDevices(dict, lambda: 1).watch():
+            pass
+
+    monkeypatch.setattr(nodes.asyncio, "Queue", Queue)
+    task = asyncio.create_task(follow())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    queues[0].put_nowait(None)
+    task.cancel()
+    await asyncio.wait({task}, timeout=PATIENCE_S)
+    assert task.cancelled()
+
+
 class TestNodeDevices(DevicesContract):
     implementation = NodeDevices
 

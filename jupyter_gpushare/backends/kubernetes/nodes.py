@@ -213,7 +213,9 @@ class NodeDevices(Devices):
                         tasks[name] = asyncio.create_task(self._follow(node, queue))
                 with contextlib.suppress(TimeoutError):
                     while True:
-                        said = await asyncio.wait_for(queue.get(), RETRY_S)
+                        # `wait_for` of Python 3.11 loses a cancellation that comes together with an event.
+                        async with asyncio.timeout(RETRY_S):
+                            said = await queue.get()
                         if isinstance(said, HelperError):
                             raise said
                         yield said
