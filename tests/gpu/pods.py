@@ -39,7 +39,8 @@ for found in /*; do
   if [ -L "$found" ]; then cp -P "$found" "$FOLDER/new$found"
   elif [ -d "$found" ]; then mkdir "$FOLDER/new$found"; mount --rbind "$found" "$FOLDER/new$found"; fi
 done
-mkdir -p "$FOLDER/new$FOLDER" "$FOLDER/new/proc" "$FOLDER/new/old"
+mkdir -p "$FOLDER/new$CHECKOUT" "$FOLDER/new$FOLDER" "$FOLDER/new/proc" "$FOLDER/new/old"
+case $CHECKOUT in $top/*) mount --rbind "$CHECKOUT" "$FOLDER/new$CHECKOUT";; esac
 mount --rbind "$FOLDER" "$FOLDER/new$FOLDER"
 cd "$FOLDER/new"
 pivot_root . old
@@ -117,6 +118,7 @@ def _start(
     given = {
         "GPUSHARE_SIM_PROC": machine.folder / "first-proc",
         "FOLDER": machine.folder,
+        "CHECKOUT": Path(__file__).resolve().parents[2],
         "MOUNTS": " ".join(map(str, mounts)),
     }
     enter = f"echo $$ > {pod}/cgroup.procs; " if pod else ""
