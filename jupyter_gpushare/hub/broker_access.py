@@ -102,13 +102,31 @@ def read_certificate(path: Path) -> str:
         raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o022:
         raise GpuShareError(f"{path} can be changed by others: chmod go-w {path}")
+    if "-----BEGIN CERTIFICATE-----" not in certificate:
+        raise GpuShareError(f"{path} holds no certificate: copy the broker's api-certificate.pem there")
     return certificate
+
+
+def unverified(spawner: BrokerAccess) -> str:
+    """Return why the broker of a spawner's configuration cannot be verified, and what to set; empty: it can.
+
+    An authority of the system vouches for a name and not for the broker: whoever can get a certificate
+    for that name would get the Hub's token.
+    """
+    urls = (spawner.broker_url, spawner.server_broker_url)
+    if spawner.broker_certificate_file or not any(url.startswith("https://") for url in urls):
+        return ""
+    return (
+        "over https:// the broker is known by its own certificate: set "
+        "c.GPUShareMixin.broker_certificate_file to a copy of api-certificate.pem of its state_dir"
+    )
 
 
 class BrokerAccess(_SpawnerBase):
     """The mixin's requests to the broker, with the Hub's token."""
 
     broker_url: str
+    server_broker_url: str
     broker_certificate_file: str
     broker_token_file: str
     broker_timeout_s: float
@@ -123,7 +141,7 @@ class BrokerAccess(_SpawnerBase):
             return connection(
                 self.broker_url,
                 token=read_token(Path(self.broker_token_file)),
-                certificate=self._certificate(),
+                certificate=self.certificate(),
                 timeout_s=self.broker_timeout_s,
             )
         except GpuShareError as error:
@@ -150,6 +168,13 @@ class BrokerAccess(_SpawnerBase):
         self.log.error("user=%s server=%s no connection to the broker: %s", self.user.name, self.name, said)
         report_fault(self.broker_url, said)
 
-    def _certificate(self) -> str:
+    def certificate(self) -> str:
+        """Return the certificate that the broker must show; empty: it is reached over its unix socket.
+
+        Raises:
+            GpuShareError: none is set where one is needed, or it cannot be used.
+        """
+        if said := unverified(self):
+            raise GpuShareError(said)
         path = self.broker_certificate_file
         return read_certificate(Path(path)) if path else ""

@@ -17,6 +17,7 @@ from traitlets.config import Config
 from traitlets.config.loader import PyFileConfigLoader
 
 from jupyter_gpushare.core.model import Kind
+from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import distinct
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.protocol.wire import JobSpec, SpawnGrant
@@ -31,12 +32,17 @@ def breaches(spawner_class: type, config: Any) -> Iterator[str]:
         yield f"{name} gives no GPUs: write `class X(GPUShareMixin, {name})`."
         return
     try:
-        distinct.sample(spawner_class, config, "")
+        spawner = distinct.sample(spawner_class, config, "")
     except Exception as error:
         yield f"{spawner_class.__name__} cannot be made with this configuration: {error}."
         return
     if said := distinct.check_class(spawner_class, config):
         yield said
+    try:
+        spawner.certificate()
+    except GpuShareError as error:
+        yield f"The broker cannot be verified: {error}."
+        return
     for name in ("start", "get_env", "get_args", "run_post_stop_hook", "poll"):
         if not _reaches_mixin(spawner_class, name):
             yield (

@@ -119,6 +119,19 @@ def test_each_breach_of_the_contract_is_named_with_its_remedy(spawner_class, sai
     assert said in "\n".join(breaches(spawner_class, Config()))
 
 
+@pytest.mark.parametrize("name", ["broker_url", "server_broker_url"])
+def test_a_broker_that_any_authority_could_vouch_for_is_refused(name, tmp_path):
+    config = Config({"GPUShareMixin": {name: "https://broker.example:8004/services/gpushare"}})
+    (said,) = breaches(GPUShareSimpleSpawner, config)
+    assert "set c.GPUShareMixin.broker_certificate_file to a copy of api-certificate.pem" in said
+    pinned = tmp_path / "api-certificate.pem"
+    config.GPUShareMixin.broker_certificate_file = str(pinned)
+    (said,) = breaches(GPUShareSimpleSpawner, config)
+    assert f"{pinned} cannot be read" in said
+    pinned.write_text("-----BEGIN CERTIFICATE-----")
+    assert list(breaches(GPUShareSimpleSpawner, config)) == []
+
+
 def run_contract(config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jupyter_gpushare.hub.contract", config],
@@ -187,4 +200,16 @@ def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(
     log = (tmp_path / "hub.log").read_text()
     assert f"put {remedy}" in log
     assert "A training job would replace its owner's session" in log
+    assert "Traceback" not in log
+
+
+def test_the_hub_does_not_start_without_the_certificate_of_a_broker_over_https(tmp_path, monkeypatch):
+    monkeypatch.setattr(conftest, "wait_for", partial(conftest.wait_for, patience_s=120))
+    setting = 'c.GPUShareMixin.broker_url = "https://127.0.0.1:8004/services/gpushare"'
+    with pytest.raises(pytest.fail.Exception) as ended, running_hub(SIMPLE, tmp_path, extra=setting):
+        pass
+    assert "the Hub ended" in str(ended.value)
+    log = (tmp_path / "hub.log").read_text()
+    assert "The broker cannot be verified: over https://" in log
+    assert "broker_certificate_file" in log
     assert "Traceback" not in log
