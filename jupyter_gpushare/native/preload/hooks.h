@@ -12,14 +12,14 @@
  * Which calls wait while a process is locked is documented only as those that "launch work,
  * manage resources, or otherwise impact GPU state" (README of github.com/NVIDIA/cuda-checkpoint).
  * A call that waits uncounted never wakes its lease; a call counted in vain costs one copy.  So
- * every function of cuda.h is here except the few that read what is settled at cuInit: cuInit,
+ * every function of cuda.h is here except the few that read what is settled at cuInit:
  * cuDriverGetVersion, cuDeviceGet* of properties, cuGetError*, cuGetExportTable and
  * cuCtxGet{Current,Device,ApiVersion} (tests/native/test_cuda_names.py).
  * Names: cuda.h of CUDA 12.9 and 13.5, and older variants that the driver still exports;
  * _ptsz and _ptds are those for per-thread default streams.
  *
  * No include guard; also included by the assembler, so nothing but HOOK lines below. */
-HOOK(TYPED, cuGetProcAddress) HOOK(TYPED, cuGetProcAddress_v2) HOOK(TYPED, cuMemAlloc_v2)
+HOOK(TYPED, cuInit) HOOK(TYPED, cuGetProcAddress) HOOK(TYPED, cuGetProcAddress_v2) HOOK(TYPED, cuMemAlloc_v2)
 HOOK(TYPED, cuMemAllocPitch_v2) HOOK(TYPED, cuMemAllocManaged) HOOK(TYPED, cuMemFree_v2) HOOK(TYPED, cuMemAllocAsync)
 HOOK(TYPED, cuMemAllocAsync_ptsz) HOOK(TYPED, cuMemAllocFromPoolAsync) HOOK(TYPED, cuMemAllocFromPoolAsync_ptsz)
 HOOK(TYPED, cuMemFreeAsync) HOOK(TYPED, cuMemFreeAsync_ptsz) HOOK(TYPED, cuMemCreate) HOOK(TYPED, cuMemRelease)

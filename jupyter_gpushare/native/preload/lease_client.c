@@ -41,6 +41,12 @@ bool lease_is_set(void)
 
 /* ---- the two files ---- */
 
+bool lease_is_reserved(void)
+{
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    return leased && visible && !*visible;
+}
+
 static void complain(const char *what, const char *why)
 {
     static _Atomic bool said;
@@ -92,7 +98,8 @@ static void *map_file(const char *name, bool write, size_t bytes)
     }
     int fd = open(path, (write ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) {
-        complain(path, strerror(errno));
+        if (errno != ENOENT || !lease_is_reserved())
+            complain(path, strerror(errno));
         return NULL;
     }
     void *at = MAP_FAILED;
@@ -123,6 +130,12 @@ static const struct gpushare_limit_page *get_page(void)
     if (at)
         complain("limit", "has an unknown format");
     return NULL;
+}
+
+bool lease_uuid(uint32_t index, uint8_t uuid[16])
+{
+    const struct gpushare_limit_page *at = get_page();
+    return at && index < at->device_count && memcpy(uuid, at->device[index].uuid, 16);
 }
 
 static struct gpushare_account *get_account(void)

@@ -37,6 +37,11 @@ void lease_taint(enum gpushare_taint taint);
 /* Wait until new contexts and allocations are allowed; false when they never will be. */
 bool lease_wait_for_turn(void);
 
+/* Whether this process began in a server without a GPU, which may get one while it runs: it has the
+ * name of a lease, and CUDA_VISIBLE_DEVICES is empty. */
+bool lease_is_reserved(void);
+/* The device at an index of the limit page; false beyond the last, and while there is no lease. */
+bool lease_uuid(uint32_t index, uint8_t uuid[16]);
 /* Index of a device in the limit page, or -1. */
 int lease_device(const uint8_t uuid[16]);
 /* Take bytes of a device for this process, all or nothing. */

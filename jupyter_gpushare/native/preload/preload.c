@@ -250,6 +250,7 @@ static const struct {
     int since;
     enum hook plain, per_thread;
 } typed[] = {
+    {"cuInit", 2000, HOOK_cuInit, HOOK_cuInit},
     {"cuGetProcAddress", 11030, HOOK_cuGetProcAddress, HOOK_cuGetProcAddress},
     {"cuGetProcAddress", 12000, HOOK_cuGetProcAddress_v2, HOOK_cuGetProcAddress_v2},
     {"cuMemAlloc", 3020, HOOK_cuMemAlloc_v2, HOOK_cuMemAlloc_v2},

@@ -1,0 +1,77 @@
+"""A process of a server without a GPU sees the devices of the lease that its server gets later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpushare import native
+from tests.native.worker import Worker
+from tests.simulator import GIB, Lease, Simulator
+
+NO_DEVICE = 100
+FIND = """
+def find(how):
+    cuda = ctypes.CDLL("libcuda.so.1")
+    if how == "symbol":
+        return cuda.cuInit
+    ask, found = cuda.cuGetProcAddress_v2, ctypes.c_void_p()
+    assert ask(b"cuInit", ctypes.byref(found), 12000, ctypes.c_uint64(0), None) == 0
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(found.value)
+"""
+
+
+def reserved(machine: Simulator, folder: Path) -> Worker:
+    """A process that names a lease which does not exist."""
+    env = machine.env() | {
+        "GPUSHARE_LEASE": "b0123456789-1",
+        "GPUSHARE_LEASE_DIR": str(folder),
+        "LD_PRELOAD": str(native.preload_path()),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    worker = Worker(env, open_gpu=False)
+    worker.run(FIND)
+    return worker
+
+
+@pytest.mark.parametrize("how", ["symbol", "address"])
+def test_devices_of_a_lease_that_came_later_are_seen_at_the_first_look(
+    machine: Simulator, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    folder = tmp_path / "later"
+    with reserved(machine, folder) as looked, reserved(machine, folder) as kernel:
+        assert looked.ask(f"find({how!r})(0)") == NO_DEVICE
+        # Devices are shown by NVML as before, and nothing is said about a lease.
+        looked.run("import pynvml as n; n.nvmlInit()")
+        looked.run("m = n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))")
+        assert looked.ask("m.total") == 80 * GIB
+        lease = Lease(folder, [(machine.uuid(1), 40 * GIB)])
+        assert kernel.ask(f"find({how!r})(0)") == 0
+        kernel.run("gpu = demo_gpu.open()")
+        assert kernel.ask("gpu.memory()") == [40 * GIB, 40 * GIB]
+        kernel.run("b = gpu.allocate('30GiB')")
+        assert sum(lease.slots()[kernel.pid].used_bytes) == 30 * GIB
+        assert machine.device_used(1) == 30 * GIB
+        kernel.run("libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p")
+        assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == machine.uuid(1)
+    assert "gpushare:" not in capfd.readouterr().err
+
+
+def test_two_devices_are_seen_in_the_order_of_the_lease(machine: Simulator, tmp_path: Path) -> None:
+    with reserved(machine, tmp_path / "later") as kernel:
+        Lease(tmp_path / "later", [(machine.uuid(1), 80 * GIB), (machine.uuid(0), 80 * GIB)])
+        assert kernel.ask("find('symbol')(0)") == 0
+        kernel.run("libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p")
+        assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == (
+            f"{machine.uuid(1)},{machine.uuid(0)}"
+        )
+
+
+def test_a_process_that_chose_its_devices_keeps_them(machine: Simulator, half: Lease) -> None:
+    env = machine.env() | half.env() | {"CUDA_VISIBLE_DEVICES": machine.uuid(1)}
+    with Worker(env, open_gpu=False) as kernel:
+        kernel.run(FIND)
+        assert kernel.ask("find('symbol')(0)") == 0
+        kernel.run("libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p")
+        assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == machine.uuid(1)
