@@ -119,6 +119,16 @@ class Devices(abc.ABC):
             DeviceError: the driver refused.
         """
 
+    async def reserve(self, handle: str) -> Mapping[str, str]:
+        """Return the environment of a server without a GPU that may get the lease ``handle`` while it runs.
+
+        Empty: here it has to start anew for that.
+
+        Raises:
+            HelperError: refused, or no answer.
+        """
+        return {}
+
     @abc.abstractmethod
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         """Move the device memory of a lease to host memory.

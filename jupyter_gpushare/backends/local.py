@@ -10,7 +10,11 @@ from jupyter_gpushare.backends.helper_client import MOVE_S, HelperClient
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.native import preload_path
 from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.reservations import Reserve
 from jupyter_gpushare.protocol.unleased import EndProcess
+
+# What a process has to have from its start to become part of a lease later.
+_RESERVED = ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "LD_PRELOAD")
 
 
 class LocalDevices(Devices):
@@ -41,6 +45,17 @@ class LocalDevices(Devices):
             raise HelperError("library", why)
         files = await self._helper.ask("set_limit", limit_request(holder), helper.LeaseFiles)
         return Prepared(env=holder_environment(holder.handle, files.directory, holder.limits))
+
+    async def reserve(self, handle: str) -> Mapping[str, str]:
+        """As `Devices.reserve`.
+
+        Raises:
+            HelperError: it refused, does not answer, or the preload library is missing on this machine.
+        """
+        if why := library_fault():
+            raise HelperError("library", why)
+        files = await self._helper.ask("reserve", Reserve(lease=handle), helper.LeaseFiles)
+        return {name: holder_environment(handle, files.directory, {})[name] for name in _RESERVED}
 
     async def suspend(self, handle: str, calls: str) -> helper.MoveResult:
         return await self._helper.ask(

@@ -63,6 +63,9 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
     """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
     checks, status, devices = _ask_broker(url, token)
     lease = _own_lease(status, environment)
+    if lease is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
+        # The name of a lease that this server may get while it runs.
+        environment = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
     simulated = devices is not None and devices.simulated
     checks += [
         check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
@@ -327,6 +330,9 @@ def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | 
             advice = "unset CUDA_VISIBLE_DEVICES; pick a GPU when starting the server instead"
             return _warn(name, "This server has no GPU, yet CUDA_VISIBLE_DEVICES names one.", advice)
         return _ok(name, "No GPU is held here.")
+    if visible == "":
+        advice = "open a new terminal"
+        return _warn(name, "This server got its GPU after this terminal was opened.", advice)
     advice = "restart the server: the Hub sets these variables, and nothing should change them"
     missing = [
         key

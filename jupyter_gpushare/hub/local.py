@@ -43,6 +43,9 @@ class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, L
     def server_uid(self) -> int:
         return uid_of(self.user.name)
 
+    def may_gain(self) -> bool:
+        return True
+
     async def move_certs(self, paths: Mapping[str, str]) -> dict[str, str]:
         """Return copies of a server's certificates in its owner's home (`JupyterHub.internal_ssl`).
 
@@ -71,3 +74,6 @@ class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, L
 
 class GPUShareSimpleSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, SimpleLocalProcessSpawner):
     """For trying out: all servers have the uid of the Hub, whatever the user's name."""
+
+    def may_gain(self) -> bool:
+        return True

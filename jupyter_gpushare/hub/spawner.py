@@ -79,7 +79,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         File with the certificate that the broker must show over `https://`
         (`api-certificate.pem` in `GPUShareBroker.state_dir`); no other is accepted.
 
-        Empty: the certificate authorities of the system decide.
+        Needed where `broker_url` or `server_broker_url` is `https://`: without it the
+        Hub refuses to start.
         """,
     ).tag(config=True)
 
@@ -207,6 +208,14 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             self._lease_possible = False
             raise refusal(SHARED_RESOURCE, "shared_resource", 409)
 
+    def may_gain(self) -> bool:
+        """Return whether a server that starts without a GPU can get one while it runs.
+
+        Its processes need the lease folders of the device helper, the preload library and the GPUs'
+        device files, under the same paths as the broker.
+        """
+        return False
+
     async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
         """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
 
@@ -224,6 +233,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
                 options=request,
                 admin=bool(self.user.admin),
                 not_nodes=self.excluded_nodes(),
+                may_gain=self.may_gain(),
                 ticket=options.ticket(self.user_options),
             )
             self._lease_possible = True
@@ -292,8 +302,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """
         api = self.server_broker_url or self.broker_url
         try:
-            given = grant_environment.checked(grant.env) if grant is not None and grant.lease else {}
-            if api.startswith("https://") and (certificate := self._certificate()):
+            given = grant_environment.checked(grant.env) if grant is not None else {}
+            if api.startswith("https://") and (certificate := self.certificate()):
                 given[channel.CERTIFICATE_VARIABLE] = certificate
         except GpuShareError as error:
             self._tell_administrator(str(error))
@@ -336,13 +346,13 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
             env.pop(name, None)
         given, grant = dict(self._environment), self._grant
-        if grant is None or grant.lease is None:
-            return {**env, **given, "CUDA_VISIBLE_DEVICES": ""}
         ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
         env.update(given)
         if ours:
             # First in order, so that the site's libraries resolve the driver through it.
             env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
+        if grant is None or grant.lease is None:
+            return {**env, "CUDA_VISIBLE_DEVICES": ""}
         if grant.job is not None:
             env["GPUSHARE_JOB"] = encode(grant.job).decode()
             for name in ("JUPYTERHUB_ROOT_DIR", "JUPYTERHUB_DEFAULT_URL"):

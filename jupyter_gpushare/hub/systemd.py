@@ -67,6 +67,10 @@ class SystemdUnits(GPUShareMixin):
             )
         return uid_of(self._expand_user_vars(self.username_template))
 
+    def may_gain(self) -> bool:
+        """Return whether the unit of a server without a GPU hides nothing that a lease needs."""
+        return not self.isolate_devices and self.readonly_paths is None
+
     def server_properties(self) -> dict[str, Any]:
         """Return properties of the unit that this start needs, beside those of the site."""
         properties: dict[str, Any] = {}

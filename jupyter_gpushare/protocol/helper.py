@@ -11,7 +11,7 @@ a unix socket.  A request is ``{"verb": ..., "epoch": ..., **fields}``, an answe
 * ``hello`` answers `Hello`; given an epoch, it fences every lower one at once.
 * ``inventory`` answers `Inventory` (it waits, bounded, for the self-tests that
   run at start), ``sample`` the last `Sample`, from memory, without the driver.
-* ``set_limit`` answers `LeaseFiles`, ``suspend`` and ``resume`` `MoveResult`,
+* ``set_limit`` and ``reserve`` answer `LeaseFiles`, ``suspend`` and ``resume`` `MoveResult`,
   ``signal`` `Signalled`, ``drop`` `Dropped`.
 * ``watch`` answers with a `Sample` and then turns the connection into a stream
   of `Event` lines.  A reader that falls behind is disconnected; it watches again
@@ -266,7 +266,7 @@ class SetLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseFiles:
-    """Answer to `SetLimit`."""
+    """Answer to `SetLimit`, and to `reservations.Reserve`."""
 
     directory: str  # goes into GPUSHARE_LEASE_DIR
     library: str = ""  # on a node of a cluster: the preload library there

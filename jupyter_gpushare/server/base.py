@@ -78,18 +78,26 @@ class Handler(APIHandler):
             raise Refused(413, "too_large", "At most %1 bytes are read.", wire.MAX_BODY_BYTES)
         return wire.decode(self.request.body, kind)
 
+    async def answered(self, awaitable: Awaitable[T]) -> T:
+        """Return the broker's answer.
+
+        Raises:
+            Refused: the broker refused the request, or does not answer.
+        """
+        try:
+            return await awaitable
+        except RequestError as error:
+            raise Refused(error.status, error.reason, error.template, *error.values) from None
+        except BrokerUnavailable as error:
+            raise Refused(503, "unreachable", error.template, *error.values) from None
+
     async def answer(self, awaitable: Awaitable[Any], status: int = 200) -> None:
         """Finish with the broker's answer, or with its refusal.
 
         Raises:
             Refused: the broker refused the request, or does not answer.
         """
-        try:
-            found = await awaitable
-        except RequestError as error:
-            raise Refused(error.status, error.reason, error.template, *error.values) from None
-        except BrokerUnavailable as error:
-            raise Refused(503, "unreachable", error.template, *error.values) from None
+        found = await self.answered(awaitable)
         if isinstance(found, wire.Job):
             (found,) = await self.with_outputs([found])
         elif isinstance(found, wire.JobList):

@@ -4,6 +4,7 @@
     GET  gpushare/jobs/ID/log                    see `LogHandler`
     GET  gpushare/launch?path=P                  `LaunchForm`: defaults of the launch dialog
     POST gpushare/launch                         `LaunchRequest` -> `Job`
+    POST gpushare/gpu                            `GpuGain` -> `GpuGained`: this server gets a GPU
     POST gpushare/leases/ID/kernels/KID/release  restarts a kernel of this server, which frees its GPU memory
     all other paths                              see `forward.FORWARDS`
 
@@ -26,7 +27,7 @@ from jupyter_core.utils import ensure_async
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log, read_text
-from jupyter_gpushare.server import launch
+from jupyter_gpushare.server import gain, launch
 from jupyter_gpushare.server.base import Broker, Handler, Refused, for_user
 from jupyter_gpushare.server.forward import forward_routes
 from jupyter_gpushare.wall_clock import iso_now
@@ -48,7 +49,7 @@ class StatusHandler(Handler):
         if self.broker is None:
             self.send({"enabled": False, "unreachable_since": None})
             return
-        mine = {"enabled": True, "server": self.broker.server}
+        mine = {"enabled": True, "server": self.broker.server, "may_gain": bool(gain.reserved(os.environ))}
         try:
             status = await self.broker.watch.fresh()
         except (BrokerUnavailable, RequestError) as error:
@@ -139,6 +140,45 @@ class LaunchHandler(Handler):
         return launch.specs_of(await ensure_async(self.kernel_spec_manager.get_all_specs()))
 
 
+class GainHandler(Handler):
+    """Gets a GPU for this server, which runs without one."""
+
+    @for_user
+    async def post(self) -> None:
+        """Answer with `wire.GpuGained` once kernels of this server may use the GPU.
+
+        Raises:
+            Refused: 409, this server has a GPU, or has to start anew for one; or the broker refuses.
+        """
+        client, lease = self.connected().client, gain.reserved(os.environ)
+        asked = wire.replace(self.read(wire.GpuGain), lease=lease)
+        if not lease:
+            raise Refused(
+                409,
+                "not_resizable",
+                "This server has a GPU, or has to start anew for one: stop it, and start it with the size "
+                "that you need.",
+            )
+        post = client.post("servers/gpu", asked, wire.SpawnGrant, repeatable=True)
+        grant = await self.answered(post)
+        os.environ.update(shown := gain.shown(grant.env))
+        self.send(
+            wire.GpuGained(
+                size=asked.size().text,
+                memory_limit_bytes=grant.memory_limit_bytes,
+                asleep=grant.asleep,
+                kernels=await gain.show(self.kernel_manager, shown, await self._notebooks()),
+            )
+        )
+
+    async def _notebooks(self) -> dict[str, str]:
+        """Return the path of the notebook by kernel id."""
+        sessions = await ensure_async(self.settings["session_manager"].list_sessions())
+        return {
+            str(each["kernel"]["id"]): str(each.get("path", "")) for each in sessions if each.get("kernel")
+        }
+
+
 class ReleaseHandler(Handler):
     """Restarts a kernel at its owner's request, which frees its GPU memory."""
 
@@ -162,6 +202,7 @@ def routes(broker: Broker | None) -> list[tuple[str, type[Handler], dict[str, An
         (r"/gpushare/status", StatusHandler, given),
         (r"/gpushare/jobs/([a-z0-9]{1,40})/log", LogHandler, given),
         (r"/gpushare/launch", LaunchHandler, given),
+        (r"/gpushare/gpu", GainHandler, given),
         (r"/gpushare/leases/([a-z0-9-]{1,64})/kernels/([a-z0-9-]{1,64})/release", ReleaseHandler, given),
         *forward_routes(broker),
     ]

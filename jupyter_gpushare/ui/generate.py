@@ -39,6 +39,8 @@ ROOTS: tuple[type[msgspec.Struct], ...] = (
     wire.JobChange,
     wire.JobPlace,
     wire.SizeRequest,
+    wire.GpuGain,
+    wire.GpuGained,
     wire.ErrorAnswer,
 )
 # Names of the unions of string literals in `wire`.

@@ -231,6 +231,16 @@ class DevicesContract:
         assert found.phase is Phase.RUNNING
         assert not found.alive
 
+    async def test_a_reserved_lease_is_none_until_it_is_prepared(self, bench: DeviceBench) -> None:
+        before = await bench.devices.sample()
+        named = await bench.devices.reserve("b1-1")
+        assert named == await bench.devices.reserve("b1-1")
+        assert named.get("GPUSHARE_LEASE", "b1-1") == "b1-1"
+        assert (await bench.devices.sample()).leases == before.leases
+        prepared = await bench.devices.prepare(await self._holder(bench))
+        assert {name: prepared.env[name] for name in named} == named
+        await bench.sampled("b1-1", lambda s: s.phase is Phase.RUNNING)
+
     async def test_a_holder_that_starts_asleep_is_suspended(self, bench: DeviceBench) -> None:
         await bench.devices.prepare(await self._holder(bench, asleep=True))
         assert (await bench.sampled("b1-1", lambda s: True)).phase is Phase.SUSPENDED

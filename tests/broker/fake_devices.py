@@ -152,6 +152,11 @@ class SiteDevices(Devices):
         await self.broker.step()
         return Prepared(env={"GPUSHARE_LEASE": handle})
 
+    async def reserve(self, handle: str) -> dict[str, str]:
+        await self.effect("reserve", handle)
+        await self.broker.step()
+        return {"GPUSHARE_LEASE": handle}
+
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         await self.effect("suspend", handle)
         moved = await self._move("suspend", handle, lambda held: self._park(held, calls))

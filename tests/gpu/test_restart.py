@@ -6,6 +6,7 @@ import ctypes
 import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,38 @@ def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Ma
     assert bare.ask("suspend", lease="ada")["done"]
     assert bare.ask("resume", lease="ada")["done"]
     assert worker.do("check") == "ok"
+
+
+def test_processes_that_name_a_reserved_lease_are_no_lost_record(bare: Machine) -> None:
+    bare.start()
+    folder = bare.ask("reserve", lease="ada")["directory"]
+    assert not Path(folder).exists()
+    assert bare.ask("sample")["leases"] == []
+    named = {"GPUSHARE_LEASE": "ada", "GPUSHARE_LEASE_DIR": folder, "CUDA_VISIBLE_DEVICES": ""}
+    server = subprocess.Popen(["sleep", "600"], env=bare.environment | named)
+    bare.stop(signal.SIGKILL)
+    bare.start()
+    holders = bare.state_dir / "private" / "holders"
+    assert "without a record" not in bare.log.read_text()
+    assert json.loads(holders.read_text())["reserved"] == ["ada"]
+    # It gets its lease: its process belongs to it, and a record that is lost from now on is noted.
+    assert bare.lease("ada") == Path(folder)
+    until(lambda: bare.of("ada")["alive"], "its process is found")
+    assert json.loads(holders.read_text())["reserved"] == []
+    bare.stop(signal.SIGKILL)
+    (bare.state_dir / "private" / "journal" / "ada").unlink()
+    bare.start()
+    assert "processes name leases without a record" in bare.log.read_text()
+    server.kill()
+    server.wait()
+
+
+def test_a_reserved_lease_that_no_process_names_is_forgotten(bare: Machine) -> None:
+    bare.start()
+    bare.ask("reserve", lease="bo")
+    bare.stop(signal.SIGKILL)
+    bare.start()
+    assert json.loads((bare.state_dir / "private" / "holders").read_text())["reserved"] == []
 
 
 def test_the_example_unit_keeps_leases_in_memory_and_the_journal_on_disk() -> None:

@@ -11,9 +11,13 @@ import pytest
 from traitlets import TraitError
 from traitlets.config import Config
 
+from jupyter_gpushare import native
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
+from jupyter_gpushare.core.model import Kind
+from jupyter_gpushare.errors import BrokerUnavailable
+from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner, distinct
 from jupyter_gpushare.hub import spawner as module
+from jupyter_gpushare.protocol.wire import SpawnGrant
 
 
 def configured(**traits: Any) -> GPUShareSimpleSpawner:
@@ -75,6 +79,41 @@ def test_a_server_asks_for_the_right_to_submit_jobs(monkeypatch: pytest.MonkeyPa
 def test_a_hub_without_that_scope_still_starts_servers() -> None:
     # The Hub fails a start that asks for a scope it does not know.
     assert module.JOBS_SCOPE not in configured().server_token_scopes
+
+
+def test_a_server_without_a_gpu_names_the_lease_that_it_may_get_and_shows_no_device() -> None:
+    spawner = distinct.sample(GPUShareSimpleSpawner, Config(), "")
+    spawner.environment = {"LD_PRELOAD": "/opt/site.so", "CUDA_VISIBLE_DEVICES": "0"}
+    assert spawner.may_gain()
+    library = str(native.preload_path())
+    named = {"GPUSHARE_LEASE": "b0123456789-1", "GPUSHARE_LEASE_DIR": "/run/x", "LD_PRELOAD": library}
+    spawner.take_grant(SpawnGrant(lease=None, kind=Kind.BUILD, env=named))
+    env = spawner.get_env()
+    assert {name: env[name] for name in named} == named | {"LD_PRELOAD": f"{library}:/opt/site.so"}
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    spawner.take_grant(SpawnGrant(lease=None, kind=Kind.BUILD, env={}))
+    env = spawner.get_env()
+    assert (env["LD_PRELOAD"], env["CUDA_VISIBLE_DEVICES"]) == ("/opt/site.so", "")
+    assert "GPUSHARE_LEASE" not in env
+
+
+async def test_no_token_is_sent_over_https_without_the_brokers_own_certificate(tmp_path) -> None:
+    token, pinned = tmp_path / "token", tmp_path / "api-certificate.pem"
+    token.write_text("secret")
+    token.chmod(0o600)
+    url = "https://127.0.0.1:1/services/gpushare"
+    traits = {"broker_url": url, "broker_token_file": str(token)}
+    for said, certificate in [
+        ("set c.GPUShareMixin.broker_certificate_file", ""),
+        ("holds no certificate", str(pinned)),
+    ]:
+        pinned.write_text("")
+        spawner = configured(**traits, broker_certificate_file=certificate)
+        told: list[str] = []
+        spawner._tell_administrator = told.append  # type: ignore[method-assign]
+        with pytest.raises(BrokerUnavailable):
+            spawner._broker_client()
+        assert said in told[0]
 
 
 def test_the_scopes_of_the_site_stand() -> None:

@@ -28,6 +28,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "options": {"fraction": "1/2", "memory": None, "gpus": None, "profile": None, "project": "vision"},
         "admin": False,
         "not_nodes": [],
+        "may_gain": True,
         "ticket": "",
     }
     env = hub.environment("ada")

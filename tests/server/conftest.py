@@ -130,12 +130,12 @@ def golden() -> Callable[[str], dict[str, Any]]:
 
 
 @contextmanager
-def _start_both(folder: Path) -> Iterator[tuple[Any, JupyterServer]]:
-    """A broker, and ada's default server, which knows it."""
+def _start_both(folder: Path, **more: str) -> Iterator[tuple[Any, JupyterServer]]:
+    """A broker, and ada's default server, which knows it; with ``more`` in its environment."""
     broker = fake_broker.FakeBroker()
     broker.start()
     environment = {"GPUSHARE_API_URL": broker.url, "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN}
-    server = start_server(folder, environment)
+    server = start_server(folder, environment | more)
     yield broker, server
     if server.process.poll() is None:
         server.stop()
@@ -143,7 +143,7 @@ def _start_both(folder: Path) -> Iterator[tuple[Any, JupyterServer]]:
 
 
 @pytest.fixture(scope="session")
-def start_both() -> Callable[[Path], AbstractContextManager[tuple[Any, JupyterServer]]]:
+def start_both() -> Callable[..., AbstractContextManager[tuple[Any, JupyterServer]]]:
     return _start_both
 
 

@@ -38,7 +38,7 @@ def server(running):
 
 
 def test_status_is_the_brokers_answer_and_what_only_this_server_knows(server, golden):
-    mine = {"enabled": True, "server": "", "unreachable_since": None}
+    mine = {"enabled": True, "server": "", "may_gain": False, "unreachable_since": None}
     assert server.get("gpushare/status") == golden("status_active") | mine
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -64,7 +64,7 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def start_lab() -> Callable[[Path], AbstractContextManager[Lab]]:
+def start_lab() -> Callable[..., AbstractContextManager[Lab]]:
     return start_lab_in
 
 
@@ -124,17 +124,24 @@ async def page(lab, broker, open_page) -> AsyncIterator[Page]:
 
 
 @contextmanager
-def start_lab_in(folder: Path, app: str = "jupyterlab", packages: Path | None = None) -> Iterator[Lab]:
-    """Start JupyterLab or ``notebook``, of a folder of packages that come before those of the tests."""
+def start_lab_in(
+    folder: Path, app: str = "jupyterlab", packages: Path | None = None, **more: str
+) -> Iterator[Lab]:
+    """Start JupyterLab or ``notebook``, of a folder of packages that come before those of the tests.
+
+    ``more`` is added to its environment.
+    """
     broker = fake_broker.FakeBroker()
     broker.start()
-    with _jupyterlab(folder, broker, app, packages) as url:
+    with _jupyterlab(folder, broker, app, packages, more) as url:
         yield Lab(url, folder, broker)
     broker.stop()
 
 
 @contextmanager
-def _jupyterlab(tmp_path: Path, broker: Any, app: str, packages: Path | None) -> Iterator[str]:
+def _jupyterlab(
+    tmp_path: Path, broker: Any, app: str, packages: Path | None, more: Mapping[str, str]
+) -> Iterator[str]:
     """The address of a JupyterLab with our bundle and our server extension."""
     for name in ("config", "data", "runtime", "work", "labextensions"):
         (tmp_path / name).mkdir()
@@ -170,7 +177,7 @@ def _jupyterlab(tmp_path: Path, broker: Any, app: str, packages: Path | None) ->
                 f"--IdentityProvider.token={TOKEN}",
                 f"--ServerApp.root_dir={tmp_path / 'work'}",
             ],
-            env=kept | mine,
+            env=kept | mine | dict(more),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -1,13 +1,29 @@
-"""The sidebar's dialog that makes a session larger or smaller, in a real JupyterLab and a real browser."""
+"""The sidebar's dialogs for the size of a session and for a first GPU, in a real JupyterLab and browser."""
 
 from __future__ import annotations
 
+import pytest
 from playwright.async_api import Locator, Page, expect
 
 from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
 
 pytestmark = needs_browser
 PATH = "PUT leases/b7q2mzk4x9/size"
+GAIN = "POST servers/gpu"
+
+
+@pytest.fixture
+def gaining(start_lab, tmp_path, golden):
+    """A JupyterLab whose server has no GPU, and can get one."""
+    named = {
+        "GPUSHARE_LEASE": "b0123456789-1",
+        "GPUSHARE_LEASE_DIR": "/nonexistent",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    with start_lab(tmp_path, **named) as lab:
+        for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
+            lab.broker.answer(f"GET {path}", golden(name))
+        yield lab
 
 
 async def opened(page: Page) -> Locator:
@@ -78,3 +94,40 @@ async def test_where_the_size_is_fixed_the_dialog_says_that_the_server_starts_an
     await expect(dialog.get_by_role("textbox")).to_have_count(0)
     await page.keyboard.press("Escape")
     await expect(dialog).to_have_count(0)
+
+
+async def test_a_server_without_a_gpu_gets_one_and_names_the_kernels_that_need_a_restart(
+    gaining, open_page, golden
+):
+    without = golden("status_active") | {"leases": []}
+    gaining.say(without)
+    grant = {"lease": "b0123456789-1", "kind": "build", "env": {}, "memory_limit_bytes": 20 << 30}
+    gaining.broker.answer(GAIN, {"status": 409, "reason": "no_capacity", "message": "no GPU is free"}, 409)
+    async with open_page(gaining) as page:
+        await run_command(page, "gpushare:open")
+        panel = page.get_by_role("region", name="Shared GPU")
+        await expect(panel).to_contain_text("This server has no GPU. It can get one while it runs.")
+        await panel.get_by_role("button", name="Get a GPU").click()
+        dialog = page.get_by_role("dialog")
+        field = dialog.get_by_role("textbox", name="Size")
+        await expect(field).to_be_focused()
+        await page.keyboard.type("1/4")
+        projects = [each["name"] for each in without["projects"]]
+        if len(projects) > 1:
+            await dialog.get_by_role("combobox", name="Project").select_option(projects[-1])
+        await page.keyboard.press("Enter")
+        await expect(dialog.get_by_role("alert")).to_contain_text("No GPU is free")
+        for theme in THEMES:
+            await use_theme(page, theme)
+            await accessible(page, ".jp-Dialog-content")
+            await picture(page, f"gain-{theme.split()[-1].lower()}")
+        await use_theme(page, THEMES[0])
+        asked = gaining.broker.asked(GAIN)[0].json
+        assert (asked["gpus"], asked["lease"]) == ("1/4", "b0123456789-1")
+        gaining.broker.answer(GAIN, grant)
+        await dialog.get_by_role("button", name="Get it").click()
+        await expect(dialog).to_have_count(0)
+        await expect(page.locator(".Toastify")).to_contain_text("You have 1/4 GPU now (20 GiB).")
+        gaining.say(golden("status_active"))
+        await expect(panel.get_by_role("button", name="Get a GPU")).to_have_count(0)
+        await expect(panel.get_by_role("button", name="Change size")).to_be_visible()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from jupyter_gpushare import messages
@@ -35,6 +36,9 @@ log = logging.getLogger("gpushare.broker")
 _RELEASE_PREVIOUS_S = 10.0
 # A job leaves a node out for so long that had no capacity for its server.
 _AVOID_S = 600.0
+# Names of leases of servers that started without a GPU: see `_reserved`.
+_RESERVED = re.compile(r"b[a-z0-9]{10}-1")
+_ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 _PHASES = {
     StartPhase.PLACING: "Waiting for the cluster to place your GPU.",
     StartPhase.CONNECTING: "Your GPU is found; its node prepares it.",
@@ -79,8 +83,13 @@ class ServerAdmission:
             if queue.of(request.user, request.server) is not None:
                 queue.leave(request.user, request.server, self.registry.clock())
                 await self.registry.notify()
-            return wire.SpawnGrant(lease=None, kind=Kind.BUILD, env={}, message="Starting without a GPU.")
-        lease = await self._checked(request, size)
+            return wire.SpawnGrant(
+                lease=None,
+                kind=Kind.BUILD,
+                env=dict(await self._reserved(request)),
+                message="Starting without a GPU.",
+            )
+        lease = await self._checked(request, size, "b" + random_id())
         usable = {device.uuid for device in self.registry.devices.for_planner() if device.usable}
         reserved = queue.take(lease, usable)
         # As long as sessions wait, a new one is behind them.
@@ -89,6 +98,42 @@ class ServerAdmission:
             record, grant = await self._grant_session(lease, request.uid, reserved), reserved
         else:
             record, grant = await self._admit(considered, request)
+        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+
+    async def _reserved(self, request: wire.SpawnRequest) -> Mapping[str, str]:
+        """Return what a server without a GPU needs at its start to get one later; empty: it cannot."""
+        if not (request.may_gain and self.engine.resizes):
+            return {}
+        try:
+            return await self.devices.reserve(f"b{random_id()}-1")
+        except (HelperError, DeviceError) as error:
+            log.warning("user=%s server=%s reserve: %s", request.user, request.server, error)
+            return {}
+
+    async def gain(self, request: wire.SpawnRequest, gain: wire.GpuGain) -> wire.SpawnGrant:
+        """Give a GPU to a running server that has none; a repeated call changes nothing.
+
+        Raises:
+            RequestError: it cannot get one now, or never while it runs; the text is for the user.
+            StoreError: the database failed; the broker ends.
+        """
+        size = gain.size()
+        lease_id = gain.lease.partition("-")[0]
+        if not self.engine.resizes or not _RESERVED.fullmatch(gain.lease):
+            raise Conflict(
+                "here a server gets a GPU only when it starts: stop it, and start it with the size that you "
+                "need",
+                reason="not_resizable",
+            )
+        record = self.registry.by_server(request.user, request.server)
+        if record is not None and (record.handle, record.lease.size) == (gain.lease, size):
+            await self.registry.journal.durable()
+            return await self._prepare(record, asleep=record.state in _ASLEEP, borrowed=record.lease.borrowed)
+        if record is None and await self.registry.store.has_lease(lease_id):
+            raise Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
+        lease = await self._checked(request, size, lease_id)
+        lease = replace(lease, waits=bool(self.registry.session_queue.waiting()))
+        record, grant = await self._admit(lease, request, gain)
         return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
 
     async def wait(self, request: wire.SpawnRequest) -> Place | None:
@@ -114,14 +159,16 @@ class ServerAdmission:
             project = self._project(request)
             if (kept := queue.keep(request.user, request.server, size, project, now)) is not None:
                 return kept
-        lease = await self._checked(request, size, waits=True)
+        lease = await self._checked(request, size, "b" + random_id(), waits=True)
         before = queue.of(lease.user, lease.server)
         place = queue.join(lease, lease.queued_at)
         if before is None or before.lease.id != place.lease.id:
             await self.registry.notify()
         return place
 
-    async def _checked(self, request: wire.SpawnRequest, size: Size, *, waits: bool = False) -> Lease:
+    async def _checked(
+        self, request: wire.SpawnRequest, size: Size, lease_id: str, *, waits: bool = False
+    ) -> Lease:
         """Return the lease that a session asks for.
 
         Raises:
@@ -132,7 +179,7 @@ class ServerAdmission:
         self.request_policy.check_share(size)
         now = self.registry.clock()
         lease = Lease(
-            id="b" + random_id(),
+            id=lease_id,
             project=project,
             kind=Kind.BUILD,
             size=size,
@@ -181,14 +228,16 @@ class ServerAdmission:
                 task.cancel()
             await asyncio.wait((task,))
 
-    async def _admit(self, lease: Lease, request: wire.SpawnRequest) -> tuple[LeaseRecord, Grant]:
+    async def _admit(
+        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None = None
+    ) -> tuple[LeaseRecord, Grant]:
         """Return the granted session, and the engine's grant.
 
         Raises:
             Conflict: refused; or the server has ended, or has started anew, before the answer.
         """
         key = lease.user, lease.server
-        task = asyncio.ensure_future(self._place(lease, request))
+        task = asyncio.ensure_future(self._place(lease, request, gain))
         self._admitting[key] = lease.id, task
         try:
             return await task
@@ -200,9 +249,13 @@ class ServerAdmission:
             if self._admitting.get(key, ("", None))[1] is task:
                 del self._admitting[key]
 
-    async def _place(self, lease: Lease, request: wire.SpawnRequest) -> tuple[LeaseRecord, Grant]:
+    async def _place(
+        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None
+    ) -> tuple[LeaseRecord, Grant]:
         # Nothing waits between snapshot and record where the engine answers at once: no other start
         # and no decision finds the same capacity.
+        if self.registry.by_server(lease.user, lease.server) is not None:
+            raise Conflict("this server has a GPU: change its size", reason="has_gpu")
         now = self.registry.clock()
         cluster = snapshot.cluster(self.registry, self.engine, now)
         answer = await self.engine.admit(cluster, lease, now, not_nodes=request.not_nodes)
@@ -214,10 +267,14 @@ class ServerAdmission:
                 position=None,
             )
             raise Conflict(
-                "%1 Choose a smaller size, or start without a GPU.",
+                "%1 Choose a smaller size, or start without a GPU."
+                if gain is None
+                else "%1 Choose a smaller size, or try again later.",
                 messages.english(why),
                 reason="no_capacity",
             )
+        if gain is not None:
+            _check_gain(lease, answer, gain)
         self._committing.add(lease.id)
         try:
             return await self._grant_session(replace(lease, waits=False), request.uid, answer), answer
@@ -235,7 +292,7 @@ class ServerAdmission:
             prepared = await self.devices.prepare(snapshot.holder_of(record, asleep=asleep))
         except (HelperError, DeviceError) as error:
             log.warning("lease=%s prepare: %s", record.handle, error)
-            if not record.is_job:
+            if record.state is State.GRANTED and not record.is_job:
                 await self.registry.advance(record, Released(reason=str(error)))
             raise Conflict(
                 "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
@@ -337,6 +394,29 @@ class ServerAdmission:
             memory_limit_bytes=grant.memory_limit_bytes,
             message=grant.message,
             job=job_spec(job, record.attempt, record.settled),
+        )
+
+
+def _check_gain(lease: Lease, grant: Grant, gain: wire.GpuGain) -> None:
+    """Return if a running server may have what the engine grants.
+
+    Raises:
+        Conflict: it only borrows, which the request does not allow, or is a MIG instance, which the
+            processes of a running server cannot be pointed at.
+    """
+    if grant.borrowed and not gain.borrow:
+        raise Conflict(
+            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
+            "others need the GPU, or choose a smaller size",
+            lease.size.text,
+            lease.project,
+            reason="would_borrow",
+        )
+    if any(uuid.startswith("MIG-") for uuid in grant.devices):
+        raise Conflict(
+            "here a server gets a part of a MIG device only when it starts: stop it, and start it with %1",
+            lease.size.text,
+            reason="not_resizable",
         )
 
 

@@ -26,15 +26,23 @@ _WAIT_S = 1.0
 
 def source_of(connection: socket.socket) -> str:
     """Return the source: ``uid 1000``, ``uid 1000 by socket``, or the address of another machine."""
-    if connection.family == socket.AF_UNIX:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return f"uid {_CREDENTIALS.unpack(credentials)[1]} by socket"
+    if (uid := socket_uid(connection)) is not None:
+        return f"uid {uid} by socket"
     peer = connection.getpeername()
     if connection.family != socket.AF_INET:
         return str(peer[0] if isinstance(peer, tuple) else peer)
     with suppress(OSError, struct.error):
         return f"uid {_uid_of(peer, connection.getsockname())}"
     return str(peer[0])
+
+
+def socket_uid(connection: socket.socket) -> int | None:
+    """Return the uid of the process that opened a unix socket; None: another kind of connection."""
+    if connection.family != socket.AF_UNIX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
 
 
 def _uid_of(peer: tuple[str, int], here: tuple[str, int]) -> int:

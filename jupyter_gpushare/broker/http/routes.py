@@ -52,6 +52,7 @@ ROUTES: tuple[Route, ...] = (
         {"204": None},
     ),
     Route("servers/activity", handlers.Activity, {"post": None}, {"post": wire.ActivityReport}),
+    Route("servers/gpu", sizes.ServerGpu, {"post": wire.SpawnGrant}, {"post": wire.GpuGain}),
     Route("leases", handlers.Leases, {"get": wire.Leases}, {}),
     Route(
         "leases/{id}/{action}",

@@ -300,6 +300,14 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(f"the database cannot be read: {brief(error)}") from None
 
+    async def has_lease(self, lease_id: str) -> bool:
+        """Return whether there is, or was lately, a lease with this id.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        return bool(await self._read(sa.select(leases.c.id).where(leases.c.id == lease_id)))
+
     async def job(self, job_id: str, user: str | None) -> JobRecord | None:
         """Return a job of ``user`` (None: of any user), also one that is no longer in memory.
 

@@ -214,7 +214,7 @@ class LeaseRegistry:
                     raise HelperError(ErrorKind.CONFLICT, reason)
                 lease = lease or self._create(request)
             if created:
-                self._note_holder(request.uid)
+                self._note_holder(request.uid, lease.name)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
                 self._enforce(lease)
                 self.let_in()
@@ -309,8 +309,11 @@ class LeaseRegistry:
                 )
                 files.create(record.uid, record.limits, PAGE[record.phase])
             self._leases[record.lease] = Lease(record, files)
-            self._note_holder(record.uid)
-        if any(name not in records for name in self._machine.processes.named()):
+            self._note_holder(record.uid, record.lease)
+        named = self._machine.processes.named()
+        with contextlib.suppress(OSError):  # forgotten later
+            state.holders.keep(named)
+        if any(name not in records and name not in state.holders.reserved for name in named):
             log.error("processes name leases without a record: no process without a lease is stopped")
             self._lose_record()
         self._remove_leftovers()
@@ -322,9 +325,10 @@ class LeaseRegistry:
             lease.files.reopen()
         self.let_in()
 
-    def _note_holder(self, uid: int) -> None:
+    def _note_holder(self, uid: int, lease: str) -> None:
         try:
             self._machine.state.holders.add(uid)
+            self._machine.state.holders.created(lease)
         except OSError as error:
             log.warning("uid=%d cannot be noted as a holder of leases: %s", uid, error)
 

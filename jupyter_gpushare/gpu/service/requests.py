@@ -23,7 +23,7 @@ from jupyter_gpushare.gpu.checks.self_tests import SelfTests
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import check_lease
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory, check_lease
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
@@ -32,6 +32,7 @@ from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase
+from jupyter_gpushare.protocol.reservations import Reserve
 from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
 from jupyter_gpushare.protocol.unleased import EndProcess
 
@@ -86,6 +87,7 @@ class Requests:
         }
         changers: dict[str, tuple[type[Any], Callable[[Any, int], Any]]] = {
             "set_limit": (helper.SetLimit, self._set_limit),
+            "reserve": (Reserve, self._reserve),
             "suspend": (helper.Suspend, self._suspend),
             "resume": (helper.Resume, self._resume),
             "signal": (helper.Signal, self._signal),
@@ -160,6 +162,14 @@ class Requests:
 
     def _set_limit(self, request: helper.SetLimit, epoch: int) -> helper.LeaseFiles:
         return replace(self._registry.set_limit(request, epoch), library=self._machine.library)
+
+    def _reserve(self, request: Reserve, _epoch: int) -> helper.LeaseFiles:
+        state = self._machine.state
+        try:
+            state.holders.reserve(request.lease)
+        except OSError as error:
+            raise HelperError(ErrorKind.STATE, f"the lease cannot be noted: {error}") from None
+        return helper.LeaseFiles(directory=str(LeaseDirectory(state.leases, request.lease).path))
 
     def _suspend(self, request: helper.Suspend, epoch: int) -> helper.MoveResult:
         if not 0 < request.timeout_s <= 600:

@@ -75,6 +75,8 @@ from jupyter_gpushare.protocol.wire.status import (
     Drain,
     DrainRequest,
     ErrorAnswer,
+    GpuGain,
+    GpuGained,
     Health,
     History,
     KeepRequest,

@@ -58,6 +58,7 @@ class SpawnRequest(Message, frozen=True):
     options: GpuRequest | None = None
     admin: bool = False
     not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
+    may_gain: bool = False  # without a GPU, it can get one while it runs: its processes run beside the broker
     ticket: str = ""  # of a job's server: what the broker gave to the Hub with the request to start it
 
 
@@ -97,7 +98,10 @@ class HostMount(Answer, frozen=True):
 
 
 class SpawnGrant(Answer, frozen=True):
-    """Answer to a `SpawnRequest`; ``lease`` is None for a server without GPU."""
+    """Answer to a `SpawnRequest` or `GpuGain`; ``lease`` is None for a server without GPU.
+
+    Where such a server may get one while it runs, ``env`` names the lease that it gets then.
+    """
 
     lease: str | None
     kind: Kind

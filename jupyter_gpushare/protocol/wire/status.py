@@ -55,6 +55,22 @@ class SizeRequest(Message, frozen=True):
         return Size.of_gpus(self.gpus or "") if self.memory is None else Size.of_memory(self.memory)
 
 
+class GpuGain(SizeRequest, frozen=True):
+    """Body of ``POST servers/gpu``: the running server that asks gets a GPU."""
+
+    lease: str = ""  # the value of GPUSHARE_LEASE in its environment; a page leaves it to the server
+    project: str | None = None
+
+
+class GpuGained(Answer, frozen=True):
+    """Answer to ``POST gpu`` of a Jupyter server: it has a GPU."""
+
+    size: str  # "1/2 GPU"
+    memory_limit_bytes: int
+    asleep: bool  # its GPU is lent just now and comes with the first GPU cell
+    kernels: list[str]  # names of kernels that looked for a GPU before: they see it after a restart
+
+
 class ErrorAnswer(Answer, frozen=True):
     """Every 4xx and 5xx: ``message`` is for the user and says what to change."""
 

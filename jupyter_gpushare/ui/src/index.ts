@@ -153,9 +153,14 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
       }
     },
     resize: async lease => {
-      const { resize } = await import('./resizedialog');
+      const { resize } = await import('./sizedialog');
       const hub = commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null;
       await resize(lease, trans, hub, size => gpu.requests.resizeLease(lease.id, size));
+      await gpu.model.refresh();
+    },
+    gain: async projects => {
+      const { gain } = await import('./sizedialog');
+      await gain(projects, trans, wanted => gpu.requests.gainGpu(wanted));
       await gpu.model.refresh();
     },
     hub: commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null,

@@ -82,9 +82,12 @@ export function sentence(trans: TranslationBundle, state: GpuState): string {
             timeText(state.since)
           );
     case 'ready':
-      return state.lease === null
-        ? trans.__('This server has no GPU. Stop it and start it again to pick one.')
-        : state.lease.sentence;
+      if (state.lease !== null) {
+        return state.lease.sentence;
+      }
+      return state.mayGain
+        ? trans.__('This server has no GPU. It can get one while it runs.')
+        : trans.__('This server has no GPU. Stop it and start it again to pick one.');
   }
 }
 

@@ -37,6 +37,8 @@ export interface IPanelLinks {
   readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
   /** Changes the size of this server's GPU part, after asking which. */
   readonly resize: (lease: ILeaseStatus) => Promise<void>;
+  /** Gets a GPU for this server, after asking how much of one. */
+  readonly gain: (projects: readonly string[]) => Promise<void>;
   /** Where servers are stopped and started; null outside of a Hub. */
   readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
@@ -133,7 +135,16 @@ export class GpuPanel extends ReactWidget {
             </span>
           )}
           {this._sentence(state)}
-          {lease === null && this._links().hub !== null && (
+          {state.mayGain && (
+            <Button
+              className="jp-Button jp-mod-styled jp-mod-accept"
+              title={trans.__('Get a part of a GPU for this server; its kernels go on')}
+              run={() => void this._links().gain(status.projects.map(project => project.name))}
+            >
+              {trans.__('Get a GPU')}
+            </Button>
+          )}
+          {lease === null && !state.mayGain && this._links().hub !== null && (
             <button type="button" className="gpushare-link" onClick={() => this._links().hub?.()}>
               {trans.__('Hub control panel')}
             </button>

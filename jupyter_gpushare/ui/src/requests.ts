@@ -10,6 +10,8 @@ import type { StatusAnswer } from './state';
 import { translated } from './translate';
 import {
   IErrorAnswer,
+  IGpuGain,
+  IGpuGained,
   IHistory,
   IJob,
   IJobChange,
@@ -51,6 +53,11 @@ export class Requests {
   /** Gives the lease another size on its GPU; resolves once its kernels may use it. */
   resizeLease(lease: string, size: ISizeRequest): Promise<ILeaseStatus> {
     return this._send('PUT', `leases/${encodeURIComponent(lease)}/size`, size);
+  }
+
+  /** Gets a GPU for this server, which runs without one; resolves once its kernels may use it. */
+  gainGpu(gain: IGpuGain): Promise<IGpuGained> {
+    return this._send('POST', 'gpu', gain);
   }
 
   /** Frees the GPU memory of a kernel: restarts it. */

@@ -1,4 +1,4 @@
-/** The dialog that makes the GPU part of a running server larger or smaller. */
+/** The dialogs that make the GPU part of a running server larger or smaller, or get its first one. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
@@ -8,22 +8,67 @@ import React from 'react';
 
 import { memory } from './messages';
 import { sizeOf } from './newsize';
-import { ILeaseStatus, ISizeRequest } from './wire';
+import { IGpuGain, IGpuGained, ILeaseStatus, ISizeRequest } from './wire';
 
-type Send = (size: ISizeRequest) => Promise<ILeaseStatus>;
+/** What the dialog says, and what it sends. */
+interface IPlan {
+  readonly title: string;
+  readonly intro: string;
+  readonly label: string;
+  readonly button: string;
+  readonly busy: string;
+  /** Those to choose from; the first is preselected. */
+  readonly projects: readonly string[];
+  /** Returns the receipt once the size is there. */
+  readonly send: (size: ISizeRequest, project: string) => Promise<string>;
+}
 
 /** Asks for a size and sends it; where the size is fixed while a server runs, says that instead. */
 export async function resize(
   lease: ILeaseStatus,
   trans: TranslationBundle,
   hub: (() => void) | null,
-  send: Send
+  send: (size: ISizeRequest) => Promise<ILeaseStatus>
 ): Promise<void> {
   if (!lease.resizable) {
     await explain(lease, trans, hub);
     return;
   }
-  const dialog = new ResizeDialog(new Choice(lease, trans, send), trans);
+  await ask(trans, {
+    title: trans.__('Change size'),
+    intro: trans.__(
+      'This server has %1 (%2) and uses %3. Kernels and their variables stay.',
+      lease.size,
+      memory(trans, lease.memory_limit_bytes),
+      memory(trans, lease.memory_used_bytes)
+    ),
+    label: trans.__('New size'),
+    button: trans.__('Change'),
+    busy: trans.__('Changing.'),
+    projects: [lease.project],
+    send: async size => resizedText(trans, await send(size))
+  });
+}
+
+/** Asks how much of a GPU a server without one gets, and of which project, and sends it. */
+export async function gain(
+  projects: readonly string[],
+  trans: TranslationBundle,
+  send: (gain: IGpuGain) => Promise<IGpuGained>
+): Promise<void> {
+  await ask(trans, {
+    title: trans.__('Get a GPU'),
+    intro: trans.__('This server gets a part of a GPU while it runs. Kernels and their variables stay.'),
+    label: trans.__('Size'),
+    button: trans.__('Get it'),
+    busy: trans.__('Getting it.'),
+    projects,
+    send: async (size, project) => gainedText(trans, await send({ ...size, lease: '', project }))
+  });
+}
+
+async function ask(trans: TranslationBundle, plan: IPlan): Promise<void> {
+  const dialog = new SizeDialog(new Choice(plan, trans), trans);
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   await dialog.sending;
@@ -48,24 +93,26 @@ async function explain(lease: ILeaseStatus, trans: TranslationBundle, hub: (() =
 /** What is chosen in an open dialog, and the refusal of the last try. */
 class Choice {
   constructor(
-    readonly lease: ILeaseStatus,
-    private readonly _trans: TranslationBundle,
-    private readonly _send: Send
-  ) {}
+    readonly plan: IPlan,
+    private readonly _trans: TranslationBundle
+  ) {
+    this.project = plan.projects[0] ?? '';
+  }
 
   readonly changed = new Signal<this, void>(this);
   text = '';
+  project: string;
   borrow = false;
   refusal = '';
   busy = false;
 
-  set(change: { text?: string; borrow?: boolean }): void {
+  set(change: { text?: string; borrow?: boolean; project?: string }): void {
     Object.assign(this, change, { refusal: '' });
     this.changed.emit();
   }
 
-  /** Returns the lease with its new size; null: it was refused. */
-  async submit(): Promise<ILeaseStatus | null> {
+  /** Returns the receipt; null: it was refused. */
+  async submit(): Promise<string | null> {
     const size = sizeOf(this.text, this.borrow);
     if (this.busy || size === null) {
       this.refusal = this.busy ? this.refusal : this._trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
@@ -76,7 +123,7 @@ class Choice {
     this.refusal = '';
     this.changed.emit();
     try {
-      return await this._send(size);
+      return await this.plan.send(size, this.project);
     } catch (error) {
       this.refusal = error instanceof Error ? error.message : String(error);
       return null;
@@ -87,18 +134,18 @@ class Choice {
   }
 }
 
-class ResizeDialog extends Dialog<void> {
+class SizeDialog extends Dialog<void> {
   constructor(
     private readonly _choice: Choice,
-    private readonly _trans: TranslationBundle
+    trans: TranslationBundle
   ) {
     super({
-      title: _trans.__('Change size'),
-      body: new ResizeBody(_choice, _trans),
+      title: _choice.plan.title,
+      body: new SizeBody(_choice, trans),
       focusNodeSelector: 'input',
       buttons: [
-        Dialog.cancelButton({ label: _trans.__('Cancel') }),
-        Dialog.okButton({ label: _trans.__('Change') })
+        Dialog.cancelButton({ label: trans.__('Cancel') }),
+        Dialog.okButton({ label: _choice.plan.button })
       ]
     });
   }
@@ -106,22 +153,22 @@ class ResizeDialog extends Dialog<void> {
   /** Until nothing is under way. */
   sending: Promise<unknown> = Promise.resolve();
 
-  /** Closes once the size has changed; a refusal leaves the dialog open. */
+  /** Closes once the size is there; a refusal leaves the dialog open. */
   override resolve(index?: number): void {
     if (index === 0) {
       super.resolve(0);
       return;
     }
-    this.sending = this._choice.submit().then(lease => {
-      if (lease !== null) {
-        Notification.success(receipt(this._trans, lease), { autoClose: 10000 });
+    this.sending = this._choice.submit().then(receipt => {
+      if (receipt !== null) {
+        Notification.success(receipt, { autoClose: 10000 });
         super.resolve(1);
       }
     });
   }
 }
 
-function receipt(trans: TranslationBundle, lease: ILeaseStatus): string {
+function resizedText(trans: TranslationBundle, lease: ILeaseStatus): string {
   return trans.__(
     'You have %1 now (%2). PyTorch and CuPy see it at once; restart kernels that use JAX or TensorFlow.',
     lease.size,
@@ -129,7 +176,18 @@ function receipt(trans: TranslationBundle, lease: ILeaseStatus): string {
   );
 }
 
-class ResizeBody extends ReactWidget {
+function gainedText(trans: TranslationBundle, gained: IGpuGained): string {
+  const { size, kernels, asleep } = gained;
+  const limit = memory(trans, gained.memory_limit_bytes);
+  const has = asleep
+    ? trans.__('You have %1 (%2). It is lent just now and comes with your first GPU cell.', size, limit)
+    : trans.__('You have %1 now (%2).', size, limit);
+  return kernels.length === 0
+    ? has
+    : trans.__('%1 Kernels that looked for a GPU before see it after a restart: %2.', has, kernels.join(', '));
+}
+
+class SizeBody extends ReactWidget {
   constructor(
     private readonly _choice: Choice,
     private readonly _trans: TranslationBundle
@@ -148,26 +206,17 @@ class ResizeBody extends ReactWidget {
 }
 
 function Form({ choice, trans }: { choice: Choice; trans: TranslationBundle }): JSX.Element {
-  const { lease, refusal } = choice;
-  const [used, limit] = [lease.memory_used_bytes, lease.memory_limit_bytes];
+  const { plan, project, refusal } = choice;
   return (
     <>
-      <p>
-        {trans.__(
-          'This server has %1 (%2) and uses %3. Kernels and their variables stay.',
-          lease.size,
-          memory(trans, limit),
-          memory(trans, used)
-        )}
-      </p>
+      <p>{plan.intro}</p>
       <div className="gpushare-field">
-        <label htmlFor="gpushare-resize-size">{trans.__('New size')}</label>
+        <label htmlFor="gpushare-resize-size">{plan.label}</label>
         <input
           type="text"
           className="jp-mod-styled"
           id="gpushare-resize-size"
           value={choice.text}
-          placeholder="1/2"
           spellCheck={false}
           autoComplete="off"
           aria-invalid={refusal !== ''}
@@ -178,6 +227,21 @@ function Form({ choice, trans }: { choice: Choice; trans: TranslationBundle }): 
           {trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB')}
         </span>
       </div>
+      {plan.projects.length > 1 && (
+        <div className="gpushare-field">
+          <label htmlFor="gpushare-resize-project">{trans.__('Project')}</label>
+          <select
+            className="jp-mod-styled"
+            id="gpushare-resize-project"
+            value={project}
+            onChange={({ target: { value } }) => choice.set({ project: value })}
+          >
+            {plan.projects.map(name => (
+              <option key={name}>{name}</option>
+            ))}
+          </select>
+        </div>
+      )}
       <div className="gpushare-field gpushare-switch">
         <label>
           <input
@@ -186,7 +250,7 @@ function Form({ choice, trans }: { choice: Choice; trans: TranslationBundle }): 
             aria-describedby="gpushare-resize-borrow"
             onChange={({ target: { checked } }) => choice.set({ borrow: checked })}
           />
-          {trans.__('Also beyond what project %1 is guaranteed', lease.project)}
+          {trans.__('Also beyond what project %1 is guaranteed', project)}
         </label>
         <span className="gpushare-muted" id="gpushare-resize-borrow">
           {trans.__('This session may then be put to sleep when others need the GPU.')}
@@ -198,7 +262,7 @@ function Form({ choice, trans }: { choice: Choice; trans: TranslationBundle }): 
             {refusal}
           </p>
         )}
-        {choice.busy && <p role="status">{trans.__('Changing.')}</p>}
+        {choice.busy && <p role="status">{plan.busy}</p>}
       </div>
     </>
   );

@@ -15,6 +15,8 @@ export type StatusAnswer =
       readonly enabled: true;
       readonly server: string;
       readonly unreachable_since: null;
+      /** Without a GPU, this server can get one while it runs. */
+      readonly may_gain: boolean;
     } & IStatus);
 
 export type GpuState =
@@ -23,7 +25,13 @@ export type GpuState =
   | { readonly kind: 'off' }
   /** `source` does not answer: the broker, or the Jupyter server itself. */
   | { readonly kind: 'unreachable'; readonly since: Date; readonly source: 'broker' | 'server' }
-  | { readonly kind: 'ready'; readonly status: IStatus; readonly lease: ILeaseStatus | null };
+  | {
+      readonly kind: 'ready';
+      readonly status: IStatus;
+      readonly lease: ILeaseStatus | null;
+      /** It has no GPU, and can get one while it runs. */
+      readonly mayGain: boolean;
+    };
 
 /** State of a lease as users see it. */
 export type Phase =
@@ -161,5 +169,5 @@ export function stateOf(answer: StatusAnswer): GpuState {
     return { kind: 'unreachable', since: new Date(answer.unreachable_since), source: 'broker' };
   }
   const lease = answer.leases.find(lease => lease.server === answer.server) ?? null;
-  return { kind: 'ready', status: answer, lease };
+  return { kind: 'ready', status: answer, lease, mayGain: lease === null && answer.may_gain };
 }

@@ -58,6 +58,27 @@ export interface IEstimate {
   readonly high_s: number;
 }
 
+/** Body of `POST servers/gpu`: the running server that asks gets a GPU. */
+export interface IGpuGain {
+  readonly gpus: string | null;
+  readonly memory: string | null;
+  readonly borrow: boolean;
+  /** the value of GPUSHARE_LEASE in its environment; a page leaves it to the server */
+  readonly lease: string;
+  readonly project: string | null;
+}
+
+/** Answer to `POST gpu` of a Jupyter server: it has a GPU. */
+export interface IGpuGained {
+  /** "1/2 GPU" */
+  readonly size: string;
+  readonly memory_limit_bytes: number;
+  /** its GPU is lent just now and comes with the first GPU cell */
+  readonly asleep: boolean;
+  /** names of kernels that looked for a GPU before: they see it after a restart */
+  readonly kernels: readonly string[];
+}
+
 /** Usage of the last seven days of a user. */
 export interface IHistory {
   readonly days: readonly IDayUse[];

@@ -1,0 +1,144 @@
+"""A running server without a GPU gets one: the name of its lease, refusals, repetition, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.errors import Conflict, HelperError, RequestError
+from jupyter_gpushare.protocol import wire
+from tests.broker.brokers import Broker
+from tests.broker.site import Site, spawn
+from tests.broker.virtual_time import in_virtual_time, until
+
+
+async def started(broker: Broker, user: str = "ada") -> str:
+    """Start a server without a GPU; the name of the lease that it may get."""
+    grant = await broker.admission.start(wire.replace(spawn(user, None), may_gain=True))
+    assert grant.lease is None
+    return grant.env["GPUSHARE_LEASE"]
+
+
+async def gain(broker: Broker, lease: str, user: str = "ada", **asked: Any) -> wire.SpawnGrant:
+    return await broker.admission.gain(spawn(user, None), wire.GpuGain(**({"lease": lease} | asked)))
+
+
+@in_virtual_time
+async def test_a_running_server_gets_the_lease_that_its_processes_name(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        assert not site.held
+        assert not broker.registry.leases
+        grant = await gain(broker, name, gpus="1/4")
+        assert (grant.lease, grant.asleep) == (name, False)
+        assert list(site.held) == [name]
+        record = broker.registry.by_server("ada", "")
+        assert record is not None
+        assert (record.handle, record.uid, record.lease.size.text) == (name, 1000, "1/4 GPU")
+        site.held[name].alive = True
+        await until(lambda: broker.state(name) == "running", 30)
+        # The page asks again where no answer came.
+        assert await gain(broker, name, gpus="1/4") == grant
+        assert broker.state(name) == "running"
+        with pytest.raises(Conflict, match="change its size"):
+            await gain(broker, name, gpus="1/2")
+        await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+        site.held[name].alive = False
+        await until(lambda: not site.held, 60)
+        with pytest.raises(Conflict, match="had a GPU and lost it"):
+            await gain(broker, name, gpus="1/4")
+
+
+@in_virtual_time
+async def test_two_requests_at_once_are_one_lease(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        found = await asyncio.gather(
+            *(gain(broker, name, gpus=size) for size in ("1/4", "1/2")), return_exceptions=True
+        )
+        assert sorted(type(each).__name__ for each in found) == ["Conflict", "SpawnGrant"]
+        assert len(broker.registry.leases) == len(site.held) == 1
+
+
+@in_virtual_time
+async def test_names_that_no_start_gave_are_refused(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        bo = await broker.admission.start(spawn("bo", "1/4"))
+        for name in ("", "b1", "../../etc", "b0123456789-2", "j0123456789-1", "B012345678-1"):
+            with pytest.raises(RequestError):
+                await gain(broker, name, gpus="1/4")
+        # The name of another's lease, also once that has ended.
+        assert bo.lease is not None
+        with pytest.raises(Conflict):
+            await gain(broker, bo.lease, gpus="1/4")
+        await broker.admission.stop(wire.SpawnStop(user="bo", server=""))
+        await until(lambda: not site.held, 60)
+        with pytest.raises(Conflict):
+            await gain(broker, bo.lease, gpus="1/4")
+        assert not broker.registry.leases
+
+
+@in_virtual_time
+async def test_what_only_borrows_needs_the_owners_word(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        with pytest.raises(Conflict, match="more than what project vision is guaranteed") as said:
+            await gain(broker, name, gpus="3/4")
+        assert said.value.reason == "would_borrow"
+        assert not broker.registry.leases
+        assert (await gain(broker, name, gpus="3/4", borrow=True)).borrowed
+
+
+@in_virtual_time
+async def test_a_full_machine_refuses_and_the_server_may_ask_again(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        bo = await site.session("bo", "1/2")
+        await until(lambda: broker.state(bo.handle) == "running", 30)
+        with pytest.raises(Conflict, match="Choose a smaller size, or try again later"):
+            await gain(broker, name, gpus="3/4", borrow=True)
+        await site.end_session("bo")
+        await until(lambda: not site.held, 60)
+        assert (await gain(broker, name, gpus="3/4", borrow=True)).lease == name
+
+
+@in_virtual_time
+async def test_a_helper_that_does_not_answer_leaves_no_lease(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        site.fault("prepare", HelperError("unreachable", "no answer"))
+        with pytest.raises(Conflict, match="cannot be reached"):
+            await gain(broker, name, gpus="1/4")
+        await until(lambda: not broker.registry.leases, 60)
+
+
+@in_virtual_time
+async def test_without_a_helper_a_server_starts_all_the_same(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        site.fault("reserve", HelperError("unreachable", "no answer"))
+        grant = await broker.admission.start(wire.replace(spawn("ada", None), may_gain=True))
+        assert (grant.lease, grant.env) == (None, {})
+        # A server of another kind of spawner gets nothing either.
+        assert (await broker.admission.start(spawn("bo", None))).env == {}
+
+
+async def test_a_server_asks_with_its_own_token_and_gets_the_uid_of_its_process(http):
+    asked = {"gpus": "1/4", "lease": "b0123456789-1", "borrow": True}
+    headers = {"Authorization": "token ada"}
+    answer = await http.by_socket.post("servers/gpu", json=asked, headers=headers)
+    assert (answer.status_code, answer.json()["reason"]) == (403, "not_allowed")
+    headers = {"Authorization": "token ada-server"}
+    answer = await http.by_socket.post("servers/gpu", json=asked, headers=headers)
+    assert answer.status_code == 200, answer.text
+    (record,) = http.broker.registry.leases.values()
+    assert (record.uid, record.lease.user, record.handle) == (os.geteuid(), "ada", asked["lease"])

@@ -1,0 +1,79 @@
+"""A Jupyter server without a GPU gets one while it runs: ``POST gpushare/gpu`` and its kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+LEASE = "b0123456789-1"
+NAMED = {"GPUSHARE_LEASE": LEASE, "GPUSHARE_LEASE_DIR": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}
+GIVEN = {**NAMED, "CUDA_VISIBLE_DEVICES": "GPU-1", "GPUSHARE_MEMORY_LIMIT": "1", "LD_PRELOAD": "/tmp/x.so"}
+GRANT = {"lease": LEASE, "kind": "build", "env": GIVEN, "memory_limit_bytes": 20 << 30}
+WRITE = "import json, os, pathlib; pathlib.Path({path!r}).write_text(json.dumps(dict(os.environ)))"
+
+
+async def variables(server, kernel: str, path: Path, execute_request, eventually) -> Mapping[str, str]:
+    """Return the environment of a kernel, as a cell sees it."""
+    async with server.socket(f"api/kernels/{kernel}/channels") as channels:
+        await channels.write_message(execute_request(WRITE.format(path=str(path))))
+        eventually(path.is_file)
+    found: dict[str, str] = json.loads(path.read_text())
+    return found
+
+
+def new_kernel(server) -> str:
+    return str(server.request("POST", "api/kernels", json={"name": "python3"}).json()["id"])
+
+
+async def test_kernels_that_run_and_those_to_come_see_the_gpu(
+    start_both, tmp_path, execute_request, eventually
+):
+    with start_both(tmp_path, **NAMED) as (broker, server):
+        assert server.get("gpushare/status")["may_gain"] is True
+        old = new_kernel(server)
+        broker.answer("POST servers/gpu", GRANT)
+        # The page cannot choose the name of the lease.
+        wanted = {"gpus": "1/4", "lease": "b9999999999-1", "project": "nlp"}
+        answer = server.request("POST", "gpushare/gpu", json=wanted)
+        limit = GRANT["memory_limit_bytes"]
+        assert answer.json() == {
+            "size": "1/4 GPU",
+            "memory_limit_bytes": limit,
+            "asleep": False,
+            "kernels": [],
+        }
+        asked = {"gpus": "1/4", "memory": None, "borrow": False, "lease": LEASE, "project": "nlp"}
+        assert broker.asked("POST servers/gpu")[-1].json == asked
+        assert server.get("gpushare/status")["may_gain"] is False
+        for number, kernel in enumerate((old, new_kernel(server))):
+            path = tmp_path / f"{number}.json"
+            found = await variables(server, kernel, path, execute_request, eventually)
+            assert (found["CUDA_VISIBLE_DEVICES"], found["GPUSHARE_MEMORY_LIMIT"]) == ("GPU-1", "1")
+            # No answer loads code into processes.
+            assert found.get("LD_PRELOAD") != "/tmp/x.so"
+        server.request("POST", f"api/kernels/{old}/restart")
+        found = await variables(server, old, tmp_path / "again.json", execute_request, eventually)
+        assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+
+
+def test_a_refusal_is_passed_on_and_changes_nothing(start_both, tmp_path):
+    with start_both(tmp_path, **NAMED) as (broker, server):
+        said = {"status": 409, "reason": "no_capacity", "message": "Full."}
+        broker.answer("POST servers/gpu", said, 409)
+        answer = server.request("POST", "gpushare/gpu", json={"gpus": "1/4"})
+        assert (answer.status_code, answer.json()["message"]) == (409, "Full.")
+        for size in ({}, {"gpus": "much"}, {"gpus": "1/4", "memory": "1GiB"}):
+            assert server.request("POST", "gpushare/gpu", json=size).status_code in (400, 409)
+        assert server.get("gpushare/status")["may_gain"] is True
+
+
+@pytest.mark.parametrize("given", [{}, {**NAMED, "CUDA_VISIBLE_DEVICES": "GPU-1"}])
+def test_a_server_that_has_a_gpu_or_cannot_get_one_asks_nothing(start_both, tmp_path, given):
+    with start_both(tmp_path, **given) as (broker, server):
+        assert server.get("gpushare/status")["may_gain"] is False
+        answer = server.request("POST", "gpushare/gpu", json={"gpus": "1/4"})
+        assert (answer.status_code, answer.json()["reason"]) == (409, "not_resizable")
+        assert not broker.asked("POST servers/gpu")
