@@ -41,6 +41,7 @@ QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
 WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # How much the tests marked `long_form` try in `make test-long`.
+ENGINE_TESTS := $(foreach name,kai_model kai_engine kai_faults broker spawner story story_faults,tests/kube/test_$(name).py)
 LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25
 
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
@@ -77,7 +78,7 @@ test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub  ## run the long for
 
 test-engine: setup-test  ## run tests of Kubernetes on a real KAI-Scheduler; GPUSHARE_KUBE_BIN names the folder of its programs
 	@export PATH=$(BIN):$$PATH
-	python -m pytest -m 'engine and not model' tests/kube/test_real_engine.py $(PYTEST_ARGS)
+	GPUSHARE_TEST_ENGINE=kai python -m pytest -m 'not model and not long' --timeout 900 $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 check: setup-test docs  ## format, lint, types, import rules, documentation and the quick tests
 	@export PATH=$(BIN):$$PATH

@@ -52,6 +52,7 @@ class ApiServer:
 
     def __post_init__(self) -> None:
         self.kai = Kai(self.store)
+        self._loop = asyncio.get_running_loop()
 
     def address(self) -> Address:
         """Where a broker finds it."""
@@ -61,6 +62,14 @@ class ApiServer:
     def kubeconfig(self, folder: Path, token: str = "t") -> Path:
         """A kubeconfig file for it."""
         return write_kubeconfig(folder, self.url, token)
+
+    def freeze(self) -> None:
+        """Answer nothing and tell nothing, until `thaw`."""
+        self.faults.frozen.clear()
+
+    def thaw(self) -> None:
+        """Answer again what was asked meanwhile."""
+        self._loop.call_soon_threadsafe(self.faults.frozen.set)
 
     def cut_watches(self) -> None:
         """Close the connections of all watches in the middle."""

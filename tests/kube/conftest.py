@@ -1,13 +1,37 @@
-"""A cluster of two nodes with a model of KAI, and a broker that follows it."""
+"""What KAI is here, a cluster of two nodes, and a broker that follows it.
+
+``GPUSHARE_TEST_ENGINE=kai`` runs the tests on a real KAI-Scheduler instead of its model; real are then
+API server, KAI's scheduler, binder, admission and controllers (`real_engine`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker
+from tests.kube.real_engine import real_engine, running, why_not
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _engine() -> Iterator[None]:
+    if os.environ.get("GPUSHARE_TEST_ENGINE") != "kai":
+        yield
+    elif why := why_not():
+        pytest.skip(why)
+    else:
+        with real_engine():
+            yield
+
+
+@pytest.fixture(autouse=True)
+def _engine_goes_on() -> Iterator[None]:
+    yield
+    if engine := running():
+        engine.check()
 
 
 @pytest.fixture

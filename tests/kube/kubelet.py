@@ -110,11 +110,12 @@ class Kubelet:
     def step(self) -> None:
         pods = list(self.store.all("pods"))
         for pod in pods:
-            if pod["metadata"]["namespace"] == RESERVATIONS:
-                reserve(self.store, pod, self.nodes[pod["spec"]["nodeName"]].gpus)  # here nodes have one GPU
-            elif not pod["spec"].get("nodeName"):
+            node = self.nodes.get(pod["spec"].get("nodeName", ""))
+            if not pod["spec"].get("nodeName"):
                 self._bind(pod)
-            elif pod["spec"]["nodeName"] in self.nodes:
+            elif node is not None and pod["metadata"]["namespace"] == RESERVATIONS:
+                reserve(self.store, pod, node.gpus)  # here nodes have one GPU
+            elif node is not None:
                 self._follow(pod)
         for uid in self.running.keys() - {pod["metadata"]["uid"] for pod in pods}:
             self._kill(uid)  # deleted without grace
@@ -123,6 +124,17 @@ class Kubelet:
         """End every process of every pod."""
         for uid in list(self.running):
             self._kill(uid)
+
+    def lose(self, name: str) -> None:
+        """Lose a node: its object, and what ran there.
+
+        Kubernetes then deletes its pods (v1.35, ``pkg/controller/podgc/gc_controller.go``, gcOrphaned).
+        """
+        del self.nodes[name]
+        self.store.delete("nodes", "", name)
+        for pod in [p for p in self.store.all("pods") if p["spec"].get("nodeName") == name]:
+            self._kill(pod["metadata"]["uid"])
+            self.store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], grace_s=0)
 
     def log(self, pod: str) -> str:
         """What the container of a pod wrote."""

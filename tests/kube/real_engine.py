@@ -148,6 +148,14 @@ class RealServer:
         """A kubeconfig file for it."""
         return write_kubeconfig(folder, self.url, "broker", ca=self.engine.certificate)
 
+    def freeze(self) -> None:
+        """Stop the API server: it answers nothing and tells nothing, until `thaw`."""
+        self.engine.processes["kube-apiserver"].send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.engine.processes["kube-apiserver"].send_signal(signal.SIGCONT)
+
     @property
     def requests(self) -> list[tuple[str, str]]:
         """Changes that brokers asked for: method and path."""
@@ -211,7 +219,9 @@ class RealEngine:
         """Return a cluster in which nothing is: what was there is deleted."""
         for plural in _COLLECTIONS:
             self.store.delete_all(plural)
-        return RealServer(self)
+        server = RealServer(self)
+        server.kai.go_on()  # a test may have ended while it was stopped
+        return server
 
     def check(self) -> None:
         """Fail where a program has ended."""

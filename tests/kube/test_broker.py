@@ -52,10 +52,12 @@ class Site:
         self.socket = folder / "broker" / "api.sock"
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def run(self, *words: str, **environ: str) -> None:
+    def run(self, *words: str, **environ: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{words[0]}.log").open("ab") as log:
             env = self.machine.env(**environ)
-            self.processes.append(subprocess.Popen([*CLI, *words], env=env, stdout=log, stderr=log))
+            process = subprocess.Popen([*CLI, *words], env=env, stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
 
     def log(self) -> str:
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("logs/*")])

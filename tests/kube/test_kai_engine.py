@@ -263,6 +263,36 @@ class TestReturns:
         await broker.until(lambda: [broker.state(id) for id in jobs].count(State.RUNNING) == 1)
         assert broker.state("owner") is State.RUNNING
 
+    @pytest.mark.parametrize(
+        ("of", "quota", "limit"), [("nlp", 4000, None), ("vision", 3000, 1000)], ids=["quota", "limit"]
+    )
+    async def test_of_four_nodes_only_the_guest_on_the_owners_gpu_makes_way(
+        self, of: str, quota: int, limit: int | None
+    ):
+        """The guest is within its project's quota, or of the owner's project, which is at its limit."""
+        owners = Project(name="vision", quota_milli=1000, limit_milli=limit)
+        others = Project(name="nlp", quota_milli=quota)
+        async with kube_bed({f"n{n}": (f"GPU-{n}",) for n in range(4)}, (owners, others)) as bed:
+            broker = Broker(bed, owners, others)
+            await broker.session("owner")
+            (device,) = broker.leases["owner"].devices
+            beside = [f"j{n}" for n in range(3)]
+            for id in beside:
+                broker.job(id)
+            await broker.until(lambda: {broker.state(id) for id in beside} == {State.RUNNING})
+            broker.set("owner", idle_since_at=broker.now - 10_000)
+            broker.job("guest", project=of)
+            await broker.until(lambda: broker.state("guest") is State.RUNNING)
+            assert broker.leases["guest"].devices == (device,)
+            (seat,) = (group["metadata"]["name"] for group in bed.seats_of("guest"))
+            before = len(bed.kai.evicted)
+            broker.set("owner", wanted=True)
+            await broker.until(lambda: broker.queue("owner") == "vision-build")
+            await bed.quiet()
+            assert broker.leases["owner"].devices == (device,)
+            assert bed.kai.evicted[before:] == [seat]
+            assert {broker.state(id) for id in beside} == {State.RUNNING}
+
 
 class TestJobs:
     async def test_a_demotion_is_one_patch(self, bed: Bed, broker: Broker):

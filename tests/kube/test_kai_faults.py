@@ -49,18 +49,16 @@ class TestTakeOver:
 
 
 class TestFaults:
-    @pytest.mark.model
     async def test_while_the_api_server_is_silent_nothing_becomes_lendable(self, bed: Bed, broker: Broker):
         await broker.session("owner")
         await bed.quiet()
-        bed.server.faults.frozen.clear()
-        bed.kai.stop()
+        bed.server.freeze()
         await bed.until(lambda: bed.seats.age_s > 10)
         broker.set("owner", idle_since_at=broker.now - 10_000)
         await broker.round()
         assert bed.engine.trouble()[0].startswith("The Kubernetes API server does not answer")
         assert broker.state("owner") is State.RUNNING
-        bed.server.faults.frozen.set()
+        bed.server.thaw()
         await broker.until(lambda: broker.queue("owner") == "gpushare-idle-sessions")
         assert bed.engine.trouble() == ()
 

@@ -13,7 +13,7 @@ from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, request, terms
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.core.size import Size
-from tests.kube.kai_model import Kai
+from tests.kube.kai_model import STUCK_S, Kai
 from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.real_engine import RealKai, running
 from tests.kube.real_store import RealStore
@@ -21,6 +21,8 @@ from tests.kube.store import Store
 
 NS = "gpushare"
 HALF, WHOLE = Size(500), Size(1000)
+GRACE_S = 5
+MIN_RUN_S = 40
 
 
 class World:
@@ -52,9 +54,16 @@ class World:
 
     def seat(self, name: str, project: str, seat_class: SeatClass, size: Size = WHOLE, **more: Any) -> None:
         self.time += timedelta(seconds=1)
+        site = SeatPod(image="seat", grace_s=GRACE_S)
         demand = Demand(lease=name, project=project, seat_class=seat_class, size=size, **more)
         self.store.create("podgroups", NS, pod_group(name, demand, 1))
-        self.store.create("pods", NS, seat_pod(name, demand, request(size, []), SeatPod(image="seat"), 1))
+        self.store.create("pods", NS, seat_pod(name, demand, request(size, []), site, 1))
+
+    def later(self, seconds: float) -> None:
+        """Let time pass: on the model at once."""
+        self.time += timedelta(seconds=seconds)
+        if running():
+            time.sleep(seconds)
 
     def retarget(self, name: str, project: str, seat_class: SeatClass) -> None:
         to = terms(Demand(lease=name, project=project, seat_class=seat_class, size=WHOLE))
@@ -140,12 +149,11 @@ def test_a_pinned_seat_and_one_that_avoids_full_nodes():
 
 
 @pytest.mark.parametrize("milli", [125, 250, 333, 500, 100, 750])
-@pytest.mark.model
 def test_what_we_promise_of_a_quota_kai_grants(milli):
     """As many sessions as fit the quota in hundredths are placed, whatever the order of the sums."""
     size = Size(milli)
     count = 300 // counted_centi(size, [])
-    for seed in range(10):
+    for seed in range(1 if running() else 10):
         world = World(8, vision=3, seed=seed)
         for n in range(count):
             world.seat(f"s{n}", "vision", SeatClass.SESSION, size)
@@ -266,14 +274,13 @@ class TestLend:
 
 
 class TestPreempt:
-    @pytest.mark.model
     def test_a_job_of_an_earlier_level_preempts_after_the_minimum_run_time(self):
-        world = World(1, vision=1, min_run_s=600)
+        world = World(1, vision=1, min_run_s=MIN_RUN_S)
         world.seat("long", "vision", SeatClass.TRAIN, level=1)
         world.cycles()
         world.seat("short", "vision", SeatClass.TRAIN)
         assert world.cycles(5)["long"] == "n0"
-        world.time += timedelta(seconds=601)
+        world.later(MIN_RUN_S + 1)
         assert world.cycles(1)["long"] == "leaving"
 
     def test_jobs_of_one_level_do_not(self):
@@ -293,7 +300,6 @@ def test_a_session_takes_its_gpu_from_a_job_of_its_own_project():
     assert world.kai.evicted == ["j"]
 
 
-@pytest.mark.model
 def test_a_stuck_seat_holds_its_gpu_but_no_promise():
     world = World(1, 1, vision=2)
     world.seat("idle", "vision", SeatClass.IDLE, node="n0")
@@ -301,7 +307,7 @@ def test_a_stuck_seat_holds_its_gpu_but_no_promise():
     world.cycles()
     world.seat("j", "vision", SeatClass.TRAIN)
     assert world.cycles()["idle"] == "leaving"
-    world.time += timedelta(seconds=180 + 121)
+    world.later(GRACE_S + STUCK_S + 1)
     assert world.cycles() == {"idle": "leaving", "busy": "n1", "j": "PodSchedulingErrors"}
 
 
@@ -316,11 +322,10 @@ def test_a_pod_group_is_known_by_its_name_alone():
     assert world.cycles()["s0"] == "leaving"
 
 
-@pytest.mark.model
 def test_sums_of_floats_may_delay_a_reclaim_and_do_not_refuse_it():
     """0.1 + 0.2 + 0.3 depends on the order; the next cycle sums anew."""
     refused = 0
-    for seed in range(40):
+    for seed in range(3 if running() else 40):
         world = World(1, vision=1, nlp=1, seed=seed)
         for n, milli in enumerate((100, 200, 300)):
             world.seat(f"v{n}", "vision", SeatClass.TRAIN, Size(milli))
@@ -331,4 +336,4 @@ def test_sums_of_floats_may_delay_a_reclaim_and_do_not_refuse_it():
         refused += not world.kai.evicted
         world.cycles(20)
         assert world.kai.evicted == ["idle"]
-    assert refused
+    assert refused or running()  # the model draws the order

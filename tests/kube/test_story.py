@@ -11,6 +11,7 @@ import copy
 import os
 import random
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -94,13 +95,9 @@ class Story(Site):
     hub: Hub
     tokens: dict[str, str]
     machines: dict[str, Simulator]
+    helpers: dict[str, subprocess.Popen[bytes]]
+    helper_port: int
     broker_is_there: threading.Lock
-
-    def run_on(self, node: str, *words: str) -> None:
-        """Start a process on a node."""
-        self.run(
-            *words, **{k: v for k, v in self.machines[node].env().items() if k.startswith("GPUSHARE_SIM")}
-        )
 
     def api(self, user: str, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask the broker as a user."""
@@ -117,6 +114,12 @@ class Story(Site):
         assert answer.status_code < 300, (path, answer.text, self.log())
         return dict(answer.json())
 
+    def trouble(self) -> list[str]:
+        """What `health` says."""
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        with httpx.Client(transport=transport, base_url="http://broker", timeout=PATIENCE_S) as client:
+            return list(client.get("/services/gpushare/api/v1/health").json()["reasons"])
+
     def listens(self) -> bool:
         """Whether a broker listens."""
         with socket.socket(socket.AF_UNIX) as client:
@@ -126,10 +129,13 @@ class Story(Site):
                 return False
         return True
 
+    def leases(self, user: str) -> list[dict[str, Any]]:
+        """The sessions of a user as their owner sees them."""
+        return [x for x in self.api(user, "GET", "status")["leases"] if x["kind"] == "build"]
+
     def session(self, user: str) -> dict[str, Any]:
-        """The session of a user as its owner sees it."""
-        (lease,) = [x for x in self.api(user, "GET", "status")["leases"] if x["kind"] == "build"]
-        return dict(lease)
+        (lease,) = self.leases(user)
+        return lease
 
     def pod(self, user: str) -> dict[str, Any]:
         (found,) = [
@@ -138,6 +144,13 @@ class Story(Site):
             if pod["metadata"]["annotations"]["hub.jupyter.org/username"] == user
         ]
         return found
+
+    def runs_of(self, user: str) -> list[str]:
+        """The pods of a user's servers that have a process now."""
+        ours = {pod["metadata"]["uid"]: name for name, pod in self.cluster.pods(HUB_NS).items()
+                if pod["metadata"]["annotations"]["hub.jupyter.org/username"] == user}  # fmt: skip
+        running = self.cluster.do(lambda: dict(self.cluster.kubelet.running))
+        return [ours[uid] for uid, of in running.items() if uid in ours and of.process.poll() is None]
 
     def cell(self, user: str, code: str) -> str:
         """What a cell of the user's server prints."""
@@ -169,8 +182,9 @@ def story() -> Iterator[Story]:
         with running_cluster(folder, nodes, images={"gpushare": CLI}) as cluster:
             made = Story(folder, cluster, machines["n1"])
             made.tokens, made.machines, made.broker_is_there = {}, machines, threading.Lock()
+            made.helpers, made.helper_port = {}, free_ports()
             prepare(made, cluster)
-            tls_port, helper_port = free_ports(), free_ports()
+            tls_port = free_ports()
             more = HUB_MORE.format(
                 kubeconfig=str(cluster.kubeconfig()), folder=name, python=sys.executable, cells=str(CELLS),
                 port=tls_port, broker=unix_url(made.socket, "/services/gpushare"), uid=os.getuid(),
@@ -178,7 +192,7 @@ def story() -> Iterator[Story]:
             try:
                 with running_hub(KUBE, folder / "hub", extra=more) as hub:
                     made.hub = hub
-                    start(made, helper_port, tls_port)
+                    start(made, tls_port)
                     yield made
             finally:
                 for process in reversed(made.processes):  # the broker, then the helpers
@@ -207,20 +221,26 @@ def address_of(node: str) -> str:
     return f"127.0.0.{1 + NODES.index(node)}"
 
 
-def start(made: Story, helper_port: int, tls_port: int) -> None:
-    name = str(made.folder)
+def start_helper(made: Story, node: str) -> None:
+    """Start the device helper of a node."""
+    name, own = made.folder, made.folder / node
+    driver = {k: v for k, v in made.machines[node].env().items() if k.startswith("GPUSHARE_SIM")}
+    made.helpers[node] = made.run(
+        *("helper", "--state-dir", f"{own}/helper", "--lease-dir", f"{own}/host/leases", "--node", node),
+        *("--listen", f"{address_of(node)}:{made.helper_port}", "--secret-file", f"{name}/secret"),
+        *("--seat-socket", f"{own}/host/seat.sock", "--install-library", f"{own}/host/lib"),
+        *("--sample-s", "0.2"),
+        **driver,
+    )
+    made.processes.insert(0, made.processes.pop())  # the broker stays the last
+
+
+def start(made: Story, tls_port: int) -> None:
     for node in NODES:
-        own = f"{name}/{node}"
-        made.run_on(
-            node,
-            *("helper", "--state-dir", f"{own}/helper", "--lease-dir", f"{own}/host/leases", "--node", node),
-            *("--listen", f"{address_of(node)}:{helper_port}", "--secret-file", f"{name}/secret"),
-            *("--seat-socket", f"{own}/host/seat.sock", "--install-library", f"{own}/host/lib"),
-            *("--sample-s", "0.2"),
-        )
+        start_helper(made, node)
     file = made.folder / "config.py"
     config = test_broker.CONFIG.format(
-        folder=name, kubeconfig=str(made.cluster.kubeconfig()), port=helper_port
+        folder=made.folder, kubeconfig=str(made.cluster.kubeconfig()), port=made.helper_port
     )
     file.write_text(config + BROKER_MORE.format(port=tls_port))
     start_broker(made)
@@ -264,8 +284,8 @@ class Job:
         return pid_of(self.story.cluster, self.story.pod(self.user))
 
 
-def submitted(story: Story, user: str) -> Job:
-    request = {"command": [sys.executable, *TRAIN], "gpus": "1", "project": "nlp"}
+def submitted(story: Story, user: str, **more: str) -> Job:
+    request = {"command": [sys.executable, *TRAIN], "gpus": "1", "project": "nlp", **more}
     return Job(story, user, story.api(user, "POST", "jobs", request)["id"])
 
 

@@ -76,7 +76,8 @@ def test_help_names_every_verb_that_people_use(checkout):
     ("goal", "said"),
     [
         ("test", "python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/core -k idle"),
-        ("test-engine", "-m 'engine and not model' tests/kube/test_real_engine.py tests/core -k idle"),
+        ("test-engine", "-m 'not model and not long' --timeout 900 tests/kube/test_kai_model.py tests/kube/"),
+        ("test-engine", "tests/kube/test_story_faults.py tests/core -k idle"),
         ("test-long", "python -m pytest -m 'long or long_form' --timeout 7200 -s tests/core -k idle"),
     ],
 )

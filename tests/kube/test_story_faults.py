@@ -1,0 +1,137 @@
+"""What people keep when parts of a cluster fail: the nodes, people and jobs of the story.
+
+`test_story` says what is real.  Each test leaves everything at work for the next one; the last one
+loses a node.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.kube.test_broker import NS
+from tests.kube.test_story import (
+    Lent,
+    come_back,
+    lent,
+    start_helper,
+    story,
+    submitted,
+)
+from tests.waiting import until
+
+__all__ = ["lent", "story"]  # fixtures
+
+LEASE = "gpushare.jupyter.org/lease"
+pytestmark = pytest.mark.timeout(900)
+
+
+def seats_of(lent: Lent, lease: str) -> list[dict[str, Any]]:
+    """The pods of the seats of a lease that do not leave."""
+    found = [
+        pod for pod in lent.story.cluster.pods(NS).values() if "deletionTimestamp" not in pod["metadata"]
+    ]
+    return [pod for pod in found if pod["metadata"].get("labels", {}).get(LEASE) == lease]
+
+
+def lease_of(lent: Lent) -> str:
+    return str(lent.story.session("ada")["id"])
+
+
+def everything_settles(lent: Lent) -> None:
+    """Every seat and PodGroup belongs to a lease that is there, and no lease has two."""
+    story = lent.story
+
+    def is_settled() -> bool:
+        leases = [lease_of(lent), f"j{lent.guest.id}", f"j{lent.beside.id}"]
+        there = sorted(story.seats().values())
+        return len(set(there)) == len(there) and set(there) <= set(leases)
+
+    until(is_settled, "no seat is left over")
+
+
+def works(lent: Lent) -> None:
+    """The session's cell works, in the same process and on the same GPU, then its idle GPU is lent."""
+    come_back(lent)
+    until(lent.guest.runs, "the idle GPU is lent", 300)
+    everything_settles(lent)
+
+
+def test_a_job_that_can_be_suspended_keeps_its_process_through_a_preemption(lent: Lent) -> None:
+    until(lent.guest.runs, "the idle GPU is lent", 300)
+    pid, preempted = lent.guest.pid, lent.guest.get()["preemptions"]
+    come_back(lent)
+    until(lambda: lent.guest.get()["preemptions"] > preempted, "the job made way")
+    until(lent.guest.runs, "it runs again", 300)
+    assert (lent.guest.pid, lent.guest.get()["attempt"]) == (pid, 1)
+
+
+def test_a_killed_seat_counts_as_an_eviction(lent: Lent) -> None:
+    come_back(lent)
+    (seat,) = seats_of(lent, lease_of(lent))
+    process = lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process
+    process.kill()
+    until(lambda: lent.story.session("ada")["state"] == "suspended", "its session is suspended")
+    works(lent)
+
+
+def test_a_killed_helper_finds_what_it_had(lent: Lent) -> None:
+    before = lent.beside.pid, lent.beside.get()["attempt"]
+    come_back(lent)
+    helper = lent.story.helpers[lent.node]
+    helper.kill()
+    helper.wait()
+    start_helper(lent.story, lent.node)
+    works(lent)
+    assert (lent.beside.pid, lent.beside.get()["attempt"]) == before
+
+
+def test_while_the_api_server_is_silent_work_goes_on_and_nothing_is_lent(lent: Lent) -> None:
+    story = lent.story
+    come_back(lent)
+    begun = time.monotonic()
+    story.cluster.server.freeze()
+    try:
+        said = until(lambda: [t for t in story.trouble() if "API server" in t], "health says it")
+        assert "nothing is lent" in said[0]
+        while time.monotonic() < begun + 20:
+            assert story.session("ada")["state"] == "running"
+            time.sleep(0.5)
+        assert story.cell("ada", "print(weights.is_intact())") == "True"
+    finally:
+        story.cluster.server.thaw()
+    until(lambda: not story.trouble(), "health has nothing to say")
+    works(lent)
+
+
+def test_a_job_that_has_to_stop_is_never_there_twice(lent: Lent) -> None:
+    story = lent.story
+    story.api("cy", "DELETE", f"jobs/{lent.guest.id}")
+    job = lent.guest = submitted(story, "cy", checkpoint="sigterm")
+    until(job.runs, "the idle GPU is lent", 300)
+    first = job.pid
+    come_back(lent)
+
+    def is_second_attempt() -> bool:
+        assert len(story.runs_of("cy")) <= 1, "two attempts at once"
+        return job.get()["attempt"] == 2 and job.runs()
+
+    until(is_second_attempt, "it runs again", 300)
+    assert job.pid != first
+    everything_settles(lent)
+
+
+def test_a_lost_node_ends_its_session_and_its_job_starts_on_another(lent: Lent) -> None:
+    story = lent.story
+    until(lent.guest.runs, "the job has the GPU of the idle session", 300)
+    story.api("dot", "DELETE", f"jobs/{lent.beside.id}")
+    gone = lent.node
+    story.helpers[gone].kill()
+    story.cluster.do(lambda: story.cluster.kubelet.lose(gone))
+    until(lambda: not story.hub.server("ada"), "the Hub knows that the server has ended")
+    until(lambda: not story.leases("ada"), "the session has ended")
+    until(lambda: lent.guest.runs() and lent.guest.node != gone, "the job starts again elsewhere", 300)
+    leases = {f"j{lent.guest.id}"}
+    until(lambda: set(story.seats().values()) == leases, "no seat is left over")
