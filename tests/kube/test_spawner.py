@@ -13,6 +13,7 @@ import pytest
 
 from tests.hub.conftest import Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT
+from tests.kube.certificate import make_certificate
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 
@@ -37,7 +38,8 @@ c.KubeSpawner.profile_list = [
       "kubespawner_override": {{"extra_resource_limits": {{"nvidia.com/gpu": "1"}}}}}},
 ]
 c.GPUShareMixin.server_broker_url = "https://127.0.0.1:9/services/gpushare"
-c.GPUShareKubeSpawner.host_dirs = [{folder!r}]
+c.GPUShareMixin.broker_certificate_file = "{folder}/api.crt"
+c.GPUShareKubeSpawner.host_dirs = ["{folder}"]
 c.GPUShareKubeSpawner.holder_timeout = 2
 c.GPUShareKubeSpawner.job_cmd = [{python!r}, "-c", {job!r}]
 c.Spawner.start_timeout = 60
@@ -66,6 +68,7 @@ SPEC = {
 def shared() -> Iterator[tuple[Hub, Cluster]]:
     with tempfile.TemporaryDirectory(prefix="gpushare-kube-") as name:
         folder = Path(name)
+        make_certificate(folder / "api.crt", folder / "api.key")
         nodes = [Node(f"node-{n}", gpus=(f"GPU-{n}",)) for n in (1, 2)]
         with running_cluster(folder, nodes) as cluster:
             extra = EXTRA.format(
