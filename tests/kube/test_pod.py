@@ -19,6 +19,7 @@ from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.kube_pod import escaped, outside
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant
+from tests.kube.certificate import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
 
 GIB = 1 << 30
@@ -65,11 +66,13 @@ def _cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def make() -> Callable[..., GPUShareKubeSpawner]:
+def make(tmp_path: Path) -> Callable[..., GPUShareKubeSpawner]:
+    certificate = tmp_path / "api.crt"
+    make_certificate(certificate, tmp_path / "api.key")
+    broker = {"broker_url": "https://b/services/gpushare", "broker_certificate_file": str(certificate)}
+
     def make(server: str = "", **settings: Any) -> GPUShareKubeSpawner:
-        config = Config(
-            {"KubeSpawner": settings, "GPUShareMixin": {"broker_url": "https://b/services/gpushare"}}
-        )
+        config = Config({"KubeSpawner": settings, "GPUShareMixin": broker})
         spawner: GPUShareKubeSpawner = distinct.sample(GPUShareKubeSpawner, config, server)
         spawner.cmd = ["jupyterhub-singleuser"]
         spawner._tell_administrator = lambda said: spawner.said.append(said)  # type: ignore[attr-defined]
