@@ -106,7 +106,7 @@ def test_silent_broker_is_told_since_when_without_old_numbers_and_is_heard_again
     eventually(lambda: broker.polls_open)
     broker.stop()
     silent = server.get("gpushare/status")
-    assert set(silent) == {"enabled", "server", "unreachable_since", "message"}
+    assert set(silent) == {"enabled", "server", "may_gain", "unreachable_since", "message"}
     assert silent["unreachable_since"].endswith("Z")
     assert "does not answer" in silent["message"]
     assert server.get("gpushare/status")["unreachable_since"] == silent["unreachable_since"]
@@ -117,6 +117,7 @@ def test_silent_broker_is_told_since_when_without_old_numbers_and_is_heard_again
     assert server.get("gpushare/status") == broker.status | {
         "enabled": True,
         "server": "",
+        "may_gain": False,
         "unreachable_since": None,
     }
     eventually(lambda: broker.polls_open)
