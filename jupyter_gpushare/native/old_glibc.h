@@ -7,7 +7,7 @@
  * before 2.34.  stat and sscanf have got new versions too (2.33, 2.38) and are not used.
  * tests/native/test_glibc.py reads the built libraries.
  *
- * Included first by every C file of the library, and by the simulated driver, so that a wheel with both
+ * Included by every C file of the library, and by the simulated driver, so that a wheel with both
  * has the tag manylinux2014; not with sanitizers, which replace some of these.
  */
 #ifndef GPUSHARE_OLD_GLIBC_H

@@ -20,16 +20,23 @@
  * as the driver counts them, so the account does the same.
  *
  * Here: start-up, and which function a caller gets.  The functions themselves are in
- * preload_memory.c, preload_arrays.c, preload_pools.c, preload_virtual.c (physical memory),
- * preload_taints.c and preload_sizes.c; preload_records.c knows what this process holds;
- * those that only count and jump are made by preload_stubs.S.
+ * preload_memory.c, preload_arrays.c, preload_pooled.c, preload_virtual.c (physical memory),
+ * preload_taints.c and preload_sizes.c; those that only count and jump are made by preload_stubs.S.
+ * Below them: preload_account.c takes and gives bytes, preload_records.c knows what this process
+ * holds, preload_pools.c what its pools reserve, preload_devices.c its devices, and preload_driver.c
+ * finds the driver's functions.
  */
 #define _GNU_SOURCE
+#include "preload_driver.h"
+
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 
-#include "preload.h"
-#include "preload_stubs.h"
+#include "lease_client.h"
+#include "preload_pools.h"
+#include "preload_records.h"
+#include "preload_virtual.h"
 
 enum hook_kind { TYPED, WORK, CALL, QUERY, GATE, REFUSE };
 
@@ -47,10 +54,6 @@ static const struct {
 #undef HOOK
 };
 
-typedef void *dlsym_function(void *, const char *);
-
-dlsym_function *gpushare_real_dlsym;
-void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
 extern const char gpushare_spares[];
 
 static enum hook_kind spare_kind[GPUSHARE_SPARES];
@@ -72,25 +75,13 @@ extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), voi
 extern void *__dso_handle __attribute__((visibility("hidden")));
 #pragma weak pthread_atfork
 
-static void *no_symbol(void *handle, const char *name)
-{
-    (void)handle, (void)name;
-    return NULL;
-}
-
 /* Also called from dlsym, which other libraries' constructors may use before ours. */
 __attribute__((constructor)) static void load(void)
 {
     static _Atomic bool done;
     if (atomic_exchange(&done, true))
         return;
-    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
-    for (size_t i = 0; dlvsym && !gpushare_real_dlsym && i < sizeof versions / sizeof *versions; i++)
-        gpushare_real_dlsym = (dlsym_function *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-    if (!gpushare_real_dlsym)
-        gpushare_real_dlsym = (dlsym_function *)search_symbol("dlsym", (void *)dlsym);
-    if (!gpushare_real_dlsym)
-        gpushare_real_dlsym = no_symbol;
+    find_dlsym();
     lease_load();
     if (__register_atfork)
         __register_atfork(NULL, NULL, in_child, __dso_handle);
@@ -99,68 +90,6 @@ __attribute__((constructor)) static void load(void)
 }
 
 /* ---- the functions behind the hooks ---- */
-
-static bool is_nvml(const char *name)
-{
-    return name[0] == 'n';
-}
-
-static bool is_cupti(const char *name)
-{
-    return !strncmp(name, "cupti", 5);
-}
-
-static const char missing; /* in place of a function that the loaded driver does not have */
-
-/* NULL where the driver is not loaded. */
-static void *look_up(const char *name)
-{
-    void *library = dlopen(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    if (!library || !gpushare_real_dlsym)
-        return NULL;
-    void *function = gpushare_real_dlsym(library, name);
-    dlclose(library); /* NOLOAD took a reference; the loader keeps its own */
-    return function ? function : (void *)(uintptr_t)&missing;
-}
-
-static void *driver_function(const char *name)
-{
-    void *function = look_up(name);
-    return function == &missing ? NULL : function;
-}
-
-void *real_of(unsigned index)
-{
-    void *function = atomic_load_explicit(&gpushare_real[index], memory_order_acquire);
-    if (function || index >= HOOKS)
-        return function;
-    const char *name = hooks[index].name;
-    function = is_cupti(name) ? search_symbol(name, hooks[index].ours) : driver_function(name);
-    if (function)
-        atomic_store(&gpushare_real[index], function);
-    return function;
-}
-
-/* All at once, when the driver is there for sure: a comparison by address needs every one. */
-static void find_all(void)
-{
-    static _Atomic bool done;
-    if (atomic_load_explicit(&done, memory_order_acquire))
-        return;
-    for (unsigned i = 0; i < HOOKS; i++)
-        if (!is_nvml(hooks[i].name) && !is_cupti(hooks[i].name))
-            real_of(i);
-    atomic_store(&done, true);
-}
-
-/* A function without a hook of its own, looked up once, also where an older driver lacks it. */
-void *plain_function(void *_Atomic *kept, const char *name)
-{
-    void *function = atomic_load_explicit(kept, memory_order_acquire);
-    if (!function && (function = look_up(name)))
-        atomic_store(kept, function);
-    return function == &missing ? NULL : function;
-}
 
 static CUresult function_is_missing(void)
 {

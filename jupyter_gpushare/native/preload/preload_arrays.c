@@ -1,5 +1,5 @@
 /* The preload library's hooks of arrays: memory with a shape. */
-#include "preload.h"
+#include "preload_account.h"
 
 /* Bits of one element, by format (CUarray_format of cuda.h 13.5).  Those of several planes or
  * channels in one say all of it; the others are per channel. */

@@ -1,10 +1,14 @@
 /* The preload library's hooks of memory and contexts: taken from the account before the driver is
  * called, given back when it refuses or frees.  Physical memory is in preload_virtual.c, pools and
- * graphs in preload_pools.c, arrays in preload_arrays.c. */
+ * graphs in preload_pooled.c, arrays in preload_arrays.c. */
 #define _GNU_SOURCE
-#include "preload.h"
+#include "preload_account.h"
 
 #include <stdio.h>
+#include <stdlib.h>
+
+#include "preload_devices.h"
+#include "preload_pools.h"
 
 /* The devices of a lease that this process has got since its start, in CUDA_VISIBLE_DEVICES. */
 static void show_devices(void)
@@ -30,97 +34,6 @@ API CUresult cuInit(unsigned flags)
         show_devices();
     FIND_REAL(cuInit);
     return real(flags);
-}
-
-/* ---- taking and giving ---- */
-
-typedef CUresult get_uuid(CUuuid *, CUdevice);
-typedef CUresult get_ordinal(CUdevice *);
-typedef CUresult get_context(CUcontext *);
-
-/* Index in the limit page of an ordinal of this process, or -1.  Found ones are kept: which
- * devices a process sees is settled at cuInit. */
-int page_device(CUdevice ordinal)
-{
-    static void *_Atomic newer, *_Atomic older;
-    static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
-    CUuuid uuid;
-    bool keep = ordinal >= 0 && ordinal < GPUSHARE_DEVICES;
-    int index = keep ? atomic_load_explicit(&known[ordinal], memory_order_relaxed) - 1 : -1;
-    if (index >= 0)
-        return index;
-    get_uuid *ask = (get_uuid *)plain_function(&newer, "cuDeviceGetUuid_v2");
-    if (!ask)
-        ask = (get_uuid *)plain_function(&older, "cuDeviceGetUuid");
-    index = ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
-    if (keep && index >= 0)
-        atomic_store(&known[ordinal], index + 1);
-    return index;
-}
-
-CUdevice current_ordinal(void)
-{
-    static void *_Atomic kept;
-    CUdevice ordinal = -1;
-    get_ordinal *ask = (get_ordinal *)plain_function(&kept, "cuCtxGetDevice");
-    return ask && !ask(&ordinal) ? ordinal : -1;
-}
-
-CUcontext current_context(void)
-{
-    static void *_Atomic kept;
-    CUcontext context = NULL;
-    get_context *ask = (get_context *)plain_function(&kept, "cuCtxGetCurrent");
-    return ask && !ask(&context) ? context : NULL;
-}
-
-/* Takes bytes of a device.  Before it says no, it gives back what primary contexts held that have
- * ended unseen, and trims this process's pools. */
-bool take_or_trim(int device, uint64_t bytes)
-{
-    if (lease_take(device, bytes))
-        return true;
-    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
-        if (!primary_is_active(ordinal))
-            forget_primary_context(ordinal);
-    trim_pools(device);
-    bool granted = lease_take(device, bytes);
-    if (!granted)
-        lease_count_denial();
-    return granted;
-}
-
-struct taken begin_allocation(CUdevice ordinal, uint64_t bytes)
-{
-    struct taken taken = {0, -1, -1, true};
-    if (!lease_is_set())
-        return taken;
-    if (!lease_wait_for_turn()) {
-        taken.granted = false;
-        return taken;
-    }
-    if (ordinal < 0 && (ordinal = current_ordinal()) < 0)
-        return taken;
-    taken.ordinal = ordinal;
-    taken.device = page_device(ordinal);
-    taken.bytes = bytes;
-    taken.granted = take_or_trim(taken.device, bytes);
-    return taken;
-}
-
-CUresult end_allocation(struct taken taken, CUresult result, uint64_t key)
-{
-    if (taken.device < 0)
-        return result;
-    if (result)
-        lease_give(taken.device, taken.bytes);
-    else
-        remember((struct record){.key = key,
-                                 .bytes = taken.bytes,
-                                 .context = current_context(),
-                                 .ordinal = taken.ordinal,
-                                 .device = taken.device});
-    return result;
 }
 
 /* ---- memory ---- */
@@ -181,17 +94,6 @@ CREATES_CONTEXT(cuCtxCreate_v3, (CUcontext * out, void *affinity, int count, uns
                 (out, affinity, count, flags, ordinal))
 CREATES_CONTEXT(cuCtxCreate_v4, (CUcontext * out, void *parameters, unsigned flags, CUdevice ordinal),
                 (out, parameters, flags, ordinal))
-
-typedef CUresult get_state(CUdevice, unsigned *, int *);
-
-bool primary_is_active(CUdevice ordinal)
-{
-    static void *_Atomic kept;
-    unsigned flags;
-    int active = 1;
-    get_state *ask = (get_state *)plain_function(&kept, "cuDevicePrimaryCtxGetState");
-    return !ask || ask(ordinal, &flags, &active) || active;
-}
 
 static CUresult after_primary(CUresult result, CUdevice ordinal)
 {

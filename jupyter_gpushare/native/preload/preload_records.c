@@ -1,6 +1,14 @@
 /* The preload library's records of what this process holds, so that it can be given back when it
  * is freed or when its context ends.  Physical memory is recorded in preload_virtual.c. */
-#include "preload.h"
+#include "preload_records.h"
+
+#include "../old_glibc.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "lease_client.h"
+#include "preload_pools.h"
 
 static pthread_mutex_t records_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct record *records; /* open addressing, a power of two */

@@ -1,5 +1,7 @@
 /* The preload library's answers about sizes: those of the lease, where it has less than the device. */
-#include "preload.h"
+#include "lease_client.h"
+#include "preload_devices.h"
+#include "preload_driver.h"
 
 API CUresult cuDeviceTotalMem_v2(size_t *total, CUdevice ordinal)
 {

@@ -2,7 +2,7 @@
  *
  * `dlsym` ends in a jump to glibc's, which finds its caller (RTLD_NEXT) from the return
  * address: a call would name this library for ever.  The stubs of hooks.h count and jump, so
- * that arguments in registers and on the stack pass untouched.  In preload.c:
+ * that arguments in registers and on the stack pass untouched.  In preload.c and preload_driver.c:
  *
  *   gpushare_counters         this process's counters of work, calls and queries in a row
  *                             (lease_client.h), 0 before its first call

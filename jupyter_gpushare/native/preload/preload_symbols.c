@@ -8,15 +8,31 @@
  * both.  NVIDIA's driver is built for glibc alone.
  */
 #define _GNU_SOURCE
+#include "../old_glibc.h"
+
 #include <elf.h>
 #include <link.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
-#include "preload.h"
+#include "preload_symbols.h"
 
 struct search {
     const char *name;
-    void *ours, *found;
+    void *found;
 };
+
+/* Whether an object is this library. */
+static bool is_own(const struct dl_phdr_info *object)
+{
+    static const char here;
+    for (int i = 0; i < object->dlpi_phnum; i++)
+        if (object->dlpi_phdr[i].p_type == PT_LOAD &&
+            (ElfW(Addr))&here - (object->dlpi_addr + object->dlpi_phdr[i].p_vaddr) < object->dlpi_phdr[i].p_memsz)
+            return true;
+    return false;
+}
 
 /* An address in a dynamic section; glibc has added the base to it, musl has not. */
 static const void *at(const struct dl_phdr_info *object, ElfW(Addr) value)
@@ -44,6 +60,8 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
     const char *names = NULL;
     const uint32_t *hash = NULL, *gnu_hash = NULL;
     (void)size;
+    if (is_own(object))
+        return 0;
     for (int i = 0; i < object->dlpi_phnum; i++)
         if (object->dlpi_phdr[i].p_type == PT_DYNAMIC)
             dynamic = (const void *)(object->dlpi_addr + object->dlpi_phdr[i].p_vaddr);
@@ -59,19 +77,17 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
     }
     uint32_t count = hash ? hash[1] : gnu_hash ? gnu_hash_count(gnu_hash) : 0;
     for (uint32_t i = 0; symbols && names && i < count; i++) {
-        void *function = (void *)(object->dlpi_addr + symbols[i].st_value);
-        if (symbols[i].st_shndx == SHN_UNDEF || strcmp(names + symbols[i].st_name, search->name) ||
-            function == search->ours)
+        if (symbols[i].st_shndx == SHN_UNDEF || strcmp(names + symbols[i].st_name, search->name))
             continue;
-        search->found = function;
+        search->found = (void *)(object->dlpi_addr + symbols[i].st_value);
         return 1;
     }
     return 0;
 }
 
-void *search_symbol(const char *name, void *ours)
+void *search_symbol(const char *name)
 {
-    struct search search = {name, ours, NULL};
+    struct search search = {name, NULL};
     dl_iterate_phdr(search_object, &search);
     return search.found;
 }

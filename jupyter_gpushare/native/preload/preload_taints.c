@@ -1,5 +1,6 @@
 /* The preload library's hooks of functions that make a process impossible to suspend. */
-#include "preload.h"
+#include "preload_account.h"
+#include "preload_devices.h"
 
 #define TAINTS(taint, name, parameters, arguments)           \
     API CUresult name parameters                             \
@@ -56,25 +57,6 @@ TRACES(cuptiActivityEnable, (int kind), (kind))
 TRACES(cuptiActivityEnableContext, (CUcontext context, int kind), (context, kind))
 TRACES(cuptiActivityEnableAndDump, (int kind), (kind))
 TRACES(cuptiProfilerInitialize, (void *parameters), (parameters))
-
-typedef CUresult get_count(int *);
-
-bool has_peers(void)
-{
-    static void *_Atomic kept;
-    int count = 0;
-    get_count *ask = (get_count *)plain_function(&kept, "cuDeviceGetCount");
-    return lease_is_set() && ask && !ask(&count) && count > 1;
-}
-
-bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
-{
-    for (size_t i = 0; i < count; i++)
-        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
-            page_device(access[i].location.id) != home)
-            return true;
-    return false;
-}
 
 /* A pool's own device has access without this call: the location here is another device. */
 API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)

@@ -3,7 +3,13 @@
  * Rule: a call of the driver that names a physical allocation holds a use of its record from
  * before the call until the result is recorded, so that no other thread ends the record meanwhile.
  */
-#include "preload.h"
+#include "preload_virtual.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "preload_account.h"
+#include "preload_devices.h"
 
 struct physical {
     struct physical *next;

@@ -1,0 +1,54 @@
+/* Allocations: bytes of the lease's account, and the record that gives them back. */
+#include "preload_account.h"
+
+#include "preload_devices.h"
+#include "preload_pools.h"
+
+/* Takes bytes of a device.  Before it says no, it gives back what primary contexts held that have
+ * ended unseen, and trims this process's pools. */
+bool take_or_trim(int device, uint64_t bytes)
+{
+    if (lease_take(device, bytes))
+        return true;
+    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
+        if (!primary_is_active(ordinal))
+            forget_primary_context(ordinal);
+    trim_pools(device);
+    bool granted = lease_take(device, bytes);
+    if (!granted)
+        lease_count_denial();
+    return granted;
+}
+
+struct taken begin_allocation(CUdevice ordinal, uint64_t bytes)
+{
+    struct taken taken = {0, -1, -1, true};
+    if (!lease_is_set())
+        return taken;
+    if (!lease_wait_for_turn()) {
+        taken.granted = false;
+        return taken;
+    }
+    if (ordinal < 0 && (ordinal = current_ordinal()) < 0)
+        return taken;
+    taken.ordinal = ordinal;
+    taken.device = page_device(ordinal);
+    taken.bytes = bytes;
+    taken.granted = take_or_trim(taken.device, bytes);
+    return taken;
+}
+
+CUresult end_allocation(struct taken taken, CUresult result, uint64_t key)
+{
+    if (taken.device < 0)
+        return result;
+    if (result)
+        lease_give(taken.device, taken.bytes);
+    else
+        remember((struct record){.key = key,
+                                 .bytes = taken.bytes,
+                                 .context = current_context(),
+                                 .ordinal = taken.ordinal,
+                                 .device = taken.device});
+    return result;
+}

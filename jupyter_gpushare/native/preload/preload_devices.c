@@ -1,0 +1,74 @@
+/* Devices and contexts of this process: answers of the driver that no hook counts. */
+#include "preload_devices.h"
+
+#include "lease_client.h"
+#include "preload_driver.h"
+
+typedef CUresult get_uuid(CUuuid *, CUdevice);
+typedef CUresult get_ordinal(CUdevice *);
+typedef CUresult get_context(CUcontext *);
+
+/* Found ones are kept: which devices a process sees is settled at cuInit. */
+int page_device(CUdevice ordinal)
+{
+    static void *_Atomic newer, *_Atomic older;
+    static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
+    CUuuid uuid;
+    bool keep = ordinal >= 0 && ordinal < GPUSHARE_DEVICES;
+    int index = keep ? atomic_load_explicit(&known[ordinal], memory_order_relaxed) - 1 : -1;
+    if (index >= 0)
+        return index;
+    get_uuid *ask = (get_uuid *)plain_function(&newer, "cuDeviceGetUuid_v2");
+    if (!ask)
+        ask = (get_uuid *)plain_function(&older, "cuDeviceGetUuid");
+    index = ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
+    if (keep && index >= 0)
+        atomic_store(&known[ordinal], index + 1);
+    return index;
+}
+
+CUdevice current_ordinal(void)
+{
+    static void *_Atomic kept;
+    CUdevice ordinal = -1;
+    get_ordinal *ask = (get_ordinal *)plain_function(&kept, "cuCtxGetDevice");
+    return ask && !ask(&ordinal) ? ordinal : -1;
+}
+
+CUcontext current_context(void)
+{
+    static void *_Atomic kept;
+    CUcontext context = NULL;
+    get_context *ask = (get_context *)plain_function(&kept, "cuCtxGetCurrent");
+    return ask && !ask(&context) ? context : NULL;
+}
+
+typedef CUresult get_state(CUdevice, unsigned *, int *);
+
+bool primary_is_active(CUdevice ordinal)
+{
+    static void *_Atomic kept;
+    unsigned flags;
+    int active = 1;
+    get_state *ask = (get_state *)plain_function(&kept, "cuDevicePrimaryCtxGetState");
+    return !ask || ask(ordinal, &flags, &active) || active;
+}
+
+typedef CUresult get_count(int *);
+
+bool has_peers(void)
+{
+    static void *_Atomic kept;
+    int count = 0;
+    get_count *ask = (get_count *)plain_function(&kept, "cuDeviceGetCount");
+    return lease_is_set() && ask && !ask(&count) && count > 1;
+}
+
+bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
+{
+    for (size_t i = 0; i < count; i++)
+        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
+            page_device(access[i].location.id) != home)
+            return true;
+    return false;
+}

@@ -1,0 +1,22 @@
+/* Devices and contexts of this process, as the driver and the limit page name them. */
+#ifndef GPUSHARE_PRELOAD_DEVICES_H
+#define GPUSHARE_PRELOAD_DEVICES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "../cuda_types.h"
+
+/* Index in the limit page of an ordinal of this process, or -1. */
+int page_device(CUdevice ordinal);
+/* The current context's device, or -1; the current context, or NULL. */
+CUdevice current_ordinal(void);
+CUcontext current_context(void);
+bool primary_is_active(CUdevice ordinal);
+
+/* Whether this process sees more than one device, and whether one other than `home` (in the limit
+ * page) is given access. */
+bool has_peers(void);
+bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home);
+
+#endif

@@ -1,0 +1,96 @@
+/* The driver's functions behind the hooks, looked up by name when the driver is loaded. */
+#define _GNU_SOURCE
+#include "preload_driver.h"
+
+#include <dlfcn.h>
+#include <stdint.h>
+
+#include "preload_symbols.h"
+
+dlsym_function *gpushare_real_dlsym;
+void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
+
+static const char *const names[HOOKS] = {
+#define HOOK(kind, name) #name,
+#include "hooks.h"
+#undef HOOK
+};
+
+static void *no_symbol(void *handle, const char *name)
+{
+    (void)handle, (void)name;
+    return NULL;
+}
+
+void find_dlsym(void)
+{
+    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
+    for (size_t i = 0; dlvsym && !gpushare_real_dlsym && i < sizeof versions / sizeof *versions; i++)
+        gpushare_real_dlsym = (dlsym_function *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
+    if (!gpushare_real_dlsym)
+        gpushare_real_dlsym = (dlsym_function *)search_symbol("dlsym");
+    if (!gpushare_real_dlsym)
+        gpushare_real_dlsym = no_symbol;
+}
+
+static bool is_nvml(const char *name)
+{
+    return name[0] == 'n';
+}
+
+static bool is_cupti(const char *name)
+{
+    return !strncmp(name, "cupti", 5);
+}
+
+static const char missing; /* in place of a function that the loaded driver does not have */
+
+/* NULL where the driver is not loaded. */
+static void *look_up(const char *name)
+{
+    void *library = dlopen(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    if (!library || !gpushare_real_dlsym)
+        return NULL;
+    void *function = gpushare_real_dlsym(library, name);
+    dlclose(library); /* NOLOAD took a reference; the loader keeps its own */
+    return function ? function : (void *)(uintptr_t)&missing;
+}
+
+static void *driver_function(const char *name)
+{
+    void *function = look_up(name);
+    return function == &missing ? NULL : function;
+}
+
+void *real_of(unsigned index)
+{
+    void *function = atomic_load_explicit(&gpushare_real[index], memory_order_acquire);
+    if (function || index >= HOOKS)
+        return function;
+    const char *name = names[index];
+    function = is_cupti(name) ? search_symbol(name) : driver_function(name);
+    if (function)
+        atomic_store(&gpushare_real[index], function);
+    return function;
+}
+
+/* All at once, when the driver is there for sure: a comparison by address needs every one. */
+void find_all(void)
+{
+    static _Atomic bool done;
+    if (atomic_load_explicit(&done, memory_order_acquire))
+        return;
+    for (unsigned i = 0; i < HOOKS; i++)
+        if (!is_nvml(names[i]) && !is_cupti(names[i]))
+            real_of(i);
+    atomic_store(&done, true);
+}
+
+/* A function without a hook of its own, looked up once, also where an older driver lacks it. */
+void *plain_function(void *_Atomic *kept, const char *name)
+{
+    void *function = atomic_load_explicit(kept, memory_order_acquire);
+    if (!function && (function = look_up(name)))
+        atomic_store(kept, function);
+    return function == &missing ? NULL : function;
+}
