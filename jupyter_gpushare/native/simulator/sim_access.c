@@ -14,7 +14,8 @@
 #include <unistd.h>
 
 #include "sim_process.h"
-#include "sim_cuda.h"
+#include "sim_access.h"
+#include "sim_gate.h"
 
 /* ---- permission ---- */
 

@@ -33,7 +33,8 @@
 #include <unistd.h>
 
 #include "sim_process.h"
-#include "sim_cuda.h"
+#include "sim_access.h"
+#include "sim_gate.h"
 
 static const uint64_t poll_ns = 100000;
 

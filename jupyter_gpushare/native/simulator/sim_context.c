@@ -4,19 +4,15 @@
  * per process and device; its end frees what was allocated in it; a primary one is shared by all
  * that retain it.
  */
-#include "sim_cuda.h"
+#include "sim_context.h"
 
 #include <stdlib.h>
 
-_Thread_local CUcontext sim_context;
+#include "sim_account.h"
+#include "sim_memory.h"
 
 static struct CUctx_st primary[SIM_DEVICES];
 static unsigned own_contexts[SIM_DEVICES]; /* made by cuCtxCreate; with a primary one they share one charge */
-
-uint32_t sim_current_device(void)
-{
-    return sim_me->visible[sim_context->device];
-}
 
 static CUresult hold_context(CUdevice ordinal)
 {

@@ -8,8 +8,8 @@
 #include <string.h>
 
 #include "sim_process.h"
-#include "sim_cuda.h"
-#include "sim_memory.h"
+#include "sim_account.h"
+#include "sim_context.h"
 
 /* Use the state at `path` instead of $GPUSHARE_SIM_STATE: for a test that steers several. */
 API int gpushare_sim_attach(const char *path)

@@ -8,7 +8,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "sim_cuda.h"
+#include "sim_blocks.h"
+#include "sim_stream.h"
 
 /* ---- host memory ---- */
 

@@ -1,91 +1,30 @@
-/* The simulated libcuda.so.1: start-up, the gate of every call, devices, errors.
+/* The simulated libcuda.so.1: start-up, devices, errors.
  *
- * Facts (CUDA Driver API reference 13.0; CUDA C++ Programming Guide, "CUDA
- * Environment Variables"; README of github.com/NVIDIA/cuda-checkpoint):
- *   - CUDA_VISIBLE_DEVICES: a list of ordinals or UUIDs (a unique beginning is enough), read
- *     once at cuInit; everything from the first invalid entry on is ignored.
- *   - A child forked after cuInit cannot use CUDA: CUDA_ERROR_NOT_INITIALIZED.
- *   - Calls that launch work, manage resources or otherwise impact GPU state wait while the
- *     process is locked or checkpointed.  Pure queries about devices do not.
+ * Facts (CUDA C++ Programming Guide, "CUDA Environment Variables"): CUDA_VISIBLE_DEVICES is a list of
+ * ordinals or UUIDs (a unique beginning is enough), read once at cuInit; everything from the first
+ * invalid entry on is ignored.
  */
 #define _GNU_SOURCE
-#include "sim_cuda.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "sim_blocks.h"
+#include "sim_gate.h"
+#include "sim_pool.h"
 #include "sim_process.h"
+#include "sim_virtual.h"
 
-struct sim_process *sim_me;
-pthread_mutex_t sim_local = PTHREAD_MUTEX_INITIALIZER;
-
-static _Atomic bool forked; /* the parent had called cuInit: this child may not use CUDA */
-
-/* ---- the gate ---- */
+/* ---- start-up and visible devices ---- */
 
 static void in_child(void)
 {
-    pthread_mutex_init(&sim_local, NULL);
-    if (sim_me)
-        atomic_store(&forked, true);
-    sim_forget_in_child();
+    sim_gate_in_child();
+    sim_forget_blocks();
+    sim_forget_physical();
+    sim_forget_pools();
 }
-
-static void reopen_if_abandoned(void)
-{
-    sim_lock();
-    sim_sweep();
-    sim_unlock();
-}
-
-bool sim_is_initialized(void)
-{
-    return sim_me && !atomic_load_explicit(&forked, memory_order_relaxed);
-}
-
-struct sim_call sim_enter(enum sim_need need)
-{
-    struct sim_call call = {CUDA_ERROR_NOT_INITIALIZED, false};
-    if (!sim_is_initialized())
-        return call;
-    for (;;) {
-        atomic_fetch_add(&sim_me->inside, 1);
-        uint32_t gate = atomic_load(&sim_me->gate);
-        if (gate == SIM_GATE_OPEN)
-            break;
-        atomic_fetch_sub(&sim_me->inside, 1);
-        call.error = CUDA_ERROR_UNKNOWN;
-        if (gate == SIM_GATE_FAILED)
-            return call;
-        sim_gate_wait(sim_me, gate, 100000000u);
-        if (atomic_load(&sim_me->gate) == gate)
-            reopen_if_abandoned();
-    }
-    call.inside = true;
-    call.error = CUDA_SUCCESS;
-    if (atomic_load_explicit(&sim->fault_count, memory_order_acquire))
-        sim_hang(SIM_FAULT_HANG_CALL, sim_me->pid, -1);
-    if (sim_me->damaged)
-        call.error = CUDA_ERROR_UNKNOWN;
-    else if (need == SIM_NEED_CONTEXT && (!sim_context || !sim_context->alive))
-        call.error = CUDA_ERROR_INVALID_CONTEXT;
-    else if (need == SIM_NEED_CONTEXT && sim_device_lost(sim_current_device()))
-        call.error = CUDA_ERROR_DEVICE_UNAVAILABLE;
-    if (call.error)
-        sim_leave(&call);
-    return call;
-}
-
-void sim_leave(struct sim_call *call)
-{
-    if (call->inside)
-        atomic_fetch_sub(&sim_me->inside, 1);
-    call->inside = false;
-}
-
-/* ---- start-up and visible devices ---- */
 
 static int device_named(const char *word)
 {
@@ -128,20 +67,13 @@ static void read_visible_devices(struct sim_process *process)
     }
 }
 
-int sim_physical(CUdevice ordinal)
-{
-    if (!sim_me || ordinal < 0 || ordinal >= (int)sim_me->visible_count)
-        return -1;
-    return sim_me->visible[ordinal];
-}
-
 API CUresult cuInit(unsigned flags)
 {
     static bool hooked;
     CUresult result = CUDA_SUCCESS;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    if (atomic_load(&forked))
+    if (sim_was_forked())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (sim_open())
         return CUDA_ERROR_NO_DEVICE;

@@ -9,7 +9,7 @@
  */
 #include <string.h>
 
-#include "sim_cuda.h"
+#include "sim_gate.h"
 
 #define EXPORT(base, name, since) CUresult name();
 #define EXPORT_STREAM(base, name, since, suffix) CUresult name(), name##suffix();

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sim_memory.h"
+#include "sim_account.h"
 
 typedef struct CUgraph_st {
     uint64_t bytes;

@@ -1,175 +1,12 @@
-/* The simulated libcuda.so.1: device memory.  Pools are in sim_pool.c.
- *
- * Fact (CUDA Driver API reference 13.0, "Memory Management"): device memory comes in pages of 2 MiB; allocations of at most 1 MiB share
- * pages.
- */
+/* The simulated libcuda.so.1: device memory.  Bytes are in sim_account.c, addresses in sim_blocks.c,
+ * pools in sim_pool.c. */
 #define _GNU_SOURCE
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-
 #include "sim_memory.h"
 
-struct block *sim_blocks;
-size_t sim_block_count;
-static size_t block_capacity;
-static uint64_t small_bytes[SIM_DEVICES]; /* by ordinal */
+#include <sys/mman.h>
 
-static const uint64_t small_limit = (uint64_t)1 << 20;
-
-void sim_forget_in_child(void)
-{
-    sim_blocks = NULL;
-    sim_block_count = block_capacity = 0;
-    sim_forget_physical();
-    sim_forget_pools();
-}
-
-/* ---- the device's account ---- */
-
-uint64_t sim_pages(uint64_t bytes)
-{
-    return (bytes + SIM_PAGE_BYTES - 1) / SIM_PAGE_BYTES * SIM_PAGE_BYTES;
-}
-
-CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *event)
-{
-    sim_lock();
-    /* Not all that is shown as free can be taken: the driver keeps some for itself and large pages
-     * leave gaps (NVML API reference r580, nvmlMemory_v2_t `reserved`). */
-    uint64_t used = sim_device_used(device), total = sim->device[device].total_bytes - sim->unusable_bytes;
-    if (used > total || bytes > total - used || used + bytes > sim->device[device].peak_bytes) {
-        sim_sweep(); /* before a peak is recorded and before a denial */
-        used = sim_device_used(device);
-    }
-    bool denied = used > total || bytes > total - used || sim_group_denies(sim_me->pid, device, bytes);
-    CUresult result = denied ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
-    if (!result) {
-        (context ? sim_me->context_bytes : sim_me->used_bytes)[device] += bytes;
-        if (used + bytes > sim->device[device].peak_bytes)
-            sim->device[device].peak_bytes = used + bytes;
-        if (bytes || context)
-            sim_note(sim_me, event, (int)device, bytes);
-    }
-    sim_unlock();
-    return result;
-}
-
-void sim_refund(uint32_t device, uint64_t bytes, bool context, const char *event)
-{
-    sim_lock();
-    uint64_t *held = (context ? sim_me->context_bytes : sim_me->used_bytes) + device;
-    *held -= bytes < *held ? bytes : *held;
-    if (bytes || context)
-        sim_note(sim_me, event, (int)device, bytes);
-    sim_unlock();
-}
-
-CUresult sim_take(CUdevice ordinal, uint64_t bytes)
-{
-    uint64_t cost = sim_pages(bytes);
-    if (bytes <= small_limit)
-        cost = sim_pages(small_bytes[ordinal] + bytes) - sim_pages(small_bytes[ordinal]);
-    CUresult result = sim_charge(sim_me->visible[ordinal], cost, false, "alloc");
-    if (!result && bytes <= small_limit)
-        small_bytes[ordinal] += bytes;
-    return result;
-}
-
-void sim_give(CUdevice ordinal, uint64_t bytes)
-{
-    uint64_t cost = sim_pages(bytes);
-    if (bytes <= small_limit) {
-        cost = sim_pages(small_bytes[ordinal]) - sim_pages(small_bytes[ordinal] - bytes);
-        small_bytes[ordinal] -= bytes;
-    }
-    sim_refund(sim_me->visible[ordinal], cost, false, "free");
-}
-
-/* ---- the table of blocks (sim_local held) ---- */
-
-size_t sim_first_block(uint64_t address)
-{
-    size_t low = 0, high = sim_block_count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (sim_blocks[middle].address < address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-bool sim_insert_block(struct block block)
-{
-    if (sim_block_count == block_capacity) {
-        size_t capacity = block_capacity ? block_capacity * 2 : 64;
-        struct block *larger = realloc(sim_blocks, capacity * sizeof *larger);
-        if (!larger)
-            return false;
-        sim_blocks = larger;
-        block_capacity = capacity;
-    }
-    size_t at = sim_first_block(block.address);
-    while (at < sim_block_count && sim_blocks[at].address == block.address)
-        at++;
-    memmove(sim_blocks + at + 1, sim_blocks + at, (sim_block_count - at) * sizeof *sim_blocks);
-    sim_blocks[at] = block;
-    sim_block_count++;
-    return true;
-}
-
-void sim_remove_block(size_t at)
-{
-    memmove(sim_blocks + at, sim_blocks + at + 1, (sim_block_count - at - 1) * sizeof *sim_blocks);
-    sim_block_count--;
-}
-
-struct block *sim_find_block(uint64_t address, enum block_kind low, enum block_kind high)
-{
-    for (size_t at = sim_first_block(address); at < sim_block_count && sim_blocks[at].address == address; at++)
-        if (sim_blocks[at].kind >= low && sim_blocks[at].kind <= high)
-            return &sim_blocks[at];
-    return NULL;
-}
-
-/* The block with contents that holds an address. */
-struct block *sim_holder_of(uint64_t address)
-{
-    for (size_t at = sim_first_block(address + 1); at > 0; at--) {
-        struct block *block = &sim_blocks[at - 1];
-        if (block->kind != BLOCK_RESERVED)
-            return address - block->address < block->bytes ? block : NULL;
-        if (address - block->address >= block->bytes)
-            return NULL;
-    }
-    return NULL;
-}
-
-/* One copy may run over several mappings that lie side by side. */
-static bool is_device(uint64_t address, uint64_t bytes)
-{
-    while (bytes) {
-        struct block *block = sim_holder_of(address);
-        if (!block || !block->accessible)
-            return false;
-        uint64_t inside = block->address + block->bytes - address;
-        if (inside >= bytes)
-            return true;
-        address += inside;
-        bytes -= inside;
-    }
-    return true;
-}
-
-bool sim_is_device_memory(CUdeviceptr address, size_t bytes)
-{
-    pthread_mutex_lock(&sim_local);
-    bool yes = is_device(address, bytes);
-    pthread_mutex_unlock(&sim_local);
-    return yes;
-}
+#include "sim_account.h"
+#include "sim_pool.h"
 
 /* ---- plain, pitched, managed ---- */
 
@@ -248,13 +85,6 @@ API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, s
     return sim_allocate(out, *pitch * height, sim_context->device, BLOCK_PLAIN, NULL);
 }
 
-void sim_hinder(enum sim_hindrance what)
-{
-    sim_lock();
-    sim_me->hindrances |= what;
-    sim_unlock();
-}
-
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER(SIM_NEED_CONTEXT);
@@ -271,6 +101,37 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
     ENTER(SIM_NEED_CONTEXT);
     return sim_release(address);
 }
+
+/* ---- stream ordered ---- */
+
+API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN, sim_pool_of(sim_context->device));
+}
+
+API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return pool ? sim_allocate(out, bytes, sim_pool_device(pool), BLOCK_PLAIN, pool) : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return address ? sim_release(address) : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* The per-thread default stream variants differ only in the stream that 0 names. */
+#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
+ALSO(cuMemAllocAsync, _ptsz);
+ALSO(cuMemAllocFromPoolAsync, _ptsz);
+ALSO(cuMemFreeAsync, _ptsz);
+
+/* ---- questions ---- */
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {

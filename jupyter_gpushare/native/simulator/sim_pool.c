@@ -1,4 +1,4 @@
-/* The simulated libcuda.so.1: stream ordered allocation and memory pools.
+/* The simulated libcuda.so.1: memory pools.
  *
  * Facts (CUDA Driver API reference 13.0, "Stream Ordered Memory Allocator", and the comments of
  * CUmemPool_attribute in cuda.h 13.5):
@@ -11,10 +11,12 @@
  * Frameworks set the largest threshold: PyTorch's backend:cudaMallocAsync (pull request 65365), RMM
  * (pull request 752), NCCL (init.cc).
  */
+#include "sim_pool.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#include "sim_memory.h"
+#include "sim_account.h"
 
 struct CUmemPoolHandle_st {
     struct CUmemPoolHandle_st *next;
@@ -93,9 +95,7 @@ void sim_pools_release(bool context_ends)
         trim(pool, context_ends ? 0 : pool->threshold);
 }
 
-/* ---- allocations ---- */
-
-static struct CUmemPoolHandle_st *pool_of(CUdevice ordinal)
+CUmemoryPool sim_pool_of(CUdevice ordinal)
 {
     pthread_mutex_lock(&sim_local);
     default_pool[ordinal].device = ordinal;
@@ -105,25 +105,9 @@ static struct CUmemPoolHandle_st *pool_of(CUdevice ordinal)
     return pool;
 }
 
-API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
+CUdevice sim_pool_device(CUmemoryPool pool)
 {
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN, pool_of(sim_context->device));
-}
-
-API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return pool ? sim_allocate(out, bytes, pool->device, BLOCK_PLAIN, pool) : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return address ? sim_release(address) : CUDA_ERROR_INVALID_VALUE;
+    return pool->device;
 }
 
 /* ---- pools ---- */
@@ -132,7 +116,7 @@ API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice ordinal)
 {
     if (sim_physical(ordinal) < 0)
         return CUDA_ERROR_INVALID_DEVICE;
-    pool_of(ordinal);
+    sim_pool_of(ordinal);
     *pool = &default_pool[ordinal];
     return CUDA_SUCCESS;
 }
@@ -141,7 +125,7 @@ API CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice ordinal)
 {
     if (sim_physical(ordinal) < 0)
         return CUDA_ERROR_INVALID_DEVICE;
-    *pool = pool_of(ordinal);
+    *pool = sim_pool_of(ordinal);
     return CUDA_SUCCESS;
 }
 
@@ -247,9 +231,3 @@ API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access
             sim_hinder(SIM_HINDERED_PEER);
     return CUDA_SUCCESS;
 }
-
-/* The per-thread default stream variants differ only in the stream that 0 names. */
-#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
-ALSO(cuMemAllocAsync, _ptsz);
-ALSO(cuMemAllocFromPoolAsync, _ptsz);
-ALSO(cuMemFreeAsync, _ptsz);

@@ -13,7 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sim_memory.h"
+#include "sim_account.h"
+#include "sim_blocks.h"
+#include "sim_pool.h"
+#include "sim_stream.h"
 
 enum { HOST_CALL_POLL_NS = 100000 };
 

@@ -4,13 +4,16 @@
  * allocation (cuMemCreate) lives until it is released *and* no longer mapped.
  */
 #define _GNU_SOURCE
+#include "sim_virtual.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "sim_memory.h"
+#include "sim_account.h"
+#include "sim_blocks.h"
 
 /* A physical allocation of cuMemCreate: a file, so that it can be mapped anywhere. */
 struct physical {

@@ -4,8 +4,8 @@
  * library touches, so a checkpoint moves numbers in the shared state and the contents stay
  * where they are, out of reach: every call that could see them waits at the process's gate.
  */
-#ifndef GPUSHARE_SIM_CUDA_H
-#define GPUSHARE_SIM_CUDA_H
+#ifndef GPUSHARE_SIM_GATE_H
+#define GPUSHARE_SIM_GATE_H
 
 #include "../cuda_types.h"
 #include "sim_gpu.h"
@@ -63,25 +63,10 @@ bool sim_is_initialized(void);
 
 /* The device behind an ordinal of this process, or -1. */
 int sim_physical(CUdevice ordinal);
-/* The current context's device (sim_context.c). */
+/* The current context's device. */
 uint32_t sim_current_device(void);
-
-/* sim_context.c */
-CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal);
-CUresult cuCtxSetCurrent(CUcontext context);
-
-/* sim_access.c: whether this process may checkpoint another one, and whether NCCL keeps it from being
- * asked now.  The mutex is not held. */
-bool sim_may_checkpoint(int32_t pid);
-bool sim_waits_for_nccl(int32_t pid);
-
-/* sim_memory.c */
-void sim_drop_context_memory(CUcontext context);
-bool sim_is_device_memory(CUdeviceptr address, size_t bytes);
-/* When everything submitted to a stream (or to all of this process's) is done. */
-uint64_t sim_stream_done_ns(CUstream stream);
-void sim_forget_in_child(void);
-CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *event);
-void sim_refund(uint32_t device, uint64_t bytes, bool context, const char *event);
+/* After fork, in the child: a process that had called cuInit may not use CUDA in the child. */
+void sim_gate_in_child(void);
+bool sim_was_forked(void);
 
 #endif
