@@ -1,5 +1,5 @@
-/* Calls of virtual memory management that overlap in two threads, against a driver with calls that take
- * their time (SLOW_DRIVER in test_sanitizers.py).  Exit code 0, or the line of what was wrong.
+/* Calls of virtual memory management that overlap in two threads, against a driver that holds the calls of
+ * the second thread until it may return (SLOW_DRIVER in test_sanitizers.py).  Exit code 0, or the line of what was wrong.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -12,6 +12,8 @@
 enum { MIB = 1 << 20, SIZE = 4 * MIB };
 static const CUdeviceptr address = 1 << 30;
 static CUmemGenericAllocationHandle handle;
+
+extern _Atomic int calls_in_driver, driver_may_return;
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long);
 CUresult cuMemRelease(CUmemGenericAllocationHandle);
@@ -43,13 +45,21 @@ static uint64_t used(void)
     return lease.used_bytes;
 }
 
-/* Starts a slow call, and returns while the driver is in it. */
+/* Starts a call in another thread, and returns while the driver is in it. */
 static pthread_t start(void *call(void *))
 {
     pthread_t thread;
+    driver_may_return = 0;
     pthread_create(&thread, NULL, call, NULL);
-    nanosleep(&(struct timespec){0, 60000000}, NULL);
+    while (!calls_in_driver)
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
     return thread;
+}
+
+static void finish(pthread_t thread)
+{
+    driver_may_return = 1;
+    pthread_join(thread, NULL);
 }
 
 static int create(bool mapped)
@@ -65,13 +75,13 @@ int main(void)
         MUST(!create(true)); /* Release in progress, Unmap ends it */
         pthread_t slow = start(release);
         MUST(!cuMemUnmap(address, SIZE));
-        pthread_join(slow, NULL);
+        finish(slow);
         MUST(used() == 0);
 
         MUST(!create(false)); /* Map in progress, Release: mapped memory stays charged */
         slow = start(map);
         MUST(!cuMemRelease(handle));
-        pthread_join(slow, NULL);
+        finish(slow);
         MUST(used() == SIZE);
         MUST(!cuMemUnmap(address, SIZE) && used() == 0);
 
@@ -79,7 +89,7 @@ int main(void)
         MUST(!cuMemRelease(handle) && used() == SIZE);
         slow = start(retain);
         MUST(!cuMemUnmap(address, SIZE));
-        pthread_join(slow, NULL);
+        finish(slow);
         MUST(used() == SIZE);
         MUST(!cuMemRelease(handle) && used() == 0);
     }

@@ -29,12 +29,23 @@ PLANTED = {
 }
 
 
-#: A driver of virtual memory management with calls that take 150 ms each.
+#: A driver of virtual memory management that holds a call until it may return, but none of the first thread.
 SLOW_DRIVER = """
+#define _GNU_SOURCE
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 #define API __attribute__((visibility("default"))) int
-static int slow(void) { return nanosleep(&(struct timespec){0, 150000000}, 0); }
+__attribute__((visibility("default"))) _Atomic int calls_in_driver, driver_may_return;
+static int slow(void)
+{
+    if (syscall(SYS_gettid) == getpid())
+        return 0;
+    for (calls_in_driver++; !driver_may_return;)
+        nanosleep(&(struct timespec){0, 1000000}, 0);
+    return calls_in_driver--, 0;
+}
 API cuDeviceGetUuid_v2(char uuid[16], int device) { memset(uuid, 0x11, 16); return device; }
 API cuDeviceGetCount(int *count) { return *count = 1, 0; }
 API cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
