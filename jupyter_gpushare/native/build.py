@@ -77,6 +77,7 @@ LIBRARIES = (
         "libgpushare_preload.so",
         (
             "preload/preload.c",
+            "preload/preload_gain.c",
             "preload/preload_memory.c",
             "preload/preload_arrays.c",
             "preload/preload_pooled.c",

@@ -75,3 +75,22 @@ def test_a_process_that_chose_its_devices_keeps_them(machine: Simulator, half: L
         assert kernel.ask("find('symbol')(0)") == 0
         kernel.run("libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p")
         assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == machine.uuid(1)
+
+
+@pytest.mark.parametrize("limit", [{}, {"GPUSHARE_MEMORY_LIMIT": str(40 * GIB)}])
+def test_a_program_that_hides_all_devices_sees_none(machine: Simulator, half: Lease, limit) -> None:
+    """As ``CUDA_VISIBLE_DEVICES= python train.py`` does; without a limit it began before the lease."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    with Worker(machine.env() | half.env() | hidden | limit, open_gpu=False) as program:
+        program.run(FIND)
+        if not limit:
+            program.run("os.environ['CUDA_VISIBLE_DEVICES'] = ''")
+        assert program.ask("find('symbol')(0)") == NO_DEVICE
+
+
+def test_a_child_of_a_process_that_saw_the_lease_sees_it_too(machine: Simulator, tmp_path: Path) -> None:
+    with reserved(machine, tmp_path / "later") as kernel:
+        Lease(tmp_path / "later", [(machine.uuid(1), 80 * GIB)])
+        assert kernel.ask("find('symbol')(0)") == 0
+        kernel.run("libc = ctypes.CDLL(None)")
+        assert kernel.ask(f"libc.system(b'test \"$CUDA_VISIBLE_DEVICES\" = {machine.uuid(1)}')") == 0

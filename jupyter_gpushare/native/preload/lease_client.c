@@ -23,7 +23,7 @@ _Atomic uint64_t *_Atomic gpushare_counters;
 /* The counters of a process without a lease. */
 static _Atomic uint64_t unleased[LEASE_COUNTERS];
 
-static bool leased;
+static bool leased, reserved;
 static const struct gpushare_limit_page *_Atomic page;
 static struct gpushare_account *_Atomic account;
 static struct gpushare_slot *_Atomic mine;
@@ -43,8 +43,7 @@ bool lease_is_set(void)
 
 bool lease_is_reserved(void)
 {
-    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    return leased && visible && !*visible;
+    return reserved;
 }
 
 static void complain(const char *what, const char *why)
@@ -254,9 +253,10 @@ static struct gpushare_slot *get_slot(struct gpushare_account *at)
 
 void lease_load(void)
 {
-    const char *folder = getenv("GPUSHARE_LEASE_DIR");
+    const char *folder = getenv("GPUSHARE_LEASE_DIR"), *visible = getenv("CUDA_VISIBLE_DEVICES");
     char path[PATH_BYTES];
     leased = getenv("GPUSHARE_LEASE") != NULL;
+    reserved = leased && visible && !*visible && !getenv("GPUSHARE_MEMORY_LIMIT");
     if (!leased) {
         atomic_store(&gpushare_counters, unleased);
         return;

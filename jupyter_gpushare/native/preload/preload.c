@@ -21,8 +21,8 @@
  *
  * Here: start-up, and which function a caller gets.  The functions themselves are in
  * preload_memory.c, preload_arrays.c, preload_pooled.c, preload_virtual.c (physical memory),
- * preload_taints.c and preload_sizes.c; those that only count and jump are made by preload_stubs.S.
- * Below them: preload_account.c takes and gives bytes, preload_records.c knows what this process
+ * preload_gain.c, preload_taints.c and preload_sizes.c; those that only count and jump are made by
+ * preload_stubs.S.  Below them: preload_account.c takes and gives bytes, preload_records.c knows what this process
  * holds, preload_pools.c what its pools reserve, preload_devices.c its devices, and preload_driver.c
  * finds the driver's functions.
  */
@@ -34,6 +34,7 @@
 #include <stdio.h>
 
 #include "lease_client.h"
+#include "preload_gain.h"
 #include "preload_pools.h"
 #include "preload_records.h"
 #include "preload_virtual.h"
@@ -83,6 +84,7 @@ __attribute__((constructor)) static void load(void)
         return;
     find_dlsym();
     lease_load();
+    gain_load();
     if (__register_atfork)
         __register_atfork(NULL, NULL, in_child, __dso_handle);
     else if (pthread_atfork)

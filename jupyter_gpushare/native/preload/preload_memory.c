@@ -1,40 +1,9 @@
 /* The preload library's hooks of memory and contexts: taken from the account before the driver is
  * called, given back when it refuses or frees.  Physical memory is in preload_virtual.c, pools and
  * graphs in preload_pooled.c, arrays in preload_arrays.c. */
-#define _GNU_SOURCE
 #include "preload_account.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-
 #include "preload_devices.h"
 #include "preload_pools.h"
-
-/* The devices of a lease that this process has got since its start, in CUDA_VISIBLE_DEVICES. */
-static void show_devices(void)
-{
-    enum { UUID_BYTES = 42 };
-    char list[GPUSHARE_DEVICES * UUID_BYTES] = "", *end = list;
-    uint8_t uuid[16];
-    for (uint32_t d = 0; lease_uuid(d, uuid); d++) {
-        end += sprintf(end, "%sGPU-", d ? "," : "");
-        for (int i = 0; i < 16; i++)
-            end += sprintf(end, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
-    }
-    if (!*list)
-        return;
-    setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID", 1);
-    setenv("CUDA_VISIBLE_DEVICES", list, 1);
-}
-
-/* Not counted: it waits for nothing. */
-API CUresult cuInit(unsigned flags)
-{
-    if (lease_is_reserved())
-        show_devices();
-    FIND_REAL(cuInit);
-    return real(flags);
-}
 
 /* ---- memory ---- */
 
