@@ -66,6 +66,36 @@ async def test_two_requests_at_once_are_one_lease(tmp_path):
 
 
 @in_virtual_time
+async def test_one_name_at_two_servers_at_once_is_one_lease(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        asked = wire.GpuGain(lease=name, gpus="1/4")
+        found = await asyncio.gather(
+            *(broker.admission.gain(spawn("ada", None, server=server), asked) for server in ("", "second")),
+            return_exceptions=True,
+        )
+        assert [type(each).__name__ for each in found] == ["SpawnGrant", "Conflict"]
+        assert [record.server for record in broker.registry.leases.values()] == [""]
+
+
+@in_virtual_time
+async def test_a_lease_that_ends_is_not_given_again(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        broker = await site.start_broker()
+        name = await started(broker)
+        await gain(broker, name, gpus="1/4")
+        site.held[name].alive = True
+        await until(lambda: broker.state(name) == "running", 30)
+        await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+        assert broker.state(name) == "stopping"
+        before = site.effects.count("prepare")
+        with pytest.raises(Conflict, match="had a GPU and lost it"):
+            await gain(broker, name, gpus="1/4")
+        assert site.effects.count("prepare") == before
+
+
+@in_virtual_time
 async def test_names_that_no_start_gave_are_refused(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()

@@ -126,11 +126,12 @@ class ServerAdmission:
                 reason="not_resizable",
             )
         record = self.registry.by_server(request.user, request.server)
-        if record is not None and (record.handle, record.lease.size) == (gain.lease, size):
+        if record is None or record.state is State.STOPPING:
+            if await self.registry.store.has_lease(lease_id):
+                raise _lost()
+        elif (record.handle, record.lease.size) == (gain.lease, size):
             await self.registry.journal.durable()
             return await self._prepare(record, asleep=record.state in _ASLEEP, borrowed=record.lease.borrowed)
-        if record is None and await self.registry.store.has_lease(lease_id):
-            raise Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
         lease = await self._checked(request, size, lease_id)
         lease = replace(lease, waits=bool(self.registry.session_queue.waiting()))
         record, grant = await self._admit(lease, request, gain)
@@ -256,6 +257,8 @@ class ServerAdmission:
         # and no decision finds the same capacity.
         if self.registry.by_server(lease.user, lease.server) is not None:
             raise Conflict("this server has a GPU: change its size", reason="has_gpu")
+        if lease.id in self.registry.leases:
+            raise _lost()
         now = self.registry.clock()
         cluster = snapshot.cluster(self.registry, self.engine, now)
         answer = await self.engine.admit(cluster, lease, now, not_nodes=request.not_nodes)
@@ -418,6 +421,10 @@ def _check_gain(lease: Lease, grant: Grant, gain: wire.GpuGain) -> None:
             lease.size.text,
             reason="not_resizable",
         )
+
+
+def _lost() -> Conflict:
+    return Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
 
 
 def _not_expected(request: wire.SpawnRequest) -> Conflict:
