@@ -190,6 +190,10 @@ class Engine(abc.ABC):
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
         """Return queue positions, reasons, free capacity and usage of a snapshot."""
 
+    def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
+        """Return the suspensions of a snapshot in which sessions may be suspended though none is."""
+        return self.outlook(cluster, now).suspends
+
     @abc.abstractmethod
     def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
         """Return when jobs start and end, and when GPUs become free.

@@ -41,8 +41,10 @@ from jupyter_gpushare.core.model import (
     Requeue,
     Resume,
     State,
+    Suspend,
     Why,
 )
+from jupyter_gpushare.core.planner import dry_run
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 
 log = logging.getLogger("gpushare.broker")
@@ -364,6 +366,18 @@ class KaiEngine(Engine):
         cluster = self._seen(cluster)
         seats = assigned(cluster, seats, now, frozenset(self._placed)).seats
         return KaiOutlook(cluster, seats, self._sleepable(), self._misplaced, now)
+
+    def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
+        """Return what the planner of `core` would suspend for the jobs that KAI has not placed.
+
+        KAI decides about seats only, and the seat of a session that is not lent is never offered to it.
+        """
+        placed = self.outlook(cluster, now).grants
+        waiting = replace(cluster, leases=tuple(x for x in cluster.leases if x.id not in placed))
+        planned = dry_run(self._seen(waiting), now).run().actions
+        sleepable, nodes = self._sleepable(), {device.uuid: device.node for device in cluster.devices}
+        there = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
+        return tuple(a for a in planned if isinstance(a, Suspend) and there[a.lease] <= sleepable)
 
     def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
         """Return nothing: a replay of ours would foretell another scheduler."""

@@ -201,6 +201,20 @@ class TestLend:
         (offer,) = outlook.offers("nlp", [Size(500)])
         assert (offer.starts, offer.borrowed, offer.free_milli) == ("no", False, 0)
 
+    async def test_watched_lending_says_what_would_be_lent_to_which_job(self, bed: Bed, broker: Broker):
+        await self.idle_beside_a_job(broker)
+        broker.set("owner", suspendable=False)
+        broker.job("j1")
+        await broker.round()
+        await bed.quiet()
+        assert (broker.queue("owner"), bed.kai.evicted) == ("vision-build", [])
+        assert broker.engine.would_suspend(broker.cluster, broker.now) == ()
+        broker.set("owner", suspendable=True)  # as in the snapshot that the mode watch makes
+        found = broker.engine.would_suspend(broker.cluster, broker.now)
+        assert [(action.lease, action.for_lease) for action in found] == [("owner", "j1")]
+        bed.sleepable = frozenset()
+        assert broker.engine.would_suspend(broker.cluster, broker.now) == ()
+
     async def test_a_node_without_our_helper_lends_nothing(self, bed: Bed, broker: Broker):
         bed.sleepable = frozenset()
         await self.idle_beside_a_job(broker)

@@ -83,7 +83,7 @@ class LendingControl:
         registry = self._registry
         cluster = snapshot.cluster(registry, self._engine, now, as_if_lending=True)
         suspends: dict[str, Suspend] = {}
-        for action in self._engine.outlook(cluster, now).suspends:
+        for action in self._engine.would_suspend(cluster, now):
             record = registry.leases.get(action.lease)
             if record is not None and not record.is_job:
                 suspends[action.lease] = action
