@@ -179,6 +179,21 @@ async def test_a_full_queue_drops_the_oldest_and_says_so_once_a_minute(hook, cap
     assert [told["name"] for told in hook.told] == [f"job {n}" for n in range(6, 1_006)]
 
 
+async def test_the_jobs_of_one_user_displace_no_mail_of_another(hook, tmp_path):
+    out = tmp_path / "mail"
+    mail = Receivers(mail_command=(sys.executable, "-c", WRITE, str(out)), mail_to="{user}@example.org")
+    announcer = Announcer(mail)
+    announcer.job("ended", job(mail=True, user="ada"), "succeeded")
+    for n in range(1_500):
+        announcer.job("ended", job(mail=n % 2 == 0 or n > 100), "succeeded")
+    assert [each.job.user for each in announcer._mail._waiting].count("ada") == 1
+    assert len(announcer._mail._waiting) == 1_000
+    asked = Announcer(mail)
+    for _ in range(1_500):
+        asked.job("ended", job(mail=False), "succeeded")
+    assert not asked._mail._waiting, "mails that no job asked for take no place"
+
+
 async def test_a_receiver_that_hangs_delays_no_other(hook, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "DEADLINE_S", 600.0)
     told = tmp_path / "told"

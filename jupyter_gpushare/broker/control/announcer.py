@@ -4,7 +4,7 @@ Only addresses and commands of the administrator are called: no text of a user c
 message goes or what is run.  Names and reasons are data, one line each, without control
 characters.  Each receiver has a queue and a worker of its own: it gets messages in order, one after
 the other, each with one try and a deadline, and delays no other receiver.  A queue that is full
-drops its oldest message.
+drops the oldest message of the user with the most, so that one user's jobs displace no other's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.message import EmailMessage
@@ -75,6 +75,14 @@ class _Message:
     def is_mailed(self) -> bool:
         return wire.decode_stored(self.job.request, wire.JobNotify).notify_mail
 
+    @property
+    def may_be_mailed(self) -> bool:
+        """False where its owner asked for no mail; the worker logs a request that is unreadable."""
+        try:
+            return self.is_mailed
+        except ValueError:
+            return True
+
     def mail(self, to: Receivers) -> bytes:
         mail = EmailMessage()
         mail["To"] = to.address_of(self.job.user)
@@ -101,10 +109,11 @@ class _Queue:
         self._said_at = -_DROPS_S
 
     def put(self, message: _Message) -> None:
-        if len(self._waiting) >= _QUEUED:
-            self._waiting.popleft()
-            self._note_drop(time.monotonic())
         self._waiting.append(message)
+        if len(self._waiting) > _QUEUED:
+            ((most, _),) = Counter(each.job.user for each in self._waiting).most_common(1)
+            del self._waiting[next(n for n, each in enumerate(self._waiting) if each.job.user == most)]
+            self._note_drop(time.monotonic())
         self._came.set()
 
     def _note_drop(self, now: float) -> None:
@@ -149,7 +158,7 @@ class Announcer:
         message = _Message(event, iso_now(), job, state, reason)
         if self.receivers.url:
             self._webhook.put(message)
-        if self.receivers.mail_command:
+        if self.receivers.mail_command and message.may_be_mailed:
             self._mail.put(message)
 
     async def run(self) -> None:
