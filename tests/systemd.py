@@ -11,6 +11,7 @@ from typing import Self
 
 import pytest
 
+from tests.cgroups import cgroup2
 from tests.waiting import until
 
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -35,7 +36,7 @@ class Systemd:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cgroup = _cgroup2() / f"gpushare-test-{os.getpid()}"
+        self.cgroup = cgroup2() / f"gpushare-test-{os.getpid()}"
         self.write_units(folder / "units")
         self.cgroup.mkdir()
         join = 'echo $$ > "$1"/cgroup.procs; shift; exec "$@"'
@@ -129,11 +130,3 @@ def _removed(cgroup: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _cgroup2() -> Path:
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, where, kind, *_ = line.split()
-        if kind == "cgroup2":
-            return Path(where)
-    pytest.skip("no cgroup (v2) is mounted here")

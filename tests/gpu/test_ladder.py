@@ -16,11 +16,11 @@ from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.protocol.helper import Level
+from tests.cgroups import cgroup2
 from tests.gpu.machine import GIB, Machine, machine_in, until
 
 WHOLE = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
 INSTANCE = Gpu("MIG-1", 0, "H100 MIG 1g.10gb", 10 * GIB, mig=True, island="", profile="1g.10gb")
-UNIFIED = Path("/sys/fs/cgroup/unified")
 
 
 def offered(machine: Machine, index: int = 0) -> dict[str, str]:
@@ -163,12 +163,9 @@ def test_a_lease_that_could_not_be_placed_is_not_called_limited(limiting: tuple[
     until(lambda: machine.of("ada")["level"] == "preload", "it is said")
 
 
-@pytest.mark.skipif(
-    not (UNIFIED / "cgroup.procs").exists(), reason=f"no cgroup (v2) at {UNIFIED} to make others in"
-)
 def test_real_cgroups_take_the_processes_of_a_lease(tmp_path: Path) -> None:
     # No other run may have the same; and no lease is called so.
-    root = UNIFIED / f"gpushare_test_{uuid.uuid4().hex}"
+    root = cgroup2() / f"gpushare_test_{uuid.uuid4().hex}"
     try:
         root.mkdir()
     except OSError as error:
