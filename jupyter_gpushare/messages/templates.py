@@ -384,7 +384,6 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.admin_never-sleep": "%2 asked that %1 is never put to sleep.",
         "notice.admin_may-sleep": "%2 asked that %1 may be put to sleep again.",
         "notice.admin_stop": "%2 asked to stop %1.",
-        "notice.admin_release": "%2 asked to free the GPU memory of a kernel of %1.",
         "notice.admin_end_process": "%1 asked to end process %2 (%3) of uid %4 on GPU %5: it has no lease.",
         "notice.admin_priority": "%1 got priority %3 from %2, was %4.",
         "project.numbers": "quota %1, weight %2",

@@ -297,13 +297,19 @@ async def act(
 
 
 class KernelRelease(Base):
-    """Free the GPU memory of a kernel: 307 to its server, which alone can restart it."""
+    """Free the GPU memory of a kernel of mine: 307 to its server, which alone can restart it."""
 
     async def post(self, lease_id: str, kernel_id: str) -> None:
+        """Name the address at the server.
+
+        Raises:
+            NotAllowed: an administrator asked for a kernel of another user.
+        """
         identity = await self.identify()
         lease = _mine(self.control.registry.get(lease_id), identity)
+        if lease.lease.user != identity.user:  # a client repeats its token where a redirect leads
+            raise NotAllowed("a kernel is restarted by its owner only: stop the server instead")
         url = await self.service.access.server_url(ServerKey(lease.lease.user, lease.server))
-        await note_act(self.control.registry, lease, "release", identity.user)
         self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)
 
 
