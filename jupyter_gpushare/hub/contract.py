@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from jupyterhub.app import JupyterHub
-from jupyterhub.spawner import Spawner
+from jupyterhub.spawner import LocalProcessSpawner, Spawner
 from traitlets.config import Config
 from traitlets.config.loader import PyFileConfigLoader
 
 from jupyter_gpushare.core.model import Kind
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import distinct
+from jupyter_gpushare.hub.process import JobGrace
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.protocol.wire import JobSpec, SpawnGrant
 
@@ -49,6 +50,11 @@ def breaches(spawner_class: type, config: Any) -> Iterator[str]:
                 f"{spawner_class.__name__}.{name} does not reach GPUShareMixin: put the mixin before the "
                 f"spawner class, and call super().{name} in classes before it."
             )
+    if issubclass(spawner_class, LocalProcessSpawner) and not issubclass(spawner_class, JobGrace):
+        yield (
+            f"{spawner_class.__name__} kills training jobs before their grace period is over: write "
+            "`class X(GPUShareMixin, JobGrace, ...)`, with JobGrace from jupyter_gpushare.hub."
+        )
     for check in (_environment, _arguments, _uid):
         yield from check(lambda server: distinct.sample(spawner_class, config, server))
 

@@ -101,7 +101,21 @@ def free_port() -> int:
     return 0
 
 
-class PidCheckedSpawner(_SpawnerBase):
+class JobGrace(_SpawnerBase):
+    """Mixin in front of a class of local processes: a training job is stopped with its grace period."""
+
+    # Seconds from the first signal to the next stronger one; 0: the delays of the base class.
+    stop_grace_s: float = 0.0
+
+    async def stop(self, now: bool = False) -> None:
+        """Stop the server; a job gets its grace period before stronger signals."""
+        if self.stop_grace_s and not now and await self.poll() is None:
+            await self._signal(signal.SIGTERM)
+            await self.wait_for_death(self.stop_grace_s)
+        await super().stop(now)
+
+
+class PidCheckedSpawner(JobGrace):
     """Mixin in front of `LocalProcessSpawner` that never adopts or signals another process."""
 
     # From the spawner class that this one is combined with.
@@ -110,8 +124,6 @@ class PidCheckedSpawner(_SpawnerBase):
     proc: Popen[bytes] | None
 
     _process_identity: ProcessIdentity | None = None
-    # Seconds from the first signal to the next stronger one; 0: the delays of the base class.
-    stop_grace_s: float = 0.0
 
     async def start(self) -> Any:
         """Start the server and remember which process it is; returns its address."""
@@ -164,13 +176,6 @@ class PidCheckedSpawner(_SpawnerBase):
             there: bool = await super()._signal(sig)
             return there
         return self._process_identity is not None and self._process_identity.signal(sig)
-
-    async def stop(self, now: bool = False) -> None:
-        """Stop the server; a job gets its grace period before stronger signals."""
-        if self.stop_grace_s and not now and await self.poll() is None:
-            await self._signal(signal.SIGTERM)
-            await self.wait_for_death(self.stop_grace_s)
-        await super().stop(now)
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
         """Return what the new process runs first: the site's own, then signals as by default."""

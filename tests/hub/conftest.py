@@ -102,6 +102,7 @@ class Hub:
     config: Path
     process: subprocess.Popen[bytes] | None = None
     tls: ssl.SSLContext | None = None  # of the Hub's internal TLS, to ask it with
+    interpreter: Sequence[str] = (sys.executable,)  # what runs the Hub's module
 
     @property
     def url(self) -> str:
@@ -117,7 +118,7 @@ class Hub:
         path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         # A test runner in the background of a script has SIGINT ignored.
-        command = ["env", "--default-signal=INT", sys.executable, "-m", "jupyterhub", "-f", str(self.config)]
+        command = [*("env", "--default-signal=INT"), *self.interpreter, "-m", "jupyterhub", "-f", self.config]
         with (self.folder / "hub.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*tracing, *command], cwd=self.folder, env=env, stdout=log, stderr=log
@@ -253,8 +254,17 @@ class Hub:
 
 
 @contextlib.contextmanager
-def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra: str = "") -> Iterator[Hub]:
-    broker = FakeBroker(folder / "broker" / "api.sock")
+def running_hub(
+    spawner: str,
+    folder: Path,
+    python: str = sys.executable,
+    extra: str = "",
+    interpreter: Sequence[str] = (sys.executable,),
+    user: str = "",
+) -> Iterator[Hub]:
+    """A Hub that works; ``user`` is given the files that the Hub reads and writes."""
+    # A job's runner believes no socket below a folder of another user.
+    broker = FakeBroker((folder.parent if user else folder) / "broker" / "api.sock")
     token = folder / "spawner-token"
     token.write_text(SPAWNER_TOKEN)
     token.chmod(0o600)
@@ -275,8 +285,10 @@ def running_hub(spawner: str, folder: Path, python: str = sys.executable, extra:
         repository=str(REPOSITORY),
     )
     config.write_text(text + extra)
-    hub = Hub(folder, port, broker, config)
+    hub = Hub(folder, port, broker, config, interpreter=interpreter)
     broker.up()
+    for path in (folder, token, config) if user else ():
+        shutil.chown(path, user)
     try:
         hub.start()
         yield hub

@@ -17,7 +17,13 @@ from sudospawner import SudoSpawner
 from systemdspawner import SystemdSpawner
 from traitlets.config import Config
 
-from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareMixin, GPUShareSimpleSpawner, distinct
+from jupyter_gpushare.hub import (
+    GPUShareLocalSpawner,
+    GPUShareMixin,
+    GPUShareSimpleSpawner,
+    JobGrace,
+    distinct,
+)
 from jupyter_gpushare.hub.contract import breaches
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
 from jupyter_gpushare.hub.systemd import GPUShareSystemdSpawner
@@ -36,8 +42,12 @@ class OwnDocker(GPUShareMixin, DockerSpawner):
     """As a site might write it."""
 
 
-class OwnSudo(GPUShareMixin, SudoSpawner):
+class OwnSudo(GPUShareMixin, JobGrace, SudoSpawner):
     """As docs/spawners.md has it, without the user."""
+
+
+class NoGrace(GPUShareMixin, SudoSpawner):
+    """Stops every server as SudoSpawner does."""
 
 
 class MixinLast(SimpleLocalProcessSpawner, GPUShareMixin):
@@ -110,6 +120,7 @@ def test_our_classes_and_simple_combinations_keep_the_contract(spawner_class):
             "gives no GPUs: write `class X(GPUShareMixin, SimpleLocalProcessSpawner)`",
         ),
         (MixinLast, "MixinLast.start does not reach GPUShareMixin"),
+        (NoGrace, "NoGrace kills training jobs before their grace period is over"),
         (OwnSystemd, "put {SERVERNAME} into c.SystemdSpawner.unit_name_template"),
         (LosesVariables, "get_env loses variables of a lease: CUDA_VISIBLE_DEVICES, GPUSHARE_LEASE"),
         (NoNumber, f"server_uid returns '{ME}', not the number of the user"),
