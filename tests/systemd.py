@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,13 @@ class Systemd:
         """systemctl, beside this systemd."""
         command = [*self.beside, "systemctl", "--no-pager", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=check)
+
+    def write_programs(self, folder: Path) -> None:
+        """Make systemd-run and systemctl that speak with this systemd, for a Hub that is outside of it."""
+        for name in ("systemd-run", "systemctl"):
+            path = folder / name
+            path.write_text(f'#!/bin/sh\nexec {" ".join(self.beside)} {shutil.which(name)} "$@"\n')
+            path.chmod(0o755)
 
     def properties(self, unit: str, *names: str) -> list[str]:
         """Properties of a unit."""

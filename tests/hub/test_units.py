@@ -7,7 +7,6 @@ counted by cgroups of version 1, its systemd keeps no memory limit; the unit's p
 from __future__ import annotations
 
 import json
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -117,10 +116,7 @@ def shared() -> Iterator[Site]:
         (folder / "report.py").write_text(SERVER.format(**values))
         (folder / "job.py").write_text(JOB_SERVER.format(**values))
         with Systemd.booted(folder / "systemd") as systemd:
-            for program in ("systemd-run", "systemctl"):
-                path = folder / "bin" / program
-                path.write_text(f'#!/bin/sh\nexec {" ".join(systemd.beside)} {shutil.which(program)} "$@"\n')
-                path.chmod(0o755)
+            systemd.write_programs(folder / "bin")
             with running_hub(SYSTEMD, folder, extra=EXTRA.format(folder=folder)) as hub:
                 hub.ensure_user(ME)
                 yield Site(systemd, hub)
