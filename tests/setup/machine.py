@@ -179,12 +179,14 @@ class Site(Systemd):
 
 
 @contextmanager
-def installed(wheel: Path, version: str) -> Iterator[Site]:
-    """A site that works, with a wheel of this version."""
+def installed(wheel: Path, version: str, hub_config: str = "") -> Iterator[Site]:
+    """A site that works, with a wheel of this version, and with more lines in the Hub's configuration."""
     # A path of a unix socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="gpushare-site-") as name, Site.booted(Path(name)) as made:
         pip = [made.opt / "bin" / "pip", "install", "--quiet", "--no-index", wheel]
         subprocess.run(pip, check=True, timeout=PATIENCE_S)
+        with (made.etc / "jupyterhub" / "jupyterhub_config.py").open("a") as file:
+            file.write(hub_config)
         made.play("admin", "2. Two secrets")
         made.play("operations", "Rehearse on the simulated driver")
         made.run("start", "gpushare-broker.service")

@@ -1,0 +1,145 @@
+"""What a site with systemd costs: processor time at rest, and what a day of 20 users writes.
+
+``.venv/bin/python -m tests.benchmarks.units_costs [seconds]``   (as root)
+
+The units and configurations of docs/admin.md under a systemd of their own (tests/setup/machine.py),
+simulated GPUs, the wheel of this checkout.  20 sessions with an eighth of a GPU each hold GPU memory and
+idle; a stub stands for JupyterLab.  Then every user starts a second session and runs five jobs.  A
+day is that, and 24 hours at rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+import jupyter_gpushare
+from tests.benchmarks.broker_footprint import cpu_s
+from tests.benchmarks.demo_hub import ROOT, TOKEN, DemoHub, until
+from tests.benchmarks.report import print_table
+from tests.setup.conftest import build
+from tests.setup.machine import SERVICES, Site, installed
+
+USERS, STARTS, JOBS = 20, 2, 5
+GROUPS = ("vision", "nlp")
+OPTIONS = {"gpushare": {"fraction": "0.125"}}
+HUB = f"""
+import sys
+c.Spawner.cmd = [sys.executable, {str(Path(__file__).with_name("stub_server.py"))!r}]
+c.JupyterHub.services.append({{"name": "benchmark", "api_token": {TOKEN!r}}})
+c.JupyterHub.load_roles.append({{
+    "name": "benchmark",
+    "services": ["benchmark"],
+    "scopes": [
+        "admin:users", "admin:groups", "admin:servers", "tokens", "access:services", "custom:gpushare:jobs",
+    ],
+}})
+"""
+
+
+def services(site: Site) -> dict[str, psutil.Process]:
+    """The process that does the work, by what it is called in the table."""
+    hub = [psutil.Process(pid) for pid in site.pids("jupyterhub.service")]  # servers and proxy as well
+    (broker,) = site.pids("gpushare-broker.service")
+    (helper,) = site.pids("gpushare-helper.service")
+    return {
+        "broker": psutil.Process(broker),
+        "helper": psutil.Process(helper),
+        "Hub": next(each for each in hub if "jupyterhub_config.py" in " ".join(each.cmdline())),
+        "proxy": next(each for each in hub if "configurable-http-proxy" in " ".join(each.cmdline())),
+        "systemd": psutil.Process(site.pid),
+    }
+
+
+def sizes(site: Site) -> tuple[int, int]:
+    """Bytes in the broker's database, and in the logs of Hub, broker and helper."""
+    query = "pragma page_count; pragma freelist_count; pragma page_size"
+    said = site.shell(f"sqlite3 -readonly /var/lib/gpushare/broker.sqlite '{query}'")
+    pages, free, size = (int(line) for line in said.splitlines()[:3])
+    logs = [site.folder / f"{name}.log" for name in SERVICES]
+    return (pages - free) * size, sum(path.stat().st_size for path in logs if path.exists())
+
+
+def use(hub: DemoHub, users: list[str]) -> None:
+    """What every user does on a day, but for the first start of a session."""
+    for user in users:
+        hub.stop(user)
+        hub.start(user, OPTIONS)
+        with hub.broker(user) as broker:
+            job = {"command": ["true"], "gpus": "1/8"}
+            made = [broker.post("jobs", json=job).raise_for_status().json()["id"] for _ in range(JOBS)]
+            until(
+                lambda made=made, broker=broker: all(
+                    broker.get(f"jobs/{job}").json()["state"] == "succeeded" for job in made
+                ),
+                f"{user}'s jobs have ended",
+                patience_s=300,
+            )
+
+
+def measure(site: Site, seconds: int) -> tuple[dict[str, float], list[list[float]]]:
+    """Percent of a core by process at rest; KiB of database and logs: active, an hour at rest, a day."""
+    http = httpx.Client(base_url=site.url, headers={"Authorization": f"token {TOKEN}"}, timeout=60)
+    hub = DemoHub(psutil.Process(site.pid), http, site.port, site.folder)
+    users = [f"user{number}" for number in range(USERS)]
+    for number, user in enumerate(users):
+        hub.add_user(user, GROUPS[number % len(GROUPS)])
+    before = sizes(site)
+    for user in users:
+        hub.start(user, OPTIONS)
+        http.get(f"{hub.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+    started = sizes(site)
+    time.sleep(10)  # what the last start set off has settled
+    watched = services(site)
+    rest, used_s, begun = (
+        sizes(site),
+        {name: cpu_s([each]) for name, each in watched.items()},
+        time.monotonic(),
+    )
+    time.sleep(seconds)
+    took_s = time.monotonic() - begun
+    percent = {name: 100 * (cpu_s([each]) - used_s[name]) / took_s for name, each in watched.items()}
+    hours = [(now - then) / took_s * 3600 for now, then in zip(sizes(site), rest, strict=True)]
+    again = sizes(site)
+    use(hub, users)
+    active = [(b - a) + (d - c) for a, b, c, d in zip(before, started, again, sizes(site), strict=True)]
+    return percent, [
+        [value / 1024 for value in (done, hour, done + 24 * hour)]
+        for done, hour in zip(active, hours, strict=True)
+    ]
+
+
+def main(seconds: int) -> None:
+    if os.geteuid() != 0:
+        raise SystemExit("needs root: systemd is process 1 of a namespace")
+    with tempfile.TemporaryDirectory(prefix="gpushare-wheel-") as name:
+        done = build("wheel", ROOT, Path(name))
+        if done.returncode != 0:
+            raise SystemExit(done.stderr)
+        (wheel,) = Path(name).glob("*.whl")
+        with installed(wheel, jupyter_gpushare.__version__, HUB) as site:
+            percent, (database, logs) = measure(site, seconds)
+    module = "tests.benchmarks.units_costs"
+    print_table(
+        module,
+        [f"CPU, % of one core, {USERS} idle sessions ({seconds} s)", *percent, "together"],
+        [["", *(f"{value:.2f}" for value in percent.values()), f"{sum(percent.values()):.2f}"]],
+    )
+    print_table(
+        module,
+        ["KiB", f"{USERS} users: {STARTS} sessions and {JOBS} jobs each", "an hour at rest", "a day"],
+        [
+            ["database", *(f"{value:,.0f}" for value in database)],
+            ["logs of Hub, broker and helper", *(f"{value:,.0f}" for value in logs)],
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
