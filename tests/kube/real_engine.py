@@ -267,8 +267,12 @@ class RealEngine:
             *("--service-account-issuer=https://kubernetes.default.svc.cluster.local",),
             *("--service-account-key-file", str(self.certificate)),
             *("--service-account-signing-key-file", str(self.key)),
-            # No controller makes service accounts, and none takes the taint of a new node away.
-            *("--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",),
+            # No controller makes service accounts, or takes the taint of a new node or the protection of
+            # a claim away.
+            *(
+                "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition,"
+                "StorageObjectInUseProtection",
+            ),
             *("--audit-policy-file", str(policy), "--audit-log-path", str(self.audit.file)),
             "--audit-log-mode=blocking",
         )
