@@ -11,20 +11,21 @@ Not modelled: images, mount and pid namespaces, restarts of containers, limits o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tests.kube.real_store import RealStore
-from tests.kube.store import Json, Store
+from tests.kube.store import Json, Refused, Store
 
 KAI = "kai-scheduler"
 HOSTNAME = "kubernetes.io/hostname"
@@ -72,6 +73,19 @@ def reserve(store: Store | RealStore, pod: Json, free: Sequence[str]) -> str:
     return free[0]
 
 
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Do nothing more for a pod that was deleted since it was listed.
+
+    So does the kubelet (v1.35, ``pkg/kubelet/status/status_manager.go``, syncPod).
+    """
+    try:
+        yield
+    except Refused as refused:
+        if refused.status != 404:
+            raise
+
+
 @dataclass
 class Node:
     """One machine; ``environ`` is what its driver is reached through."""
@@ -110,13 +124,8 @@ class Kubelet:
     def step(self) -> None:
         pods = list(self.store.all("pods"))
         for pod in pods:
-            node = self.nodes.get(pod["spec"].get("nodeName", ""))
-            if not pod["spec"].get("nodeName"):
-                self._bind(pod)
-            elif node is not None and pod["metadata"]["namespace"] == RESERVATIONS:
-                reserve(self.store, pod, node.gpus)  # here nodes have one GPU
-            elif node is not None:
-                self._follow(pod)
+            with _unless_gone():
+                self._look_at(pod)
         for uid in self.running.keys() - {pod["metadata"]["uid"] for pod in pods}:
             self._kill(uid)  # deleted without grace
 
@@ -134,7 +143,8 @@ class Kubelet:
         self.store.delete("nodes", "", name)
         for pod in [p for p in self.store.all("pods") if p["spec"].get("nodeName") == name]:
             self._kill(pod["metadata"]["uid"])
-            self.store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], grace_s=0)
+            with _unless_gone():
+                self.store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], grace_s=0)
 
     def log(self, pod: str) -> str:
         """What the container of a pod wrote."""
@@ -148,6 +158,15 @@ class Kubelet:
         return folder
 
     # ---- one pod -------------------------------------------------------------
+
+    def _look_at(self, pod: Json) -> None:
+        node = self.nodes.get(pod["spec"].get("nodeName", ""))
+        if not pod["spec"].get("nodeName"):
+            self._bind(pod)
+        elif node is not None and pod["metadata"]["namespace"] == RESERVATIONS:
+            reserve(self.store, pod, node.gpus)  # here nodes have one GPU
+        elif node is not None:
+            self._follow(pod)
 
     def _bind(self, pod: Json) -> None:
         """As the default scheduler, for pods that are not KAI's."""
