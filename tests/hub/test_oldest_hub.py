@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # JupyterHub 5.5 alone, installed by `make test`.
 OLDEST = Path(sys.prefix) / "oldest-hub"
+FOLDERS = ("tests/hub", "tests/job", "tests/backends")
 SMOKE = (
     "test_a_start_by_rest_asks_the_broker",
     "test_a_refusal_stands_readable_on_the_spawn_page",
@@ -52,9 +53,9 @@ def test_in_jupyterhub_5_5_starts_refusals_and_releases_work() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("folder", ["tests/hub", "tests/job", "tests/backends"])
-def test_every_test_of_the_hub_passes_in_jupyterhub_5_5(folder: str) -> None:
-    done = run_tests(folder, f"--ignore={Path(__file__).relative_to(ROOT)}")
+@pytest.mark.parametrize("where", [*FOLDERS, "tests/kube/test_spawner.py", "tests/kube/test_story.py"])
+def test_every_test_of_the_hub_passes_in_jupyterhub_5_5(where: str) -> None:
+    done = run_tests(where, f"--ignore={Path(__file__).relative_to(ROOT)}")
     assert done.returncode == 0, done.stdout[-6000:]
 
 

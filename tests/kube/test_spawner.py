@@ -196,7 +196,7 @@ def test_a_job_uses_the_home_and_the_profile_of_its_owners_server_and_deletes_ne
     hub.ensure_user("cy")
     options = {"profile": "own", "gpushare": {"fraction": "1/2"}}
     hub.broker.grant = grant(hub.folder)
-    assert hub.api("POST", "users/cy/server", {"user_options": options}).status_code in (201, 202)
+    assert hub.api("POST", "users/cy/server", options).status_code in (201, 202)
     assert hub.wait_ready("cy")
     hub.broker.grant = grant(hub.folder, kind="train", job=SPEC)
     assert hub.start_server("cy", name=JOB_NAME).status_code in (201, 202)
