@@ -107,6 +107,36 @@ async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer,
     await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_a_helper_that_is_replaced_is_known_until_its_node_has_left(
+    server: ApiServer, client: ApiClient
+):
+    """Else its node would seem to be gone, and the jobs there would be taken for ended."""
+    server.store.create("nodes", "", {"metadata": {"name": "n0"}})
+    helper_pod(server, "helper-c", "n2", podIP="10.0.0.9")  # of a node that leaves with it
+    helpers = Helpers(client, SITE)
+    following = asyncio.create_task(helpers.run())
+
+    def hosts() -> dict[str, str]:
+        return {node: address.host for node, address in helpers.addresses().items()}  # type: ignore[attr-defined]
+
+    async def until_hosts(expected: dict[str, str]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while hosts() != expected:
+                await asyncio.sleep(0.02)
+
+    await until_hosts({"n0": "10.0.0.7", "n2": "10.0.0.9"})
+    server.store.delete("pods", NS, "helper-a", grace_s=0)
+    server.store.delete("pods", NS, "helper-c", grace_s=0)
+    await until_hosts({"n0": "10.0.0.7"})
+    helper_pod(server, "helper-b", "n0", podIP="10.0.0.8")
+    await until_hosts({"n0": "10.0.0.8"})
+    server.store.delete("nodes", "", "n0")
+    server.store.delete("pods", NS, "helper-b", grace_s=0)
+    await until_hosts({})
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
 CONFIG = """
 c.GPUShareBroker.engine = "kai"
 c.GPUShareBroker.projects = {{"vision": {{"quota": {quota}}}}}

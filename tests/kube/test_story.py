@@ -209,11 +209,16 @@ def prepare(made: Story, cluster: Cluster) -> None:
     for body in priority_classes(3):
         cluster.do(lambda body=body: store.create("priorityclasses", "", body))
     for name in NODES:
-        helper = copy.deepcopy(test_broker.HELPER)
-        helper["metadata"]["name"] = f"helper-{name}"
-        helper["spec"]["nodeName"] = name
-        helper["status"] |= {"podIP": address_of(name), "podIPs": [{"ip": address_of(name)}]}
-        cluster.do(lambda helper=helper: store.create("pods", test_broker.NS, helper))
+        helper_pod(cluster, name)
+
+
+def helper_pod(cluster: Cluster, node: str) -> None:
+    """Create the pod of a node's device helper."""
+    helper = copy.deepcopy(test_broker.HELPER)
+    helper["metadata"]["name"] = f"helper-{node}"
+    helper["spec"]["nodeName"] = node
+    helper["status"] |= {"podIP": address_of(node), "podIPs": [{"ip": address_of(node)}]}
+    cluster.do(lambda: cluster.server.store.create("pods", test_broker.NS, helper))
 
 
 def address_of(node: str) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare.broker.control.observer import GONE_S
 from tests.kube.test_broker import NS
 from tests.kube.test_story import (
     Lent,
     come_back,
+    helper_pod,
     lent,
     start_helper,
     story,
@@ -86,6 +88,23 @@ def test_a_killed_helper_finds_what_it_had(lent: Lent) -> None:
     start_helper(lent.story, lent.node)
     works(lent)
     assert (lent.beside.pid, lent.beside.get()["attempt"]) == before
+
+
+def test_a_job_goes_on_while_the_pod_of_its_helper_is_replaced(lent: Lent) -> None:
+    story, node = lent.story, lent.beside.node
+    before = lent.beside.pid, lent.beside.get()["attempt"]
+    helper = story.helpers[node]
+    helper.kill()
+    helper.wait()
+    delete = story.cluster.server.store.delete
+    story.cluster.do(lambda: delete("pods", NS, f"helper-{node}", grace_s=0))
+    time.sleep(2 * GONE_S)
+    helper_pod(story.cluster, node)
+    start_helper(story, node)
+    until(lambda: not story.trouble(), "the helper answers")
+    assert lent.beside.runs()
+    assert (lent.beside.pid, lent.beside.get()["attempt"]) == before
+    works(lent)
 
 
 def test_while_the_api_server_is_silent_work_goes_on_and_nothing_is_lent(lent: Lent) -> None:

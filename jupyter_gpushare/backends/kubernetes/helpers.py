@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jupyter_gpushare.backends.helper_client import Address, NodeAddress
-from jupyter_gpushare.backends.kubernetes.client import PODS, ApiClient
-from jupyter_gpushare.backends.kubernetes.objects import Pod
+from jupyter_gpushare.backends.kubernetes.client import NODES, PODS, ApiClient
+from jupyter_gpushare.backends.kubernetes.objects import Node, Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 
 
@@ -29,14 +30,24 @@ class Helpers:
     def __init__(self, client: ApiClient, site: HelperPods) -> None:
         self._site = site
         self._pods: Reflector[Pod] = Reflector(client, PODS, namespace=site.namespace, selector=site.selector)
+        self._nodes: Reflector[Node] = Reflector(client, NODES)
+        self._known: dict[str, Address] = {}
 
     async def run(self) -> None:
-        """Follow the pods until cancelled."""
-        await self._pods.run()
+        """Follow pods and nodes until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pods.run())
+            group.create_task(self._nodes.run())
 
     def addresses(self) -> dict[str, Address]:
-        """Return the addresses of the helpers that run, by the name of their node."""
-        return self.of(self._pods.objects.values())
+        """Return the addresses of the helpers by the name of their node.
+
+        A helper that is being replaced keeps its last one while the cluster has its node: it does not
+        answer, and what runs there goes on.
+        """
+        kept = {node: address for node, address in self._known.items() if node in self._nodes.objects}
+        self._known = kept | self.of(self._pods.objects.values())
+        return dict(self._known)
 
     def of(self, pods: Iterable[Pod]) -> dict[str, Address]:
         """Return the addresses of those of these pods that run, by the name of their node."""
