@@ -159,7 +159,7 @@ class Device:
 class Inventory:
     """The devices of this machine, and the host memory for suspended state."""
 
-    host: str
+    host: str  # empty: of several nodes
     driver: str
     simulated: bool
     devices: tuple[Device, ...]

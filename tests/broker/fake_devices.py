@@ -60,7 +60,7 @@ class SiteDevices(Devices):
     async def inventory(self) -> helper.Inventory:
         self._read()
         return helper.Inventory(
-            host="here",
+            host=self.site.host,
             driver="999",
             simulated=True,
             devices=tuple(

@@ -54,6 +54,7 @@ class Site:
             idle_timeout_s=60.0,
             grace_s=5.0,
         )
+        self.host = "here"  # "": several nodes of a cluster
         self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)

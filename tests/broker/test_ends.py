@@ -37,6 +37,21 @@ async def test_a_job_that_ends_at_once_is_a_result(tmp_path):
         assert broker.seen(job).started_at is not None
 
 
+@pytest.mark.parametrize(
+    ("host", "told"), [("", ["ada's session (1/2 GPU) has ended: the cluster lost its node."]), ("here", [])]
+)
+@in_virtual_time
+async def test_a_session_that_ends_with_its_node_is_told_so(tmp_path, host, told):
+    async with Site(tmp_path) as site:
+        site.host = host
+        broker = await site.start_broker()
+        held = await site.session("ada")
+        site.unmeasured = set(held.limits)
+        await site.end_session("ada")
+        await until(lambda: not broker.registry.leases, 60)
+        assert [d.sentence for d in broker.registry.decisions.latest if d.action == "lost"] == told
+
+
 @in_virtual_time
 async def test_a_job_without_processes_has_failed(tmp_path):
     async with Site(tmp_path) as site:

@@ -151,6 +151,8 @@ def test_a_lost_node_ends_its_session_and_its_job_starts_on_another(lent: Lent) 
     story.cluster.do(lambda: story.cluster.kubelet.lose(gone))
     until(lambda: not story.hub.server("ada"), "the Hub knows that the server has ended")
     until(lambda: not story.leases("ada"), "the session has ended")
+    said = [d["sentence"] for d in story.api("ada", "GET", "decisions")["decisions"]]
+    assert "Your session (1/2 GPU) has ended: the cluster lost its node." in said, said
     until(lambda: lent.guest.runs() and lent.guest.node != gone, "the job starts again elsewhere", 300)
     leases = {f"j{lent.guest.id}"}
     until(lambda: set(story.seats().values()) == leases, "no seat is left over")

@@ -397,7 +397,11 @@ class Effects:
         """Release a session after its last process has ended and its device memory is free."""
         await self._ending.until_gone(record, self.registry.policy.grace_s)
         await self.devices.drop(record.handle)
-        await self.registry.advance(record, Released())
+        reason = ""
+        if self.registry.devices.have_left(record.lease.devices):
+            reason = "the cluster lost its node"
+            await self.registry.record_notice(record, "lost", "notice.node_lost")
+        await self.registry.advance(record, Released(reason=reason))
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""

@@ -87,6 +87,12 @@ class DeviceState:
         """Return the nodes of these devices."""
         return frozenset(d.node for d in self.for_planner() if d.uuid in uuids)
 
+    def have_left(self, uuids: Collection[str]) -> bool:
+        """Return whether a cluster measures none of these devices any more: their node has left it."""
+        measured = {device.uuid for device in self.measured}
+        is_cluster = self.inventory is not None and not self.inventory.host
+        return is_cluster and bool(uuids) and measured.isdisjoint(uuids)
+
     def level(self, uuid: str) -> str:
         """Return how the memory limit is enforced on a device; empty for an unknown one."""
         return next((str(d.level) for d in self.listed if d.uuid == uuid), "")
