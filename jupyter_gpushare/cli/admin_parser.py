@@ -12,8 +12,18 @@ from jupyter_gpushare.cli.options import Parser, add_verb, count
 def add_admin_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     """Add `admin` with its verbs."""
     text = "what administrators change while users work"
-    admin = verbs.add_parser("admin", help=text, description=f"{text.capitalize()}.")
-    settings = admin.add_subparsers(metavar="SETTING", required=True)
+    admin = verbs.add_parser(
+        "admin",
+        help=text,
+        description=f"{text.capitalize()}.",
+        epilog="examples:\n"
+        "  gpushare admin leases\n"
+        "  gpushare admin drain machine --by 18:00\n"
+        "  gpushare admin usage --csv\n"
+        "  gpushare admin drain --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    settings = admin.add_subparsers(metavar="VERB", required=True)
     lending = add_verb(
         settings,
         "lending",

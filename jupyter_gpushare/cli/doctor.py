@@ -46,8 +46,8 @@ _DRIVER_SETTINGS = "/proc/driver/nvidia/params"
 LEVELS = {
     "whole_gpu": "whole devices: nothing to limit",
     "mig": "a MIG instance: kept apart by the hardware",
-    "cgroup": "kept by the driver",
-    "preload": "kept by our library in each process",
+    "cgroup": "enforced by the driver",
+    "preload": "enforced in software",
     "hints": "not enforced: frameworks are only asked to stay within it",
 }
 

@@ -27,6 +27,7 @@ from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import Check, Result, print_checks
 from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
+from jupyter_gpushare.cli.options import Parser
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError
@@ -115,7 +116,7 @@ def _broker_pod(site: Configured) -> BrokerPod:
 
 def main(argv: Sequence[str]) -> int:
     """Entry of ``gpushare kube``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gpushare kube",
         description="GPUs of a Kubernetes cluster with KAI-Scheduler.",
         epilog=EXAMPLES,
@@ -126,7 +127,13 @@ def main(argv: Sequence[str]) -> int:
         ("queues", "print the Queues and priority classes of the configured projects, as JSON"),
         ("check", "examine the cluster: API server, rights, Queues, KAI's settings, nodes"),
     ):
-        verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        verb = verbs.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="of the broker")
         if name == "check":
             verb.add_argument("--json", action="store_true", help="print JSON")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from jupyter_gpushare.cli.output import wrapped
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 # As JupyterLab's dialog reads them (`ui/src/times.ts`).
@@ -15,14 +18,17 @@ _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the closest verb for a misspelt one."""
+    """An argument parser that suggests the closest choice for a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, the usage and the message; a misspelt verb gets a suggestion."""
+        """Exit with 2, the usage and the message, in a terminal wrapped at words."""
         if unknown := _INVALID_CHOICE.search(message):
-            near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1)
-            message += f": did you mean {near[0]}?" if near else ""
-        super().error(message)
+            choices = re.findall(r"[\w-]+", unknown[2])
+            near = difflib.get_close_matches(unknown[1], choices, 1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            message = f"{message[: unknown.start()]}{unknown[1]!r} is not known: {advice}"
+        self.print_usage(sys.stderr)
+        self.exit(2, wrapped(f"{self.prog}: error: {message}", sys.stderr) + "\n")
 
 
 def add_verb(

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
+from typing import TextIO
 
 from jupyter_gpushare.messages import duration, local, one_line, printable
 from jupyter_gpushare.protocol import wire
@@ -65,14 +66,21 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 def say(text: str, indent: str = "") -> None:
     """Print a sentence, in a terminal wrapped at words."""
-    plain = printable(text.rstrip())
-    if sys.stdout.isatty():
-        plain = textwrap.fill(
-            plain, _width(), initial_indent=indent, subsequent_indent=indent, break_long_words=False
-        )
-    else:
-        plain = f"{indent}{plain}"
-    print(plain)
+    print(wrapped(printable(text.rstrip()), sys.stdout, indent))
+
+
+def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
+    """Return a line with an indent, for a terminal wrapped at words."""
+    if not stream.isatty():
+        return f"{indent}{text}"
+    return textwrap.fill(
+        text,
+        _width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _width() -> int:
@@ -93,7 +101,7 @@ def gpus(milli: int) -> str:
 def note(*lines: str) -> None:
     """Print lines to standard error, beside the result."""
     for line in lines:
-        print(printable(line.rstrip()), file=sys.stderr, flush=True)
+        print(wrapped(printable(line.rstrip()), sys.stderr), file=sys.stderr, flush=True)
 
 
 def complain(args: argparse.Namespace, status: int, reason: str, message: str) -> None:

@@ -39,7 +39,14 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="gpushare",
         description="Shared GPUs: what is mine, what waits, what runs.",
-        epilog="Exit codes: 0 done, 1 refused with a reason, 2 usage, 3 the broker does not answer.",
+        epilog="examples:\n"
+        "  gpushare status\n"
+        "  gpushare submit --gpus 0.5 -- python train.py\n"
+        "  gpushare jobs\n"
+        "  gpushare submit --help\n\n"
+        "Options stand behind the verb.  Exit codes: 0 done, 1 refused with a reason,\n"
+        "2 usage, 3 the broker does not answer.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gpushare {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
@@ -51,7 +58,14 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
 
 
 def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
-    add_verb(verbs, "status", run.status, "my GPUs, my projects, my jobs", "gpushare status --json")
+    add_verb(
+        verbs,
+        "status",
+        run.status,
+        "my GPUs, my projects, my jobs",
+        "gpushare status",
+        "gpushare status --json",
+    )
     jobs = add_verb(verbs, "jobs", run.jobs, "my training jobs, the next first", "gpushare jobs --limit 50")
     jobs.add_argument("--limit", type=count(1, 1_000), default=20, metavar="N", help="at most N (default 20)")
     logs = add_verb(
@@ -93,10 +107,18 @@ def _add_reading_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     )
     doctor.add_argument("--site", action="store_true", help="check the configuration of Hub and broker")
     doctor.add_argument(
-        "--hub-config", type=Path, default=Path("/etc/jupyterhub/jupyterhub_config.py"), metavar="FILE"
+        "--hub-config",
+        type=Path,
+        default=Path("/etc/jupyterhub/jupyterhub_config.py"),
+        metavar="FILE",
+        help="of the Hub (default: %(default)s)",
     )
     doctor.add_argument(
-        "--broker-config", type=Path, default=Path("/etc/gpushare/broker_config.py"), metavar="FILE"
+        "--broker-config",
+        type=Path,
+        default=Path("/etc/gpushare/broker_config.py"),
+        metavar="FILE",
+        help="of the broker (default: %(default)s)",
     )
 
 
@@ -180,7 +202,14 @@ def _add_session_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     )
     for verb in (wake, keep, lend, resize):
         verb.add_argument("--server", metavar="NAME", help="name of the server (default: this one)")
-    add_verb(verbs, "usage", sessions.usage, "my GPU-hours of the last seven days", "gpushare usage --json")
+    add_verb(
+        verbs,
+        "usage",
+        sessions.usage,
+        "my GPU-hours of the last seven days",
+        "gpushare usage",
+        "gpushare usage --json",
+    )
 
 
 def _add_lease_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
@@ -230,12 +259,10 @@ def _add_submit(verbs: argparse._SubParsersAction[Parser]) -> None:
     submit.add_argument("--name", metavar="N", help="for people (default: from the command)")
     submit.add_argument(
         "--checkpoint",
-        type=CheckpointMode,
-        choices=list(CheckpointMode),
-        default=CheckpointMode.SUSPEND,
-        metavar="{suspend,sigterm,none}",
-        help="when its GPU is needed: suspend (default) parks the GPU memory and goes on later; sigterm"
-        " stops it with grace, it starts again from its own checkpoint; none: from the beginning",
+        choices=[mode.value for mode in CheckpointMode],
+        default=CheckpointMode.SUSPEND.value,
+        help="when its GPU is needed: suspend (default) moves its GPU memory to RAM and goes on later;"
+        " sigterm stops it with grace, and it starts again from its own checkpoint; none: from the beginning",
     )
     submit.add_argument(
         "--no-borrow",

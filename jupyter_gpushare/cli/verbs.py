@@ -24,6 +24,7 @@ from jupyter_gpushare.cli.output import (
     print_table,
     say,
 )
+from jupyter_gpushare.core.model import CheckpointMode
 from jupyter_gpushare.errors import BrokerUnavailable
 from jupyter_gpushare.messages import duration, gibibytes, local, one_line, printable
 from jupyter_gpushare.protocol import wire
@@ -152,7 +153,7 @@ def submit(args: argparse.Namespace) -> int:
         profile=args.profile,
         project=args.project,
         name=args.name,
-        checkpoint=args.checkpoint,
+        checkpoint=CheckpointMode(args.checkpoint),
         borrow=args.borrow,
         notify=args.notify,
         notify_url=args.notify_url,

@@ -307,7 +307,7 @@ class Runner:
 
     def _reason(self, code: int, stopped: bool) -> str:
         if stopped and code == -signal.SIGKILL:
-            return f"Stopped; it had not ended {self._spec.grace_s:g} s after SIGTERM and was killed."
+            return f"Stopped; it had not ended {self._spec.grace_s:g} s after the request and was killed."
         if stopped:
             return "Stopped."
         if code == 0:

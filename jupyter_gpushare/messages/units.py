@@ -30,9 +30,9 @@ def memory(count: int) -> Text:
 # How the memory limit of a lease is enforced.
 LEVELS: Mapping[str, str] = {
     "whole_gpu": "whole device",
-    "mig": "the hardware (MIG)",
-    "cgroup": "the driver",
-    "preload": "software, in each process",
+    "mig": "enforced by the hardware (MIG)",
+    "cgroup": "enforced by the driver",
+    "preload": "enforced in software",
     "hints": "not enforced: frameworks are only asked",
 }
 

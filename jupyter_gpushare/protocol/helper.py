@@ -194,7 +194,7 @@ class LeaseSample:
     calls: str  # opaque: the counters of all processes; hand it back to `suspend`
     active_at: float  # last moment a process entered a CUDA call or had a kernel running
     suspendable: bool
-    suspend_reason: str  # taints, "preload library not loaded", ...
+    suspend_reason: str  # taints, no preload library, ...
     alive: bool  # at least one process carries this lease
     processes: tuple[ProcessSample, ...] = ()  # those that use the GPU, 64 at most
     wanted: bool = False  # suspended, and a process entered a CUDA call since

@@ -83,7 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpushare simulate",
         description="Replay a trace against the very policy that the broker runs, in virtual time.",
-        epilog="Exit codes: 0 done, 2 invalid arguments or files.",
+        epilog="examples:\n"
+        "  gpushare simulate make jobs jobs.csv --count 5000 --gpus 64\n"
+        "  gpushare simulate jobs jobs.csv --gpus 64\n"
+        "  gpushare simulate jobs --help\n\n"
+        "Exit codes: 0 done, 2 invalid arguments or files.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(metavar="WHAT", required=True)
     _add_jobs(verbs)

@@ -303,7 +303,7 @@ async def test_tables_are_searched_and_cut_into_pages(http):
     assert "1 to 25 of 27" in page
     assert '<a href="?period=7d&amp;q=bo&amp;jobs=2#jobs" rel="next">' in page
     nothing = (await http.ask("GET", f"{http.url}{PREFIX}?q=<i>none", "root")).text
-    assert nothing.count("None is like &ldquo;&lt;i&gt;none&rdquo;.") == 3
+    assert nothing.count("Nothing matches &ldquo;&lt;i&gt;none&rdquo;.") == 3
 
 
 async def test_the_administrator_sees_what_each_user_holds_and_the_oldest_wait(http):

@@ -52,7 +52,7 @@ async def test_health_is_degraded_without_the_helper(http):
     registry.clock = lambda: now
     response = await http.ask("GET", "health", None)
     assert response.status_code == 503
-    reasons = ["The last measurement of the GPUs is 60 s old: nothing is granted until a new one."]
+    reasons = ["The last measurement of the GPUs is 60 s old: no GPU is given until a new one."]
     assert response.json()["reasons"] == reasons
     assert response.json()["sample_age_s"] == 60
     client = BrokerClient(http.api, "bo")

@@ -173,7 +173,7 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         broker = await site.start_broker()
         ada, bo = await site.session("ada", "1/2"), await site.session("bo", "1/2")
         fields = {"action": "stop", "pid": "77", "name": "python3"}
-        site.emit(EventKind.OVER_LIMIT, ada.handle, "uses 9.0 GiB, 8.0 GiB are granted", **fields)
+        site.emit(EventKind.OVER_LIMIT, ada.handle, "uses 9.0 GiB, its limit is 8.0 GiB", **fields)
         site.emit(EventKind.DEVICE, ada.handle, "XID 79: GPU has fallen off the bus", healthy="false")
         site.emit(EventKind.DEVICE, ada.handle, healthy="true")
 
@@ -186,7 +186,7 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         assert sorted(told("ada")) == [
             "Your session (1/2 GPU) has its GPU back in service.",
             "Your session (1/2 GPU) lost its GPU for now: XID 79: GPU has fallen off the bus.",
-            "Your session (1/2 GPU) uses 9.0 GiB, 8.0 GiB are granted; process 77 (python3) was stopped.",
+            "Your session (1/2 GPU) uses 9.0 GiB, its limit is 8.0 GiB; process 77 (python3) was stopped.",
         ]
         (lost,) = (d.texts[0] for d in broker.registry.decisions.latest if "XID" in d.sentence)
         assert lost.args[1] == messages.text("reason.xid", 79, messages.text("xid.79"))

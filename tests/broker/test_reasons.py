@@ -80,7 +80,7 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         *XID_WORDS.values(),
         *RECOVERY_WORDS.values(),
         "the device is out of service: the driver lost it",
-        "the device is out of service: preload library not loaded",
+        "the device is out of service: a process in it does not load the library that limits memory",
         "3 processes ended while the driver suspended or resumed them on this device; "
         "stop and start the device helper to try again",
         DRIVER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 
@@ -184,3 +185,11 @@ def test_in_a_terminal_lines_are_wrapped_at_words(capsys, monkeypatch):
     assert max(map(len, lines)) <= 60
     assert lines[2].startswith(" " * 12)
     assert all(not line.endswith((" ", "-")) for line in lines[1:])
+
+
+def test_in_a_terminal_errors_are_wrapped_at_words(gpushare, broker, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    said = gpushare("frobnicate").err + gpushare("status", "--url", "http://127.0.0.1:9/" + "x" * 5).err
+    assert max(map(len, said.splitlines())) <= 60
+    assert re.search(r"choose\s+from status, jobs,", said)

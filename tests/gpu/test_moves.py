@@ -183,7 +183,10 @@ def test_without_the_library_only_a_forced_suspension_is_possible(machine: Machi
     machine.lease("ada")
     worker = machine.worker("ada", mib=64, preload=False)
     seen = until(lambda: machine.of("ada") if machine.of("ada")["used_bytes"] else None, "its memory")
-    assert (seen["suspendable"], seen["suspend_reason"]) == (False, "preload library not loaded")
+    assert (seen["suspendable"], seen["suspend_reason"]) == (
+        False,
+        "a process in it does not load the library that limits memory",
+    )
     assert seen["processes"][0]["calls"] == -1
     assert machine.ask("suspend", lease="ada", calls=seen["calls"])["refused"] == "not_suspendable"
     assert machine.ask("suspend", lease="ada")["done"]

@@ -54,7 +54,7 @@ def test_memory_beyond_the_limit_is_told(machine: Machine) -> None:
     worker = machine.worker("eve", mib=2048, preload=False)
     event = watch.event("over_limit", "eve")
     assert event
-    assert "0.1 GiB are granted" in event["reason"]
+    assert "its limit is 0.1 GiB" in event["reason"]
     assert event["fields"]["action"] == "warn"
     assert worker.do("check") == "ok"
 

@@ -390,12 +390,10 @@ class Views:
         reasons, devices = [*self.engine.trouble(), *self._faults.sentences()], self.registry.devices
         now = self.registry.clock()
         if devices.sample is None:
-            reasons.append("The device helper does not answer: nothing is granted until it does.")
+            reasons.append("The device helper does not answer: no GPU is given until it does.")
         elif not devices.are_known(now):
             age = f"{now - devices.sampled_at:.0f} s"
-            reasons.append(
-                f"The last measurement of the GPUs is {age} old: nothing is granted until a new one."
-            )
+            reasons.append(f"The last measurement of the GPUs is {age} old: no GPU is given until a new one.")
         elif not devices.listed:
             reasons.append("The device helper found no GPU.")
         if self.registry.journal.is_disk_full:
@@ -408,7 +406,7 @@ class Views:
         reasons += [f"GPU {d.uuid}: {d.reason}" for d in now_found if not d.healthy]
         reasons += [
             f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
-            "older copy restored?): nothing new is granted there until that server has stopped."
+            "older copy restored?): nothing new starts there until that server has stopped."
             for uuid, lease in devices.orphaned.items()
         ]
         reasons += [

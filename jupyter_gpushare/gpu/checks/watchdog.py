@@ -91,8 +91,8 @@ class Watchdog:
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
             reason = f"uses {gibibytes(used)} of a device that is lent"
         else:
-            uses, granted = compared(used, lease.allowed_bytes(uuid))
-            reason = f"uses {uses}, {granted} are granted"
+            uses, limit = compared(used, lease.allowed_bytes(uuid))
+            reason = f"uses {uses}, its limit is {limit}"
         victim, action = _victim(lease, uuid, usage), "warn"
         stops = self.action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):

@@ -52,5 +52,5 @@ class SuspendBlockers:
         if not forced and account is None:
             return "its account file is broken"
         if not forced and not keys <= slots.keys():
-            return "preload library not loaded"
+            return "a process in it does not load the library that limits memory"
         return ""

@@ -298,11 +298,11 @@ export function levelText(trans: TranslationBundle, level: string): string {
     case 'whole_gpu':
       return trans.__('whole devices');
     case 'mig':
-      return trans.__('the hardware (MIG)');
+      return trans.__('enforced by the hardware (MIG)');
     case 'cgroup':
-      return trans.__('the driver');
+      return trans.__('enforced by the driver');
     case 'preload':
-      return trans.__('software, in each process');
+      return trans.__('enforced in software');
     case 'hints':
       return trans.__('not enforced: frameworks are only asked');
     default:

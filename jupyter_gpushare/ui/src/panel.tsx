@@ -266,7 +266,7 @@ function Memory(props: {
       <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
         <br />
-        {trans.__('Limit kept by: %1', levelText(trans, lease.level))}
+        {trans.__('Memory limit: %1', levelText(trans, lease.level))}
       </p>
     </>
   );
