@@ -123,7 +123,10 @@ def leases(args: argparse.Namespace) -> int:
         print_json(answer)
         return EXIT_OK
     rows = [[x.job or x.id, x.user, x.project, x.size, x.badge, _sentence(x)] for x in answer.leases]
-    print_table(["ID", "USER", "PROJECT", "SIZE", "STATE", ""], rows)
+    if rows:
+        print_table(["ID", "USER", "PROJECT", "SIZE", "STATE", ""], rows)
+    else:
+        print("No GPU is held, and no job waits.")
     return EXIT_OK
 
 

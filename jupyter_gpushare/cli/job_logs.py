@@ -56,10 +56,10 @@ def source(job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only:
     if job is not None and job.started_at is None:
         return LocalLog(here, job, only)  # nothing was printed anywhere
     where = job.log if job is not None and job.log else f"~/.local/share/gpushare/jobs/{job_id}/"
+    owner = job.user if job is not None else "its owner"
     raise Conflict(
-        f"the log is a file of {job.user if job else 'its owner'}, {where}: run `gpushare logs {job_id}`"
-        " in a terminal of a JupyterHub server of theirs; while the job runs, --url with the Hub's address"
-        " works from anywhere",
+        f"the log is a file of {owner}, {where}: run `gpushare logs {job_id}` in a terminal of a server of"
+        f" {owner}; while the job runs, --url with the Hub's address works from anywhere",
         reason="elsewhere",
     )
 

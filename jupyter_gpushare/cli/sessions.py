@@ -89,9 +89,14 @@ def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
     if not found and server is None and len(sessions) == 1:
         found = sessions
     if not found:
-        names = ", ".join(repr(lease.server) for lease in sessions) or "none"
         which = "This server" if named is None else f"The server {named!r}"
-        raise NotFound(f"{which} holds no GPU; servers that do (--server NAME): {names}")
+        names = ", ".join(repr(lease.server) for lease in sessions)
+        advice = (
+            f"Name one that does with --server NAME: {names}"
+            if names
+            else "Choose Get a GPU in JupyterLab's sidebar, or start a server with a GPU"
+        )
+        raise NotFound(f"{which} holds no GPU. {advice}")
     return found[0]
 
 

@@ -115,7 +115,7 @@ def parse_fraction(text: str) -> int:
     value = Fraction(plain) if re.fullmatch(GPUS_PATTERN, plain) else None
     if value is None or value > 1:
         raise InvalidRequest(
-            "%1 is not a GPU fraction: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1",
+            "%1 is not a GPU fraction: write a part of one GPU like 0.5 or 1/2, or whole GPUs like 2",
             repr(text[:40]),
         )
     milli = math.floor(value * WHOLE_GPU)
@@ -137,5 +137,7 @@ def parse_memory(text: str) -> int:
         raise InvalidRequest("%1 is not a size of memory: write for example 20GiB", repr(text[:40]))
     count = int(found[1]) * _FACTORS[(found[2] or "").upper()]
     if count < _LEAST_BYTES:
-        raise InvalidRequest("%1 is too little GPU memory: at least 1MiB", repr(text[:40]))
+        raise InvalidRequest(
+            "%1 is too little GPU memory: write it with its unit, like 20GiB", repr(text[:40])
+        )
     return count

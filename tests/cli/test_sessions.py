@@ -72,7 +72,7 @@ def test_from_elsewhere_the_only_session_is_meant_and_of_several_one_is_named(gp
     broker.answer("GET leases", {"leases": leases})
     ran = gpushare("wake")
     assert ran.code == 1
-    assert "--server NAME): '', 'b'" in ran.err
+    assert "--server NAME: '', 'b'" in ran.err
     broker.answer("POST leases/bother/resume", leases[1])
     assert gpushare("wake", "--server", "b").code == 0
 

@@ -76,7 +76,7 @@ class RequestPolicy:
         """
         if priority > (most := self.most_priority(project)):
             raise InvalidRequest(
-                "priority is at most %1 in project %2 (priority_max in GPUShareBroker.projects)",
+                "priority is at most %1 in project %2: an administrator can raise that (priority_max)",
                 most,
                 project,
             )

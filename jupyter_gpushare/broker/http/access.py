@@ -77,7 +77,9 @@ class Access:
             NotAllowed: no valid token, or one without access to this service.
         """
         if model is None:
-            raise NotAllowed("this needs a token of the Hub (or a login)", reason="login")
+            raise NotAllowed(
+                "this needs a valid token of the Hub (its Token page makes one) or a login", reason="login"
+            )
         scopes = frozenset(model.get("scopes", ()))
         if not self.hub_auth.check_scopes(self.hub_auth.access_scopes, model):
             raise NotAllowed("your token has no access to the GPU service (access:services!service=...)")
