@@ -209,7 +209,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.how_to_wake_damaged": "Run any GPU cell to wake it.",
         "session.how_to_wake_usually": "Run any GPU cell to wake it, %1.",
         "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
-        "session.back_in": "It is back in %1.",
+        "session.back_in": "The GPU is back in %1.",
         "session.waits_for_capacity": (
             "Your GPU was borrowed and others use it: it comes back when there is free capacity, "
             "then your cell runs."

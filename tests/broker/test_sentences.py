@@ -103,7 +103,7 @@ async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(tmp_path
             await asyncio.sleep(0.1)
         text = " ".join(sorted(seen))
         assert "back from a training job of project nlp, then copying 18 GiB." in text
-        assert "Your cell runs after that. It is back in 5 to 12 s." in text
+        assert "Your cell runs after that. The GPU is back in 5 to 12 s." in text
         assert "Copying 18 GiB back to the GPU." in text
 
 

@@ -113,7 +113,7 @@ def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_that_takes():
     gives = facts(State.SUSPENDED, wanted=True, back_in=messages.range_text(5, 42))
     assert said(messages.sentence, gives) == (
         "Getting the GPU back from a training job of project nlp, then copying 6.5 GiB. "
-        "Your cell runs after that. It is back in 5 to 42 s."
+        "Your cell runs after that. The GPU is back in 5 to 42 s."
     )
     assert said(messages.badge, gives) == "Waking up"
     copies = facts(State.RESUMING)

@@ -74,7 +74,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_and_banner(page
     await expect(page.locator(".Toastify")).to_contain_text("No half GPU is free just now")
 
     broker.say_status(golden("status_waking") | {"seq": warned["seq"] + 3})
-    await expect(banner).to_contain_text("It is back in 5 to 12 s.")
+    await expect(banner).to_contain_text("The GPU is back in 5 to 12 s.")
     broker.say_status(golden("status_active") | {"seq": warned["seq"] + 4})
     await expect(page.locator(".Toastify")).to_contain_text("Your GPU is back after")
     await expect(banner).to_be_hidden()

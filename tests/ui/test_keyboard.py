@@ -231,7 +231,7 @@ async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, g
     await walk(page, "Tab", banner.get_by_role("button", name="Wake now"))
     await page.keyboard.press("Enter")
     lab.say(golden("status_waking"))
-    await expect(banner).to_contain_text("It is back in 5 to 12 s.")
+    await expect(banner).to_contain_text("The GPU is back in 5 to 12 s.")
     await expect(banner).to_be_focused()
     lab.say(golden("status_active"))
     await expect(banner).to_be_hidden()

@@ -176,7 +176,7 @@ async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(p
 async def test_a_gpu_with_lost_memory_is_never_said_to_be_back(page, lab, golden):
     banner, toasts = page.locator(".gpushare-banner"), page.locator(".Toastify")
     lab.say(golden("status_waking"))
-    await expect(banner).to_contain_text("It is back in 5 to 12 s.")
+    await expect(banner).to_contain_text("The GPU is back in 5 to 12 s.")
     lab.say(golden("status_lost"))
     lost = "Your GPU memory could not be brought back"
     await expect(banner).to_contain_text(f"GPU state lost. {lost} (the driver refused: CUDA error 46), so ")

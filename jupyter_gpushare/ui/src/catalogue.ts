@@ -184,7 +184,7 @@ export const CATALOGUE: {
   'session.how_to_wake_damaged': (trans, args) => trans.__('Run any GPU cell to wake it.', ...args),
   'session.how_to_wake_usually': (trans, args) => trans.__('Run any GPU cell to wake it, %1.', ...args),
   'session.how_to_wake_in': (trans, args) => trans.__('Run any GPU cell to wake it, which takes %1; your variables are safe.', ...args),
-  'session.back_in': (trans, args) => trans.__('It is back in %1.', ...args),
+  'session.back_in': (trans, args) => trans.__('The GPU is back in %1.', ...args),
   'session.waits_for_capacity': (trans, args) => trans.__('Your GPU was borrowed and others use it: it comes back when there is free capacity, then your cell runs.', ...args),
   'session.waits_for_checkpoint': (trans, args) => trans.__('Your GPU is guaranteed but busy for up to %1 more: a job is saving its checkpoint.', ...args),
   'session.waking': (trans, args) => trans.__('Getting the GPU back, then copying %1. Your cell runs after that.', ...args),

@@ -192,7 +192,7 @@ function Program({ model, trans }: IPartProps): JSX.Element {
           model={model}
           field="command"
           label={trans.__('Command')}
-          placeholder="python train.py --epochs 10"
+          placeholder={trans.__('like %1', 'python train.py --epochs 10')}
           {...(rows > 1 && { rows })}
         />
       )}
@@ -205,7 +205,7 @@ function Program({ model, trans }: IPartProps): JSX.Element {
           field="parameters"
           label={trans.__('Parameters')}
           rows={Math.max(2, Math.min(8, fields.parameters.split('\n').length))}
-          placeholder="lr = 0.1"
+          placeholder={trans.__('like %1', 'lr = 0.1')}
           hint={trans.__('The notebook runs into a copy beside it, which you can open at any time.')}
         />
       )}
@@ -239,13 +239,13 @@ function More({ model, trans }: IPartProps): JSX.Element {
         />
       )}
       <Text model={model} field="cwd" label={trans.__('Folder')} />
-      <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder="SEED=1" />
+      <Text model={model} field="variables" label={trans.__('Variables')} rows={2} placeholder={trans.__('like %1', 'SEED=1')} />
       <Text model={model} field="retries" label={trans.__('Tries after a failure')} />
       <Text
         model={model}
         field="notifyUrl"
         label={trans.__('Webhook')}
-        placeholder="https://chat.example.org/hook"
+        placeholder={trans.__('like %1', 'https://chat.example.org/hook')}
         hint={trans.__('The job tells this address when it starts, is stopped and ends.')}
       />
       <MaxRun model={model} trans={trans} />
@@ -430,12 +430,12 @@ export function Size(props: { model: LaunchModel; trans: TranslationBundle }): J
           model={model}
           field="gpus"
           label={trans.__('Number or part')}
-          placeholder="0.5"
+          placeholder={trans.__('like %1', '0.5')}
           hint={Number(gpus) > 1 ? trans.__('All of them together, or none.') : undefined}
         />
       )}
       {size === 'memory' && (
-        <Text model={model} field="memory" label={trans.__('Size')} placeholder="20GiB" />
+        <Text model={model} field="memory" label={trans.__('Size')} placeholder={trans.__('like %1', '20GiB')} />
       )}
     </fieldset>
   );
