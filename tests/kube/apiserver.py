@@ -191,11 +191,12 @@ class Handler(web.RequestHandler):
         until = asyncio.get_running_loop().time() + float(self.get_argument("timeoutSeconds", "30"))
         try:
             await self.flush()
-            while (left := until - asyncio.get_running_loop().time()) > 0:
+            # The bookmark says that nothing is missing: all that happened is told before.
+            while (left := until - asyncio.get_running_loop().time()) > 0 or not watch.queue.empty():
                 try:
-                    event = await asyncio.wait_for(watch.queue.get(), left)
+                    event = await asyncio.wait_for(watch.queue.get(), max(left, 0.01))
                 except TimeoutError:
-                    break
+                    continue
                 if event is None:
                     self.request.connection.stream.close()  # type: ignore[attr-defined]
                     return

@@ -293,6 +293,11 @@ class TestWatch:
         await client.delete(PODS, NS, "before")
         assert await told() == ("DELETED", "before")
 
+    async def test_all_that_happened_is_told_before_the_bookmark(self, server: ApiServer, client: ApiClient):
+        server.store.create("pods", NS, pod("one"))
+        told = [event async for event in client.watch(PODS, "0", namespace=NS, for_s=0)]
+        assert [event.type for event in told if event is not None] == ["ADDED", "BOOKMARK"]
+
     async def test_a_watch_ends_with_a_bookmark(self, server: ApiServer, client: ApiClient):
         server.store.create("queues", "", {"metadata": {"name": "q"}})
         events = [event async for event in client.watch(PODS, "0", namespace=NS, for_s=1)]
