@@ -102,6 +102,16 @@ class Devices(abc.ABC):
             HelperError: no answer, or a newer broker is at work.
         """
 
+    async def latest(self) -> Sample:
+        """Return a measurement with all that `watch` has told and that this broker has changed.
+
+        The rest may be older than in `sample`, where a new one of everything takes more than one question.
+
+        Raises:
+            HelperError: as `sample`.
+        """
+        return await self.sample()
+
     @abc.abstractmethod
     def watch(self) -> AsyncIterator[Event | None]:
         """Yield None once connected, then events until the connection ends.

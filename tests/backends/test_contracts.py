@@ -35,7 +35,7 @@ from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.core.model import Cluster
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.protocol.helper import Hello, LeaseSample, Phase, Sample, decode, encode
+from jupyter_gpushare.protocol.helper import Hello, LeaseSample, MoveResult, Phase, Sample, decode, encode
 from tests.backends.contract import (
     NOW,
     DeviceBench,
@@ -337,6 +337,17 @@ class TestNodeDevices(DevicesContract):
             task.cancel()
         await asyncio.gather(*moves, asked, return_exceptions=True)
 
+    async def test_news_of_a_node_asks_no_other(self) -> None:
+        changed, still = _Switched("b1-1"), _Switched("b2-1")
+        here = NodeDevices({"n1": changed, "n2": still}.copy, lambda: 1)
+        before = await here.sample()
+        still.answers.clear()
+        assert (await here.latest()).leases == before.leases
+        await here.resume("b1-1")
+        after = await here.latest()
+        assert [new == old for new, old in zip(after.leases, before.leases, strict=True)] == [False, True]
+        assert after.at == after.leases[1].measured_at, "as old as the oldest answer"
+
     async def test_without_nodes_nothing_is_known(self) -> None:
         with pytest.raises(HelperError, match="no node"):
             await NodeDevices(dict, lambda: 1).sample()
@@ -377,6 +388,7 @@ class _Answers:
         result = {
             "hello": Hello(version="", pid=1, boot_id="", epoch=1, simulated=True, now=now),
             "sample": Sample(at=now, devices=(), leases=(lease,), host_available_bytes=1, host_saved_bytes=0),
+            "resume": MoveResult(done=True),
         }[decode(line)["verb"]]
         self._line = encode({"ok": True, "result": asdict(result)})
 

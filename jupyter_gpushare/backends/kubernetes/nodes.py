@@ -18,26 +18,24 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from jupyter_gpushare.backends.base import Devices, Holder, Mount, Prepared
-from jupyter_gpushare.backends.helper_client import Address, HelperClient
-from jupyter_gpushare.backends.local import LocalDevices, holder_environment, limit_request
+from jupyter_gpushare.backends.helper_client import Address
+from jupyter_gpushare.backends.kubernetes.node import Node, shifted
+from jupyter_gpushare.backends.local import holder_environment, limit_request
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import (
-    DeviceSample,
     ErrorKind,
     Event,
     EventKind,
     Inventory,
-    LeaseSample,
     MoveResult,
     Refusal,
     Sample,
 )
-from jupyter_gpushare.protocol.seats import CountSeats, SeatSample, SeatsCounted
+from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
 
 T = TypeVar("T")
 
@@ -50,26 +48,6 @@ RETRY_S = 1.0
 _AT_ONCE = 32
 _EVENTS = 1024
 _NO_NODE = "no node has a device helper"
-
-
-class _Node:
-    """One node as it was last heard."""
-
-    def __init__(self, name: str, address: Address, epoch: Callable[[], int], seen_at: float) -> None:
-        self.name = name
-        self.address = address
-        self.client = HelperClient(address, epoch)
-        self.devices = LocalDevices(self.client)
-        self.seen_at = seen_at
-        self.offset_s = 0.0  # of this machine's clock to the node's
-        self.clock_at = float("-inf")
-        self.silent = ""  # why it does not answer
-        self.probe: asyncio.Task[None] | None = None  # while it is silent
-        self.inventory: Inventory | None = None
-        self.sample: Sample | None = None
-
-    def stale(self) -> str:
-        return f"the device helper of node {self.name} does not answer"
 
 
 class NodeDevices(Devices):
@@ -87,8 +65,9 @@ class NodeDevices(Devices):
         self._pools = pools
         self._epoch = epoch
         self._clock = clock
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Node] = {}
         self._where: dict[str, str] = {}  # handle -> node, as last heard
+        self._seated: dict[str, str] = {}  # seat -> node, as last heard
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._began_at = clock()
 
@@ -96,12 +75,11 @@ class NodeDevices(Devices):
 
     def seat_devices(self, seat: str) -> tuple[str, ...]:
         """Return the devices (UUIDs) of a connected seat by its name; empty: it is not connected."""
-        for node in self._nodes.values():
-            if node.sample is not None and not node.silent:
-                for found in node.sample.seats:
-                    if found.seat == seat and found.connected and not found.leaving:
-                        return found.devices
-        return ()
+        node = self._nodes.get(self._seated.get(seat, ""))
+        if node is None or node.sample is None or node.silent:
+            return ()
+        here = (x.devices for x in node.sample.seats if x.seat == seat and x.connected and not x.leaving)
+        return next(here, ())
 
     def sleepable(self) -> frozenset[str]:
         """Return the nodes with a helper that answers and a device on which leases can be suspended."""
@@ -140,7 +118,7 @@ class NodeDevices(Devices):
             host="",
             driver=first.driver,
             simulated=first.simulated,
-            devices=tuple(device for node in known for device in _devices(node)),
+            devices=tuple(device for node in known for device in node.shown_devices()),
             host_total_bytes=min(node.inventory.host_total_bytes for node in known if node.inventory),
             # Of one node: the engine compares what is parked on each node with it.
             host_budget_bytes=min(node.inventory.host_budget_bytes for node in known if node.inventory),
@@ -154,7 +132,22 @@ class NodeDevices(Devices):
         Raises:
             HelperError: no node answers, or one that may have leases has not answered yet.
         """
-        answers = self._some(await self._of_all(self._sample_of))
+        return await self._sampled(self._sample_of)
+
+    async def latest(self) -> Sample:
+        """As `sample`, of nodes without news what they said last: an event of one node asks no other.
+
+        Raises:
+            HelperError: as `sample`.
+        """
+
+        async def newest(node: Node) -> Sample:
+            return await self._sample_of(node) if node.sample is None or node.has_news else node.sample
+
+        return await self._sampled(newest)
+
+    async def _sampled(self, ask: Callable[[Node], Coroutine[Any, Any, Sample]]) -> Sample:
+        answers = self._some(await self._of_all(ask))
         for name, sample in answers.items():
             if (found := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
                 found.sample = sample
@@ -165,22 +158,24 @@ class NodeDevices(Devices):
         known = [(node, node.sample) for node in self._nodes.values() if node.sample is not None]
         present = {lease.lease for _, sample in known for lease in sample.leases}
         self._where = {handle: name for handle, name in self._where.items() if handle in present}
+        self._seated = {seat.seat: node.name for node, sample in known for seat in sample.seats}
         return Sample(
             at=min(sample.at for sample in answers.values()),
-            devices=tuple(device for node, sample in known for device in _device_samples(node, sample)),
+            devices=tuple(device for node, sample in known for device in node.device_samples(sample)),
             leases=tuple(lease for _, sample in known for lease in sample.leases),
             host_available_bytes=min(sample.host_available_bytes for sample in answers.values()),
             host_saved_bytes=sum(sample.host_saved_bytes for _, sample in known),
-            seats=tuple(seat for node, sample in known for seat in _seat_samples(node, sample)),
+            seats=tuple(seat for node, sample in known for seat in node.seat_samples(sample)),
         )
 
-    def _may_have_leases(self, node: _Node) -> bool:
+    def _may_have_leases(self, node: Node) -> bool:
         """Return whether a node that has not answered yet is waited for."""
         is_of_the_start = node.seen_at - self._began_at < FIRST_S
         is_new = self._clock() - node.seen_at < FIRST_S
         return is_new and (is_of_the_start or node.name in self._where.values())
 
-    async def _sample_of(self, node: _Node) -> Sample:
+    async def _sample_of(self, node: Node) -> Sample:
+        node.has_news = False
         sample = await node.devices.sample()
         by_number = node.name in self._pools()
         if sample.seats_by_number is not by_number:
@@ -190,7 +185,7 @@ class NodeDevices(Devices):
         return replace(
             sample,
             at=min(now, sample.at + offset_s),
-            leases=tuple(_shifted(lease, offset_s, now) for lease in sample.leases),
+            leases=tuple(shifted(lease, offset_s, now) for lease in sample.leases),
         )
 
     async def watch(self) -> AsyncIterator[Event | None]:
@@ -224,7 +219,7 @@ class NodeDevices(Devices):
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _follow(self, node: _Node, queue: asyncio.Queue[Event | HelperError | None]) -> None:
+    async def _follow(self, node: Node, queue: asyncio.Queue[Event | HelperError | None]) -> None:
         """Pass the events of one node on until its connection ends."""
         connected = False
         try:
@@ -235,6 +230,7 @@ class NodeDevices(Devices):
                         await queue.put(None)
                         await queue.put(self._news(node, f"the device helper of node {node.name} answers"))
                     else:
+                        node.has_news = True
                         await queue.put(replace(event, at=min(self._clock(), event.at + node.offset_s)))
         except HelperError as error:
             if error.kind == ErrorKind.STALE_EPOCH:
@@ -244,7 +240,7 @@ class NodeDevices(Devices):
             await queue.put(self._news(node, node.stale()))
         await asyncio.sleep(RETRY_S)
 
-    def _news(self, node: _Node, reason: str) -> Event:
+    def _news(self, node: Node, reason: str) -> Event:
         return Event(
             seq=0, at=self._clock(), kind=EventKind.DEVICE, reason=reason, fields={"node": node.name}
         )
@@ -258,7 +254,8 @@ class NodeDevices(Devices):
         """
         self._refresh()
         node = self._with_devices(holder)
-        files = await self._ask(node, node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles))
+        asked = node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles)
+        files = await self._change(node, asked)
         if not files.library:
             raise HelperError(
                 "library", f"the device helper of node {node.name} was started without --install-library"
@@ -274,7 +271,7 @@ class NodeDevices(Devices):
             ),
         )
 
-    def _with_devices(self, holder: Holder) -> _Node:
+    def _with_devices(self, holder: Holder) -> Node:
         for node in self._nodes.values():
             uuids = {device.uuid for device in node.inventory.devices} if node.inventory else set()
             if holder.limits.keys() <= uuids:
@@ -287,9 +284,7 @@ class NodeDevices(Devices):
     async def resume(self, handle: str) -> MoveResult:
         return await self._move(handle, lambda node: node.devices.resume(handle))
 
-    async def _move(
-        self, handle: str, move: Callable[[_Node], Coroutine[Any, Any, MoveResult]]
-    ) -> MoveResult:
+    async def _move(self, handle: str, move: Callable[[Node], Coroutine[Any, Any, MoveResult]]) -> MoveResult:
         results = await self._where_it_is(handle, move)
         none = MoveResult(
             done=False, refused=Refusal.NO_LEASE, reason=f"no lease {handle} on any node of the cluster"
@@ -301,9 +296,9 @@ class NodeDevices(Devices):
 
     async def end_process(self, device: str, process: str) -> None:
         node = self._with_device(device)
-        await self._ask(node, node.devices.end_process(device, process))
+        await self._change(node, node.devices.end_process(device, process))
 
-    def _with_device(self, uuid: str) -> _Node:
+    def _with_device(self, uuid: str) -> Node:
         for node in self._nodes.values():
             if node.inventory and any(device.uuid == uuid for device in node.inventory.devices):
                 return node
@@ -328,7 +323,7 @@ class NodeDevices(Devices):
         kept = {n: node for n, node in self._nodes.items() if listed.get(n) == node.address}
         for name, address in listed.items():
             if name not in kept:
-                kept[name] = _Node(name, address, self._epoch, self._clock())
+                kept[name] = Node(name, address, self._epoch, self._clock())
                 if (before := self._nodes.get(name)) is not None:  # the same node, elsewhere
                     kept[name].inventory, kept[name].sample = before.inventory, before.sample
         for name, node in self._nodes.items():
@@ -336,7 +331,7 @@ class NodeDevices(Devices):
                 node.probe.cancel()
         self._nodes = {name: kept[name] for name in sorted(kept)}
 
-    async def _where_it_is(self, handle: str, ask: Callable[[_Node], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _where_it_is(self, handle: str, ask: Callable[[Node], Coroutine[Any, Any, T]]) -> list[T]:
         """Return the answer of the node of a lease; of all nodes where that is not known.
 
         Raises:
@@ -345,9 +340,16 @@ class NodeDevices(Devices):
         self._refresh()
         name = self._where.get(handle)
         nodes = [self._nodes[name]] if name in self._nodes else list(self._nodes.values())
-        return await asyncio.gather(*(self._ask(node, ask(node)) for node in nodes))
+        return await asyncio.gather(*(self._change(node, ask(node)) for node in nodes))
 
-    async def _ask(self, node: _Node, request: Awaitable[T]) -> T:
+    async def _change(self, node: Node, request: Awaitable[T]) -> T:
+        """As `_ask`, for what the next sample has to show."""
+        try:
+            return await self._ask(node, request)
+        finally:
+            node.has_news = True
+
+    async def _ask(self, node: Node, request: Awaitable[T]) -> T:
         """Return a node's answer, and note whether it gave one.
 
         Raises:
@@ -359,14 +361,15 @@ class NodeDevices(Devices):
             if error.kind in ("unreachable", "silent", "garbled", "not_verified"):
                 node.silent = str(error)
             raise
-        node.silent = ""
+        if node.silent:
+            node.silent, node.has_news = "", True
         return answer
 
-    async def _of_all(self, ask: Callable[[_Node], Coroutine[Any, Any, T]]) -> dict[str, T | HelperError]:
+    async def _of_all(self, ask: Callable[[Node], Coroutine[Any, Any, T]]) -> dict[str, T | HelperError]:
         """Return what each node says: an error for one that is silent, which is asked beside the others."""
         self._refresh()
 
-        async def one(node: _Node) -> T | HelperError:
+        async def one(node: Node) -> T | HelperError:
             if node.silent:
                 if node.probe is None or node.probe.done():
                     node.probe = asyncio.create_task(self._probe(node))
@@ -385,12 +388,12 @@ class NodeDevices(Devices):
         nodes = list(self._nodes.values())
         return dict(zip((n.name for n in nodes), await asyncio.gather(*map(one, nodes)), strict=True))
 
-    async def _probe(self, node: _Node) -> None:
+    async def _probe(self, node: Node) -> None:
         """Ask a silent node for its clock; once it answers it is not silent any more."""
         with contextlib.suppress(HelperError):
             await self._compare_clocks(node)
 
-    async def _compare_clocks(self, node: _Node) -> None:
+    async def _compare_clocks(self, node: Node) -> None:
         began_at = self._clock()
         if began_at - node.clock_at < CLOCK_EVERY_S and not node.silent:
             return
@@ -412,32 +415,3 @@ class NodeDevices(Devices):
         if not found:
             raise failures[0] if failures else HelperError("unreachable", _NO_NODE)
         return found
-
-
-def _devices(node: _Node) -> tuple[helper.Device, ...]:
-    devices = node.inventory.devices if node.inventory else ()
-    unhealthy = partial(replace, healthy=False, reason=node.stale(), suspendable=False)
-    return tuple(map(unhealthy, devices)) if node.silent else devices
-
-
-def _device_samples(node: _Node, sample: Sample) -> tuple[DeviceSample, ...]:
-    unhealthy = partial(replace, healthy=False, reason=node.stale())
-    return tuple(map(unhealthy, sample.devices)) if node.silent else sample.devices
-
-
-def _seat_samples(node: _Node, sample: Sample) -> tuple[SeatSample, ...]:
-    return tuple(replace(seat, connected=False) for seat in sample.seats) if node.silent else sample.seats
-
-
-def _shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
-    """Return a lease's sample with the times of this machine's clock."""
-    return replace(
-        lease,
-        measured_at=min(now, lease.measured_at + offset_s),
-        active_at=min(now, lease.active_at + offset_s),
-        unread_since=lease.unread_since and min(now, lease.unread_since + offset_s),
-        processes=tuple(
-            replace(process, started_at=min(now, process.started_at + offset_s))
-            for process in lease.processes
-        ),
-    )

@@ -35,8 +35,8 @@ class Observer:
         self._epoch_checked = False
         self._beyond_machine = ""  # what was said last about quotas
 
-    async def measure(self) -> None:
-        """Take one sample and note what it says about each lease.
+    async def measure(self, *, all_anew: bool = True) -> None:
+        """Take one sample and note what it says about each lease; else `Devices.latest`.
 
         Raises:
             HelperError: no answer, or a newer broker is at work.
@@ -52,7 +52,7 @@ class Observer:
             state.inventory = await self._devices.inventory()
             self._inventory_due = False
             self._check_quotas()
-        sample = await self._devices.sample()
+        sample = await (self._devices.sample() if all_anew else self._devices.latest())
         if sample.at < state.sampled_at:
             return  # a newer one was answered meanwhile
         before, now = state.sample, registry.clock()
@@ -174,7 +174,7 @@ class Observer:
             case EventKind.WANTED if record is not None:
                 await self._wanted(record, queries_only=event.fields.get("queries_only") == "true")
             case EventKind.ENDED | EventKind.SEAT:
-                await self.measure()
+                await self.measure(all_anew=False)
                 self.registry.changed.set()
             case EventKind.DEVICE:
                 await self._on_device_event(event, record)
