@@ -326,7 +326,7 @@ class KaiEngine(Engine):
 
     async def _wait_for(self, lease: str, name: str, until: Callable[[Seat], object]) -> Seat:
         while True:
-            seat = next((s for s in self._seats.seats().get(lease, ()) if s.name == name), None)
+            seat = self._seats.seat(name)
             if seat is not None and until(seat):
                 return seat
             await self._seats.wait(_ROUND_S)

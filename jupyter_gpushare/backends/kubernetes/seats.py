@@ -80,6 +80,8 @@ class KubeSeats:
         self._news = asyncio.Event()
         self._beginning: set[str] = set()  # seats being created
         self._deleted: dict[str, str] = {}  # deleted pods, and the version that was; until the watch tells it
+        # What each seat was read from last, and that seat: most stay as they are between two rounds.
+        self._read: dict[str, tuple[tuple[PodGroup, Pod | None, bool, tuple[str, ...]], Seat]] = {}
         own = {"namespace": site.namespace, "selector": SELECTOR, "changed": self.notify}
         self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
         self._groups: Reflector[PodGroup] = Reflector(client, POD_GROUPS, **own)  # type: ignore[arg-type]
@@ -138,15 +140,25 @@ class KubeSeats:
         """
         found: dict[str, list[Seat]] = {}
         self._deleted = {n: v for n, v in self._deleted.items() if n in self._pods.objects}
-        for name in (self._groups.objects.keys() | self._pods.objects.keys()) - self._beginning:
-            pod = self._pods.objects.get(name)
-            known = self._groups.objects.get(name) or PodGroup(
-                metadata=pod.metadata if pod else Meta(name=name)
-            )
-            self._check_epoch(known, pod)
-            seat = self._seat(name, known, pod)
-            found.setdefault(seat.lease, []).append(seat)
+        names = self._groups.objects.keys() | self._pods.objects.keys()
+        self._read = {name: read for name, read in self._read.items() if name in names}
+        for name in names:
+            if (seat := self.seat(name)) is not None:
+                found.setdefault(seat.lease, []).append(seat)
         return {lease: tuple(sorted(mine, key=lambda s: s.name)) for lease, mine in found.items()}
+
+    def seat(self, name: str) -> Seat | None:
+        """Return one seat; None: it does not exist, or is being created.
+
+        Raises:
+            Superseded: a newer broker changed it.
+        """
+        group, pod = self._groups.objects.get(name), self._pods.objects.get(name)
+        if name in self._beginning or (group is None and pod is None):
+            return None
+        known = group or PodGroup(metadata=pod.metadata if pod else Meta(name=name))
+        self._check_epoch(known, pod)
+        return self._seat(name, known, pod)
 
     def _check_epoch(self, *objects: PodGroup | Pod | None) -> None:
         for found in objects:
@@ -154,18 +166,11 @@ class KubeSeats:
                 raise Superseded("this broker ends: a newer one has changed the seats of the cluster")
 
     def _seat(self, name: str, group: PodGroup, pod: Pod | None) -> Seat:
-        reasons, created = group.refusals, group.metadata.creation_timestamp
-        return Seat(
-            name=name,
-            lease=group.metadata.labels.get(LEASE_LABEL, ""),
-            seating=Seating.LEAVING if name in self._deleted else _seating(group, pod),
-            terms=group.terms,
-            node=pod.spec.node_name if pod is not None else "",
-            not_nodes=pod.not_nodes if pod is not None else (),
-            devices=self._connected(name),
-            since_at=datetime.fromisoformat(created).timestamp() if created else 0.0,
-            why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,
-        )
+        seen = group, pod, name in self._deleted, self._connected(name)
+        before = self._read.get(name)
+        if before is None or before[0] != seen:
+            before = self._read[name] = seen, _seat_of(name, *seen)
+        return before[1]
 
     # ---- changes -------------------------------------------------------------
 
@@ -266,6 +271,21 @@ def _unless_changed() -> Iterator[None]:
     except KubeError as error:
         if error.status not in (404, 409):
             raise
+
+
+def _seat_of(name: str, group: PodGroup, pod: Pod | None, is_deleted: bool, devices: tuple[str, ...]) -> Seat:
+    reasons, created = group.refusals, group.metadata.creation_timestamp
+    return Seat(
+        name=name,
+        lease=group.metadata.labels.get(LEASE_LABEL, ""),
+        seating=Seating.LEAVING if is_deleted else _seating(group, pod),
+        terms=group.terms,
+        node=pod.spec.node_name if pod is not None else "",
+        not_nodes=pod.not_nodes if pod is not None else (),
+        devices=devices,
+        since_at=datetime.fromisoformat(created).timestamp() if created else 0.0,
+        why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,
+    )
 
 
 def _seating(group: PodGroup, pod: Pod | None) -> Seating:

@@ -99,7 +99,7 @@ class DeviceState:
 
     def suspend_obstacle(self, uuids: Collection[str]) -> str:
         """Return why nothing can be suspended on one of these devices; empty when it can."""
-        return next((d.suspend_reason for d in self.listed if d.uuid in uuids and not d.suspendable), "")
+        return next((d.suspend_reason for d in self.listed if not d.suspendable and d.uuid in uuids), "")
 
     def copy_rates(self, uuids: Collection[str]) -> tuple[float, float]:
         """Return bytes per second of a suspension and of a resume; 0: unknown.

@@ -35,6 +35,7 @@ from jupyter_gpushare.core.kube.claims import (
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, return_is_certain
 from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
+from jupyter_gpushare.core.size import Size
 
 _LAS = LeastAttained(preempts=True)
 # Of leases with processes on their devices, or that are being started there.
@@ -86,6 +87,7 @@ class _Round:
         self._node = {device.uuid: device.node for device in cluster.devices}
         self._claimants = claimants(cluster)
         self._claimed = claimed_milli(cluster, self._claimants | immovable(cluster))
+        self._closed: dict[Size, frozenset[str]] = {}
         self._times: list[float] = []
         owners = [x for x in cluster.leases if x.id in self._claimants and self._is_returning(x)]
         self._owners = [x for x in owners if not pools.is_in_pool(x, cluster.devices)]
@@ -123,7 +125,9 @@ class _Round:
     def _not_nodes(self, lease: Lease, seat_class: SeatClass) -> tuple[str, ...]:
         """Return the nodes that a new seat may not be placed on, sorted."""
         self._times += [until for _, until in lease.avoids]
-        excluded = closed_pools(self._cluster, lease.size) | frozenset(avoided_nodes(lease, self._now))
+        if lease.size not in self._closed:
+            self._closed[lease.size] = closed_pools(self._cluster, lease.size)
+        excluded = self._closed[lease.size] | frozenset(avoided_nodes(lease, self._now))
         if seat_class is SeatClass.SESSION:
             excluded |= frozenset(full_nodes(self._cluster, lease.size, self._claimed))
         elif seat_class is SeatClass.BORROWED:
