@@ -113,8 +113,8 @@ def test_while_the_api_server_is_silent_work_goes_on_and_nothing_is_lent(lent: L
     begun = time.monotonic()
     story.cluster.server.freeze()
     try:
-        said = until(lambda: [t for t in story.trouble() if "API server" in t], "health says it")
-        assert "nothing is lent" in said[0]
+        # Before that it may say that a change of a seat, under way just then, has failed.
+        until(lambda: any("nothing is lent" in said for said in story.trouble()), "health says it")
         while time.monotonic() < begun + 20:
             assert story.session("ada")["state"] == "running"
             time.sleep(0.5)
