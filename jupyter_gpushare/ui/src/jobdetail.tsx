@@ -235,9 +235,17 @@ function useEnd(
   };
   // Before it is drawn: no scroll event comes between new text and this.
   React.useLayoutEffect(settle, [follows, ...content]);
-  React.useEffect(() => {
-    // Another height, and a tab that is shown again, leave it elsewhere.
-    const observer = new ResizeObserver(settle);
+  React.useLayoutEffect(() => {
+    // Another size, and a tab that is shown again, leave it elsewhere.  The observer also calls once at its
+    // start, when a user may have scrolled already.
+    let { clientWidth, clientHeight } = box.current!;
+    const observer = new ResizeObserver(() => {
+      const { current } = box;
+      if (current!.clientWidth !== clientWidth || current!.clientHeight !== clientHeight) {
+        ({ clientWidth, clientHeight } = current!);
+        settle();
+      }
+    });
     observer.observe(box.current!);
     return () => observer.disconnect();
   }, [follows]);
