@@ -44,7 +44,7 @@ describe('translated', () => {
     const seconds = (n: string): IText => ({ key: 'duration.seconds', args: [n] });
     const range = { key: 'range.mixed', args: [seconds('40'), { key: 'duration.minutes', args: ['3'] }] };
     const told = { sentence: '', sentence_texts: [{ key: 'session.back_in', args: [range] }] };
-    expect(translated(LOUD, told).sentence).toBe('IT IS BACK IN 40 S TO 3 MIN.');
+    expect(translated(LOUD, told).sentence).toBe('THE GPU IS BACK IN 40 S TO 3 MIN.');
   });
 
   it("writes a time in the reader's zone, with seconds where it has them", () => {
