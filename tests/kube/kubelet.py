@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ HOSTNAME = "kubernetes.io/hostname"
 RESERVATIONS = "kai-resource-reservation"
 _RESERVED = "run.ai/reserve_for_gpu_index"
 MIB = 81920  # of each GPU
+_PODS = IPv4Address("127.64.0.0")  # the lowest address of a pod
 MARK = "GPUSHARE_TEST_POD"  # in the environment of every process of a pod: its uid
 _CDI = "k8s.device-plugin.nvidia.com/gpu="
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
@@ -117,7 +120,8 @@ class Kubelet:
         self.images = dict(images or {})  # what an image runs before its arguments
         self.nodes = {node.name: node for node in nodes}
         self.running: dict[str, Running] = {}  # by uid of their pod
-        self._addresses = itertools.count(2)
+        # Pods of other kubelets on this machine listen on the same ports.
+        self._addresses = itertools.count(random.randrange(1 << 21))
         for node in self.nodes.values():
             store.create("nodes", "", node_body(node.name, len(node.gpus)))
 
@@ -206,8 +210,7 @@ class Kubelet:
         devices = self._devices(pod, node)
         if devices is None or not all(Path(each).exists() for each in folders):
             return  # ContainerCreating, as long as that is so
-        number = next(self._addresses)
-        address = f"127.77.{number // 250}.{number % 250 + 1}"
+        address = str(_PODS + next(self._addresses))
         environ = self._environ(pod, node, address, has_gpus=bool(devices))
         begins = container.get("command") or self.images.get(container["image"], ())
         words = [*begins, *(container.get("args") or ())]
