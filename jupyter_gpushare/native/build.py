@@ -41,6 +41,7 @@ LIBRARIES = (
         "sim/libcuda.so.1",
         (
             "simulator/sim_gpu.c",
+            "simulator/sim_moves.c",
             "simulator/sim_spec.c",
             "simulator/sim_cuda.c",
             "simulator/sim_context.c",
@@ -66,6 +67,7 @@ LIBRARIES = (
         "sim/libnvidia-ml.so.1",
         (
             "simulator/sim_gpu.c",
+            "simulator/sim_moves.c",
             "simulator/sim_spec.c",
             "simulator/sim_nvml.c",
             "simulator/sim_nvml_usage.c",

@@ -68,24 +68,12 @@ def fill(machine: Machine, name: str, limit_bytes: int) -> Worker:
     return worker
 
 
-#: As a driver that keeps memory for itself, which an empty device shows as used.
-HIDES = f"""
-from types import SimpleNamespace
-from jupyter_gpushare.gpu.driver import nvml
-look = nvml._memory
-def less(handle):
-    memory, hidden = look(handle), {HIDDEN_BYTES}
-    return SimpleNamespace(total=memory.total, used=memory.used + hidden, free=memory.free - hidden)
-nvml._memory = less
-"""
-
-
 @pytest.fixture
 def sized(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A machine with one device of as many GB as the test asks for, some of it hidden."""
     gib, hidden_bytes = request.param
-    for machine in machine_in(tmp_path, spec=f"1xGPU-{gib}GB,host=512GiB"):
-        machine.start(before=HIDES if hidden_bytes else "")
+    for machine in machine_in(tmp_path, spec=f"1xGPU-{gib}GB,host=512GiB,reserved={hidden_bytes // MIB}MiB"):
+        machine.start()
         yield machine
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import MIB, PATIENCE_S, Machine, Refused, until
+from tests.gpu.machine import MIB, PATIENCE_S, Machine, Refused, machine_in, until
+from tests.simulator import Fault
 
 # Of a lease with two processes; see `Machine.start`.
 WHILE_SUSPENDING = [
@@ -68,6 +69,35 @@ def test_killed_while_suspending(bare: Machine, point: str) -> None:
 def test_killed_while_resuming(bare: Machine, point: str) -> None:
     killed_during(bare, "resume", point)
     ends_well(bare)
+
+
+@pytest.mark.parametrize("then", ["done", pytest.param("undone", marks=pytest.mark.long)])
+@pytest.mark.parametrize("during", ["Lock", "Checkpoint", "Restore"])
+def test_killed_within_a_call_of_the_driver(tmp_path: Path, during: str, then: str) -> None:
+    """What becomes of the call is not documented: it is undone, or the driver brings it to its end."""
+    spec = f"1xH100-80GB,host=512GiB,context=0GiB,copy=1GB/s,caller-dies={then}"
+    for machine in machine_in(tmp_path, spec=spec):
+        machine.start()
+        machine.lease("ada")
+        machine.workers = [machine.worker("ada", mib=256) for _ in range(2)]
+        verb = "resume" if during == "Restore" else "suspend"
+        if verb == "resume":
+            assert machine.ask("suspend", lease="ada")["done"]
+        if during == "Lock":
+            machine.sim.fault(Fault.HANG_CALL, pid=machine.workers[0].pid, value=1000)
+            machine.workers[0].tell("check")
+            until(lambda sim=machine.sim: sim.faults_left() == 0, "a call holds the lock up")
+        watch = machine.watch()
+        total, _ = machine.sim.host_memory()
+        machine.client().send(f'{{"verb":"{verb}","epoch":1,"lease":"ada"}}\n'.encode())
+        if during == "Lock":
+            assert watch.event("phase", "ada")
+        elif during == "Checkpoint":
+            until(lambda sim=machine.sim, n=total: sim.host_memory()[1] < n, "the copy begins")
+        else:
+            until(lambda sim=machine.sim: sim.device_used(0) > 0, "the copy begins")
+        machine.stop(signal.SIGKILL)
+        ends_well(machine)
 
 
 @pytest.mark.parametrize(

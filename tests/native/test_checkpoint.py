@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.conftest import Checkpoint, checkpoint_in
-from tests.native.worker import Worker
+from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, MIB, Event, Fault, Simulator
 from tests.waiting import PATIENCE_S
 
@@ -152,7 +152,14 @@ def test_without_host_memory_nothing_moves(tmp_path: Path) -> None:
             assert machine.device_used(0) == 6 * GIB
             assert machine.host_memory() == (4 * GIB, 4 * GIB)
             assert driver.unlock(kernel.pid) == 0
-            assert kernel.ask("b.is_intact()")
+            assert is_damaged(kernel)
+
+
+def is_damaged(kernel: Worker) -> bool:
+    """Whether CUDA calls of a process fail: the driver promises nothing after a failed checkpoint."""
+    with pytest.raises(WorkerError) as broken:
+        kernel.run("gpu.synchronize()")
+    return broken.value.code == 999
 
 
 def test_faults_leave_the_process_where_it_was(machine: Simulator, driver: Checkpoint) -> None:
@@ -199,7 +206,7 @@ def test_restore_can_move_to_another_device(machine: Simulator, driver: Checkpoi
         "cuda.cuCtxEnablePeerAccess(other._context, 0)",
     ],
 )
-def test_what_cannot_be_checkpointed_stays_and_goes_on(
+def test_what_cannot_be_checkpointed_stays_on_the_device_and_is_damaged(
     machine: Simulator, driver: Checkpoint, hindrance: str
 ) -> None:
     with Worker(machine.env()) as kernel:
@@ -209,7 +216,8 @@ def test_what_cannot_be_checkpointed_stays_and_goes_on(
         assert driver.lock(kernel.pid) == 0
         assert driver.checkpoint(kernel.pid) == NOT_SUPPORTED
         assert driver.unlock(kernel.pid) == 0
-        assert kernel.ask("b.is_intact()")
+        assert machine.device_used(0) >= GIB
+        assert is_damaged(kernel)
 
 
 def test_copies_take_their_time_and_both_sides_are_charged_meanwhile(tmp_path: Path) -> None:
@@ -229,9 +237,11 @@ def test_copies_take_their_time_and_both_sides_are_charged_meanwhile(tmp_path: P
             assert kernel.ask("b.is_intact()")
 
 
+@pytest.mark.parametrize("then", ["undone", "done"])
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
-def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step: str) -> None:
-    machine = Simulator(tmp_path, "1xH100-80GB,host=64GiB,context=0GiB,free-delay=0,copy=1GB/s")
+def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step: str, then: str) -> None:
+    spec = "1xH100-80GB,host=64GiB,context=0GiB,free-delay=0,copy=4GB/s"
+    machine = Simulator(tmp_path, f"{spec},caller-dies={then}")
     with Worker(machine.env()) as kernel:
         kernel.run("b = gpu.allocate('2GiB'); b.fill()")
         for doomed in checkpoint_in(machine.env()):
@@ -248,15 +258,19 @@ def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step:
             doomed.worker.process.send_signal(signal.SIGKILL)
             doomed.worker.process.wait(PATIENCE_S)
         for driver in checkpoint_in(machine.env()):
-            if step == "lock":
-                kernel.run("b.finish_step()")  # its gate opened by itself
-            elif step == "checkpoint":
+            before = {"lock": RUNNING, "checkpoint": LOCKED, "restore": CHECKPOINTED}[step]
+            after = CHECKPOINTED if step == "checkpoint" else LOCKED
+            # Asked about at once: the driver answers when nothing is half-way any more.
+            assert driver.call("cuCheckpointProcessGetState", kernel.pid, "ctypes.byref(ctypes.c_int())") == 0
+            assert machine.process_state(kernel.pid) == (before if then == "undone" else after)
+            if machine.process_state(kernel.pid) == CHECKPOINTED:
+                assert (machine.device_used(0), machine.host_memory()[1]) == (0, 62 * GIB)
+                assert driver.restore(kernel.pid) == 0
+            assert (machine.device_used(0), machine.host_memory()[1]) == (2 * GIB, 64 * GIB)
+            if machine.process_state(kernel.pid) == LOCKED:
                 assert driver.unlock(kernel.pid) == 0
-                assert machine.host_memory()[1] == 64 * GIB
-            else:
-                assert machine.process_state(kernel.pid) == CHECKPOINTED
-                assert machine.device_used(0) == 0
-                driver.resume(kernel.pid)
+            if step == "lock":
+                kernel.run("b.finish_step()")
             assert kernel.ask("b.is_intact()")
 
 

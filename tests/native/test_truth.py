@@ -103,7 +103,21 @@ def test_a_restore_out_of_memory_may_leave_the_process_failed(driver: tuple[Simu
         assert machine.device_used(0) == 0
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/42 (A100 40 GB)")
+#: What every test of a refused Checkpoint shows beside its own source.
+damaged = source(
+    f"{CUDA_CHECKPOINT} README (driver 570): a process is not kept in a good state after an error"
+)
+
+
+def is_damaged(kernel: Worker) -> bool:
+    """Whether CUDA calls of a process fail from now on."""
+    with pytest.raises(WorkerError) as broken:
+        kernel.run("gpu.synchronize()")
+    return broken.value.code == 999
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/42 (2025-12, A100 40 GB; names no driver)")
+@damaged
 def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_path: Path) -> None:
     machine = Simulator(tmp_path, "1xA100-40GB MIG 3g-20GB,context=0GiB,free-delay=0,mig")
     for checkpoint in checkpoint_in(machine.env()):
@@ -111,10 +125,11 @@ def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_pat
             assert checkpoint.lock(kernel.pid) == 0
             assert checkpoint.checkpoint(kernel.pid) == OUT_OF_MEMORY
             assert checkpoint.unlock(kernel.pid) == 0
-            kernel.run("gpu.allocate(8)")
+            assert is_damaged(kernel)
 
 
 @source(f"{CUDA_CHECKPOINT}/issues/34 (drivers 570.86.15 and 570.158.01)")
+@damaged
 @with_options("driver=570.158.01")
 def test_driver_570_refuses_a_process_with_modules_after_the_lock(
     driver: tuple[Simulator, Checkpoint],
@@ -124,6 +139,7 @@ def test_driver_570_refuses_a_process_with_modules_after_the_lock(
         assert checkpoint.lock(torch.pid) == 0
         assert checkpoint.checkpoint(torch.pid) == NOT_SUPPORTED
         assert checkpoint.unlock(torch.pid) == 0
+        assert is_damaged(torch)
         plain.run(_CONTEXT)
         checkpoint.suspend(plain.pid)
         checkpoint.resume(plain.pid)
@@ -138,7 +154,7 @@ assert cuda.cuCtxSetCurrent(context) == 0
 """
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/30 (driver 575.57.08), /issues/45")
+@source(f"{CUDA_CHECKPOINT}/issues/30 (driver 575.57.08); /issues/45 (2026-02) names no driver")
 def test_a_second_nccl_process_cannot_even_be_asked_while_the_first_is_locked(
     driver: tuple[Simulator, Checkpoint], tmp_path: Path
 ) -> None:
@@ -160,7 +176,7 @@ def test_a_second_nccl_process_cannot_even_be_asked_while_the_first_is_locked(
             assert third.worker.answer() == 0
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/6, /issues/25, /issues/41")
+@source(f"{CUDA_CHECKPOINT}/issues/25 (driver 565.57.01); /issues/6 (2024-05, code 304) names no driver")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 @pytest.mark.parametrize(
     ("by", "code"), [("root", OPERATING_SYSTEM), ("yama", OPERATING_SYSTEM), ("any-uid", 0)]
@@ -176,7 +192,7 @@ def test_only_root_or_a_tracer_may_checkpoint(tmp_path: Path, by: str, code: int
             assert checkpoint.lock(kernel.pid) == code
 
 
-@source("Linux, Documentation/admin-guide/LSM/Yama.rst: ptrace_scope 1; cuda-checkpoint issue 41")
+@source(f"Linux 6.12, admin-guide/LSM/Yama.rst: ptrace_scope 1; {CUDA_CHECKPOINT}/issues/41 (2025-12)")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 @pytest.mark.parametrize(("by", "code"), [("root", OPERATING_SYSTEM), ("yama", 0)])
 def test_under_yama_a_user_may_checkpoint_only_what_it_started(tmp_path: Path, by: str, code: int) -> None:
@@ -201,7 +217,7 @@ assert os.read(ready, 1) == b"x" and cuda.cuInit(0) == 0
             parent.run("os.kill(child, 9); os.waitpid(child, 0)")
 
 
-@source(f"{CUDA_CHECKPOINT} README: submitted work, stream callbacks included, is completed by Lock")
+@source(f"{CUDA_CHECKPOINT} README (driver 570): submitted work, stream callbacks too, is completed by Lock")
 def test_lock_waits_for_a_host_function_and_so_does_synchronizing(
     driver: tuple[Simulator, Checkpoint],
 ) -> None:
@@ -217,7 +233,7 @@ def test_lock_waits_for_a_host_function_and_so_does_synchronizing(
         assert checkpoint.unlock(kernel.pid) == 0
 
 
-@source(f"{CUDA_CHECKPOINT} README: no attempt to keep the process in a good state after an error")
+@damaged
 def test_a_failed_checkpoint_may_leave_a_damaged_process(driver: tuple[Simulator, Checkpoint]) -> None:
     machine, checkpoint = driver
     with Worker(machine.env()) as kernel:
@@ -225,12 +241,10 @@ def test_a_failed_checkpoint_may_leave_a_damaged_process(driver: tuple[Simulator
         assert checkpoint.lock(kernel.pid) == 0
         assert checkpoint.checkpoint(kernel.pid) == 999
         assert checkpoint.unlock(kernel.pid) == 0
-        with pytest.raises(WorkerError) as broken:
-            kernel.run("gpu.synchronize()")
-        assert broken.value.code == 999
+        assert is_damaged(kernel)
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/58 (driver 610.57.04, H100), /issues/5")
+@source(f"{CUDA_CHECKPOINT}/issues/58 (driver 610.57.04, H100)")
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
 def test_a_call_may_end_its_target(driver: tuple[Simulator, Checkpoint], step: str) -> None:
     machine, checkpoint = driver
@@ -242,7 +256,7 @@ def test_a_call_may_end_its_target(driver: tuple[Simulator, Checkpoint], step: s
         assert ended(kernel) == signal.SIGSEGV
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/33: the target allocates the host memory")
+@source(f"{CUDA_CHECKPOINT}/issues/33 (2025-07, names no driver): the target allocates the host memory")
 def test_a_checkpoint_beyond_the_targets_memory_cgroup_ends_it(
     driver: tuple[Simulator, Checkpoint], tmp_path: Path
 ) -> None:
@@ -263,8 +277,9 @@ def test_a_checkpoint_beyond_the_targets_memory_cgroup_ends_it(
         assert ended(kernel) == signal.SIGKILL
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/15: CUPTI is not supported")
-@source(f"{CUDA_CHECKPOINT} README, Functionality: memory shared with others (dma-buf alike)")
+@source(f"{CUDA_CHECKPOINT}/issues/15 (as of 2026-11): CUPTI is not supported")
+@source(f"{CUDA_CHECKPOINT} README, Functionality (driver 570): IPC memory, and so memory shared by dma-buf")
+@damaged
 @pytest.mark.parametrize(
     "call",
     [
@@ -283,13 +298,13 @@ def test_a_process_that_is_traced_or_shares_memory_answers_not_supported(
         assert checkpoint.lock(kernel.pid) == 0
         assert checkpoint.checkpoint(kernel.pid) == NOT_SUPPORTED
         assert checkpoint.unlock(kernel.pid) == 0
-        kernel.run("gpu.synchronize()")
+        assert is_damaged(kernel)
 
 
 # ---- processes and memory, as NVML shows them ----
 
 
-@source("https://github.com/llm-d-incubation/llm-d-rl-time-slicing/pull/148")
+@source("https://github.com/llm-d-incubation/llm-d-rl-time-slicing/pull/148 (2026-08, names no driver)")
 def test_a_process_that_only_called_cu_init_is_listed_with_0_bytes_and_cannot_be_locked(
     driver: tuple[Simulator, Checkpoint],
 ) -> None:
@@ -308,7 +323,9 @@ def test_a_process_that_only_called_cu_init_is_listed_with_0_bytes_and_cannot_be
 
 
 @source("https://github.com/Project-HAMi/HAMi-core/issues/112 (driver 560.35): 0 bytes")
-@source("https://github.com/NVIDIA/open-gpu-kernel-modules/pull/614: not available")
+@source(
+    "https://github.com/NVIDIA/open-gpu-kernel-modules/pull/614 (2024-03, names no driver): not available"
+)
 @pytest.mark.parametrize(("bytes_", "shown"), [("shown", GIB), ("zero", 0), ("unavailable", None)])
 def test_nvml_may_hide_the_bytes_of_a_process(tmp_path: Path, bytes_: str, shown: int | None) -> None:
     machine = machine_with(tmp_path, f"bytes={bytes_}")
@@ -319,7 +336,7 @@ def test_nvml_may_hide_the_bytes_of_a_process(tmp_path: Path, bytes_: str, shown
         assert kernel.ask("n.nvmlDeviceGetMemoryInfo(h).used") == GIB
 
 
-@source("docs.nvidia.com/deploy/nvml-api, Field Value Queries; Error Recovery and Response Flags")
+@source("NVML API reference r580, Field Value Queries; Error Recovery and Response Flags")
 def test_nvml_tells_which_recovery_action_a_gpu_needs(tmp_path: Path) -> None:
     machine = machine_with(tmp_path)
     with Worker(machine.env()) as monitor:
@@ -362,7 +379,7 @@ def test_a_context_grows_with_modules_and_with_its_first_restore(tmp_path: Path)
             assert machine.device_used(0) == 0
 
 
-@source("https://github.com/vllm-project/vllm, tests/utils.py, wait_for_gpu_memory_to_clear")
+@source("https://github.com/vllm-project/vllm, tests/utils.py (2026-11), wait_for_gpu_memory_to_clear")
 def test_memory_comes_free_some_time_after_the_end_of_its_process(tmp_path: Path) -> None:
     machine = machine_with(tmp_path, "free-delay=3000")
     with Worker(machine.env()) as kernel, Worker(machine.env()) as other:
@@ -381,6 +398,21 @@ def test_memory_comes_free_some_time_after_the_end_of_its_process(tmp_path: Path
         other.run("gpu.allocate('60GiB')")
 
 
+@source("NVML API reference r590, nvmlMemory_t: used is reserved and allocated; some is always set aside")
+def test_an_empty_device_may_show_memory_as_used(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "reserved=600MiB")
+    with Worker(machine.env()) as kernel:
+        kernel.run(NVML)
+        kernel.run("gib = 1 << 30; n2 = n.nvmlDeviceGetMemoryInfo(h, version=n.nvmlMemory_v2)")
+        kernel.run("info = n.nvmlDeviceGetMemoryInfo(h)")
+        assert kernel.ask("[info.total, info.used, info.free]") == [80 * GIB, 600 * MIB, 80 * GIB - 600 * MIB]
+        assert kernel.ask("[n2.reserved, n2.used, n2.free]") == [600 * MIB, 0, 80 * GIB - 600 * MIB]
+        assert kernel.ask("gpu.memory()") == [80 * GIB - 600 * MIB, 80 * GIB]
+        with pytest.raises(WorkerError, match="Out of GPU memory"):
+            kernel.run("gpu.allocate(80 * gib - 598 * (1 << 20))")
+        kernel.run("gpu.allocate(80 * gib - 600 * (1 << 20))")
+
+
 @source("NVML API reference r580, nvmlMemory_v2_t: the driver keeps memory for itself")
 def test_not_all_that_is_shown_as_free_can_be_taken(tmp_path: Path) -> None:
     machine = machine_with(tmp_path, "unusable=64MiB")
@@ -391,7 +423,7 @@ def test_not_all_that_is_shown_as_free_can_be_taken(tmp_path: Path) -> None:
         kernel.run("gpu.allocate((80 << 30) - (64 << 20))")
 
 
-@source("rmmod(8): a kernel module in use is not removed; nvidia-smi refuses a reset with clients")
+@source("rmmod(8) of kmod 30: a module in use is not removed; nvidia-smi r580 refuses a reset with clients")
 def test_the_driver_does_not_restart_under_a_living_client(driver: tuple[Simulator, Checkpoint]) -> None:
     machine, checkpoint = driver
     with pytest.raises(ValueError, match="no such fault"):
@@ -405,7 +437,7 @@ def test_the_driver_does_not_restart_under_a_living_client(driver: tuple[Simulat
         machine.fault(Fault.DRIVER_RESTART)
 
 
-@source("github.com/vosen/ZLUDA, dark_api/src/lib.rs: cuGetExportTable {6BD5FB6C-...}, slot 2")
+@source("github.com/vosen/ZLUDA, dark_api/src/lib.rs (2026-11): cuGetExportTable {6BD5FB6C-...}, slot 2")
 @source("libcudart 12.9 and 13.5: strings(1) shows cuGetExportTable")
 def test_the_runtime_makes_its_context_past_every_symbol(tmp_path: Path) -> None:
     """The library neither counts it nor makes it wait; the device shows it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,37 @@ def test_trimming_a_pool_gives_back_what_is_not_in_use(tmp_path: Path) -> None:
         for keep, reserved in ((8, 6), (3, 3), (0, 1)):
             assert kernel.ask(f"cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t({keep} << 30))") == 0
             assert (kernel.ask("get(5)"), machine.device_used(0)) == (reserved, reserved * GIB)
+
+
+GRAPH = """
+class Node(ctypes.Structure):
+    _fields_ = [("head", ctypes.c_int * 22), ("access", ctypes.c_void_p), ("count", ctypes.c_size_t),
+                ("bytes", ctypes.c_size_t), ("at", ctypes.c_uint64)]
+cuda = ctypes.CDLL("libcuda.so.1")
+graph, node, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+parameters = Node((ctypes.c_int * 22)(1, 0, 1, 0), None, 0, 3 << 30, 0)
+assert cuda.cuGraphCreate(ctypes.byref(graph), 0) == 0
+assert cuda.cuGraphAddMemAllocNode(
+    ctypes.byref(node), graph, None, ctypes.c_size_t(0), ctypes.byref(parameters)) == 0
+assert cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_uint64(0)) == 0
+def get(attribute):
+    value = ctypes.c_uint64()
+    assert cuda.cuDeviceGetGraphMemAttribute(0, attribute, ctypes.byref(value)) == 0
+    return value.value >> 30
+"""
+
+
+@source("CUDA C++ Programming Guide 13.0, Graph Memory Nodes; cuda.h 13.5, CUgraphMem_attribute")
+def test_memory_of_a_graph_stays_reserved_until_the_device_is_trimmed(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(GRAPH)
+        assert machine.device_used(0) == 0  # backed by its launch
+        assert kernel.ask("[cuda.cuGraphLaunch(made, None), get(0), get(2)]") == [0, 3, 3]  # used, reserved
+        assert kernel.ask("[cuda.cuGraphExecDestroy(made), cuda.cuCtxSynchronize()]") == [0, 0]
+        assert (kernel.ask("[get(0), get(2)]"), machine.device_used(0)) == ([0, 3], 3 * GIB)
+        assert kernel.ask("cuda.cuDeviceGraphMemTrim(0)") == 0
+        assert (kernel.ask("get(2)"), machine.device_used(0)) == (0, 0)
 
 
 # ---- what is only inferred ----
@@ -137,3 +169,8 @@ def test_every_behaviour_of_the_simulated_driver_names_its_source() -> None:
     }
     assert {name for name, sources in named.items() if not any(sources)} == own
     assert len(named) > 25
+    # With the version of the driver, header or document; else when it was written, or that there is none.
+    dated = re.compile(
+        r"not documented|(driver|drivers|reference|Guide|cuda\.h|Linux|libcudart|kmod)\s+r?\d|20\d\d-\d\d"
+    )
+    assert [text for sources in named.values() for text in sources if not dated.search(text)] == []

@@ -17,9 +17,7 @@ uint64_t sim_pages(uint64_t bytes)
 CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *event)
 {
     sim_lock();
-    /* Not all that is shown as free can be taken: the driver keeps some for itself and large pages
-     * leave gaps (NVML API reference r580, nvmlMemory_v2_t `reserved`). */
-    uint64_t used = sim_device_used(device), total = sim->device[device].total_bytes - sim->unusable_bytes;
+    uint64_t used = sim_device_used(device), total = sim_device_usable(device);
     if (used > total || bytes > total - used || used + bytes > sim->device[device].peak_bytes) {
         sim_sweep(); /* before a peak is recorded and before a denial */
         used = sim_device_used(device);

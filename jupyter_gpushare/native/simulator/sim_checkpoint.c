@@ -20,12 +20,13 @@
  *     does a process that CUPTI traces (issue 15: not supported).
  *   - A process that only called cuInit answers 3, CUDA_ERROR_NOT_INITIALIZED
  *     (github.com/llm-d-incubation/llm-d-rl-time-slicing pull request 148).
- *   - The driver "does not attempt to keep the process in a good state if an error is encountered
- *     during checkpoint" (README): after SIM_FAULT_CHECKPOINT_FAILS its CUDA calls fail.
+ *   - The driver "does not attempt to keep the process in a good state if an error (such as the
+ *     presence of a UVM allocation) is encountered during checkpoint" (README, driver 570): after a
+ *     Checkpoint that fails or is refused its CUDA calls fail.
  *   - Lock may end the target with SIGSEGV (issue 58, driver 610.57.04, H100; issue 5):
  *     SIM_FAULT_LOCK_KILLS and the like.
- * Beyond the reference: a caller that dies half-way leaves the process where it was before; what
- * a context grows by with its first restore is a guess (growth=SIZE).
+ * Beyond the reference: what a context grows by with its first restore is a guess (growth=SIZE), and
+ * what becomes of a move with a caller that dies (sim_moves.c).
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -56,21 +57,27 @@ static CUresult aim(int pid, struct target *target)
          sim_waits_for_nccl(pid) && atomic_load(&sim->faults_cleared) == cleared;)
         sim_sleep_ns(10000000u);
     bool allowed = sim_may_checkpoint(pid);
-    sim_lock();
-    struct sim_process *process = sim_find(pid);
-    if (process && process_start_ticks(pid) == process->start_ticks) {
+    for (;;) {
+        sim_lock();
+        struct sim_process *process = sim_find(pid);
+        if (!process || process_start_ticks(pid) != process->start_ticks) {
+            sim_sweep();
+            sim_unlock();
+            return CUDA_ERROR_INVALID_VALUE;
+        }
         if (!process->used_cuda || !allowed) {
             sim_unlock();
             return allowed ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
         }
-        if (process->move && process_start_ticks(process->mover_pid) != process->mover_start_ticks)
-            sim_sweep();
-        *target = (struct target){process, pid, process->start_ticks};
-        return CUDA_SUCCESS;
+        if (sim_is_abandoned(process))
+            sim_abandon(process);
+        if (!sim_is_abandoned(process)) {
+            *target = (struct target){process, pid, process->start_ticks};
+            return CUDA_SUCCESS;
+        }
+        sim_unlock(); /* the driver still works on what its caller began */
+        sim_sleep_ns(poll_ns);
     }
-    sim_sweep();
-    sim_unlock();
-    return CUDA_ERROR_INVALID_VALUE;
 }
 
 static CUresult aim_in_state(int pid, struct target *target, enum sim_process_state state)
@@ -102,21 +109,19 @@ static bool still_there(const struct target *target)
            process_start_ticks(target->pid) == target->start_ticks;
 }
 
-static void begin_move(struct sim_process *process, enum sim_move move)
+/* How long a copy takes. */
+static uint64_t copy_ns(uint64_t bytes)
 {
-    process->mover_pid = sim_self();
-    process->mover_start_ticks = process_start_ticks(process->mover_pid);
-    process->move = move;
+    uint64_t rate = sim->copy_bytes_per_s;
+    return rate ? bytes / rate * 1000000000u + bytes % rate * 1000000000u / rate : 0;
 }
 
-/* Let a copy take its time, without the mutex; half of it when it is to fail half-way.
- * False when the process died meanwhile. */
-static bool copy_time(const struct target *target, uint64_t bytes, bool half)
+/* Let the time of a copy pass, without the mutex.  False when the process died meanwhile. */
+static bool wait_for_copy(const struct target *target, uint64_t ns)
 {
-    uint64_t rate = sim->copy_bytes_per_s, ns = rate ? bytes / rate * 1000000000u + bytes % rate * 1000000000u / rate : 0;
     sim_unlock();
     if (ns)
-        sim_sleep_ns(half ? ns / 2 : ns);
+        sim_sleep_ns(ns);
     sim_lock();
     return still_there(target);
 }
@@ -152,7 +157,7 @@ API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
     CUresult result = aim_in_state(pid, &target, SIM_RUNNING);
     if (result)
         return result;
-    begin_move(target.process, SIM_MOVE_LOCK);
+    sim_begin_move(target.process, SIM_MOVE_LOCK, 0);
     sim_gate_set(target.process, SIM_GATE_CLOSED);
     sim_unlock();
     bool in_time = !sim_strikes(SIM_FAULT_LOCK_TIMEOUT, pid, -1, &unused);
@@ -178,9 +183,7 @@ API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
         sim_unlock();
         sim_sleep_ns(poll_ns);
     }
-    target.process->move = SIM_MOVE_NONE;
-    target.process->state = SIM_LOCKED;
-    sim_note(target.process, "lock", -1, 0);
+    sim_end_lock(target.process);
     sim_unlock();
     return CUDA_SUCCESS;
 }
@@ -204,16 +207,6 @@ API CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args)
     sim_gate_set(target.process, SIM_GATE_OPEN);
     sim_unlock();
     return CUDA_SUCCESS;
-}
-
-static void note_each(const struct sim_process *process, const char *event, const uint64_t bytes[SIM_DEVICES])
-{
-    bool any = false;
-    for (int d = 0; d < SIM_DEVICES; d++)
-        if (bytes[d])
-            any = true, sim_note(process, event, d, bytes[d]);
-    if (!any)
-        sim_note(process, event, -1, 0);
 }
 
 /* Whether a memory cgroup of the target cannot hold so many more bytes. */
@@ -248,7 +241,7 @@ static CUresult refusal(const struct sim_process *process, uint64_t bytes)
 API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *args)
 {
     struct target target;
-    uint64_t bytes[SIM_DEVICES], all = 0;
+    uint64_t all = 0;
     uint32_t unused;
     (void)args;
     if (kills(SIM_FAULT_CHECKPOINT_KILLS, pid))
@@ -260,7 +253,7 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *
         return result;
     struct sim_process *process = target.process;
     for (uint32_t d = 0; d < SIM_DEVICES; d++)
-        all += bytes[d] = sim_process_device_used(process, d);
+        all += sim_process_device_used(process, d);
     result = refusal(process, all);
     if (!result && exceeds_host_group(process, all)) {
         sim_note(process, "out_of_host_memory", -1, all);
@@ -268,27 +261,19 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *
         result = CUDA_ERROR_OPERATING_SYSTEM;
     }
     if (result) {
+        process->damaged = true;
         sim_unlock();
         return result;
     }
-    begin_move(process, SIM_MOVE_CHECKPOINT);
-    memcpy(process->parked_used_bytes, process->used_bytes, sizeof process->used_bytes);
-    memcpy(process->parked_context_bytes, process->context_bytes, sizeof process->context_bytes);
-    bool alive = copy_time(&target, all, fails);
-    if (!alive) {
+    uint64_t ns = copy_ns(all);
+    sim_begin_move(process, SIM_MOVE_CHECKPOINT, ns);
+    if (!wait_for_copy(&target, fails ? ns / 2 : ns)) {
         sim_sweep();
         sim_unlock();
         return CUDA_ERROR_INVALID_VALUE;
     }
-    process->move = SIM_MOVE_NONE;
-    uint64_t(*emptied)[SIM_DEVICES] = fails ? &process->parked_used_bytes : &process->used_bytes;
-    memset(*emptied, 0, sizeof *emptied);
-    emptied = fails ? &process->parked_context_bytes : &process->context_bytes;
-    memset(*emptied, 0, sizeof *emptied);
     process->damaged = process->damaged || damages;
-    if (!fails)
-        process->state = SIM_CHECKPOINTED;
-    note_each(process, fails ? "checkpoint_failed" : "checkpoint", bytes);
+    sim_end_checkpoint(process, fails);
     sim_unlock();
     return fails ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
 }
@@ -303,7 +288,7 @@ static int device_with(const CUuuid *uuid)
 
 /* Where each device's bytes go.  Pairs, when given, name every device in use, and no two of
  * them the same new one. */
-static bool read_pairs(const struct sim_process *process, const CUcheckpointRestoreArgs *args, int to[SIM_DEVICES])
+static bool read_pairs(const struct sim_process *process, const CUcheckpointRestoreArgs *args, int32_t to[SIM_DEVICES])
 {
     unsigned count = args ? args->gpuPairsCount : 0;
     for (int d = 0; d < SIM_DEVICES; d++)
@@ -329,7 +314,7 @@ static bool read_pairs(const struct sim_process *process, const CUcheckpointRest
 /* The restore found no memory: the process is lost (the mutex is held, and given up here). */
 static CUresult lose(struct sim_process *process, const uint64_t bytes[SIM_DEVICES])
 {
-    note_each(process, "poison", bytes);
+    sim_note_each(process, "poison", bytes);
     process->lost = true;
     if (sim->lost_state == SIM_LOST_FAILED) {
         process->state = SIM_FAILED;
@@ -340,7 +325,7 @@ static CUresult lose(struct sim_process *process, const uint64_t bytes[SIM_DEVIC
 }
 
 /* Bytes that each device needs, or false where one has not so many. */
-static bool has_memory(const struct sim_process *process, const int to[SIM_DEVICES], uint64_t need[SIM_DEVICES])
+static bool has_memory(const struct sim_process *process, const int32_t to[SIM_DEVICES], uint64_t need[SIM_DEVICES])
 {
     bool enough = true;
     for (int d = 0; d < SIM_DEVICES; d++)
@@ -351,53 +336,14 @@ static bool has_memory(const struct sim_process *process, const int to[SIM_DEVIC
     sim_sweep();
     for (uint32_t d = 0; d < sim->device_count; d++)
         enough = enough && !(need[d] && sim_device_lost(d)) &&
-                 (!need[d] || sim_device_used(d) + need[d] <= sim->device[d].total_bytes - sim->unusable_bytes);
+                 (!need[d] || sim_device_used(d) + need[d] <= sim_device_usable(d));
     return enough;
-}
-
-/* Copy what is in the host back to the devices, in the sums. */
-static void take_back(struct sim_process *process, const int to[SIM_DEVICES])
-{
-    for (int d = 0; d < SIM_DEVICES; d++)
-        if (to[d] >= 0) {
-            process->used_bytes[to[d]] += process->parked_used_bytes[d];
-            process->context_bytes[to[d]] += process->parked_context_bytes[d];
-        }
-    for (uint32_t d = 0; d < sim->device_count; d++) {
-        uint64_t used = sim_device_used(d);
-        sim->device[d].peak_bytes = used > sim->device[d].peak_bytes ? used : sim->device[d].peak_bytes;
-    }
-}
-
-static void finish_restore(struct sim_process *process, const int to[SIM_DEVICES])
-{
-    uint64_t bytes[SIM_DEVICES] = {0};
-    uint32_t contexts = 0;
-    for (int d = 0; d < SIM_DEVICES; d++)
-        if (to[d] >= 0) {
-            bytes[to[d]] += process->parked_used_bytes[d] + process->parked_context_bytes[d];
-            contexts |= (process->contexts >> d & 1u) << to[d];
-        }
-    for (uint32_t i = 0; i < process->visible_count; i++)
-        process->visible[i] = (uint8_t)to[process->visible[i]];
-    memset(process->parked_used_bytes, 0, sizeof process->parked_used_bytes);
-    memset(process->parked_context_bytes, 0, sizeof process->parked_context_bytes);
-    process->move = SIM_MOVE_NONE;
-    process->state = SIM_LOCKED;
-    process->contexts = contexts;
-    note_each(process, "restore", bytes);
-    for (int d = 0; d < SIM_DEVICES && sim->growth_bytes && !process->grown; d++)
-        if (contexts >> d & 1u) {
-            process->context_bytes[d] += sim->growth_bytes;
-            sim_note(process, "context", d, sim->growth_bytes);
-        }
-    process->grown = true;
 }
 
 API CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args)
 {
     struct target target;
-    int to[SIM_DEVICES];
+    int32_t to[SIM_DEVICES];
     uint64_t need[SIM_DEVICES] = {0}, all = 0;
     uint32_t unused;
     if (kills(SIM_FAULT_RESTORE_KILLS, pid))
@@ -416,16 +362,16 @@ API CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args)
     }
     if (!has_memory(process, to, need) || loses)
         return lose(process, need);
-    begin_move(process, SIM_MOVE_RESTORE);
-    take_back(process, to);
     for (int d = 0; d < SIM_DEVICES; d++)
         all += need[d];
-    if (!copy_time(&target, all, false)) {
+    uint64_t ns = copy_ns(all);
+    sim_begin_restore(process, to, ns);
+    if (!wait_for_copy(&target, ns)) {
         sim_sweep();
         sim_unlock();
         return CUDA_ERROR_INVALID_VALUE;
     }
-    finish_restore(process, to);
+    sim_end_restore(process);
     sim_unlock();
     return CUDA_SUCCESS;
 }

@@ -78,8 +78,6 @@ API int gpushare_sim_clear_faults(void)
     return 0;
 }
 
-/* Make the primary context of an ordinal of this process as libcudart does: by a table of the
- * driver (cuGetExportTable), which no symbol shows.  The driver's code, or -1. */
 /* What a stand-in for CUPTI calls when it traces this process. */
 API int gpushare_sim_trace(void)
 {
@@ -89,6 +87,8 @@ API int gpushare_sim_trace(void)
     return 0;
 }
 
+/* Make the primary context of an ordinal of this process as libcudart does: by a table of the
+ * driver (cuGetExportTable), which no symbol shows.  The driver's code, or -1. */
 API int gpushare_sim_retain_unseen(int ordinal)
 {
     CUcontext context;

@@ -14,8 +14,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "sim_process.h"
-
 struct sim_state *sim;
 
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
@@ -183,6 +181,14 @@ uint64_t sim_device_used(uint32_t device)
     return bytes;
 }
 
+/* What the driver keeps for itself is shown as used (reserved; NVML API reference r590, nvmlMemory_t: "Sum
+ * of Reserved and Allocated device memory ... always sets aside a small amount of memory for
+ * bookkeeping").  Of what is shown as free not all can be taken either (unusable): large pages leave gaps. */
+uint64_t sim_device_usable(uint32_t device)
+{
+    return sim->device[device].total_bytes - sim->reserved_bytes - sim->unusable_bytes;
+}
+
 uint64_t sim_host_used(void)
 {
     uint64_t bytes = 0;
@@ -211,56 +217,6 @@ struct sim_process *sim_add(int32_t pid, uint64_t start_ticks)
             return process;
         }
     return NULL;
-}
-
-/* The process that moved this one's memory, or was locking it, died: back to where it started. */
-static void undo_move(struct sim_process *process)
-{
-    if (process->move == SIM_MOVE_LOCK)
-        sim_gate_set(process, SIM_GATE_OPEN);
-    for (int d = 0; d < SIM_DEVICES; d++) {
-        if (process->move == SIM_MOVE_CHECKPOINT)
-            process->parked_used_bytes[d] = process->parked_context_bytes[d] = 0;
-        if (process->move == SIM_MOVE_RESTORE)
-            process->used_bytes[d] = process->context_bytes[d] = 0;
-    }
-    process->move = SIM_MOVE_NONE;
-}
-
-static bool is_alive(const struct sim_process *process)
-{
-    return process_start_ticks(process->pid) == process->start_ticks;
-}
-
-/* The driver frees the memory of a dead process some time after its end: programs that start one
- * after another have to wait for it (github.com/vllm-project/vllm, tests/utils.py,
- * wait_for_gpu_memory_to_clear). */
-static void end_process(struct sim_process *process)
-{
-    struct sim_process gone = *process;
-    uint64_t bytes = 0;
-    for (uint32_t d = 0; d < sim->device_count; d++)
-        bytes += sim_process_device_used(process, d);
-    if (process->pid > 0 && bytes && sim->free_delay_ns) {
-        process->ends_ns = sim_now_ns() + sim->free_delay_ns;
-        process->pid = -process->pid;
-        return;
-    }
-    gone.pid = gone.pid < 0 ? -gone.pid : gone.pid;
-    process->pid = 0;
-    sim_note(&gone, "exit", -1, bytes);
-}
-
-void sim_sweep(void)
-{
-    for (int i = 0; i < SIM_PROCESSES; i++) {
-        struct sim_process *process = &sim->process[i];
-        if (process->pid < 0 ? sim_now_ns() >= process->ends_ns : process->pid && !is_alive(process))
-            end_process(process);
-        else if (process->pid > 0 && process->move &&
-                 process_start_ticks(process->mover_pid) != process->mover_start_ticks)
-            undo_move(process);
-    }
 }
 
 /* ---- utilization ---- */

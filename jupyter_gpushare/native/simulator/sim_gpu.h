@@ -16,10 +16,12 @@
  *     bytes=shown|zero|unavailable   what NVML says about each process's memory
  *     growth=SIZE               what a context grows by with its first restore
  *     unusable=SIZE             part of the free memory that no process can take
+ *     reserved=SIZE             what the driver keeps for itself of each device, and shows as used
  *     free-delay=MS             how long the memory of a dead process stays taken
  *     entry-points=symbols|apart     where cuGetProcAddress points
  *     queries=answer|wait       whether pointer, context and capture queries wait while locked
  *     restart=unused|any-time   when the driver may restart
+ *     caller-dies=undone|done   what becomes of a move with a caller that ends half-way
  *
  * Rules.  A process is its pid and its start time.  The mutex is robust and is never
  * held while something waits.  Sums are always made from the processes' entries, so a
@@ -160,6 +162,8 @@ struct sim_process {
     int32_t mover_pid;
     uint32_t visible_count;
     uint64_t mover_start_ticks;
+    uint64_t move_ends_ns; /* when its copy is done */
+    int32_t move_to[SIM_DEVICES]; /* of a restore: the device that each device's bytes go to, or -1 */
     uint8_t visible[SIM_DEVICES]; /* ordinal -> device; a restore onto other devices changes it */
     uint64_t used_bytes[SIM_DEVICES];
     uint64_t context_bytes[SIM_DEVICES];
@@ -176,9 +180,9 @@ struct sim_state {
     uint64_t context_bytes;  /* one context costs this much on its device */
     uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
     uint64_t ledger_bytes;
-    uint64_t growth_bytes, unusable_bytes, free_delay_ns;
+    uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
     uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, entry_points_apart, queries_wait;
-    uint32_t restarts_unused_only;
+    uint32_t restarts_unused_only, finishes_abandoned;
     char driver[40];
     bool limits_cgroups, mig;
     struct {
@@ -209,10 +213,10 @@ void sim_lock(void);
 void sim_unlock(void);
 
 /* All of these want the mutex held. */
-void sim_sweep(void);
 struct sim_process *sim_find(int32_t pid);
 struct sim_process *sim_add(int32_t pid, uint64_t start_ticks);
 uint64_t sim_device_used(uint32_t device);
+uint64_t sim_device_usable(uint32_t device); /* what all processes together can have */
 uint64_t sim_host_used(void);
 uint64_t sim_process_device_used(const struct sim_process *process, uint32_t device);
 void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes);
@@ -223,6 +227,17 @@ bool sim_device_lost(uint32_t device);
 bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
 bool sim_in_group(const char *path, int32_t pid);
 bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
+
+/* sim_moves.c: moves of a process's memory, and what ended: processes, and callers half-way in a move. */
+void sim_sweep(void);
+void sim_begin_move(struct sim_process *process, enum sim_move move, uint64_t takes_ns);
+void sim_end_lock(struct sim_process *process);
+void sim_end_checkpoint(struct sim_process *process, bool fails);
+void sim_begin_restore(struct sim_process *process, const int32_t to[SIM_DEVICES], uint64_t takes_ns);
+void sim_end_restore(struct sim_process *process);
+void sim_note_each(const struct sim_process *process, const char *event, const uint64_t bytes[SIM_DEVICES]);
+bool sim_is_abandoned(const struct sim_process *process);
+void sim_abandon(struct sim_process *process);
 
 /* Whether a fault strikes now (and is used up by one); takes the mutex itself. */
 bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value);

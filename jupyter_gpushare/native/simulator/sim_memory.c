@@ -139,7 +139,7 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
     uint32_t device = sim_current_device();
     sim_lock();
     sim_sweep();
-    uint64_t total = sim->device[device].total_bytes, used = sim_device_used(device);
+    uint64_t total = sim->device[device].total_bytes, used = sim_device_used(device) + sim->reserved_bytes;
     sim_unlock();
     if (total_bytes)
         *total_bytes = total;

@@ -65,7 +65,7 @@ API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memo
     sim_lock();
     sweep();
     memory->total = sim->device[device->index].total_bytes;
-    memory->used = sim_device_used(device->index);
+    memory->used = sim_device_used(device->index) + sim->reserved_bytes;
     memory->free = memory->total - memory->used;
     sim_unlock();
     return NVML_SUCCESS;
@@ -79,8 +79,8 @@ API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t
         return error;
     memory->total = plain.total;
     memory->free = plain.free;
-    memory->used = plain.used;
-    memory->reserved = 0;
+    memory->used = plain.used - sim->reserved_bytes; /* without: NVML API reference r590, nvmlMemory_v2_t */
+    memory->reserved = sim->reserved_bytes;
     return NVML_SUCCESS;
 }
 

@@ -116,6 +116,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     static const struct choice points[] = {{"symbols", 0}, {"apart", 1}, {0}};
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};
     static const struct choice restart[] = {{"any-time", 0}, {"unused", 1}, {0}};
+    static const struct choice abandoned[] = {{"undone", 0}, {"done", 1}, {0}};
     const struct {
         const char *name;
         const struct choice *choices;
@@ -127,6 +128,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"copy", NULL, NULL, &state->copy_bytes_per_s},
         {"growth", NULL, NULL, &state->growth_bytes},
         {"unusable", NULL, NULL, &state->unusable_bytes},
+        {"reserved", NULL, NULL, &state->reserved_bytes},
         {"checkpoint", by, &state->checkpoint_by, NULL},
         {"lost", lost, &state->lost_state, NULL},
         {"bytes", shown, &state->shown_bytes, NULL},
@@ -134,6 +136,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"entry-points", points, &state->entry_points_apart, NULL},
         {"queries", queries, &state->queries_wait, NULL},
         {"restart", restart, &state->restarts_unused_only, NULL},
+        {"caller-dies", abandoned, &state->finishes_abandoned, NULL},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (strlen(options[i].name) == length && !strncmp(options[i].name, key, length)) {
@@ -192,7 +195,7 @@ bool sim_parse_spec(struct sim_state *state, const char *spec)
     if (state->growth_bytes == UINT64_MAX)
         state->growth_bytes = state->context_bytes ? SIM_GROWTH_BYTES : 0;
     for (uint32_t d = 0; d < state->device_count; d++)
-        if (state->unusable_bytes >= state->device[d].total_bytes)
+        if (state->unusable_bytes + state->reserved_bytes >= state->device[d].total_bytes)
             return false;
     return *spec == 0;
 }

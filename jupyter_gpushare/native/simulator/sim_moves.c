@@ -1,0 +1,168 @@
+/* Moves of a process's memory between device and host, and its end, in the sums (the mutex is held).
+ *
+ * What becomes of a move with a caller that ends half-way is not documented: with
+ * caller-dies=undone the process is where it was before; with caller-dies=done the driver, which
+ * works in the process itself (cuCheckpointProcessGetRestoreThreadId), brings it to its end, and
+ * calls about the process wait for that.
+ */
+#define _GNU_SOURCE
+#include "sim_gpu.h"
+
+#include <string.h>
+
+#include "sim_process.h"
+
+void sim_note_each(const struct sim_process *process, const char *event, const uint64_t bytes[SIM_DEVICES])
+{
+    bool any = false;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (bytes[d])
+            any = true, sim_note(process, event, d, bytes[d]);
+    if (!any)
+        sim_note(process, event, -1, 0);
+}
+
+void sim_begin_move(struct sim_process *process, enum sim_move move, uint64_t takes_ns)
+{
+    process->mover_pid = sim_self();
+    process->mover_start_ticks = process_start_ticks(process->mover_pid);
+    process->move_ends_ns = sim_now_ns() + takes_ns;
+    process->move = move;
+    if (move == SIM_MOVE_CHECKPOINT) {
+        memcpy(process->parked_used_bytes, process->used_bytes, sizeof process->used_bytes);
+        memcpy(process->parked_context_bytes, process->context_bytes, sizeof process->context_bytes);
+    }
+}
+
+void sim_end_lock(struct sim_process *process)
+{
+    process->move = SIM_MOVE_NONE;
+    process->state = SIM_LOCKED;
+    sim_note(process, "lock", -1, 0);
+}
+
+void sim_end_checkpoint(struct sim_process *process, bool fails)
+{
+    uint64_t bytes[SIM_DEVICES];
+    for (uint32_t d = 0; d < SIM_DEVICES; d++)
+        bytes[d] = sim_process_device_used(process, d);
+    process->move = SIM_MOVE_NONE;
+    memset(fails ? process->parked_used_bytes : process->used_bytes, 0, sizeof process->used_bytes);
+    memset(fails ? process->parked_context_bytes : process->context_bytes, 0, sizeof process->context_bytes);
+    if (!fails)
+        process->state = SIM_CHECKPOINTED;
+    sim_note_each(process, fails ? "checkpoint_failed" : "checkpoint", bytes);
+}
+
+/* The devices have the bytes from here on; the host keeps them until the end. */
+void sim_begin_restore(struct sim_process *process, const int32_t to[SIM_DEVICES], uint64_t takes_ns)
+{
+    sim_begin_move(process, SIM_MOVE_RESTORE, takes_ns);
+    memcpy(process->move_to, to, sizeof process->move_to);
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0) {
+            process->used_bytes[to[d]] += process->parked_used_bytes[d];
+            process->context_bytes[to[d]] += process->parked_context_bytes[d];
+        }
+    for (uint32_t d = 0; d < sim->device_count; d++) {
+        uint64_t used = sim_device_used(d);
+        sim->device[d].peak_bytes = used > sim->device[d].peak_bytes ? used : sim->device[d].peak_bytes;
+    }
+}
+
+void sim_end_restore(struct sim_process *process)
+{
+    const int32_t *to = process->move_to;
+    uint64_t bytes[SIM_DEVICES] = {0};
+    uint32_t contexts = 0;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0) {
+            bytes[to[d]] += process->parked_used_bytes[d] + process->parked_context_bytes[d];
+            contexts |= (process->contexts >> d & 1u) << to[d];
+        }
+    for (uint32_t i = 0; i < process->visible_count; i++)
+        process->visible[i] = (uint8_t)to[process->visible[i]];
+    memset(process->parked_used_bytes, 0, sizeof process->parked_used_bytes);
+    memset(process->parked_context_bytes, 0, sizeof process->parked_context_bytes);
+    process->move = SIM_MOVE_NONE;
+    process->state = SIM_LOCKED;
+    process->contexts = contexts;
+    sim_note_each(process, "restore", bytes);
+    for (int d = 0; d < SIM_DEVICES && sim->growth_bytes && !process->grown; d++)
+        if (contexts >> d & 1u) {
+            process->context_bytes[d] += sim->growth_bytes;
+            sim_note(process, "context", d, sim->growth_bytes);
+        }
+    process->grown = true;
+}
+
+/* ---- moves without a caller ---- */
+
+bool sim_is_abandoned(const struct sim_process *process)
+{
+    return process->move && process_start_ticks(process->mover_pid) != process->mover_start_ticks;
+}
+
+static void undo(struct sim_process *process)
+{
+    if (process->move == SIM_MOVE_LOCK)
+        sim_gate_set(process, SIM_GATE_OPEN);
+    for (int d = 0; d < SIM_DEVICES; d++) {
+        if (process->move == SIM_MOVE_CHECKPOINT)
+            process->parked_used_bytes[d] = process->parked_context_bytes[d] = 0;
+        if (process->move == SIM_MOVE_RESTORE)
+            process->used_bytes[d] = process->context_bytes[d] = 0;
+    }
+    process->move = SIM_MOVE_NONE;
+}
+
+void sim_abandon(struct sim_process *process)
+{
+    uint64_t now = sim_now_ns();
+    bool quiet = !atomic_load(&process->inside) && sim_busy_until(process) <= now;
+    if (!sim->finishes_abandoned)
+        undo(process);
+    else if (process->move == SIM_MOVE_LOCK && quiet)
+        sim_end_lock(process);
+    else if (process->move == SIM_MOVE_CHECKPOINT && process->move_ends_ns <= now)
+        sim_end_checkpoint(process, false);
+    else if (process->move == SIM_MOVE_RESTORE && process->move_ends_ns <= now)
+        sim_end_restore(process);
+}
+
+/* ---- processes that ended ---- */
+
+static bool is_alive(const struct sim_process *process)
+{
+    return process_start_ticks(process->pid) == process->start_ticks;
+}
+
+/* The driver frees the memory of a dead process some time after its end: programs that start one
+ * after another have to wait for it (github.com/vllm-project/vllm, tests/utils.py,
+ * wait_for_gpu_memory_to_clear). */
+static void end_process(struct sim_process *process)
+{
+    struct sim_process gone = *process;
+    uint64_t bytes = 0;
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        bytes += sim_process_device_used(process, d);
+    if (process->pid > 0 && bytes && sim->free_delay_ns) {
+        process->ends_ns = sim_now_ns() + sim->free_delay_ns;
+        process->pid = -process->pid;
+        return;
+    }
+    gone.pid = gone.pid < 0 ? -gone.pid : gone.pid;
+    process->pid = 0;
+    sim_note(&gone, "exit", -1, bytes);
+}
+
+void sim_sweep(void)
+{
+    for (int i = 0; i < SIM_PROCESSES; i++) {
+        struct sim_process *process = &sim->process[i];
+        if (process->pid < 0 ? sim_now_ns() >= process->ends_ns : process->pid && !is_alive(process))
+            end_process(process);
+        else if (process->pid > 0 && sim_is_abandoned(process))
+            sim_abandon(process);
+    }
+}
