@@ -38,6 +38,7 @@ from jupyter_gpushare import native, procfs
 from jupyter_gpushare.errors import DeviceError, GpuShareError
 from jupyter_gpushare.gpu.driver import probe
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
+from jupyter_gpushare.gpu.driver.checkpoint import NO_PERMISSION
 from jupyter_gpushare.gpu.driver.ladder import ladder_of
 from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, Gpu
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
@@ -64,7 +65,6 @@ NO_PIDS = "the driver does not show processes by their pids here (a container wi
 BLIND = "the driver does not say how much memory a process holds here"
 # The library limits all the same, but the watchdog cannot see a process that evades it.
 NO_WATCHDOG = f"{BLIND}, so the watchdog is blind"
-NO_PERMISSION = 304  # CUDA_ERROR_OPERATING_SYSTEM: neither root nor the tracer of the process
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -228,7 +228,7 @@ class Canary:
             grown = (nvml.processes(gpu.uuid).get(child.pid) or held) - held
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test failed: %s", gpu.uuid, error)
-            denied = isinstance(error, DeviceError) and error.code == NO_PERMISSION
+            denied = isinstance(error, DeviceError) and error.code in NO_PERMISSION
             hint = "; suspending needs a helper that runs as root" if denied and os.geteuid() else ""
             return Verdict(suspendable=False, reason=f"self-test failed: {error}{hint}")
         return Verdict(

@@ -71,6 +71,7 @@ PROGRAMS = (
     ProgramNote("CUPTI (torch.profiler)", "not suspended once it traces", f"{_ISSUES}/15"),
     ProgramNote("fabric handles", "not suspended", "github.com/ai-dynamo/snapshot/pull/217"),
     ProgramNote("several NCCL ranks", "not suspended", f"{_ISSUES}/30"),
+    ProgramNote("64-bit Arm, every program", "not suspended: Checkpoint is for x64 alone", f"{_ISSUES}/51"),
     ProgramNote("musl (Alpine)", "gets no GPU memory", "docs/isolation.md"),
 )
 

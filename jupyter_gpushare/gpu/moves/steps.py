@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.checkpoint import NO_PERMISSION, State
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Account
 from jupyter_gpushare.gpu.leases.journal import Parked
@@ -57,7 +57,6 @@ UNEXPLAINED_BYTES = 256 << 20
 # CUDA error codes (cuda.h).
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600  # the lock timed out
-_NO_PERMISSION = 304  # of Lock: not root and not the tracer (cuda-checkpoint issues 6, 25, 41)
 # INVALID_VALUE and NOT_INITIALIZED: the process does not use CUDA (ai-dynamo/snapshot PR 109,
 # llm-d-rl-time-slicing PR 148); INVALID_HANDLE and NOT_FOUND after an exec.
 _NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
@@ -161,7 +160,7 @@ class ProcessMoves:
                 return
             if error.code in (_NOT_READY, TIMED_OUT):
                 raise MoveRefused(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
-            hint = ": the helper needs root or CAP_SYS_PTRACE" if error.code == _NO_PERMISSION else ""
+            hint = ": the helper needs root or CAP_SYS_PTRACE" if error.code in NO_PERMISSION else ""
             self._failed(lease, key, f"the driver cannot lock it ({error}){hint}")
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, f"{error}{hint}") from None
         if self._ended(lease, key, "Lock"):
