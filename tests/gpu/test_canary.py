@@ -176,6 +176,26 @@ def test_a_driver_with_a_lagging_list_of_processes_is_given_a_moment(bare: Machi
     assert (device["suspendable"], device["suspend_reason"]) == (True, "")
 
 
+#: What is used never gets less, whatever the list of processes says.
+STILL_USED = """
+from types import SimpleNamespace
+from jupyter_gpushare.gpu.driver import nvml
+look, most = nvml._memory, []
+def used(handle):
+    memory = look(handle)
+    most.append(max([memory.used, *most[-1:]]))
+    return SimpleNamespace(total=memory.total, used=most[-1], free=memory.total - most[-1])
+nvml._memory = used
+"""
+
+
+def test_memory_that_is_gone_from_the_list_alone_is_not_gone(bare: Machine) -> None:
+    bare.start(examine=True, before=STILL_USED)
+    (device,) = bare.ask("inventory")["devices"]
+    assert not device["suspendable"]
+    assert "still shows its memory after the checkpoint" in device["suspend_reason"]
+
+
 def test_a_full_device_is_tested_when_memory_is_free(bare: Machine) -> None:
     holder = bare.worker(mib=79 * 1024)
     bare.start(examine=True)

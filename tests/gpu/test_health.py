@@ -79,7 +79,7 @@ def test_a_device_is_out_of_service_while_the_driver_asks_for_a_recovery_action(
     specified: Machine, action: int, why: str
 ) -> None:
     specified.sim.fault(Fault.RECOVERY_ACTION, device=0, value=action)
-    specified.start()  # its self-test passed once
+    specified.start("--sample-s", "0.05")  # its self-test passed once
     (device, *_) = specified.ask("inventory")["devices"]
     assert (device["healthy"], device["reason"]) == (False, why)
     specified.sim.fault(Fault.XID, device=0, value=79)  # a symptom does not hide what has to be done

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -339,6 +340,71 @@ def test_a_lock_that_hit_another_process_with_the_pid_of_one_that_ended_is_undon
     assert mover.suspend(lease, "", 1.0).done
     assert lease.parked == {}
     assert paper.states[process.pid] is State.RUNNING
+
+
+@pytest.mark.parametrize(("code", "says"), [(304, True), (800, True), (801, False)])
+def test_a_lock_without_the_right_to_it_says_what_the_helper_needs(
+    tmp_path: Path, impatient: None, code: int, says: bool
+) -> None:
+    """Driver 565.57.01 answered 800 (NVIDIA/cuda-checkpoint issue 25), others 304."""
+    paper = Paper(random.Random(1), tmp_path)
+
+    def refuse(pid: int, timeout_s: float) -> None:
+        raise DeviceError("cuCheckpointProcessLock", code)
+
+    paper.lock = refuse  # type: ignore[method-assign]
+    moved = mover_on(paper).suspend(paper.leases[0], "", 1.0)
+    assert moved.refused is Refusal.NOT_SUSPENDABLE
+    assert ("needs root or CAP_SYS_PTRACE" in moved.reason) == says
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_process_that_the_driver_says_uses_no_cuda_is_left_out_without_fault(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It may be listed with bytes all the same (llm-d-rl-time-slicing pull request 148)."""
+    paper, devices = Paper(random.Random(1), tmp_path), Margin()
+    lease = paper.leases[0]
+
+    def refuse(pid: int, timeout_s: float) -> None:
+        raise DeviceError("cuCheckpointProcessLock", code)
+
+    monkeypatch.setattr(paper, "lock", refuse)
+    assert mover_on(paper, devices=devices).suspend(lease, "", 1.0).done
+    assert (lease.parked, lease.failures, devices.is_doubted(UUID)) == ({}, {}, False)
+
+
+def test_a_suspension_is_undone_while_the_device_shows_its_memory_as_used(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of processes alone does not show that the memory is free."""
+    paper = Paper(random.Random(1), tmp_path)
+    monkeypatch.setattr(paper, "meanwhile", lambda: None)
+    lease, look, used_bytes = paper.leases[0], paper.usage, GPU.memory_bytes - paper.free()
+    monkeypatch.setattr(paper, "usage", lambda uuid: replace(look(uuid), used_bytes=used_bytes))
+    moved = mover_on(paper).suspend(lease, "", 1.0)
+    assert (moved.refused, moved.reason) == (Refusal.BUSY, "the driver still shows the memory of the lease")
+    assert paper.states[lease.processes[0].pid] is State.RUNNING
+
+
+@pytest.mark.parametrize(("code", "final"), [(2, 1), (304, 2), (801, 2), (999, 2), (719, 0)])
+def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, code: int, final: int
+) -> None:
+    """The number is that of the answer after which nothing is tried again; 0: it may go on."""
+    ends = (final, Phase.LOST) if final else (steps.RETRIES, Phase.SUSPENDED)
+    paper = Paper(random.Random(1), tmp_path)
+    monkeypatch.setattr(paper, "meanwhile", lambda: None)
+    mover, lease, asked = mover_on(paper), paper.leases[0], []
+    assert mover.suspend(lease, "", 1.0).done
+
+    def refuse(pid: int, timeout_s: float) -> None:
+        asked.append(pid)
+        raise DeviceError("cuCheckpointProcessRestore", code)
+
+    monkeypatch.setattr(paper, "restore", refuse)
+    assert not mover.resume(lease, 0.0).done
+    assert (len(asked), lease.phase) == ends
 
 
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:

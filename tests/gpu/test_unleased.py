@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -220,6 +221,7 @@ def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) ->
     bare.start("--stop-uids", "1")
     until(lambda: bare.log.read_text().count("left alone") >= 2, "both are reported")
     assert "without a record" in bare.log.read_text()
+    assert json.loads((bare.state_dir / "private" / "holders").read_bytes())["record_lost"]
     assert [worker.do("check") for worker in workers] == ["ok", "ok"]
 
 

@@ -92,6 +92,14 @@ def test_no_harmless_function_is_counted() -> None:
     assert [name for name in KINDS if HARMLESS.fullmatch(plain(name))] == ["cuInit", "cuDeviceTotalMem_v2"]
 
 
+def test_every_launch_and_copy_is_work() -> None:
+    # What is written out counts as work by itself (test_wake.py).
+    moves = re.compile(r"cu(Memcpy|Memset|Launch|GraphLaunch|MemPrefetch)")
+    kinds = {name: kind for name, kind in KINDS.items() if moves.match(name)}
+    assert len(kinds) > 100
+    assert {name: kind for name, kind in kinds.items() if kind not in ("WORK", "TYPED")} == {}
+
+
 def test_written_out_hooks_know_every_version_of_their_function() -> None:
     """From CUDA 3.2 on: those before had sizes of 32 bits."""
     typedefs = part("nvidia-cuda-runtime", r"cudaTypedefs\.h").read_text()

@@ -46,9 +46,7 @@ def test_the_libraries_of_before_glibc_2_34_are_named() -> None:
     assert needed == {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("-O3",), ("-D_FORTIFY_SOURCE=2",), ("-D_GNU_SOURCE",), ("-std=gnu2x",)]
-)
+@pytest.mark.parametrize("flags", [("-O3", "-D_FORTIFY_SOURCE=2"), ("-D_GNU_SOURCE", "-std=gnu2x")])
 def test_flags_of_other_distributions_change_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Distributions add such flags, and some make the compiler name newer functions."""
     preload = next(library for library in build.LIBRARIES if "preload" in library.output)
