@@ -96,7 +96,8 @@ class TestPools:
         c = pool(build("a", 1000, "0"), units=label)
         assert "write 1, 2, 4 or 8" in obstacles(c)["n0"]
         assert not return_is_certain(c.leases[0], c.devices)
-        assert demands(pool(train("j", 1000), units=label), NODES, NOW).by_lease["j"].not_nodes == ("n0",)
+        found = demands(pool(train("j", 1000), train("k", 1000), units=label), NODES, NOW).by_lease
+        assert found["j"].not_nodes == found["k"].not_nodes == ("n0",)
 
     def test_unequal_gpus_odd_leases_and_foreign_pods_close_a_pool(self):
         unequal = cluster(gpus=[device(0), device(1, memory_bytes=40 * GIB)])
