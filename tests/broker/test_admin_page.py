@@ -306,6 +306,20 @@ async def test_tables_are_searched_and_cut_into_pages(http):
     assert nothing.count("Nothing matches &ldquo;&lt;i&gt;none&rdquo;.") == 3
 
 
+async def test_a_search_finds_an_id_as_a_whole_only(http, monkeypatch):
+    ids = iter(["xxboxxxxx1", "xxboxxxxx2"])
+    monkeypatch.setattr("jupyter_gpushare.broker.control.requests.random_id", lambda: next(ids))
+    await http.submit("ada", name="first")
+    await http.submit("ada", name="second")
+
+    async def shown(find: str) -> list[str]:
+        page = (await http.ask("GET", f"{http.url}{PREFIX}?q={find}", "root")).text
+        return re.findall(r'data-label="Job" class="long">([^<]*)<', page)
+
+    assert await shown("bo") == []
+    assert await shown("xxboxxxxx2") == ["second"]
+
+
 async def test_the_administrator_sees_what_each_user_holds_and_the_oldest_wait(http):
     grant = await http.broker.admission.start(spawn("ada", "1/2"))
     await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())

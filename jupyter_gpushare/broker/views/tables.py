@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -94,7 +94,7 @@ class Tables:
     def jobs(self, user: str | None, find: str, page: int) -> Rows[wire.Job]:
         """Return jobs as `job_order` has them: started, queued, ended."""
         mine = (job for job in self._registry.jobs.values() if user in (None, job.user))
-        found = [job for job in mine if _is_like(find, job.name, job.id, job.user, job.project)]
+        found = [job for job in mine if _is_like(find, job.name, job.user, job.project, ids=(job.id,))]
         active, ended = job_order.ordered(found, self._registry, self._views.cluster_views)
         return cut([*active, *ended], page, self._views.job)
 
@@ -145,16 +145,17 @@ class Tables:
 
     def _is_like(self, record: LeaseRecord, find: str) -> bool:
         job: JobRecord | None = self._registry.job_of(record)
-        names = () if job is None else (job.name, job.id)
-        return _is_like(find, record.id, record.lease.user, record.lease.project, *names)
+        names, ids = ((), ()) if job is None else ((job.name,), (job.id,))
+        return _is_like(find, record.lease.user, record.lease.project, *names, ids=(record.id, *ids))
 
 
 def _waits(record: LeaseRecord) -> bool:
     return record.state is State.PENDING or (record.is_job and record.state is State.SUSPENDED)
 
 
-def _is_like(find: str, *texts: str) -> bool:
-    return any(find.casefold() in text.casefold() for text in texts)
+def _is_like(find: str, *texts: str, ids: Collection[str] = ()) -> bool:
+    # Ids are random: a part of one is the name of a user by chance.
+    return find in ids or any(find.casefold() in text.casefold() for text in texts)
 
 
 def _user(
