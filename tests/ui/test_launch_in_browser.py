@@ -179,3 +179,24 @@ async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, brok
     await page.get_by_role("dialog").get_by_role("button", name="Submit").click()
     await expect(page.get_by_role("dialog")).to_have_count(0)
     assert broker.asked("POST jobs")[-1].json["command"] == ["python", "-c", code]
+
+
+async def test_a_click_counts_although_the_estimate_arrives_in_it(page, lab, broker, golden):
+    held: list[Route] = []
+    await page.route(re.compile(r"/gpushare/offers\b"), lambda route: held.append(route))
+    broker.answer("POST jobs", golden("job"), 201)
+    await run_command(page, "gpushare:launch", {"path": "train.ipynb"})
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_label("Parameters")).to_be_visible()
+    await expect(dialog.locator(".gpushare-outlook")).to_have_text("Asking what is free.")
+    await arrived(held, 1)
+    submit = dialog.get_by_role("button", name="Submit")
+    place = await submit.bounding_box()
+    await page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] - 2)
+    await page.mouse.down()
+    await held[0].continue_()
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3")
+    assert await submit.bounding_box() == place
+    await page.mouse.up()
+    await expect(dialog).to_have_count(0)
+    assert len(broker.asked("POST jobs")) == 1
