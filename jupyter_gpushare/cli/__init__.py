@@ -34,6 +34,7 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "kube": ("jupyter_gpushare.cli.kube", "Queues for a Kubernetes cluster, and whether it is ready"),
         "helper": ("jupyter_gpushare.gpu.service.helper", "run the device helper of a GPU machine"),
         "seat": ("jupyter_gpushare.gpu.service.seat", "stand for a lease on a Kubernetes node"),
+        "canary": ("jupyter_gpushare.gpu.service.canary", "print which GPUs a pod sees"),
     }
 )
 

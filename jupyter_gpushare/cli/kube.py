@@ -1,7 +1,7 @@
 """``gpushare kube``: what an administrator of a Kubernetes cluster prepares, and whether it is right.
 
 ``queues`` prints the Queues and priority classes of the configured projects; ``check`` examines a
-cluster, and starts nothing.  Both read the broker's configuration.
+cluster, and starts nothing but a canary, where it is asked to.  Both read the broker's configuration.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.cluster import queue_projects
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import Check, Result, print_checks
+from jupyter_gpushare.cli.kube_canary import canary
 from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
 from jupyter_gpushare.cli.options import Parser
@@ -37,6 +38,7 @@ examples:
   gpushare kube queues --config broker_config.py | kubectl apply -f -
       create the Queues and priority classes of the configured projects, or change their numbers
   gpushare kube check --config broker_config.py
+  gpushare kube check --config broker_config.py --canary
       before users come, with the rights of the broker
   kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
       gpushare kube check --config broker_config.py --hub -
@@ -78,10 +80,13 @@ def _print_queues(site: Configured) -> int:
     return 0
 
 
-def _check(site: Configured, hub: str, as_json: bool) -> int:
-    about_hub = hub_checks(parse_list(_read(hub)), _broker_pod(site)) if hub else [not_examined()]
-    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels)) + about_hub
-    print_checks(checks, as_json=as_json)
+def _check(site: Configured, args: argparse.Namespace) -> int:
+    hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(site)) if args.hub else [not_examined()]
+    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels))
+    if args.canary:
+        checks.append(asyncio.run(canary(site.kube)))
+    checks += hub
+    print_checks(checks, as_json=args.json)
     return 1 if any(check.result is Result.FAIL for check in checks) else 0
 
 
@@ -138,13 +143,18 @@ def main(argv: Sequence[str]) -> int:
         if name == "check":
             verb.add_argument("--json", action="store_true", help="print JSON")
             verb.add_argument(
+                "--canary", action="store_true",
+                help="also start a pod on a node, at most one minute for each way of telling it a GPU, and "
+                "say which works",
+            )  # fmt: skip
+            verb.add_argument(
                 "--hub", default="", metavar="FILE",
                 help="also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
             )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         site = configured(args.config)
-        return _print_queues(site) if args.verb == "queues" else _check(site, args.hub, args.json)
+        return _print_queues(site) if args.verb == "queues" else _check(site, args)
     except (GpuShareError, TraitError) as error:
         print(f"gpushare kube: {error}", file=sys.stderr)
         return 1

@@ -96,6 +96,7 @@ class Node:
     name: str
     gpus: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
+    cdi: bool = True  # its container runtime knows GPUs by their names of CDI, else by UUID
     accepts: bool = True  # has CPU and memory for more pods of servers
     folders: dict[str, str] = field(default_factory=dict)  # of `hostPath`: where this machine has its own
 
@@ -236,7 +237,19 @@ class Kubelet:
         named = variables.get("NVIDIA_VISIBLE_DEVICES", "")
         if pod["spec"].get("runtimeClassName") != "nvidia" or named in ("", "void"):
             return []
-        found = [each.removeprefix(_CDI) for each in named.split(",")]
+        return self._named(named.split(","), node)
+
+    @staticmethod
+    def _named(names: list[str], node: Node) -> list[str] | None:
+        """GPUs by their names; None: the runtime refuses the container.
+
+        With CDI a bare UUID is completed with the kind of the management device, which has no such one
+        (nvidia-container-toolkit 1.20, ``internal/modifier/cdi.go``, ``pkg/nvcdi/management.go:56``);
+        without it a name of CDI is no device.
+        """
+        if any(each.startswith(_CDI) is not node.cdi for each in names):
+            return None
+        found = [each.removeprefix(_CDI) for each in names]
         return found if all(each in node.gpus for each in found) else None
 
     def _environ(self, pod: Json, node: Node, address: str, *, has_gpus: bool) -> dict[str, str]:

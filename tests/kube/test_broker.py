@@ -15,6 +15,8 @@ import httpx
 import pytest
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
+from jupyter_gpushare.cli.kube import configured
+from jupyter_gpushare.cli.kube_canary import canary
 from jupyter_gpushare.core.model import Project
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
@@ -96,7 +98,7 @@ def site() -> Iterator[Site]:
         secret = folder / "secret"
         secret.write_text("s" * 40)
         secret.chmod(0o600)
-        node = Node("n1", gpus=("GPU-0",), environ=machine.env())
+        node = Node("n1", gpus=(machine.uuid(0),), environ=machine.env())
         with running_cluster(folder, [node], images={"gpushare": CLI}) as cluster:
             store, port = cluster.server.store, free_ports()
             config = {"metadata": {"name": "kai-config"}, "spec": {"admission": {"gpuSharing": True}}}
@@ -136,6 +138,25 @@ def test_the_check_of_the_cluster_finds_its_helper(site: Site):
     words = [*CLI, "kube", "check", "--config", str(site.folder / "config.py")]
     done = subprocess.run(words, env=site.machine.env(), capture_output=True, text=True, timeout=120)
     assert "They answer on 1 nodes." in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("cdi", "form"), [(True, "cdi"), (False, "uuid")])
+async def test_a_canary_finds_out_how_servers_are_told_their_gpus(
+    site: Site, monkeypatch: pytest.MonkeyPatch, cdi: bool, form: str
+):
+    monkeypatch.setattr(site.cluster.kubelet.nodes["n1"], "cdi", cdi)
+    before = site.cluster.pods(NS)
+    settings = configured(site.folder / "config.py").kube
+    found = await canary(settings, patience_s=30.0)
+    assert (found.result, f'gpu_names = "{form}"' in found.message) == ("ok", True), found
+    until(lambda: site.cluster.pods(NS).keys() == before.keys(), "no canary is left")
+
+
+async def test_a_runtime_that_shows_no_gpu_is_named(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(site.cluster.kubelet.nodes["n1"], "gpus", ())
+    found = await canary(configured(site.folder / "config.py").kube, patience_s=2.0)
+    assert found.result == "fail"
+    assert "does not see exactly that one (cdi, uuid, annotation)" in found.message
 
 
 def start(site: Site, user: str, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""Which GPUs a container sees: what the pod of ``gpushare kube check --canary`` runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+
+EXAMPLES = """\
+examples:
+  kubectl exec POD -- gpushare canary GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e
+      see whether a pod with this package has that GPU alone
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the devices that the driver shows here; return 0 if they are exactly the one that is named."""
+    parser = argparse.ArgumentParser(
+        prog="gpushare canary",
+        description="Print the GPUs of this container; 0 if it sees exactly the one that is named.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("uuid", metavar="UUID", help="the one that it was told")
+    told = parser.parse_args(argv).uuid
+    try:
+        shown = [gpu.uuid for gpu in Nvml().gpus]
+    except GpuShareError as error:
+        print(f"gpushare canary: {error}")
+        return 1
+    print(f"told {told}, the driver shows {', '.join(shown) or 'none'}")
+    return 0 if shown == [told] else 1
