@@ -7,6 +7,7 @@ kubelet, driver.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -158,8 +159,9 @@ class Story(Site):
         return httpx.post(address, content=code, timeout=PATIENCE_S, trust_env=False).text
 
 
-@pytest.fixture(scope="module")
-def story() -> Iterator[Story]:
+@contextlib.contextmanager
+def running_story() -> Iterator[Story]:
+    """Cluster, Hub, helpers and broker, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="gps-") as name:
         folder = Path(name)
         (folder / "hub").mkdir()
@@ -198,6 +200,12 @@ def story() -> Iterator[Story]:
                 for process in reversed(made.processes):  # the broker, then the helpers
                     process.terminate()
                     process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[Story]:
+    with running_story() as made:
+        yield made
 
 
 def prepare(made: Story, cluster: Cluster) -> None:
@@ -309,8 +317,8 @@ class Lent:
         return self.story.machines[self.node]
 
 
-@pytest.fixture(scope="module")
-def lent(story: Story) -> Lent:
+def lend(story: Story) -> Lent:
+    """Start Dot's job and Ada's session, and submit Cy's job."""
     until(lambda: story.api("dot", "GET", "status")["devices_known"], "the helpers answer")
     beside = submitted(story, "dot")
     until(beside.runs, "a job runs on one node", 300)
@@ -327,6 +335,11 @@ def lent(story: Story) -> Lent:
     return Lent(
         story, beside, submitted(story, "cy"), pid_of(story.cluster, pod), str(pod["spec"]["nodeName"])
     )
+
+
+@pytest.fixture(scope="module")
+def lent(story: Story) -> Lent:
+    return lend(story)
 
 
 def come_back(lent: Lent) -> None:

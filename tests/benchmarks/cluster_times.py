@@ -1,0 +1,138 @@
+"""How long an owner on a Kubernetes cluster waits for a lent GPU, and what faults of its parts add.
+
+``.venv/bin/python -m tests.benchmarks.cluster_times [returns] [faults]``
+
+The nodes, users and jobs of `tests.kube.test_story`: Ada's idle session has half a GPU, which is lent to a
+job that can be suspended.  A return is one cell of hers that uses the GPU, from its request to its answer;
+her variable is intact in the same process.  A fault happens while her GPU is lent, and her cell is sent at
+once after it.  API server, KAI-Scheduler, kubelet and driver are models whose copies take no time; with
+``GPUSHARE_TEST_ENGINE=kai`` and ``GPUSHARE_KUBE_BIN`` API server and KAI-Scheduler are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from tests.benchmarks.report import percentile, print_table, spread
+from tests.kube.real_engine import real_engine, why_not
+from tests.kube.test_story import Lent, come_back, lend, running_story, start_broker, start_helper
+from tests.kube.test_story_faults import everything_settles, lease_of, seats_of
+from tests.waiting import until
+
+SILENT_S = 20.0
+
+
+def seconds(does: Callable[[], object]) -> float:
+    """Return how long a call took."""
+    begun = time.monotonic()
+    does()
+    return time.monotonic() - begun
+
+
+def is_lent(lent: Lent) -> None:
+    """Wait until the guest has the GPU of the idle session."""
+    until(lent.guest.runs, "the GPU is lent", 300)
+    until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
+
+
+def converged(lent: Lent) -> None:
+    """Wait until ``health`` has no reason and no seat is left over."""
+    until(lambda: not lent.story.trouble(), "health has nothing to say")
+    everything_settles(lent)
+
+
+def kill_broker(lent: Lent) -> None:
+    broker = lent.story.processes.pop()
+    broker.kill()
+    broker.wait()
+    start_broker(lent.story)
+
+
+def kill_helper(lent: Lent) -> None:
+    helper = lent.story.helpers[lent.node]
+    helper.kill()
+    helper.wait()
+    start_helper(lent.story, lent.node)
+
+
+def silence(lent: Lent) -> None:
+    """Freeze the API server for `SILENT_S`."""
+    server = lent.story.cluster.server
+    server.freeze()
+    try:
+        time.sleep(SILENT_S)
+    finally:
+        server.thaw()
+
+
+def kill_seat(lent: Lent) -> None:
+    """Kill the seat of the session that works."""
+    (seat,) = seats_of(lent, lease_of(lent))
+    lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process.kill()
+
+
+def of_fault(lent: Lent, does: Callable[[Lent], None], times: int) -> list[str]:
+    """Return the seconds from a fault to the answer of a cell, and to the end of all its effects."""
+    answers, ends = [], []
+    for _ in range(times):
+        is_lent(lent)
+        does(lent)
+        begun = time.monotonic()
+        come_back(lent)
+        answers.append(time.monotonic() - begun)
+        converged(lent)
+        ends.append(time.monotonic() - begun)
+    return [spread(answers), spread(ends)]
+
+
+def of_seat(lent: Lent, times: int) -> list[str]:
+    """Return the seconds from a seat's kill until its session is suspended, and to the end of all effects."""
+    suspended, ends = [], []
+    for _ in range(times):
+        is_lent(lent)
+        come_back(lent)
+        kill_seat(lent)
+        begun = time.monotonic()
+        until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
+        suspended.append(time.monotonic() - begun)
+        converged(lent)
+        ends.append(time.monotonic() - begun)
+    return [spread(suspended), spread(ends)]
+
+
+def measure(returns: int, faults: int) -> None:
+    """Print both tables."""
+    with running_story() as story:
+        lent, took = lend(story), []
+        for _ in range(returns):
+            is_lent(lent)
+            took.append(seconds(lambda: come_back(lent)))
+        rows = [
+            ["broker killed and started", *of_fault(lent, kill_broker, faults)],
+            ["device helper killed and started", *of_fault(lent, kill_helper, faults)],
+            [f"API server silent for {SILENT_S:g} s", *of_fault(lent, silence, faults)],
+            ["seat killed (until the session is suspended)", *of_seat(lent, faults)],
+        ]
+    module = "tests.benchmarks.cluster_times"
+    shown = [f"{x:.2f}" for x in (percentile(took, 50), percentile(took, 95), max(took))]
+    print_table(module, [f"s ({returns} returns)", "p50", "p95", "max"], [["cell to its answer", *shown]])
+    print()
+    head = [f"s after the fault, {faults} times", "answer of a cell", "no seat left over, health clean"]
+    print_table(module, head, rows)
+
+
+def main(returns: int = 20, faults: int = 5) -> None:
+    """Measure on the engine that the environment names."""
+    is_real = os.environ.get("GPUSHARE_TEST_ENGINE") == "kai"
+    if is_real and (why := why_not()):
+        sys.exit(f"cluster_times: {why}")
+    with real_engine() if is_real else contextlib.nullcontext():
+        measure(returns, faults)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
