@@ -295,6 +295,8 @@ async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker
     await dialog.get_by_role("button", name="Stop job").click()
     await expect(dialog).to_have_count(0)
     lab.say(golden("status_active") | {"jobs": [ended]})
+    # While the stop is under way the button is disabled too, and that may end before these news arrive.
+    await expect(detail).to_contain_text("It was stopped on request.")
     await expect(stop).to_have_attribute("aria-disabled", "true")
     assert await stop.bounding_box() == place
     await stop.click(force=True)
