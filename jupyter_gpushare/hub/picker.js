@@ -21,6 +21,7 @@ document.addEventListener("DOMContentLoaded", () => {
   let wanted = null; // what this page waits for: {project, field, value}
   let timer = 0;
   let failures = 0;
+  let answered = Promise.resolve(); // every request before this moment
 
   const radios = (within) => [...within.querySelectorAll("input[type=radio]")];
   const same = (a, b) => a.name === b.name && a.value === b.value;
@@ -110,8 +111,11 @@ document.addEventListener("DOMContentLoaded", () => {
     } else say(text);
   }
 
+  // One after the other: a request to leave the queue must not pass the one that joins it.
   function request(live) {
-    return fetch(location.pathname, { headers: { [LIVE]: live }, cache: "no-store" });
+    const answer = answered.then(() => fetch(location.pathname, { headers: { [LIVE]: live }, cache: "no-store" }));
+    answered = answer.catch(() => {});
+    return answer;
   }
 
   async function ask() {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, Route, expect, sync_playwright
 
 from tests.conftest import Chromium
 from tests.hub.conftest import Hub
@@ -141,6 +141,29 @@ def test_waiting_can_be_stopped_and_a_refusal_is_shown(hub: Hub, page: Page) -> 
     expect(page.get_by_role("status").filter(has_text="queue is closed")).to_be_visible()
     expect(page.get_by_role("button", name="Start when it is free")).to_be_enabled()
     assert hub.broker.of("spawner/start") == []
+
+
+def test_a_request_to_leave_the_queue_does_not_pass_the_one_that_joins_it(hub: Hub, page: Page) -> None:
+    hub.broker.place = WAITING
+    sent: list[str] = []
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        sent.append(route.request.headers.get("x-gpushare-live", ""))
+        if len(sent) == 1:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/hub/spawn*", hold)
+    wait_for_two_gpus(page)
+    page.get_by_role("button", name="Stop waiting").click()
+    page.wait_for_timeout(200)
+    assert len(sent) == 1
+    with page.expect_response(lambda answer: answer.request.headers.get("x-gpushare-live") == "leave"):
+        held[0].continue_()
+    assert sent[1] == "leave"
+    assert hub.broker.of("spawner/wait")[-1].body["options"] is None
 
 
 def test_a_page_that_waits_asks_on_while_the_hub_is_away(hub: Hub, page: Page) -> None:
