@@ -189,10 +189,10 @@ async def test_a_projects_quota_is_changed_and_what_was_typed_outlives_a_refusal
     assert not http.broker.registry.overrides
 
 
-@pytest.mark.parametrize("name", ["GPU-0", "machine"])
-async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name: str) -> None:
+@pytest.mark.parametrize(("name", "it"), [("GPU-0", "it"), ("machine", "all GPUs")])
+async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name: str, it: str) -> None:
     devices = http.broker.registry.devices  # each change replaces its drains
-    control, panel = page.locator(f"#work-{name}"), page.get_by_role("form", name="Empty it")
+    control, panel = page.locator(f"#work-{name}"), page.get_by_role("form", name=f"Empty {it}")
     await enter(page, control)
     await focused(page, panel)
     await enter(page, panel.get_by_role("link", name="Cancel"))
@@ -201,14 +201,14 @@ async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name
     await page.keyboard.press("Enter")
     await walk(page, panel.get_by_label("Ask them to finish"))
     await page.keyboard.press("ArrowDown")
-    await enter(page, panel.get_by_role("button", name="Empty it"))
+    await enter(page, panel.get_by_role("button", name=f"Empty {it}"))
     await focused(page, control)
     drain = devices.drains.on("GPU-0")
     assert drain is not None
     assert drain.until is not None
-    await expect(control).to_have_text("Let it take work again")
+    await expect(control).to_have_text(f"Let {it} take work again")
     await page.keyboard.press("Enter")
-    await expect(control).to_have_text("Empty it")
+    await expect(control).to_have_text(f"Empty {it}")
     await focused(page, control)
     assert not devices.drains.of
 
