@@ -143,6 +143,14 @@ export class JobsModel implements IDisposable {
     return neighbourOf(this._jobs.values(), job, step);
   }
 
+  /** Takes a job as the broker just answered it: the next status may not tell of one that has ended. */
+  put(job: IJob): void {
+    if (this._state.kind === 'ready') {
+      this._jobs.set(job.id, job);
+      this._become({ kind: 'ready', jobs: [...this._jobs.values()] });
+    }
+  }
+
   /** Fetches all jobs; concurrent callers share one request. */
   refresh(): Promise<void> {
     this._fetching ??= this._refresh().finally(() => {

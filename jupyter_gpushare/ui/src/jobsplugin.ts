@@ -17,6 +17,7 @@ import { SplitPanel, Widget } from '@lumino/widgets';
 
 import type { IFields, LaunchModel } from './launch';
 import type { JobList } from './joblist';
+import type { JobsModel } from './jobs';
 import type { Stops } from './stops';
 import { chipIcon, CommandIDs, IGpuModel } from './tokens';
 import { IJob } from './wire';
@@ -107,6 +108,8 @@ class Jobs {
 
   /** Of all lists of jobs, one after the other: what is held back outlives a list. */
   private _stops: Stops | null = null;
+  /** Of the list that was opened last. */
+  private _list: JobsModel | null = null;
 
   readonly tracker = new WidgetTracker<MainAreaWidget<JobList>>({ namespace: 'gpushare-jobs' });
 
@@ -193,11 +196,11 @@ class Jobs {
     ]);
     const { model, requests } = this._gpu;
     this._stops ??= new Stops(model, {
-      send: job => this._try(() => requests.cancelJob(job.id)),
+      send: job => this._try(async () => this._list?.put(await requests.cancelJob(job.id))),
       confirm: jobs => this._confirmStop(jobs),
       offerUndo: (jobs, undo) => this._offerUndo(jobs, undo)
     });
-    const jobs = new JobsModel(model, limit => requests.jobs(limit));
+    const jobs = (this._list = new JobsModel(model, limit => requests.jobs(limit)));
     const content = new JobList(
       this._gpu,
       jobs,

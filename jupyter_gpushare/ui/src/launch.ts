@@ -4,6 +4,7 @@ import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import { lines, nonEmpty, pairsOf } from './lines';
 import type { IOffersQuery } from './requests';
 import { GPUS, MEMORY } from './sizes';
 import { durationOf, secondsOf } from './times';
@@ -116,33 +117,6 @@ export function fieldsOf(job: IJob): Partial<IFields> {
 
 function quoted(word: string): string {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replace(/'/g, `'"'"'`)}'`;
-}
-
-function lines(pairs: { readonly [name: string]: string }): string {
-  return Object.entries(pairs)
-    .map(([name, value]) => `${name} = ${value}`)
-    .join('\n');
-}
-
-/** Returns the pairs of `name = value` lines; null if a line is malformed. */
-export function pairsOf(text: string): { [name: string]: string } | null {
-  const pairs: { [name: string]: string } = {};
-  for (const line of nonEmpty(text)) {
-    // As Python has names, in any script.
-    const match = /^([\p{XIDS}_]\p{XIDC}*)\s*=\s*(.*)$/u.exec(line);
-    if (match === null) {
-      return null;
-    }
-    pairs[match[1]!] = match[2]!;
-  }
-  return pairs;
-}
-
-function nonEmpty(text: string): string[] {
-  return text
-    .split('\n')
-    .map(line => line.trim())
-    .filter(line => line !== '');
 }
 
 /** Returns the variables without a value; the server fills in its own. */
@@ -270,6 +244,12 @@ export class LaunchModel implements IDisposable {
     return problemsOf(this._options.trans, this._fields);
   }
 
+  /** The problems to show: that no program is named is one once a program was typed or the job submitted. */
+  get shownProblems(): Problems {
+    const { command, ...others } = this.problems;
+    return command === undefined || this._tried ? this.problems : others;
+  }
+
   get isDisposed(): boolean {
     return this._disposed;
   }
@@ -279,6 +259,7 @@ export class LaunchModel implements IDisposable {
     for (const field of Object.keys(change) as (keyof IFields)[]) {
       this._touched.add(field);
     }
+    this._tried ||= 'path' in change || 'command' in change;
     if (['size', 'gpus', 'memory', 'project', 'borrow'].some(field => field in change)) {
       this._askLater(ASK_AFTER_MS);
     }
@@ -310,7 +291,12 @@ export class LaunchModel implements IDisposable {
    * null when the job was refused (see `refusal`) or the path changed meanwhile.
    */
   async submit(): Promise<IJob | null> {
-    if (this._busy || !this._isRight()) {
+    if (this._busy) {
+      return null;
+    }
+    this._tried = true;
+    if (!this._isRight()) {
+      this._emit();
       return null;
     }
     this._busy = true;
@@ -429,6 +415,8 @@ export class LaunchModel implements IDisposable {
   private _outlook: Outlook = { kind: 'none' };
   private _refusal = '';
   private _busy = false;
+  /** Whether the user has typed a program or submitted. */
+  private _tried = false;
   private _disposed = false;
   private _questions = 0;
   private _timer: ReturnType<typeof setTimeout> | undefined;

@@ -220,7 +220,7 @@ function More({ model, trans }: IPartProps): JSX.Element {
   const [more, setMore] = React.useState(false);
   return (
     <details
-      open={more || ['cwd', 'variables', 'retries', 'maxRun', 'name'].some(field => field in model.problems)}
+      open={more || ['cwd', 'variables', 'retries', 'maxRun', 'name'].some(field => field in model.shownProblems)}
       onToggle={event => setMore(event.currentTarget.open)}
     >
       <summary>{trans.__('Name, environment, retries, maximum run time')}</summary>
@@ -307,7 +307,7 @@ export interface ITextProps {
 
 export function Text(props: ITextProps): JSX.Element {
   const { model, field, label, hint } = props;
-  const problem = model.problems[field];
+  const problem = model.shownProblems[field];
   const id = `gpushare-launch-${field}`;
   const shared = {
     id,

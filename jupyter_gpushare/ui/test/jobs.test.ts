@@ -107,6 +107,12 @@ describe('JobsModel', () => {
     expect(jobs.job(before.id)?.state).toBe('succeeded');
     expect(jobs.job('old')).toEqual(old);
     expect(fetched).toBe(1);
+    const second = ANSWERS.active.jobs[1]!;
+    jobs.put({ ...second, state: 'cancelled' });
+    answer = { ...ANSWERS.active, jobs: [] }; // ended ones may be left out
+    await gpu.refresh();
+    expect(jobs.job(second.id)?.state).toBe('cancelled');
+    expect(fetched).toBe(1);
     answer = NO_ANSWER;
     await gpu.refresh();
     answer = ANSWERS.active;

@@ -5,11 +5,11 @@ import {
   fieldsOf,
   IFields,
   LaunchModel,
-  pairsOf,
   problemsOf,
   requestOf,
   takenFromServer
 } from '../src/launch';
+import { pairsOf } from '../src/lines';
 import { outlookText } from '../src/outlook';
 import { IJob, ILaunchForm, ILaunchRequest, IOffers } from '../src/wire';
 import { JOB, OFFERS } from './answers';
@@ -331,6 +331,22 @@ describe('LaunchModel', () => {
     model.set({ path: 'gone.ipynb' });
     expect(await submitted).toBeNull();
     expect([model.refusal, sent.length]).toEqual(['', 0]);
+  });
+
+  it('misses a program only once it was submitted without one, or one was typed and removed', async () => {
+    open({});
+    expect(model.problems).toHaveProperty('command');
+    expect(model.shownProblems).toEqual({});
+    model.set({ gpus: 'x' });
+    expect(Object.keys(model.shownProblems)).toEqual(['gpus']);
+    model.set({ gpus: '1' });
+    await model.submit();
+    expect(sent).toEqual([]);
+    expect(Object.keys(model.shownProblems)).toEqual(['command']);
+    open({});
+    model.set({ command: 'python' });
+    model.set({ command: '' });
+    expect(Object.keys(model.shownProblems)).toEqual(['command']);
   });
 
   it('sends nothing while something is wrong', async () => {
