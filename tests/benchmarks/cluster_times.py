@@ -4,8 +4,9 @@
 
 The nodes, users and jobs of `tests.kube.test_story`: Ada's idle session has half a GPU, which is lent to a
 job that can be suspended.  A return is one cell of hers that uses the GPU, from its request to its answer;
-her variable is intact in the same process.  A fault happens while her GPU is lent, and her cell is sent at
-once after it.  API server, KAI-Scheduler, kubelet and driver are models whose copies take no time; with
+her variable is intact in the same process.  A fault happens while her GPU is lent, and her cell is sent as
+soon as the next broker or helper answers.  Times count from the kill, and those of a silent API server from
+its end.  API server, KAI-Scheduler, kubelet and driver are models whose copies take no time; with
 ``GPUSHARE_TEST_ENGINE=kai`` and ``GPUSHARE_KUBE_BIN`` API server and KAI-Scheduler are the real ones.
 """
 
@@ -45,43 +46,50 @@ def converged(lent: Lent) -> None:
     everything_settles(lent)
 
 
-def kill_broker(lent: Lent) -> None:
+def kill_broker(lent: Lent) -> float:
+    """Kill the broker and start the next; return when it was killed (monotonic seconds), as all faults do."""
     broker = lent.story.processes.pop()
+    at = time.monotonic()
     broker.kill()
     broker.wait()
     start_broker(lent.story)
+    return at
 
 
-def kill_helper(lent: Lent) -> None:
+def kill_helper(lent: Lent) -> float:
     helper = lent.story.helpers[lent.node]
+    at = time.monotonic()
     helper.kill()
     helper.wait()
     start_helper(lent.story, lent.node)
+    return at
 
 
-def silence(lent: Lent) -> None:
-    """Freeze the API server for `SILENT_S`."""
+def silence(lent: Lent) -> float:
+    """Freeze the API server for `SILENT_S`; return when that ended."""
     server = lent.story.cluster.server
     server.freeze()
     try:
         time.sleep(SILENT_S)
     finally:
         server.thaw()
+    return time.monotonic()
 
 
-def kill_seat(lent: Lent) -> None:
+def kill_seat(lent: Lent) -> float:
     """Kill the seat of the session that works."""
     (seat,) = seats_of(lent, lease_of(lent))
+    at = time.monotonic()
     lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process.kill()
+    return at
 
 
-def of_fault(lent: Lent, does: Callable[[Lent], None], times: int) -> list[str]:
+def of_fault(lent: Lent, does: Callable[[Lent], float], times: int) -> list[str]:
     """Return the seconds from a fault to the answer of a cell, and to the end of all its effects."""
     answers, ends = [], []
     for _ in range(times):
         is_lent(lent)
-        does(lent)
-        begun = time.monotonic()
+        begun = does(lent)
         come_back(lent)
         answers.append(time.monotonic() - begun)
         converged(lent)
@@ -95,8 +103,7 @@ def of_seat(lent: Lent, times: int) -> list[str]:
     for _ in range(times):
         is_lent(lent)
         come_back(lent)
-        kill_seat(lent)
-        begun = time.monotonic()
+        begun = kill_seat(lent)
         until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
         suspended.append(time.monotonic() - begun)
         converged(lent)

@@ -13,6 +13,7 @@ long one.
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import sys
@@ -40,7 +41,9 @@ JOB = {"command": ["true"], "gpus": "1"}
 
 def _serve(pipe: Connection, limited: bool) -> None:
     os.sched_setaffinity(0, {0})
-    brokers.SteppingStore = lambda url, boot_id, _broker: Store(url, boot_id)  # commits to the disk
+    # As in production: commits to the disk, forecasts in a thread.
+    brokers.SteppingStore = lambda url, boot_id, _broker: Store(url, boot_id)
+    brokers._at_once = asyncio.to_thread
 
     async def serve() -> None:
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -51,10 +54,14 @@ def _serve(pipe: Connection, limited: bool) -> None:
             http.broker.begin()
             if not limited:
                 http.service.limits.changes = Rate(per_s=10_000, burst=10_000)
+            gc.collect()
+            gc.freeze()
             for _ in range(QUEUED):
                 await site.submit("bo", "1")
+            forecasts = asyncio.create_task(http.broker.forecast.run())
             pipe.send(http.api)
             await asyncio.to_thread(pipe.recv)
+            forecasts.cancel()
             await http.close()
 
     asyncio.run(serve())

@@ -58,7 +58,7 @@ class Broker:
         self.hub = SiteHub(site, self)
         tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
-        forecast = Forecast(self.registry, self.engine, _at_once)
+        self.forecast = forecast = Forecast(self.registry, self.engine, _at_once)
         self.request_policy = RequestPolicy(self.registry, self.engine)
         self.requests = RequestService(
             self.registry, self.engine, self.loop.effects, forecast, self.request_policy
