@@ -249,7 +249,7 @@ def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Pat
     bo = hub.person("bo")
     job = submit(bo, tmp_path)
     until("the job makes steps", lambda: len(steps_done(tmp_path)) > 3)
-    assert bo.job(job["id"])["state"] == "running"
+    until("the Hub says so too", lambda: bo.job(job["id"])["state"] == "running")
     hub.stop(within_s=40)
     until("nothing is left", lambda: not hub.processes())
 
