@@ -68,7 +68,7 @@ class Phase(IntEnum):
     RUNNING = 0
     SUSPENDING = 1
     SUSPENDED = 2
-    RESUMING = 3
+    PAUSED = 3
     REVOKED = 4
 
 

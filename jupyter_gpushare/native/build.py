@@ -93,6 +93,7 @@ LIBRARIES = (
             "preload/preload_driver.c",
             "preload/preload_symbols.c",
             "preload/lease_client.c",
+            "preload/lease_files.c",
             "preload/preload_stubs.S",
         ),
         ("-Wl,-Bsymbolic", *OLD_GLIBC),

@@ -29,9 +29,9 @@
 /* What the helper lets the processes of a lease do. */
 enum gpushare_phase {
     GPUSHARE_RUNNING = 0,    /* allocate within the limit */
-    GPUSHARE_SUSPENDING = 1, /* new contexts and allocations wait (and count as a call) */
-    GPUSHARE_SUSPENDED = 2,  /* same */
-    GPUSHARE_RESUMING = 3,   /* same */
+    GPUSHARE_SUSPENDING = 1, /* every counted call waits, and counts again while it does */
+    GPUSHARE_SUSPENDED = 2,  /* same, until the lease runs again */
+    GPUSHARE_PAUSED = 3,     /* new contexts and allocations wait, other calls go on: a restore beside it */
     GPUSHARE_REVOKED = 4,    /* everything is denied: the lease has ended */
 };
 

@@ -50,7 +50,7 @@ int main(void) {
   P("ACCOUNT_HEAD", offsetof(struct gpushare_account, slot)); P("SLOT", sizeof(struct gpushare_slot));
   P("USED_IN_SLOT", offsetof(struct gpushare_slot, used_bytes));
   P("phase RUNNING", GPUSHARE_RUNNING); P("phase SUSPENDING", GPUSHARE_SUSPENDING);
-  P("phase SUSPENDED", GPUSHARE_SUSPENDED); P("phase RESUMING", GPUSHARE_RESUMING);
+  P("phase SUSPENDED", GPUSHARE_SUSPENDED); P("phase PAUSED", GPUSHARE_PAUSED);
   P("phase REVOKED", GPUSHARE_REVOKED);
   P("taint MANAGED", GPUSHARE_TAINT_MANAGED); P("taint IPC", GPUSHARE_TAINT_IPC);
   P("taint EXPORTED", GPUSHARE_TAINT_EXPORTED); P("taint PEER", GPUSHARE_TAINT_PEER);

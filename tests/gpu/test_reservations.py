@@ -412,14 +412,14 @@ def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path:
     bo = paper.leases[1]
     with bo.allocations_paused():
         with bo.allocations_paused():
-            assert bo.files.phase() is PagePhase.RESUMING
-        assert bo.files.phase() is PagePhase.RESUMING
+            assert bo.files.phase() is PagePhase.PAUSED
+        assert bo.files.phase() is PagePhase.PAUSED
         bo.enter(Phase.SUSPENDING)  # its own move says more
         assert bo.files.phase() is PagePhase.SUSPENDING
     assert bo.files.phase() is PagePhase.SUSPENDING
     with bo.allocations_paused():
         bo.enter(Phase.RUNNING)
-        assert bo.files.phase() is PagePhase.RESUMING
+        assert bo.files.phase() is PagePhase.PAUSED
         bo.dropped = True
         bo.files.revoke()
     assert bo.files.phase() is None
@@ -439,5 +439,5 @@ def test_memory_that_no_listed_process_explains_counts_beside_a_restore(
     registry = SimpleNamespace(all=lambda: [bo])
     reservations = MemoryReservations(shows, DeviceStates((GPU,)), registry)  # type: ignore[arg-type]
     with reservations.reserve({UUID: 30 * GIB}, 1.0):
-        assert (bo.files.phase() is PagePhase.RESUMING) == paused
+        assert (bo.files.phase() is PagePhase.PAUSED) == paused
     assert bo.files.phase() is PagePhase.RUNNING

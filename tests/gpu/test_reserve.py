@@ -124,3 +124,18 @@ def test_bytes_of_processes_that_the_driver_hides_are_not_reserved() -> None:
     assert devices.reserve_bytes(GPU) == 4 * GIB + margin_bytes(GPU.memory_bytes)
     devices.set_verdict("GPU-1", Verdict(suspendable=False, blind=True))
     assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)
+
+
+def test_the_first_context_of_a_lease_is_charged_before_it_is_made(tmp_path: Path) -> None:
+    """A sample charges it once the process has allocated up to the limit (H100: 4.35 of 4 GiB)."""
+    limit_bytes = 4 * GIB
+    for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB"):
+        machine.start("--sample-s", "3", examine=True)
+        machine.lease("ada", limit_bytes)
+        worker = machine.worker("ada", mib=1)
+        context_mib = machine.sim.device_used(0) // MIB - 1
+        assert context_mib > 256
+        assert worker.do(f"alloc {limit_bytes // MIB - context_mib + 64}") == "2"
+        while worker.do("alloc 64") == "0":
+            assert machine.sim.device_used(0) <= limit_bytes
+        assert machine.sim.device_used(0) > limit_bytes - 128 * MIB

@@ -272,8 +272,8 @@ def test_the_verdict_of_the_self_test_outlives_the_helper(bare: Machine) -> None
     bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
     until(lambda: bare.sim.device_used(0) == 0, "the self-test's memory is free")
-    bare.lease("ada", 79 << 30)
-    bare.worker("ada", mib=79 * 1024)  # no memory for another test
+    bare.lease("ada", 80 << 30)
+    bare.worker("ada", mib=79 * 1024)  # and its context: no memory for another test
     bare.stop(signal.SIGKILL)
     bare.start(examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]

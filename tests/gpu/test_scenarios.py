@@ -26,6 +26,7 @@ APART = [
     if each.function
     in (
         driver_facts.these_calls_wait_while_a_process_is_locked,
+        driver_facts.these_calls_end_a_process_while_it_is_checkpointed,
         driver_facts.a_process_that_only_called_cu_init_is_listed,
         driver_facts.a_restore_without_memory_leaves_the_process_in_a_state,
         driver_facts.a_helper_without_root_may_not_lock,
@@ -93,7 +94,15 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
     assert figures[restored] == "2, CHECKPOINTED, 304, 304, 401"
     assert figures["Lock by another user"] == "code 304"
     waiting = figures["calls that wait under Lock, with the system call"]
-    assert "cuCtxSynchronize" in waiting
+    assert "cuMemAlloc_v2" in waiting
+    assert "cuCtxSynchronize" not in waiting
+    ends = figures["calls that end a checkpointed process"].split(", ")
+    assert ends == [
+        f"{name} (SIGSEGV)"
+        for name in (
+            "cuCtxSynchronize", "cuStreamSynchronize", "cuStreamQuery", "cuEventSynchronize", "cuEventQuery"
+        )
+    ]  # fmt: skip
     assert "cuDriverGetVersion" not in waiting
 
 

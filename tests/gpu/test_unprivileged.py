@@ -89,4 +89,6 @@ def test_where_the_driver_wants_root_a_lock_is_refused_with_that_reason(theirs: 
     assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
     assert "304" in moved["reason"]
     assert "the helper needs root" in moved["reason"]
+    assert theirs.of("ada")["phase"] == "running"
     assert worker.do("check") == "ok"
+    assert worker.do("alloc 64") == "0"

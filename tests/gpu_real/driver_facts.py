@@ -7,9 +7,11 @@ driver too, where they prove the scenario and not the fact.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -86,7 +88,36 @@ def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
     checkpoint.unlock(worker.pid)
     site.report.add("calls that wait under Lock, with the system call", answer.replace(",", ", "))
     site.end(worker)
-    assert "cuCtxSynchronize" in answer
+    assert "cuMemAlloc_v2" in answer
+
+
+def these_calls_end_a_process_while_it_is_checkpointed(site: Site) -> None:
+    """Functions that the driver lets through although their state is in host memory.
+
+    The preload library holds them back, as every call that it counts (native/preload/lease_client.h).
+    """
+    checkpoint = _checkpoint(site)
+    environment = site.lease("polled", 4 * GIB, preload=False)
+    worker = site.worker("facts", environment)
+    assert do(worker, "open") == "0"
+    ended: list[str] = []
+    for index, name in enumerate(do(worker, "names").split(",")):
+        assert do(worker, "prepare") == "0"
+        checkpoint.lock(worker.pid, CALL_S)
+        checkpoint.checkpoint(worker.pid, CALL_S)
+        worker.tell(f"call {index}")
+        said = worker.answer(0.3)
+        with suppress(subprocess.TimeoutExpired):
+            status = worker.process.wait(0.1)
+            ended.append(f"{name} ({signal.Signals(-status).name if status < 0 else status})")
+            worker = site.worker("facts", environment)
+            assert do(worker, "open") == "0"
+            continue
+        checkpoint.restore(worker.pid, CALL_S)
+        checkpoint.unlock(worker.pid)
+        assert said or worker.answer(PATIENCE_S)
+    site.report.add("calls that end a checkpointed process", ", ".join(ended) or "none")
+    site.end(worker)
 
 
 def a_pool_keeps_what_was_freed(site: Site) -> None:
@@ -131,7 +162,10 @@ def entry_points_are_their_symbols(site: Site) -> None:
 
 
 def a_new_thread_and_a_new_module_wake(site: Site, command: str) -> None:
-    """The first call of a thread, and lazy loading, may pass the library (cuGetExportTable)."""
+    """The first call of a thread, and lazy loading, may pass the library (cuGetExportTable).
+
+    A call that only synchronises ends the process where it passes the library.
+    """
     site.needs_suspending()
     name = f"wake-{command}"
     worker = site.worker("facts", site.lease(name, 4 * GIB))

@@ -5,11 +5,14 @@ open            the primary context of the device            -> "open CODE"
 alloc BYTES     allocate                                     -> "alloc CODE"
 prepare         make what `blocked` needs, while running     -> "prepare CODE"
 blocked S       call each function in a thread of its own    -> "blocked NAME:SYSCALL,..." or "blocked -"
+names           the functions of `blocked`                   -> "names NAME,..."
+call INDEX      call one of them                             -> "call CODE"
 pool BYTES      allocate from a pool that keeps, free        -> "pool CODE"
 again BYTES     allocate from that pool again                -> "again CODE"
 addresses       entry points that are not their symbols      -> "addresses COUNT/TOTAL"
 module          load a module and launch its kernel          -> "module CODE"
 thread          synchronise in a new thread                  -> "thread CODE"
+synchronize     synchronise in the main thread               -> "synchronize CODE"
 spin S BYTES    fill memory for S seconds                    -> "spin ROUNDS"
 """
 
@@ -70,7 +73,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     return {
         "cuCtxSynchronize": lambda: cuda.cuCtxSynchronize(),
         "cuMemAlloc_v2": lambda: cuda.cuMemAlloc_v2(pointer(out), ctypes.c_size_t(4096)),
+        "cuStreamSynchronize": lambda: cuda.cuStreamSynchronize(stream),
         "cuStreamQuery": lambda: cuda.cuStreamQuery(stream),
+        "cuEventSynchronize": lambda: cuda.cuEventSynchronize(event),
         "cuEventQuery": lambda: cuda.cuEventQuery(event),
         "cuEventElapsedTime": lambda: cuda.cuEventElapsedTime(pointer(single), event, other_event),
         "cuStreamIsCapturing": lambda: cuda.cuStreamIsCapturing(stream, pointer(word)),
@@ -103,17 +108,26 @@ def blocked(within_s: float) -> str:
     ids: dict[str, int] = {}
     threads: dict[str, threading.Thread] = {}
 
-    def call(name: str, function: Callable[[], Any]) -> None:
+    def enter(name: str, function: Callable[[], Any]) -> None:
         ids[name] = threading.get_native_id()
+        cuda.cuCtxSetCurrent(context)
         function()
 
     for name, function in calls().items():
         if hasattr(cuda, name):
-            threads[name] = threading.Thread(target=call, args=(name, function), daemon=True)
+            threads[name] = threading.Thread(target=enter, args=(name, function), daemon=True)
             threads[name].start()
     time.sleep(within_s)
     found = [f"{name}:{system_call(ids[name])}" for name, thread in threads.items() if thread.is_alive()]
     return ",".join(found) or "-"
+
+
+def names() -> str:
+    return ",".join(name for name in calls() if hasattr(cuda, name))
+
+
+def call(index: int) -> int:
+    return int(calls()[names().split(",")[index]]())
 
 
 def system_call(thread: int) -> str:
@@ -165,6 +179,10 @@ def thread() -> int:
     return codes[0]
 
 
+def synchronize() -> int:
+    return int(cuda.cuCtxSynchronize())
+
+
 def spin(seconds: float, count: int) -> int:
     """How often so many bytes were filled."""
     at, rounds, end = ctypes.c_uint64(), 0, time.monotonic() + seconds
@@ -180,5 +198,6 @@ def spin(seconds: float, count: int) -> int:
 if __name__ == "__main__":
     serve(
         init=init, open=open_, alloc=alloc, prepare=prepare, blocked=blocked, pool=pool, again=again,
-        addresses=addresses, module=module, thread=thread, spin=spin,
+        addresses=addresses, module=module, thread=thread, spin=spin, names=names, call=call,
+        synchronize=synchronize,
     )  # fmt: skip

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,6 +32,7 @@ static _Atomic int wrong;
 static struct {
     _Atomic unsigned turns_done;
     atomic_bool over;
+    pthread_rwlock_t polls; /* read: calls that end a process that is checkpointed; written: its suspension */
 } *shared;
 
 #define MUST(condition)                      \
@@ -115,8 +117,10 @@ static void waiting(void)
     CUevent event;
     size_t left, total;
     MUST(!CALL(cuStreamCreate, &stream, 0) && !CALL(cuEventCreate, &event, 0));
-    MUST(!CALL(cuEventRecord, event, stream) && !CALL(cuEventSynchronize, event));
-    MUST(!CALL(cuStreamQuery, stream) && !CALL(cuCtxSynchronize));
+    MUST(!CALL(cuEventRecord, event, stream));
+    pthread_rwlock_rdlock(&shared->polls);
+    MUST(!CALL(cuEventSynchronize, event) && !CALL(cuStreamQuery, stream) && !CALL(cuCtxSynchronize));
+    pthread_rwlock_unlock(&shared->polls);
     MUST(!CALL(cuEventDestroy_v2, event) && !CALL(cuStreamDestroy_v2, stream));
     MUST(!CALL(cuMemGetInfo_v2, &left, &total) && left <= total && total == (size_t)1 << 30);
 }
@@ -149,6 +153,7 @@ static void disturb(int pid)
     if (CALL(cuInit, 0))
         _exit(1);
     for (unsigned seen = 0; !atomic_load(&shared->over);) {
+        pthread_rwlock_wrlock(&shared->polls);
         if (atomic_load(&shared->turns_done) != seen && !CALL(cuCheckpointProcessLock, pid, &lock)) {
             int code = CALL(cuCheckpointProcessCheckpoint, pid, NULL);
             if (code || CALL(cuCheckpointProcessRestore, pid, NULL))
@@ -157,9 +162,31 @@ static void disturb(int pid)
             seen = atomic_load(&shared->turns_done);
             CALL(cuCheckpointProcessUnlock, pid, NULL);
         }
+        pthread_rwlock_unlock(&shared->polls);
         nanosleep(&pause, NULL);
     }
     _exit(0);
+}
+
+static void share(void)
+{
+    pthread_rwlockattr_t how;
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED)
+        exit(1);
+    pthread_rwlockattr_init(&how);
+    pthread_rwlockattr_setpshared(&how, PTHREAD_PROCESS_SHARED);
+    pthread_rwlockattr_setkind_np(&how, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&shared->polls, &how);
+}
+
+/* A child that ends with this process: it holds its standard error open. */
+static int begin_child(void)
+{
+    int child = fork();
+    if (!child)
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+    return child;
 }
 
 int main(void)
@@ -167,13 +194,13 @@ int main(void)
     pthread_t threads[THREADS];
     int self = getpid(), status;
     cuda = dlopen("libcuda.so.1", RTLD_NOW);
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (!cuda || shared == MAP_FAILED)
+    if (!cuda)
         return 1;
-    int other = fork(); /* before this process uses CUDA, so that the child may */
+    share();
+    int other = begin_child(); /* before this process uses CUDA, so that the child may */
     if (!other)
         disturb(self);
-    int neighbour = fork();
+    int neighbour = begin_child();
     if (!neighbour) {
         MUST(!CALL(cuInit, 0) && !CALL(cuDevicePrimaryCtxRetain, &context, 0));
         work(NULL);

@@ -75,7 +75,7 @@ def test_a_restore_out_of_memory_leaves_the_process_checkpointed_for_ever(
         borrower.run("b.free()")
         assert [checkpoint.restore(kernel.pid) for _ in range(2)] == [OPERATING_SYSTEM] * 2
         assert checkpoint.unlock(kernel.pid) == ILLEGAL_STATE
-        kernel.start("gpu.synchronize()")
+        kernel.start("gpu.allocate(8)")
         assert kernel.is_waiting()
         assert machine.process_state(kernel.pid) == CHECKPOINTED
         assert machine.device_used(0) == 0
@@ -88,7 +88,7 @@ def test_a_restore_out_of_memory_may_leave_the_process_failed(driver: tuple[Simu
     with Worker(machine.env()) as kernel, Worker(machine.env()) as borrower:
         kernel.run("b = gpu.allocate('50GiB')")
         checkpoint.suspend(kernel.pid)
-        kernel.start("gpu.synchronize()")
+        kernel.start("gpu.allocate(8)")
         borrower.run("b = gpu.allocate('50GiB')")
         assert checkpoint.restore(kernel.pid) == OUT_OF_MEMORY
         assert machine.process_state(kernel.pid) == FAILED
@@ -101,6 +101,56 @@ def test_a_restore_out_of_memory_may_leave_the_process_failed(driver: tuple[Simu
         poisons = [event for event in machine.ledger() if event.event == "poison"]
         assert [(event.pid, event.device, event.bytes) for event in poisons] == [(kernel.pid, 0, 50 * GIB)]
         assert machine.device_used(0) == 0
+
+
+#: Raw calls, with a stream and a recorded event.
+RAW = """
+cuda = ctypes.CDLL("libcuda.so.1")
+event = ctypes.c_void_p()
+assert cuda.cuEventCreate(ctypes.byref(event), 0) == cuda.cuEventRecord(event, None) == 0
+"""
+POLLS = [
+    "cuda.cuCtxSynchronize()",
+    "cuda.cuStreamSynchronize(None)",
+    "cuda.cuStreamQuery(None)",
+    "cuda.cuEventSynchronize(event)",
+    "cuda.cuEventQuery(event)",
+    "cuda.cuEventElapsedTime_v2(ctypes.byref(ctypes.c_float()), event, event)",
+]
+h100 = source("measured: H100 80GB HBM3, driver 580.159.04 (docs/benchmarks.md)")
+
+
+@h100
+@pytest.mark.parametrize("call", POLLS)
+def test_a_call_that_looks_for_completed_work_ends_a_checkpointed_process(
+    driver: tuple[Simulator, Checkpoint], call: str
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run(RAW)
+        assert checkpoint.lock(kernel.pid) == 0
+        assert kernel.ask(call) == 0  # a lock does not hold it
+        assert checkpoint.checkpoint(kernel.pid) == 0
+        kernel.start(call)
+        assert kernel.process.wait(PATIENCE_S) == -signal.SIGSEGV
+
+
+@h100
+def test_free_memory_is_not_told_while_checkpointed_and_a_context_is_set(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run(RAW)
+        free = "cuda.cuMemGetInfo_v2(ctypes.byref(ctypes.c_size_t()), ctypes.byref(ctypes.c_size_t()))"
+        assert checkpoint.lock(kernel.pid) == 0
+        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(gpu._context)]") == [0, 0]
+        assert checkpoint.checkpoint(kernel.pid) == 0
+        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(gpu._context)]") == [OPERATING_SYSTEM, 0]
+        kernel.start("cuda.cuCtxGetFlags(ctypes.byref(ctypes.c_uint()))")
+        assert kernel.is_waiting(0.05)
+        checkpoint.resume(kernel.pid)
+        assert kernel.answer() == 0
 
 
 #: What every test of a refused Checkpoint shows beside its own source.

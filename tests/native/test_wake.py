@@ -14,6 +14,17 @@ from tests.simulator import GIB, Lease, Phase, Simulator
 from tests.waiting import until
 
 
+def suspend(driver: Checkpoint, lease: Lease, pid: int, phase: Phase = Phase.SUSPENDED) -> None:
+    """As the helper does it."""
+    lease.write(phase)
+    driver.suspend(pid)
+
+
+def resume(driver: Checkpoint, lease: Lease, pid: int) -> None:
+    driver.resume(pid)
+    lease.write(Phase.RUNNING)
+
+
 def calls(lease: Lease, pid: int) -> int:
     """How many calls a process has entered."""
     return lease.slots()[pid].calls
@@ -41,13 +52,78 @@ def test_a_call_is_counted_at_its_entry_while_it_waits(
     with in_lease(machine, half) as kernel:
         kernel.run("b = gpu.allocate('1GiB'); b.fill()")
         decided = calls(half, kernel.pid)
-        driver.suspend(kernel.pid)
+        suspend(driver, half, kernel.pid)
         assert calls(half, kernel.pid) == decided
         kernel.start(call)
         until(lambda: calls(half, kernel.pid) > decided)
         assert kernel.is_waiting(0.02)
-        driver.resume(kernel.pid)
+        resume(driver, half, kernel.pid)
         kernel.answer()
+
+
+#: Those that the driver lets through: they end a process whose state is in host memory.
+POLLS = [
+    "gpu.synchronize()",
+    "cuda.cuStreamSynchronize(None)",
+    "cuda.cuStreamQuery(None)",
+    "cuda.cuEventSynchronize(event)",
+    "cuda.cuEventQuery(event)",
+    "cuda.cuEventElapsedTime_v2(ctypes.byref(ctypes.c_float()), event, event)",
+]
+
+
+@pytest.mark.parametrize("phase", [Phase.SUSPENDING, Phase.SUSPENDED])
+@pytest.mark.parametrize("call", POLLS)
+def test_a_call_that_the_driver_lets_through_waits_in_the_library(
+    machine: Simulator, half: Lease, driver: Checkpoint, call: str, phase: Phase
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("event = ctypes.c_void_p(made('cuEventCreate', 0)[1]); cuda.cuEventRecord(event, None)")
+        kernel.run(call)
+        before = half.slots()[kernel.pid]
+        suspend(driver, half, kernel.pid, phase)
+        kernel.start(call)
+        until(lambda: half.slots()[kernel.pid] != before)
+        # It counts again while it waits, in the same counter.
+        seen = half.slots()[kernel.pid]
+        until(lambda: half.slots()[kernel.pid] != seen)
+        assert kernel.is_waiting(0.02)
+        after = half.slots()[kernel.pid]
+        is_query = "Query" in call or "Elapsed" in call
+        assert (after.queries > before.queries, after.calls > before.calls) == (is_query, not is_query)
+        resume(driver, half, kernel.pid)
+        kernel.answer()
+
+
+@pytest.mark.parametrize("call", POLLS)
+def test_a_restore_beside_a_session_holds_only_its_allocations(
+    machine: Simulator, half: Lease, call: str
+) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run("event = ctypes.c_void_p(made('cuEventCreate', 0)[1]); cuda.cuEventRecord(event, None)")
+        kernel.run("b = gpu.allocate('1GiB')")
+        half.write(Phase.PAUSED)
+        kernel.run(call)
+        kernel.run("b.fill(); b.train(1, 0)")
+        kernel.start("alloc(8)[0]")
+        assert kernel.is_waiting(0.05)
+        half.write(Phase.RUNNING)
+        assert kernel.answer() == 0
+
+
+def test_a_call_waits_for_files_that_were_created_again(machine: Simulator, half: Lease) -> None:
+    """The helper does so where they were removed; the page that is mapped would say SUSPENDED for ever."""
+    with in_lease(machine, half) as kernel:
+        kernel.run("gpu.synchronize()")
+        half.write(Phase.SUSPENDED)
+        kernel.start("gpu.synchronize()")
+        assert kernel.is_waiting(0.02)
+        for file in ("limit", "account"):
+            (half.folder / file).unlink()
+        assert kernel.is_waiting(0.1)
+        again = Lease(half.folder, [(machine.uuid(0), 40 * GIB)])
+        kernel.answer()
+        assert calls(again, kernel.pid) > 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +224,7 @@ def test_a_background_thread_that_touches_the_gpu_is_seen(
         assert kernel.ask("seen") == [True]
 
 
-@pytest.mark.parametrize("phase", [Phase.SUSPENDING, Phase.SUSPENDED, Phase.RESUMING])
+@pytest.mark.parametrize("phase", [Phase.SUSPENDING, Phase.SUSPENDED, Phase.PAUSED])
 def test_a_new_process_of_a_sleeping_lease_waits_and_is_seen(
     machine: Simulator, half: Lease, phase: Phase
 ) -> None:
@@ -265,9 +341,9 @@ def test_a_cell_runs_again_soon_after_its_lease_woke(
     with in_lease(machine, half) as kernel:
         kernel.run("b = gpu.allocate('2GiB'); b.fill(seed=7)")
         for _ in range(50):
-            driver.suspend(kernel.pid)
+            suspend(driver, half, kernel.pid)
             assert machine.device_used(0) == 0
             kernel.start("b.train(1, 0)")
-            driver.resume(kernel.pid)
+            resume(driver, half, kernel.pid)
             kernel.answer()
         assert kernel.ask("(b.steps, b.is_intact())") == [50, True]

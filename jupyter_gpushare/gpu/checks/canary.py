@@ -43,8 +43,9 @@ from jupyter_gpushare.gpu.driver.ladder import ladder_of
 from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, Gpu
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.devices import Verdict
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
+from jupyter_gpushare.gpu.leases.lease import Key
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.protocol.helper import Level
 
@@ -148,7 +149,9 @@ class Canary:
             files.create(uid, {gpu.uuid: limit_bytes}, PagePhase.RUNNING)
             may_open = self._machine.files.tested_by(gpu.uuid, uid)
             with may_open, self._child(gpu, limit_bytes, uid, files) as (child, digest, denied):
-                cycle = self._cycle(child, digest, gpu)
+                held = self._shown(gpu, child.pid)
+                context_bytes = _context_bytes(held, files.account(), (child.pid, child.start_ticks))
+                cycle = self._cycle(child, digest, gpu, held)
         finally:
             files.revoke()
         preload = "" if denied else "the library did not keep the child within its limit"
@@ -156,7 +159,12 @@ class Canary:
             preload = NO_WATCHDOG
         why_not = self._cgroup(gpu)
         tested = {Level.WHOLE_GPU: "", Level.CGROUP: why_not, Level.PRELOAD: preload}
-        return replace(cycle, ladder=ladder_of(gpu, tested), final=cycle.final and why_not != NO_MEMORY)
+        return replace(
+            cycle,
+            ladder=ladder_of(gpu, tested),
+            context_bytes=context_bytes,
+            final=cycle.final and why_not != NO_MEMORY,
+        )
 
     def _cgroup(self, gpu: Gpu) -> str:
         """Why the driver does not limit cgroups here; "" where it was seen to do so."""
@@ -200,10 +208,9 @@ class Canary:
         finally:
             child.kill()
 
-    def _cycle(self, child: Child, digest: str, gpu: Gpu) -> Verdict:
-        """Suspend and resume the child, and compare what it holds."""
+    def _cycle(self, child: Child, digest: str, gpu: Gpu, held: int | None) -> Verdict:
+        """Suspend and resume the child, which is shown with ``held`` bytes, and compare what it holds."""
         nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
-        held = self._shown(gpu, child.pid)
         if held is None and child.pid not in nvml.processes(gpu.uuid):
             return Verdict(suspendable=False, reason=NO_PIDS, blind=True)
         if held is None or held < CANARY_BYTES:
@@ -263,6 +270,12 @@ class Canary:
 
 class _Failed(Exception):
     pass
+
+
+def _context_bytes(held: int | None, account: Account | None, child: Key) -> int:
+    """Bytes that the driver shows of a process beyond what the library counted; 0: it counted nothing."""
+    counted = sum(account.held().get(child, ())) if account else 0
+    return max(0, held - counted) if held and counted else 0
 
 
 def _start(gpu: Gpu, excess_bytes: int, uid: int, files: LeaseDirectory | None, cgroup: str) -> Child:

@@ -8,6 +8,7 @@ killed, forgets the deaths.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Verdict:
     suspend_bytes_per_s: int = 0
     resume_bytes_per_s: int = 0
     grown_bytes: int = 0  # bytes that the child held after the cycle beyond those before
+    context_bytes: int = 0  # bytes that the driver showed of the child beyond what the library counted
     final: bool = True  # False: it could not be tested now, test again
 
     @property
@@ -165,6 +167,11 @@ class DeviceStates:
         return margin_bytes(saved_bytes, verdict.grown_bytes if verdict else 0)
 
     # Limits
+
+    def contexts(self, uuids: Iterable[str]) -> dict[str, int]:
+        """Bytes of one context on each device, as its self-test saw it; 0 while that is not known."""
+        verdicts = {uuid: self._verdicts.get(uuid) for uuid in uuids}
+        return {uuid: verdict.context_bytes if verdict else 0 for uuid, verdict in verdicts.items()}
 
     def level_of(self, lease: Lease) -> Level:
         """The level that enforces the limits of a lease now; of several devices the weakest."""

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import InvalidRequest
@@ -69,7 +70,7 @@ class PagePhase(enum.IntEnum):
     RUNNING = 0
     SUSPENDING = 1
     SUSPENDED = 2
-    RESUMING = 3
+    PAUSED = 3
     REVOKED = 4
 
 
@@ -234,8 +235,16 @@ class LeaseDirectory:
         # The sampling and the waking thread share the descriptor.
         self._guard = threading.Lock()
 
-    def create(self, uid: int, limits: Mapping[str, int], phase: PagePhase) -> None:
+    def create(
+        self,
+        uid: int,
+        limits: Mapping[str, int],
+        phase: PagePhase,
+        contexts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Create the directory with a limit page and an account owned by ``uid``.
+
+        ``contexts`` are bytes by device that are charged from the start.
 
         An existing account is kept; an existing page is replaced as a whole, which is only
         right for a lease that no process carries.
@@ -249,7 +258,7 @@ class LeaseDirectory:
         LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), phase)
         for index, (uuid, limit_bytes) in enumerate(limits.items()):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
-            LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, 0)
+            LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, contexts.get(uuid, 0))
         _write_whole(self._limit, bytes(page), 0o644, os.geteuid())
         if not os.path.lexists(self._account):
             head = ACCOUNT_HEAD.pack(0, 0, 0)

@@ -40,7 +40,7 @@ PAGE = MappingProxyType(
         Phase.RUNNING: PagePhase.RUNNING,
         Phase.SUSPENDING: PagePhase.SUSPENDING,
         Phase.SUSPENDED: PagePhase.SUSPENDED,
-        Phase.RESUMING: PagePhase.RESUMING,
+        Phase.RESUMING: PagePhase.SUSPENDED,
         Phase.LOST: PagePhase.RUNNING,
     }
 )
@@ -194,6 +194,15 @@ class Lease:
         self.wanted_published_at, self.compared_account = 0.0, b""
         return before
 
+    def create_files(self, contexts: Mapping[str, int]) -> None:
+        """Write its limit page anew, as no process carries it, with bytes by device charged for contexts.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.contexts = dict(contexts)
+        self.files.create(self.uid, self.limits, PAGE[self.phase], contexts)
+
     def block(self, key: Key, reason: str) -> None:
         """Keep a process from being suspended for a while, twice as long each time it fails again."""
         now = time.monotonic()
@@ -220,7 +229,7 @@ class Lease:
     def _write_page(self) -> None:
         paused = self._pauses and self.phase is Phase.RUNNING
         try:
-            self.files.set_phase(PagePhase.RESUMING if paused else PAGE[self.phase])
+            self.files.set_phase(PagePhase.PAUSED if paused else PAGE[self.phase])
         except OSError as error:  # removed by a process with the helper's rights
             log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 

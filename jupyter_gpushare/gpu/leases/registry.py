@@ -392,7 +392,7 @@ class LeaseRegistry:
         lease = Lease(record, LeaseDirectory(state.leases, request.lease))
         try:
             state.save(record)
-            lease.files.create(lease.uid, lease.limits, PAGE[lease.phase])
+            lease.create_files(self._devices.contexts(lease.limits))
         except OSError:
             lease.files.revoke()
             state.forget(lease.name)
@@ -439,7 +439,7 @@ class LeaseRegistry:
         account = new.files.account()
         new.baseline = account.counters() if account else NO_COUNTERS
         self._machine.state.save(new.record(self._machine.state.boot_id))
-        new.files.create(new.uid, new.limits, PAGE[new.phase])
+        new.create_files(self._devices.contexts(new.limits))
         new.files.reopen()
         self._cgroups.remove(lease.name, lease.limits)
         self._enforce(new)

@@ -26,7 +26,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -140,6 +140,24 @@ class ProcessMoves:
                     lease.block(key, reason)
                     raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
 
+    def lock_all(self, lease: Lease, keys: Iterable[Key], deadline: float) -> None:
+        """RUNNING -> LOCKED for every process, as `lock`; after a refusal the rest leaves the move.
+
+        The driver was asked nothing about the rest, and may refuse their state as well.
+
+        Raises:
+            MoveRefused: one did not come to rest in time, or the driver cannot lock it.
+        """
+        left = list(keys)
+        while left:
+            key = left.pop(0)
+            try:
+                self.lock(lease, key, deadline)
+            except MoveRefused:
+                for untouched in left:
+                    lease.parked.pop(untouched, None)
+                raise
+
     def lock(self, lease: Lease, key: Key, deadline: float) -> None:
         """RUNNING -> LOCKED; a process that ended or does not use CUDA leaves the move.
 
@@ -162,6 +180,8 @@ class ProcessMoves:
                 raise MoveRefused(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
             hint = ": the helper needs root or CAP_SYS_PTRACE" if error.code in NO_PERMISSION else ""
             self._failed(lease, key, f"the driver cannot lock it ({error}){hint}")
+            if error.code in NO_PERMISSION:
+                lease.parked.pop(key, None)  # its state cannot be asked for either
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, f"{error}{hint}") from None
         if self._ended(lease, key, "Lock"):
             # The driver knows pids only: another process that has this one by now would stay locked.

@@ -2,7 +2,7 @@
 
 Suspend:  decide -> journal -> page SUSPENDING -> Lock all -> counters -> Checkpoint all
           -> counters -> device memory free -> journal -> page SUSPENDED
-Resume:   reserve -> journal -> page RESUMING -> Restore all -> Unlock all -> page RUNNING -> journal
+Resume:   reserve -> journal -> Restore all -> Unlock all -> page RUNNING -> journal
 
 Rules:
 
@@ -245,8 +245,7 @@ class Mover:
                 # Forced: taken before Lock.  Better one wake-up too many than a call that is missed.
                 lease.baseline = _counters(account)
             self._processes.save(lease)
-            for key in found:
-                self._processes.lock(lease, key, deadline)
+            self._processes.lock_all(lease, found, deadline)
             # Locked processes allocate no more: these are the bytes to be restored.
             held = self._processes.on_devices(lease)
             account = lease.files.account()

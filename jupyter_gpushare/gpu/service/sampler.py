@@ -243,7 +243,7 @@ class Sampler:
                 computing = True
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
-            _charge_contexts(lease, account, used)
+            self._charge_contexts(lease, account, used)
         lease.used_bytes, lease.by_process, lease.account = used, by_process, account
         if lease.phase is Phase.RUNNING:
             lease.memory_too_small = self._machine.host.too_small(by_process)
@@ -267,6 +267,18 @@ class Sampler:
         counted = lease.counted_bytes(account, uuid, (process.key for process in hidden))
         found = {pid: count for pid, count in shown.items() if count}
         return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
+
+    def _charge_contexts(self, lease: Lease, account: Account, used: dict[str, int]) -> None:
+        """Charge to the limit what the driver shows beyond the account: contexts, at least the first one."""
+        keys = {process.key for process in lease.processes}
+        first = self._states.contexts(lease.limits)
+        for index, uuid in enumerate(lease.limits):
+            counted = sum(held[index] for key, held in account.held().items() if key in keys)
+            beyond = max(0, used[uuid] - counted) if used.get(uuid) else first[uuid]
+            if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
+                with suppress(FileNotFoundError):  # dropped meanwhile
+                    lease.files.set_context(index, beyond)
+                lease.contexts[uuid] = beyond
 
     def _settle(self) -> None:
         """Settle moves that a hung driver call cut short; let leases go on after a loss."""
@@ -331,15 +343,3 @@ class Sampler:
             level=self._states.level_of(lease),
             unconfirmed=lease.unconfirmed,
         )
-
-
-def _charge_contexts(lease: Lease, account: Account, used: dict[str, int]) -> None:
-    """Charge to the limit what the driver shows beyond the account: contexts."""
-    keys = {process.key for process in lease.processes}
-    for index, uuid in enumerate(lease.limits):
-        counted = sum(held[index] for key, held in account.held().items() if key in keys)
-        beyond = max(0, used.get(uuid, 0) - counted)
-        if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
-            with suppress(FileNotFoundError):  # dropped meanwhile
-                lease.files.set_context(index, beyond)
-            lease.contexts[uuid] = beyond

@@ -4,9 +4,10 @@
  *   HOOK(WORK, name)    counted as work (launch, copy, allocation, synchronisation), then a jump
  *   HOOK(CALL, name)    counted as a call that may wait, then a jump
  *   HOOK(QUERY, name)   counted as a query, then a jump: what programs poll
- *   HOOK(GATE, name)    counted as a call, waits while the lease is not running, then a jump
+ *   HOOK(GATE, name)    counted as a call, waits as allocations do, then a jump
  *   HOOK(REFUSE, name)  denied to a lease: allocations with 32-bit sizes from before CUDA 3.2
  *
+ * Each of them waits while the lease is suspended, before the driver is called.
  * preload_stubs.S makes all but the first out of the name alone, so a new function is one entry.
  *
  * Which calls wait while a process is locked is documented only as those that "launch work,

@@ -4,21 +4,20 @@
 #include "lease_client.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "../process_identity.h"
+#include "lease_files.h"
 
-enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25, PATH_BYTES = 4096 };
+enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25 };
+
+static const _Atomic uint32_t unknown_phase = GPUSHARE_SUSPENDED, unleased_phase = GPUSHARE_RUNNING;
 
 _Atomic uint64_t *_Atomic gpushare_counters;
+const _Atomic uint32_t *_Atomic gpushare_phase = &unknown_phase;
 
 /* The counters of a process without a lease. */
 static _Atomic uint64_t unleased[LEASE_COUNTERS];
@@ -28,6 +27,7 @@ static const struct gpushare_limit_page *_Atomic page;
 static struct gpushare_account *_Atomic account;
 static struct gpushare_slot *_Atomic mine;
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static struct stat page_file; /* the file behind `page`; guarded by `opening` */
 /* Allocations of at most 1 MiB share pages of the device (see lease_take's callers); by device,
  * guarded by the account's mutex. */
 static uint64_t small_bytes[GPUSHARE_DEVICES];
@@ -39,79 +39,12 @@ bool lease_is_set(void)
     return leased;
 }
 
-/* ---- the two files ---- */
-
 bool lease_is_reserved(void)
 {
     return reserved;
 }
 
-static void complain(const char *what, const char *why)
-{
-    static _Atomic bool said;
-    if (!atomic_exchange(&said, true))
-        fprintf(stderr, "gpushare: GPU memory cannot be allocated: %s: %s\n", what, why);
-}
-
-/* Only the finder of a new account takes the file's lock, so no process waits for it later. */
-static void init_account(int fd, struct gpushare_account *made)
-{
-    struct flock whole = {.l_type = F_WRLCK};
-    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) != 0)
-        return;
-    while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
-    }
-    if (__atomic_load_n(&made->magic, __ATOMIC_ACQUIRE) == 0) {
-        pthread_mutexattr_t attributes;
-        pthread_mutexattr_init(&attributes);
-        pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-        pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-        pthread_mutex_init(&made->lock.mutex, &attributes);
-        pthread_mutexattr_destroy(&attributes);
-        made->version = GPUSHARE_VERSION;
-        __atomic_store_n(&made->magic, GPUSHARE_ACCOUNT_MAGIC, __ATOMIC_RELEASE);
-    }
-    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
-    fcntl(fd, F_OFD_SETLK, &whole);
-}
-
-/* Whether this is a regular file of at least so many bytes.  The system call by itself: its glibc
- * function has another version since 2.33. */
-static bool is_file_of(int fd, size_t bytes)
-{
-    struct stat st;
-    return !syscall(SYS_fstat, fd, &st) && S_ISREG(st.st_mode) && st.st_size >= (off_t)bytes;
-}
-
-static void *map_file(const char *name, bool write, size_t bytes)
-{
-    const char *folder = getenv("GPUSHARE_LEASE_DIR");
-    char path[PATH_BYTES];
-    if (!is_glibc()) {
-        complain("the C library of this program", "is not glibc");
-        return NULL;
-    }
-    if (!folder || !*folder || (size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) {
-        complain("GPUSHARE_LEASE_DIR", "names no lease");
-        return NULL;
-    }
-    int fd = open(path, (write ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    if (fd < 0) {
-        if (errno != ENOENT || !lease_is_reserved())
-            complain(path, strerror(errno));
-        return NULL;
-    }
-    void *at = MAP_FAILED;
-    if (is_file_of(fd, bytes)) {
-        at = mmap(NULL, bytes, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
-        if (write && at != MAP_FAILED)
-            init_account(fd, at);
-    }
-    close(fd);
-    if (at == MAP_FAILED)
-        complain(path, "is not a lease file");
-    return at == MAP_FAILED ? NULL : at;
-}
+/* ---- the two files ---- */
 
 static const struct gpushare_limit_page *get_page(void)
 {
@@ -119,16 +52,37 @@ static const struct gpushare_limit_page *get_page(void)
     if (!at) {
         pthread_mutex_lock(&opening);
         at = atomic_load(&page);
-        if (!at && (at = map_file("limit", false, sizeof *at)))
+        if (!at && (at = map_lease_file("limit", false, sizeof *at, lease_is_reserved(), &page_file)))
             atomic_store(&page, at);
         pthread_mutex_unlock(&opening);
     }
     if (at && at->magic == GPUSHARE_LIMIT_MAGIC && at->version == GPUSHARE_VERSION &&
-        at->device_count <= GPUSHARE_DEVICES)
+        at->device_count <= GPUSHARE_DEVICES) {
+        atomic_store_explicit(&gpushare_phase, &at->phase, memory_order_relaxed);
         return at;
+    }
     if (at)
-        complain("limit", "has an unknown format");
+        complain_of_lease("limit", "has an unknown format");
     return NULL;
+}
+
+/* Maps files of the lease that the helper has created again: the old page would say SUSPENDED for ever.
+ * The old ones stay mapped, for other threads may read them. */
+static void reopen_replaced_files(void)
+{
+    struct stat now;
+    if (!find_lease_file("limit", sizeof(struct gpushare_limit_page), &now))
+        return;
+    pthread_mutex_lock(&opening);
+    if (atomic_load(&page) &&
+        (now.st_dev != page_file.st_dev || now.st_ino != page_file.st_ino)) {
+        atomic_store(&gpushare_phase, &unknown_phase);
+        atomic_store(&gpushare_counters, NULL);
+        atomic_store(&mine, NULL);
+        atomic_store(&account, NULL);
+        atomic_store(&page, NULL);
+    }
+    pthread_mutex_unlock(&opening);
 }
 
 bool lease_uuid(uint32_t index, uint8_t uuid[16])
@@ -140,17 +94,18 @@ bool lease_uuid(uint32_t index, uint8_t uuid[16])
 static struct gpushare_account *get_account(void)
 {
     struct gpushare_account *at = atomic_load_explicit(&account, memory_order_acquire);
+    struct stat file;
     if (!at) {
         pthread_mutex_lock(&opening);
         at = atomic_load(&account);
-        if (!at && (at = map_file("account", true, sizeof *at)))
+        if (!at && (at = map_lease_file("account", true, sizeof *at, lease_is_reserved(), &file)))
             atomic_store(&account, at);
         pthread_mutex_unlock(&opening);
     }
     if (at && at->magic == GPUSHARE_ACCOUNT_MAGIC && at->version == GPUSHARE_VERSION)
         return at;
     if (at)
-        complain("account", "has an unknown format");
+        complain_of_lease("account", "has an unknown format");
     return NULL;
 }
 
@@ -253,22 +208,17 @@ static struct gpushare_slot *get_slot(struct gpushare_account *at)
 
 void lease_load(void)
 {
-    const char *folder = getenv("GPUSHARE_LEASE_DIR"), *visible = getenv("CUDA_VISIBLE_DEVICES");
-    char path[PATH_BYTES];
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    struct stat file;
     leased = getenv("GPUSHARE_LEASE") != NULL;
     reserved = leased && visible && !*visible && !getenv("GPUSHARE_MEMORY_LIMIT");
     if (!leased) {
         atomic_store(&gpushare_counters, unleased);
+        atomic_store(&gpushare_phase, &unleased_phase);
         return;
     }
     /* After an exec this process may still be charged for what the driver has freed. */
-    if (!folder || !is_glibc() || (size_t)snprintf(path, sizeof path, "%s/account", folder) >= sizeof path)
-        return;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    bool is_account = fd >= 0 && is_file_of(fd, sizeof(struct gpushare_account));
-    if (fd >= 0)
-        close(fd);
-    if (!is_account)
+    if (!find_lease_file("account", sizeof(struct gpushare_account), &file))
         return;
     struct gpushare_account *at = get_account();
     int32_t pid = getpid();
@@ -284,9 +234,9 @@ void lease_in_child(void)
     pthread_mutex_init(&opening, NULL);
 }
 
-/* ---- counting ---- */
+/* ---- the entry of a call ---- */
 
-void lease_count(enum lease_counter counter)
+static void count(enum lease_counter counter)
 {
     _Atomic uint64_t *counters = atomic_load_explicit(&gpushare_counters, memory_order_relaxed);
     if (!counters) {
@@ -310,33 +260,41 @@ void lease_taint(enum gpushare_taint taint)
     }
 }
 
-/* ---- phase ---- */
-
-/* Counts again now and then: a reader that took the counters only after this call had counted
- * still sees that a call waits. */
-bool lease_wait_for_turn(void)
+/* False where the lease allows nothing.  Counts again now and then: a reader that took the counters
+ * only after this call had counted still sees that a call waits. */
+static bool wait_for_turn(enum lease_counter counter, bool allocates)
 {
     const struct timespec poll = {0, POLL_NS};
     for (unsigned polls = 1;; polls++) {
-        const struct gpushare_limit_page *limits = leased ? get_page() : NULL;
-        if (!leased)
-            return true;
+        const struct gpushare_limit_page *limits = get_page();
         if (!limits)
             return false;
-        switch (atomic_load_explicit(&limits->phase, memory_order_acquire)) {
-        case GPUSHARE_RUNNING:
-            return true;
-        case GPUSHARE_SUSPENDING:
-        case GPUSHARE_SUSPENDED:
-        case GPUSHARE_RESUMING:
-            break;
-        default:
-            return false;
+        uint32_t phase = atomic_load_explicit(&limits->phase, memory_order_acquire);
+        bool waits = phase == GPUSHARE_SUSPENDING || phase == GPUSHARE_SUSPENDED ||
+                     (phase == GPUSHARE_PAUSED && allocates);
+        if (!waits)
+            return phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED;
+        if (polls % RECOUNT_POLLS == 0) {
+            reopen_replaced_files();
+            count(counter);
         }
-        if (polls % RECOUNT_POLLS == 0)
-            lease_count(LEASE_CALLS);
         nanosleep(&poll, NULL);
     }
+}
+
+/* First counts, then reads the phase: the helper, which writes the phase and then reads the counters,
+ * sees the call, or the call sees the phase. */
+void lease_enter(enum lease_counter counter)
+{
+    count(counter);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (leased && atomic_load_explicit(atomic_load(&gpushare_phase), memory_order_acquire) != GPUSHARE_RUNNING)
+        wait_for_turn(counter, false);
+}
+
+bool lease_wait_for_turn(void)
+{
+    return !leased || wait_for_turn(LEASE_CALLS, true);
 }
 
 /* ---- the account ---- */

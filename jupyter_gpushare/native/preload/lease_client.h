@@ -24,6 +24,9 @@ enum lease_counter { LEASE_WORK, LEASE_CALLS, LEASE_QUERIES, LEASE_COUNTERS };
 
 /* This process's counters, LEASE_COUNTERS in a row; NULL until the first call.  The stubs add to them. */
 extern _Atomic uint64_t *_Atomic gpushare_counters;
+/* The phase in the limit page, or one that is not RUNNING while the page is not mapped.  The stubs read
+ * it after they have counted. */
+extern const _Atomic uint32_t *_Atomic gpushare_phase;
 
 /* Whether the process belongs to a lease.  Read once, at load. */
 bool lease_is_set(void);
@@ -31,7 +34,11 @@ void lease_load(void);
 /* After fork, in the child: another process, which has its own slot, lazily. */
 void lease_in_child(void);
 
-void lease_count(enum lease_counter counter);
+/* The entry of every call: count it, then wait while the lease is suspended.  The driver holds only some
+ * calls of a suspended process.  It lets others through, and those that look for completed work end
+ * it with SIGSEGV: cuCtxSynchronize, cuStreamSynchronize, cuEventSynchronize, cuStreamQuery,
+ * cuEventQuery and cuEventElapsedTime (measured on an H100 with driver 580.159.04, docs/benchmarks.md). */
+void lease_enter(enum lease_counter counter);
 void lease_taint(enum gpushare_taint taint);
 
 /* Wait until new contexts and allocations are allowed; false when they never will be. */

@@ -6,7 +6,7 @@
  * the driver itself has it.
  *
  * Rules.
- *   - Entry: count the call, before anything else, always.
+ *   - Entry: count the call, before anything else, always; then wait while the lease is suspended.
  *   - Allocation: wait for the lease's turn, take from the account, then call the driver, and
  *     give back when it refuses.  A record is forgotten *before* the driver frees and put back
  *     when that fails, for the address may belong to another thread the moment it is free.
@@ -108,7 +108,7 @@ void *gpushare_enter(unsigned index);
 void *gpushare_enter(unsigned index)
 {
     enum hook_kind kind = index < HOOKS ? hooks[index].kind : spare_kind[index - HOOKS];
-    lease_count(kind == WORK ? LEASE_WORK : kind == QUERY ? LEASE_QUERIES : LEASE_CALLS);
+    lease_enter(kind == WORK ? LEASE_WORK : kind == QUERY ? LEASE_QUERIES : LEASE_CALLS);
     if ((kind == GATE && !lease_wait_for_turn()) || (kind == REFUSE && lease_is_set()))
         return (void *)allocation_is_denied;
     void *function = real_of(index);

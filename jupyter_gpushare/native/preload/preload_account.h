@@ -22,7 +22,7 @@ bool take_or_trim(int device, uint64_t bytes);
 
 /* The bodies of wrappers.  `call` names the driver's function `real`. */
 #define ALLOCATE(name, ordinal, size, key, call)             \
-    lease_count(LEASE_WORK);                                 \
+    lease_enter(LEASE_WORK);                                 \
     FIND_REAL(name);                                         \
     struct taken taken = begin_allocation(ordinal, size);    \
     if (!taken.granted)                                      \
@@ -31,7 +31,7 @@ bool take_or_trim(int device, uint64_t bytes);
     return end_allocation(taken, result, result ? 0 : (uint64_t)(key))
 
 #define RELEASE(name, held, call)                            \
-    lease_count(LEASE_CALLS);                                \
+    lease_enter(LEASE_CALLS);                                \
     FIND_REAL(name);                                         \
     struct record record = forget((uint64_t)(held));         \
     CUresult result = call;                                  \

@@ -27,7 +27,7 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
 
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
-    lease_count(LEASE_WORK);
+    lease_enter(LEASE_WORK);
     FIND_REAL(cuMemAllocManaged);
     struct taken taken = begin_allocation(-1, bytes);
     if (!taken.granted)
@@ -40,7 +40,7 @@ API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuDevicePrimaryCtxRetain);
     return lease_wait_for_turn() ? real(out, ordinal) : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -48,7 +48,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
 #define CREATES_CONTEXT(name, parameters, arguments)         \
     API CUresult name parameters                             \
     {                                                        \
-        lease_count(LEASE_CALLS);                            \
+        lease_enter(LEASE_CALLS);                            \
         FIND_REAL(name);                                     \
         if (!lease_wait_for_turn())                          \
             return CUDA_ERROR_OUT_OF_MEMORY;                 \
@@ -76,7 +76,7 @@ static CUresult after_primary(CUresult result, CUdevice ordinal)
 #define ENDS_PRIMARY(name)               \
     API CUresult name(CUdevice ordinal)  \
     {                                    \
-        lease_count(LEASE_CALLS);              \
+        lease_enter(LEASE_CALLS);              \
         FIND_REAL(name);                 \
         return after_primary(real(ordinal), ordinal); \
     }
@@ -88,7 +88,7 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
 #define ENDS_CONTEXT(name)               \
     API CUresult name(CUcontext context) \
     {                                    \
-        lease_count(LEASE_CALLS);              \
+        lease_enter(LEASE_CALLS);              \
         FIND_REAL(name);                 \
         CUresult result = real(context); \
         if (!result && context)          \

@@ -89,7 +89,7 @@ static CUresult end_pooled(struct pooled pooled, CUresult result, CUdeviceptr ad
 #define STREAM_ORDERED(suffix, per_thread)                                                                        \
     API CUresult cuMemAllocAsync##suffix(CUdeviceptr *out, size_t bytes, CUstream stream)                         \
     {                                                                                                             \
-        lease_count(LEASE_WORK);                                                                                  \
+        lease_enter(LEASE_WORK);                                                                                  \
         FIND_REAL(cuMemAllocAsync##suffix);                                                                       \
         struct pooled pooled = begin_pooled(NULL, bytes, stream, per_thread);                                     \
         if (!pooled.taken.granted)                                                                                \
@@ -99,7 +99,7 @@ static CUresult end_pooled(struct pooled pooled, CUresult result, CUdeviceptr ad
     }                                                                                                             \
     API CUresult cuMemAllocFromPoolAsync##suffix(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) \
     {                                                                                                             \
-        lease_count(LEASE_WORK);                                                                                  \
+        lease_enter(LEASE_WORK);                                                                                  \
         FIND_REAL(cuMemAllocFromPoolAsync##suffix);                                                               \
         struct pooled pooled = begin_pooled(pool, bytes, stream, per_thread);                                     \
         if (!pooled.taken.granted)                                                                                \
@@ -116,7 +116,7 @@ STREAM_ORDERED(_ptsz, true)
 
 API CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *properties)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolCreate);
     CUresult result = real(out, properties);
     if (!result && lease_is_set() && properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE)
@@ -129,7 +129,7 @@ API CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *properties
 /* Allocations of a destroyed pool live on until they are freed. */
 API CUresult cuMemPoolDestroy(CUmemoryPool handle)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolDestroy);
     CUresult result = real(handle);
     if (!result)
@@ -142,7 +142,7 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
 #define SETTLES(counter, name, parameters, arguments)        \
     API CUresult name parameters                             \
     {                                                        \
-        lease_count(counter);                                \
+        lease_enter(counter);                                \
         FIND_REAL(name);                                     \
         CUresult result = real arguments;                    \
         settle_released();                                   \
@@ -162,7 +162,7 @@ SETTLES(LEASE_CALLS, cuDeviceGraphMemTrim, (CUdevice ordinal), (ordinal))
 API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *dependencies, size_t count,
                                     CUmemPoolProps *parameters)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuGraphAddMemAllocNode);
     CUresult result = real(out, graph, dependencies, count, parameters);
     if (!result && lease_is_set())
@@ -187,7 +187,7 @@ static CUresult after_node(CUresult result, const struct node_parameters *parame
 API CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *dependencies, size_t count,
                             struct node_parameters *parameters)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuGraphAddNode);
     return after_node(real(out, graph, dependencies, count, parameters), parameters);
 }
@@ -196,7 +196,7 @@ API CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *
     API CUresult name(CUgraphNode *out, CUgraph graph, const CUgraphNode *dependencies, const void *edges,     \
                       size_t count, struct node_parameters *parameters)                                        \
     {                                                                                                          \
-        lease_count(LEASE_CALLS);                                                                              \
+        lease_enter(LEASE_CALLS);                                                                              \
         FIND_REAL(name);                                                                                       \
         return after_node(real(out, graph, dependencies, edges, count, parameters), parameters);               \
     }
@@ -212,7 +212,7 @@ static bool exceeds_limit(int device)
 #define LAUNCHES_GRAPH(name, counter)                                       \
     API CUresult name(CUgraphExec graph, CUstream stream)                   \
     {                                                                       \
-        lease_count(counter);                                               \
+        lease_enter(counter);                                               \
         FIND_REAL(name);                                                    \
         struct pool *memory = lease_is_set() ? graph_memory() : NULL;       \
         if (memory && exceeds_limit(memory->device)) {                      \

@@ -23,7 +23,7 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
     struct lease_memory lease = {0, 0};
     CUdevice ordinal = lease_is_set() ? current_ordinal() : -1;
     if (ordinal < 0) {
-        lease_count(LEASE_QUERIES);
+        lease_enter(LEASE_QUERIES);
         return real(free_bytes, total);
     }
     CUresult result = cuDeviceTotalMem_v2(&all, ordinal);

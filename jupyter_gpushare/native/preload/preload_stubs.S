@@ -6,8 +6,9 @@
  *
  *   gpushare_counters         this process's counters of work, calls and queries in a row
  *                             (lease_client.h), 0 before its first call
+ *   gpushare_phase            where the phase of its lease stands; read after counting
  *   gpushare_real[i]          the driver's function behind hook i, 0 when not looked up yet
- *   gpushare_enter(i)         counts (and waits) and answers where to jump to
+ *   gpushare_enter(i)         counts, waits while the lease is suspended, and answers where to jump to
  *   gpushare_dlsym(h, name)   what to answer instead of glibc's dlsym, or 0
  *
  * Hooks beyond those of hooks.h are spare ones, GPUSHARE_SPARES of GPUSHARE_SPARE_BYTES each.
@@ -20,6 +21,7 @@
 #endif
 
     .hidden gpushare_counters
+    .hidden gpushare_phase
     .hidden gpushare_real
     .hidden gpushare_enter
     .hidden gpushare_dlsym
@@ -60,6 +62,9 @@
     testq %r10, %r10
     je 1f
     lock incq \offset(%r11)
+    movq gpushare_phase(%rip), %r11
+    cmpl $0, (%r11)
+    jne 1f
     jmp *%r10
 1:  movl $index, %eax
     jmp slow
@@ -145,6 +150,11 @@ slow:
     add x9, x9, #1
     stxr w10, x9, [x16]
     cbnz w10, 2b
+    dmb ish
+    adrp x16, gpushare_phase
+    ldr x16, [x16, :lo12:gpushare_phase]
+    ldr w16, [x16]
+    cbnz w16, 1f
     br x17
 1:  mov w16, #index
     b slow

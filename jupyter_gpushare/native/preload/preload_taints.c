@@ -5,7 +5,7 @@
 #define TAINTS(taint, name, parameters, arguments)           \
     API CUresult name parameters                             \
     {                                                        \
-        lease_count(LEASE_CALLS);                                  \
+        lease_enter(LEASE_CALLS);                                  \
         FIND_REAL(name);                                     \
         return tainted_by(real arguments, taint);            \
     }
@@ -47,7 +47,7 @@ enum { CUPTI_ERROR_NOT_INITIALIZED = 15 };
 #define TRACES(name, parameters, arguments)                          \
     API CUresult name parameters                                     \
     {                                                                \
-        lease_count(LEASE_CALLS);                                    \
+        lease_enter(LEASE_CALLS);                                    \
         __typeof__(&name) real = REAL(name);                         \
         CUresult result = real ? real arguments : (CUresult)CUPTI_ERROR_NOT_INITIALIZED; \
         return tainted_by(result, GPUSHARE_TAINT_TRACED);            \
@@ -61,7 +61,7 @@ TRACES(cuptiProfilerInitialize, (void *parameters), (parameters))
 /* A pool's own device has access without this call: the location here is another device. */
 API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolSetAccess);
     CUresult result = real(pool, access, count);
     return !result && has_peers() && opens_to_peer(access, count, -1) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;

@@ -89,7 +89,7 @@ static void give_physicals(struct physical *gone)
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties,
                          unsigned long long flags)
 {
-    lease_count(LEASE_WORK);
+    lease_enter(LEASE_WORK);
     FIND_REAL(cuMemCreate);
     bool on_device = properties && properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
     struct taken taken = {0, -1, -1, true};
@@ -114,7 +114,7 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
 
 API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemRelease);
     struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
@@ -134,7 +134,7 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 
 API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemRetainAllocationHandle);
     struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
@@ -168,7 +168,7 @@ static bool grow_mappings(void)
 API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
                       unsigned long long flags)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemMap);
     struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
@@ -189,7 +189,7 @@ API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGen
 
 API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemUnmap);
     struct physical *gone = NULL;
     CUresult result = real(address, bytes);
@@ -222,7 +222,7 @@ static int home_of(CUdeviceptr address, size_t bytes)
 /* How NCCL and PyTorch's expandable segments reach the memory of another GPU. */
 API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
 {
-    lease_count(LEASE_CALLS);
+    lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemSetAccess);
     CUresult result = real(address, bytes, access, count);
     int home = !result && has_peers() ? home_of(address, bytes) : -1;

@@ -21,7 +21,7 @@ struct CUctx_st {
 
 struct sim_call {
     CUresult error;
-    bool inside;
+    bool inside; /* false in a process that is locked */
 };
 
 enum sim_need { SIM_NEED_INIT, SIM_NEED_CONTEXT };
@@ -31,22 +31,28 @@ extern pthread_mutex_t sim_local;  /* guards this process's own tables; never he
 extern _Thread_local CUcontext sim_context;
 
 struct sim_call sim_enter(enum sim_need need);
+/* These need a context and never wait.  Of a process whose state is not on the device, `sim_ask` has
+ * the error CUDA_ERROR_OPERATING_SYSTEM, and `sim_poll` ends it with SIGSEGV. */
+struct sim_call sim_ask(void);
+struct sim_call sim_poll(void);
 void sim_leave(struct sim_call *call);
+
+#define ENTER_BY(entry)                                                         \
+    __attribute__((cleanup(sim_leave))) struct sim_call sim_call_ = entry; \
+    if (sim_call_.error)                                                        \
+    return sim_call_.error
 
 /* First line of every entry point that can block while the process is locked.  What it
  * holds is released when the function returns. */
-#define ENTER(need)                                                                  \
-    __attribute__((cleanup(sim_leave))) struct sim_call sim_call_ = sim_enter(need); \
-    if (sim_call_.error)                                                             \
-    return sim_call_.error
+#define ENTER(need) ENTER_BY(sim_enter(need))
+
+/* First line of an entry point that looks whether work has completed. */
+#define POLL ENTER_BY(sim_poll())
 
 /* First line of an entry point that reads what the process knows already.  Whether such calls wait
  * while the process is locked is not documented: they do with queries=wait. */
-#define ASK                                                                                             \
-    __attribute__((cleanup(sim_leave))) struct sim_call sim_call_ =                                     \
-        sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT) : (struct sim_call){CUDA_SUCCESS, false};   \
-    if (sim_call_.error)                                                                                \
-    return sim_call_.error
+#define ASK \
+    ENTER_BY(sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT) : ((struct sim_call){CUDA_SUCCESS, false}))
 
 /* Whether this process may use CUDA: it called cuInit, and was not forked after that. */
 bool sim_is_initialized(void);

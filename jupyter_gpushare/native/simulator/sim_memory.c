@@ -135,7 +135,7 @@ ALSO(cuMemFreeAsync, _ptsz);
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    ENTER_BY(sim_ask());
     uint32_t device = sim_current_device();
     sim_lock();
     sim_sweep();

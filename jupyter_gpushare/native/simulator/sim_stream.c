@@ -87,8 +87,11 @@ static void wait_for_host_calls(void)
         sim_sleep_ns(HOST_CALL_POLL_NS);
 }
 
-static void release_pools(void)
+/* Nothing is left to release in a process that is locked. */
+static void release_pools(const struct sim_call *call)
 {
+    if (!call->inside)
+        return;
     pthread_mutex_lock(&sim_local);
     sim_pools_release(false);
     pthread_mutex_unlock(&sim_local);
@@ -141,16 +144,16 @@ API CUresult cuStreamDestroy_v2(CUstream stream)
 
 API CUresult cuStreamSynchronize(CUstream stream)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    POLL;
     sleep_until(sim_stream_done_ns(stream));
     wait_for_host_calls();
-    release_pools();
+    release_pools(&sim_call_);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamQuery(CUstream stream)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    POLL;
     bool calls_host = atomic_load(&host_calls_ended) < atomic_load(&host_calls_begun);
     return calls_host || sim_stream_done_ns(stream) > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
@@ -178,10 +181,10 @@ API CUresult cuStreamIsCapturing(CUstream stream, int *status)
 
 API CUresult cuCtxSynchronize(void)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    POLL;
     sleep_until(sim_stream_done_ns(NULL));
     wait_for_host_calls();
-    release_pools();
+    release_pools(&sim_call_);
     return CUDA_SUCCESS;
 }
 
@@ -219,7 +222,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream)
 
 API CUresult cuEventQuery(CUevent event)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
     return event->done_ns > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
@@ -227,17 +230,17 @@ API CUresult cuEventQuery(CUevent event)
 
 API CUresult cuEventSynchronize(CUevent event)
 {
-    ENTER(SIM_NEED_CONTEXT);
+    POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
     sleep_until(event->done_ns);
-    release_pools();
+    release_pools(&sim_call_);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 {
-    ASK;
+    POLL;
     if (!ms || !start || !end || !start->done_ns || !end->done_ns)
         return CUDA_ERROR_INVALID_HANDLE;
     *ms = (float)((double)(int64_t)(end->done_ns - start->done_ns) / 1e6);
