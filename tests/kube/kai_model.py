@@ -176,9 +176,12 @@ class _Cycle:
     def _tasks(self) -> list[Task]:
         """PodGroups by name alone, and pods by their annotation, in all namespaces.
 
-        ``cache/cluster_info/cluster_info.go:422,434,448``
+        Of several groups with one name the last one in a map of Go counts, whose order is drawn
+        anew in each cycle (``cache/cluster_info/cluster_info.go:422,434,448``).
         """
-        groups = {g["metadata"]["name"]: g for g in self.store.all("podgroups")}
+        listed = list(self.store.all("podgroups"))
+        self.kai.rng.shuffle(listed)
+        groups = {g["metadata"]["name"]: g for g in listed}
         classes = {c["metadata"]["name"]: c["value"] for c in self.store.all("priorityclasses")}
         found = []
         for pod in self.store.all("pods"):

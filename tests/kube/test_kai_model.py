@@ -312,14 +312,17 @@ def test_a_stuck_seat_holds_its_gpu_but_no_promise():
 
 
 def test_a_pod_group_is_known_by_its_name_alone():
-    """Why names of seats are not to be guessed: one of another namespace replaces ours."""
+    """Why names of seats are not to be guessed: one of another namespace replaces ours.
+
+    Which of the two counts is drawn anew in each cycle, so sooner or later it is the other one.
+    """
     world = World(2, vision=1)
     world.seat("s0", "vision", SeatClass.SESSION)
     world.cycles()
     other = Demand(lease="x", project="vision", seat_class=SeatClass.IDLE, size=WHOLE)
     world.store.create("podgroups", "users", pod_group("s0", other, 1))
     world.seat("j", "vision", SeatClass.TRAIN, Size(1000, 2))
-    assert world.cycles()["s0"] == "leaving"
+    assert any(world.cycles(1)["s0"] == "leaving" for _ in range(30))
 
 
 def test_sums_of_floats_may_delay_a_reclaim_and_do_not_refuse_it():
