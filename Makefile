@@ -35,11 +35,31 @@ LAB := $(VENV)/share/jupyter
 C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpushare/native/$(d)/,*.c *.h *.S))) jupyter_gpushare/native/build.py
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 # Tests that start neither a Hub nor a browser.
-QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli
+QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.py
 # Most tests wait for processes: four at once use two cores well.  One file
 # stays in one worker: its fixtures and its users of the machine are its own.
 WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# What the tests of a folder need beside Python packages; a folder that is not named here needs all.
+SET_UP := node_modules native proxy-$(CHP_VERSION) ui oldest oldest-hub docs
+NEEDS_core :=
+NEEDS_helm :=
+NEEDS_sim :=
+NEEDS_wire :=
+NEEDS_docs := docs
+NEEDS_backends := native
+NEEDS_broker := native
+NEEDS_cli := native
+NEEDS_gpu := native
+NEEDS_job := native
+NEEDS_native := native
+NEEDS_server := native
+FOLDERS := $(foreach word,$(filter tests/%,$(PYTEST_ARGS)),$(word 2,$(subst /, ,$(word))))
+NEEDS := $(if $(FOLDERS),$(foreach each,$(FOLDERS),$(if $(filter undefined,$(origin NEEDS_$(each))),$(SET_UP),$(NEEDS_$(each)))),$(SET_UP))
+# Two goals at once.  `make -n` runs what names MAKE itself.
+AT_ONCE := $(MAKE) --no-print-directory -j 2 --output-sync=target
+# In `make check test` no test runs twice.
+BOTH := $(and $(filter check,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS)))
 # How much the tests marked `long_form` try in `make test-long`.
 ENGINE_TESTS := $(foreach name,kai_model kai_engine kai_faults broker spawner story story_faults,tests/kube/test_$(name).py)
 LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25
@@ -50,7 +70,7 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup setup-test hub demo-check test test-long test-engine check figures docs test-gpu build clean
+.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -67,29 +87,36 @@ hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127
 demo-check: | $(STAMPS)/venv
 	@$(BIN)/python demo/hub.py --check
 
-test: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/docs  ## run every test, four files at once; PYTEST_ARGS="tests/core -k idle" runs some
+test: $(STAMPS)/test $(addprefix $(STAMPS)/,$(sort $(NEEDS)))  ## run every test, four files at once; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
-	$(if $(PYTEST_ARGS),,(cd $(UI) && jlpm test))
-	python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
+	python -m pytest $(IN_PARALLEL) --durations=30 $(if $(BOTH),--ignore=tests/core) $(PYTEST_ARGS)
 
 test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub  ## run the long forms, hours in all; PYTEST_ARGS chooses some
 	@export PATH=$(BIN):$$PATH
-	$(LONG_FORMS) python -m pytest -m 'long or long_form' --timeout 7200 -s $(PYTEST_ARGS)
+	$(LONG_FORMS) python -m pytest -m 'long or long_form' --timeout 7200 -s --durations=30 $(PYTEST_ARGS)
 
 test-engine: setup-test  ## run tests of Kubernetes on a real KAI-Scheduler; GPUSHARE_KUBE_BIN names the folder of its programs
 	@export PATH=$(BIN):$$PATH
 	GPUSHARE_TEST_ENGINE=kai python -m pytest -m 'not model and not long' --timeout 900 $(ENGINE_TESTS) $(PYTEST_ARGS)
 
-check: setup-test docs  ## format, lint, types, import rules, documentation and the quick tests
+check: setup-test  ## format, lint, types, import rules, documentation and the quick tests
+	@$(AT_ONCE) check-python check-core check-pages
+	$(if $(BOTH),,PATH=$(BIN):$$PATH python -m pytest $(IN_PARALLEL) -q --durations=30 $(QUICK_TESTS))
+
+check-python:
 	@export PATH=$(BIN):$$PATH
 	ruff format --check .
 	ruff check .
 	mypy
 	lint-imports --no-logo
 	python tests/setup/language.py
-	(cd $(UI) && jlpm check && jlpm test)
-	python -m pytest tests/core -q --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
-	python -m pytest $(QUICK_TESTS) -q
+
+check-core:
+	@PATH=$(BIN):$$PATH python -m pytest tests/core -q --durations=30 --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+
+check-pages: docs
+	@export PATH=$(BIN):$$PATH
+	cd $(UI) && jlpm check
 
 figures: setup  ## measure the code: sizes, folders, docstrings, unclear words
 	@$(BIN)/python tests/setup/figures.py
@@ -104,14 +131,21 @@ test-gpu:  ## run the tests that need a real NVIDIA GPU; needs python3, gcc, pyt
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
 
-build: $(STAMPS)/builder  ## build sdist and wheel into dist/
-	@rm -rf dist
+build: $(STAMPS)/builder  ## build sdist and wheels into dist/; RELEASE=1 fails where the wheel of a machine is missing
+	@if [ -n "$(RELEASE)" ] && ! command -v $(ARM_CC) >/dev/null; then
+	    echo "A release has a wheel for 64-bit Arm too, which needs $(ARM_CC): apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross" >&2
+	    exit 1
+	fi
+	rm -rf dist
 	$(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	# For 64-bit Arm too, where Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
 	if command -v $(ARM_CC) >/dev/null; then
 	    CC=$(ARM_CC) $(VENV)/builder/bin/python -m build --wheel --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	fi
 	ls dist
+	for machine in $(if $(RELEASE),x86_64 aarch64); do
+	    compgen -G "dist/*_$$machine.whl" >/dev/null || { echo "A release has a wheel for $$machine, and none was built" >&2; exit 1; }
+	done
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo

@@ -2,10 +2,13 @@
 
 * ``chromium``: how to start Debian's chromium with Playwright.  A test marked
   ``browser`` is skipped by name where there is none.
-* With GPUSHARE_FAIL_ON_SKIP set (`.ci/run`) a test that would be skipped fails instead.
+* With GPUSHARE_FAIL_ON_SKIP set (`.ci/run`) a test that would be skipped fails instead, unless it
+  needs root and there is none.
 * No process that a test started may outlive the run: every child inherits
   ``GPUSHARE_TEST_RUN``; one that still carries it at the end is named, ended and
   makes the run fail.  Each worker of pytest-xdist is a run of its own.
+* The longest files run first (`tests/order.py`); what fails in a parallel run is run again, alone
+  (`tests/again.py`).
 * Garbage is collected after each test and each module: a socket, a file or a loop that
   was left open fails the test that left it, not the test that happens to run later.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import shutil
 import signal
 import time
@@ -24,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.again import Again
+from tests.order import StoreDurations, longest_first
+from tests.waiting import RUN_VARIABLE, marked_processes
 
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
@@ -35,6 +43,8 @@ with contextlib.suppress(ImportError):
         settings.load_profile("default")
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
+# Folders whose tests judge crashes and attacks: a failure is never run again (tests/again.py).
+ORACLES = frozenset({"attack", "faults"})
 # How long a process may take to end after the last test, in seconds.
 LEFTOVER_PATIENCE_S = float(os.environ.get("GPUSHARE_TEST_PATIENCE_S", "30"))
 
@@ -60,7 +70,29 @@ def find_chromium() -> str | None:
     return named or shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-durations", action="store_true", help="renew tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Again(config))
+        if config.getoption("--store-durations"):
+            config.pluginmanager.register(StoreDurations())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Processor time of this process and of all that it and its children waited for."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in spent)
+    terminalreporter.write_line(f"processor time: {seconds:.0f} s")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    longest_first(items, config.rootpath)
+    for item in items:
+        if ORACLES & set(item.path.parts):
+            item.add_marker("oracle")
     if find_chromium():
         return
     skip = pytest.mark.skip(reason=f"no chromium; install it with: {INSTALL_CHROMIUM}")
@@ -73,6 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("GPUSHARE_FAIL_ON_SKIP"):
+        if os.geteuid() != 0 and "needs root" in report.longrepr[2]:  # type: ignore[index]
+            return report
         report.outcome = "failed"
         report.longrepr = f"Nothing may be skipped here. {report.longrepr[2]}"  # type: ignore[index]
     return report
@@ -118,26 +152,13 @@ def chromium() -> Chromium:
     return Chromium(path)
 
 
-def marked_processes(mark: str) -> dict[int, str]:
-    """Command lines, by pid, of the living processes with ``mark`` in their environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(folder.name)] = command.strip()[:200]
-        except (OSError, ValueError):
-            continue  # gone, or another user's
-    return found
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_process_outlives_the_run() -> Iterator[None]:
     """Fails the run, naming them, when processes that tests started are still alive."""
     mark = uuid.uuid4().hex
-    os.environ["GPUSHARE_TEST_RUN"] = mark
+    os.environ[RUN_VARIABLE] = mark
     yield
-    del os.environ["GPUSHARE_TEST_RUN"]
+    del os.environ[RUN_VARIABLE]
     patient_until = time.monotonic() + LEFTOVER_PATIENCE_S
     while (left := marked_processes(mark)) and time.monotonic() < patient_until:
         time.sleep(0.1)

@@ -1,21 +1,104 @@
 """How long tests wait.  Standard library only.
 
-A condition that becomes true ends its wait at once, so bounds are generous: they
-fail a test in which nothing happens, not one on a slow machine.
+A condition that becomes true ends its wait at once.  A wait ends in vain when nothing has
+happened for `QUIET_S`, and after `PATIENCE_S` whatever happens.  What happens is that the log
+grows, that a process of this run starts or ends, or that these processes together use more
+than `IDLE_SHARE` of a processor: a machine that is busy is waited for, one that hangs is not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 # Less than pytest's own time-out (300 s), so that the failure names what was waited for.
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
+QUIET_S = 15.0
+# Of a processor.  A Hub, its broker and a server use 2 to 4 % of one between them while they idle.
+IDLE_SHARE = 0.05
+# The environment variable that every process of this run inherits (tests/conftest.py).
+RUN_VARIABLE = "GPUSHARE_TEST_RUN"
+_LOOK_S = 1.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# /proc/PID/stat behind the name: utime and stime
+_TIMES = slice(11, 13)
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Return the command lines, by pid, of the living processes with ``mark`` in their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = command.strip()[:200]
+        except (OSError, ValueError):
+            continue  # gone, or another user's
+    return found
+
+
+def _processor_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[_TIMES])) / _TICKS_PER_S
+
+
+@dataclass(slots=True)
+class Activity:
+    """What the processes of this run do, and when something last happened (monotonic seconds).
+
+    ``own_s``: processor seconds of this process, which serves tests too.
+    """
+
+    own_s: Callable[[], float]
+    log: Path | None = None
+    happened_at: float = field(default_factory=time.monotonic)
+    last: str = "nothing happened"
+    _size: int = 0
+    _looked_at: float = 0.0
+    _used_s: dict[int, float] = field(default_factory=dict)
+
+    def quiet_s(self) -> float:
+        """Look, at most once a second, and return the seconds since something happened."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            what = self._news(now - self._looked_at)
+            if what:
+                self.happened_at, self.last = now, what
+            self._looked_at = now
+        return now - self.happened_at
+
+    def _news(self, since_s: float) -> str:
+        size = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+        grown, self._size = size != self._size, size
+        used = {0: self.own_s()}
+        if mark := os.environ.get(RUN_VARIABLE):
+            commands = marked_processes(mark)
+            used |= {pid: _processor_s(pid) for pid in commands if pid != os.getpid()}
+        before, self._used_s = self._used_s, used
+        if grown:
+            return "the log grew"
+        if before.keys() != used.keys():
+            return f"processes {sorted(before.keys() ^ used.keys())} started or ended"
+        busiest = max(used, key=lambda pid: used[pid] - before[pid])
+        if sum(used.values()) - sum(before.values()) > IDLE_SHARE * since_s:
+            return f"process {busiest or os.getpid()} was busy"
+        return ""
+
+
+def _other_threads_s() -> float:
+    """Return the processor seconds of the threads of this process but the one that waits."""
+    return time.process_time() - time.thread_time()
 
 
 def until(
@@ -25,22 +108,45 @@ def until(
     *,
     process: subprocess.Popen[Any] | None = None,
     log: Path | None = None,
+    every_s: float = 0.02,
 ) -> T:
     """Return the first true value of ``condition``.
 
-    Fails at once when ``process`` has ended, and ``patience_s`` after the start or
-    the last growth of ``log``, which need not exist yet.
+    Fails at once when ``process`` has ended, when nothing has happened for `QUIET_S`, and after
+    ``patience_s``.  ``log`` need not exist yet.
 
     Raises:
-        AssertionError: it did not become true; names ``what`` and the end of ``log``.
+        AssertionError: it did not become true; names ``what``, the last thing that happened, and
+            the end of ``log``.
     """
-    deadline, size = time.monotonic() + patience_s, 0
+    activity, began_at = Activity(_other_threads_s, log), time.monotonic()
     while not (found := condition()):
-        is_there = log is not None and log.exists()
-        if log is not None and is_there and (now := log.stat().st_size) != size:
-            deadline, size = time.monotonic() + patience_s, now
-        said = f":\n{log.read_text(errors='replace')[-3000:]}" if log is not None and is_there else ""
-        assert process is None or process.poll() is None, f"ended before {what}{said}"
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what} ({found!r}){said}"
-        time.sleep(0.02)
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended before {what} ({found!r}){_printed(log)}")
+        _check(activity, began_at, patience_s, f"{what} ({found!r})")
+        time.sleep(every_s)
     return found
+
+
+async def becomes(condition: Callable[[], T], what: str = "it happens") -> T:
+    """Return the first true value of ``condition``, as `until`, while other tasks of the loop go on.
+
+    Raises:
+        AssertionError: it did not become true.
+    """
+    activity, began_at = Activity(time.process_time), time.monotonic()
+    while not (found := condition()):
+        _check(activity, began_at, PATIENCE_S, f"{what} ({found!r})")
+        await asyncio.sleep(0.01)
+    return found
+
+
+def _check(activity: Activity, began_at: float, patience_s: float, what: str) -> None:
+    waited_s, quiet_s = time.monotonic() - began_at, activity.quiet_s()
+    if waited_s > patience_s or quiet_s > QUIET_S:
+        last = f"last, {quiet_s:.0f} s ago: {activity.last}"
+        raise AssertionError(f"not within {waited_s:.3g} s: {what}; {last}{_printed(activity.log)}")
+
+
+def _printed(log: Path | None) -> str:
+    return f":\n{log.read_text(errors='replace')[-3000:]}" if log is not None and log.exists() else ""

@@ -114,7 +114,7 @@ async def test_our_clients_reach_it_over_its_unix_socket(brokers):
     client.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs another uid to listen")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to listen as another user")
 @pytest.mark.parametrize("mode", [0o711, 0o777, 0o1777])
 async def test_no_token_is_sent_to_a_socket_of_another_user(open_folder, mode):
     """In a folder of root (which the attacker was let into once), and in one that is open to all."""

@@ -76,7 +76,7 @@ def pod_cgroup() -> Iterator[Path]:
         finally:
             _empty(folder)
         return
-    pytest.skip("no cgroup can be made here, or this is a pod itself")
+    pytest.skip("no cgroup can be made here, which needs root, or this is a pod itself")
 
 
 def _empty(folder: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_page_is_the_helpers_and_the_account_the_users(tmp_path: Path) -> No
     assert (files.path / "account").stat().st_size == ACCOUNT_BYTES
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
 def test_the_account_belongs_to_the_leases_user(tmp_path: Path) -> None:
     files = LeaseDirectory(tmp_path, "ada")
     files.create(65533, {UUID: GIB}, PagePhase.RUNNING)

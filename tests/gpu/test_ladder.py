@@ -169,7 +169,7 @@ def test_real_cgroups_take_the_processes_of_a_lease(tmp_path: Path) -> None:
     try:
         root.mkdir()
     except OSError as error:
-        pytest.skip(f"cgroups cannot be made here: {error}")
+        pytest.skip(f"no cgroup can be made here, which needs root: {error}")
     try:
         for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,cgroup"):
             real_cgroup(machine, root)

@@ -31,7 +31,7 @@ from tests.waiting import until
 
 UID = "0d1e2f3a-4b5c-6d7e-8f90-a1b2c3d4e5f6"
 OTHER = "ffffffff-4b5c-6d7e-8f90-a1b2c3d4e5f6"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 
 
 @pytest.mark.parametrize(

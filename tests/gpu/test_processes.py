@@ -208,7 +208,7 @@ GIVES_UP = (
 )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_process_that_becomes_the_leases_user_is_found(
     processes: Processes,

@@ -455,7 +455,7 @@ def test_what_is_no_seat_is_refused(node: Node, line: bytes) -> None:
     assert node.listed() == {}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_only_root_may_sit(node: Node) -> None:
     path = str(node.folder / "seat.sock")
     for folder in (node.folder, *node.folder.parents):

@@ -43,7 +43,7 @@ def processes_of_a_child(made: Any, user: str = "ada") -> list[str]:
     return line.split()[2:4]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to start processes of other users")
 def test_without_a_cgroup_the_processes_of_the_user_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made = spawner(GPUShareLocalSpawner, processes_limit=4096)
     monkeypatch.setattr(made, "server_uid", lambda: pwd.getpwnam("nobody").pw_uid)

@@ -24,7 +24,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes cgroups and becomes other users"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make cgroups and become other users"),
 ]
 
 MIB = 1 << 20

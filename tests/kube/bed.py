@@ -23,7 +23,7 @@ from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.rbac import Rights
 from tests.kube.real_engine import RealServer
 from tests.kube.store import Json
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, becomes
 
 NS = "gpushare"
 STEP_S = 0.02
@@ -169,12 +169,14 @@ class Bed:
         return [g for g in found if g["metadata"]["labels"]["gpushare.jupyter.org/lease"] == lease]
 
     async def until(self, condition: Callable[[], Any]) -> Any:
-        async with asyncio.timeout(PATIENCE_S):
-            while not (found := condition()):
-                if self.engine_task.done():
-                    self.engine_task.result()
-                await asyncio.sleep(0.01)
-        return found
+        """Return the first true value of ``condition``; fail as the engine fails."""
+
+        def found() -> Any:
+            if self.engine_task.done():
+                self.engine_task.result()
+            return condition()
+
+        return await becomes(found)
 
     async def quiet(self) -> None:
         """Return when nothing has changed for a while and the engine knows it."""

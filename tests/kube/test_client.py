@@ -26,7 +26,7 @@ from jupyter_gpushare.backends.kubernetes.objects import Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Ask, Rights
-from tests.waiting import PATIENCE_S
+from tests.waiting import becomes
 
 NS = "gpushare"
 
@@ -46,12 +46,6 @@ async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
     found = ApiClient(Address(url=server.url))
     yield found
     await found.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class TestObjects:
@@ -329,32 +323,32 @@ class TestReflector:
     async def test_a_copy_follows_the_collection(self, server: ApiServer, copy: Reflector[Pod]):
         server.store.create("pods", NS, pod("one", app="x"))
         server.store.create("pods", NS, pod("not ours"))
-        await until(lambda: set(copy.objects) == {"one"})
+        await becomes(lambda: set(copy.objects) == {"one"})
         server.store.bind(NS, "one", "n0")
-        await until(lambda: copy.objects["one"].spec.node_name == "n0")
+        await becomes(lambda: copy.objects["one"].spec.node_name == "n0")
         server.store.delete("pods", NS, "one", grace_s=0)
-        await until(lambda: not copy.objects)
+        await becomes(lambda: not copy.objects)
 
     async def test_a_copy_survives_cut_watches_and_compaction(self, server: ApiServer, copy: Reflector[Pod]):
         for n in range(5):
             server.store.create("pods", NS, pod(f"p{n}", app="x"))
-            await until(lambda n=n: f"p{n}" in copy.objects)
+            await becomes(lambda n=n: f"p{n}" in copy.objects)
             server.store.create("pods", NS, pod(f"q{n}"))
             server.cut_watches()
             server.store.delete("pods", NS, f"p{n}")
             server.store.compact()
-            await until(lambda: not copy.objects)
+            await becomes(lambda: not copy.objects)
 
     async def test_news_grow_old_only_while_the_api_server_is_silent(
         self, server: ApiServer, copy: Reflector[Pod]
     ):
-        await until(lambda: copy.age_s(time.monotonic()) < 10)
+        await becomes(lambda: copy.age_s(time.monotonic()) < 10)
         server.faults.frozen.clear()
         silent_since = time.monotonic()
-        await until(lambda: copy.age_s(time.monotonic()) > 6)
+        await becomes(lambda: copy.age_s(time.monotonic()) > 6)
         assert copy.told_at < silent_since + 5
         server.faults.frozen.set()
-        await until(lambda: copy.age_s(time.monotonic()) < 1)
+        await becomes(lambda: copy.age_s(time.monotonic()) < 1)
 
     async def test_an_own_answer_counts_before_the_watch_tells_it(self, client: ApiClient):
         told: list[int] = []

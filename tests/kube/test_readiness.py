@@ -21,7 +21,7 @@ from jupyter_gpushare.core.model import Project
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, becomes
 
 NS = "gpushare"
 VISION = Project(name="vision", quota_milli=4000)
@@ -91,9 +91,7 @@ async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer,
     following = asyncio.create_task(helpers.run())
 
     async def nodes(*expected: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while tuple(sorted(helpers.addresses())) != expected:
-                await asyncio.sleep(0.02)
+        await becomes(lambda: tuple(sorted(helpers.addresses())) == expected)
 
     await nodes("n0")
     helper_pod(server, "helper-b", "n1", phase="Pending", podIP="")
@@ -119,20 +117,15 @@ async def test_a_helper_that_is_replaced_is_known_until_its_node_has_left(
     def hosts() -> dict[str, str]:
         return {node: address.host for node, address in helpers.addresses().items()}  # type: ignore[attr-defined]
 
-    async def until_hosts(expected: dict[str, str]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while hosts() != expected:
-                await asyncio.sleep(0.02)
-
-    await until_hosts({"n0": "10.0.0.7", "n2": "10.0.0.9"})
+    await becomes(lambda: hosts() == {"n0": "10.0.0.7", "n2": "10.0.0.9"})
     server.store.delete("pods", NS, "helper-a", grace_s=0)
     server.store.delete("pods", NS, "helper-c", grace_s=0)
-    await until_hosts({"n0": "10.0.0.7"})
+    await becomes(lambda: hosts() == {"n0": "10.0.0.7"})
     helper_pod(server, "helper-b", "n0", podIP="10.0.0.8")
-    await until_hosts({"n0": "10.0.0.8"})
+    await becomes(lambda: hosts() == {"n0": "10.0.0.8"})
     server.store.delete("nodes", "", "n0")
     server.store.delete("pods", NS, "helper-b", grace_s=0)
-    await until_hosts({})
+    await becomes(lambda: hosts() == {})
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
 

@@ -58,7 +58,8 @@ def run_pytest(
     folder: Path, test: str, *options: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "test_one.py").write_text(test)
-    kept = {k: v for k, v in os.environ.items() if k not in ("GPUSHARE_FAIL_ON_SKIP", "GPUSHARE_CHROMIUM")}
+    steering = ("GPUSHARE_FAIL_ON_SKIP", "GPUSHARE_CHROMIUM", "PYTEST_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
     fixed = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *fixed, *options, f"--rootdir={folder}", folder / "test_one.py"],

@@ -44,7 +44,7 @@ def test_workflows_run_commands_of_this_repository():
         assert commands
         for command in commands:
             if command.startswith("make "):
-                assert set(command.split()[1:]) <= targets
+                assert {word for word in command.split()[1:] if "=" not in word} <= targets
             if command.startswith(".ci/"):
                 assert (ROOT / command).is_file()
 

@@ -75,15 +75,37 @@ def test_help_names_every_verb_that_people_use(checkout):
 @pytest.mark.parametrize(
     ("goal", "said"),
     [
-        ("test", "python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/core -k idle"),
+        ("test", "-n 4 --dist loadfile --no-loadscope-reorder --durations=30  tests/core -k idle"),
         ("test-engine", "-m 'not model and not long' --timeout 900 tests/kube/test_kai_model.py tests/kube/"),
         ("test-engine", "tests/kube/test_story_faults.py tests/core -k idle"),
-        ("test-long", "python -m pytest -m 'long or long_form' --timeout 7200 -s tests/core -k idle"),
+        ("test-long", "-m 'long or long_form' --timeout 7200 -s --durations=30 tests/core -k idle"),
     ],
 )
 def test_arguments_for_pytest_come_last(goal, said):
     made = make("-n", "-o", "setup-test", goal, "PYTEST_ARGS=tests/core -k idle", cwd=ROOT)
     assert said in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("tests", "needs", "needs_not"),
+    [
+        ("tests/core -k idle", [".[test]"], ["native.build", "jlpm", "npm-cli", "sphinx", "oldest"]),
+        ("tests/gpu/test_wake.py tests/docs", ["native.build", ".[docs]"], ["jlpm", "npm-cli", "oldest"]),
+        ("-k idle", [".[test]", ".[docs]", "native.build", "jlpm", "npm-cli", "jupyterlab=="], []),
+        ("tests/e2e", ["native.build", "jlpm", "npm-cli", "jupyterlab=="], []),
+    ],
+)
+def test_tests_of_a_folder_set_up_what_that_folder_needs(tests, needs, needs_not):
+    steps = make("-n", "--always-make", "test", f"PYTEST_ARGS={tests}", cwd=ROOT).stdout
+    assert [word for word in needs if word not in steps] == []
+    assert [word for word in needs_not if word in steps] == []
+
+
+def test_no_test_runs_twice_where_checks_and_tests_are_asked_for_together():
+    both = make("-n", "-o", "setup-test", "check", "test", cwd=ROOT).stdout
+    assert "--durations=30 --ignore=tests/core" in both
+    assert "tests/wire" not in both
+    assert "tests/wire tests/docs" in make("-n", "-o", "setup-test", "check", cwd=ROOT).stdout
 
 
 def test_an_old_python_is_refused_with_its_version_and_a_way_out(checkout, old_python_only):
@@ -99,6 +121,14 @@ def test_a_missing_c_compiler_is_named_before_anything_is_downloaded(checkout):
     assert result.returncode != 0
     assert "needs a C compiler ('no-such-compiler' does not work here)" in result.stderr
     assert not (checkout / ".venv").exists()
+
+
+def test_a_release_without_the_wheel_for_arm_is_refused_before_anything_is_built(checkout):
+    stamp = checkout / ".venv" / "stamps" / "builder"
+    result = make("-o", str(stamp), "build", "RELEASE=1", "ARM_CC=no-such-compiler", cwd=checkout)
+    assert result.returncode != 0
+    assert "needs no-such-compiler: apt-get install gcc-aarch64-linux-gnu" in result.stderr
+    assert not (checkout / "dist").exists()
 
 
 def test_a_port_in_use_is_named_before_the_hub_starts(tmp_path):

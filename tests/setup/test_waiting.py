@@ -1,4 +1,4 @@
-"""The rules of tests/waiting.py: a wait ends with its condition, with its process, or without progress."""
+"""The rules of tests/waiting.py: a wait ends with its condition, its process, or when nothing happens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until
+from tests import waiting
+from tests.waiting import becomes, until
+
+BUSY = "while True: pass"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(waiting, "QUIET_S", 1.0)
+    monkeypatch.setattr(waiting, "_LOOK_S", 0.1)
 
 
 def started(code: str, log: Path) -> subprocess.Popen[bytes]:
@@ -17,22 +26,55 @@ def started(code: str, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-u", "-c", code], stdout=out, stderr=subprocess.STDOUT)
 
 
+def after(seconds: float):
+    until_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > until_s
+
+
 def test_a_process_that_ends_ends_the_wait_with_what_it_said(tmp_path):
     log = tmp_path / "log"
     process = started("raise SystemExit('no such database')", log)
-    with pytest.raises(AssertionError, match="ended before it answers:\nno such database"):
+    with pytest.raises(AssertionError, match=r"ended before it answers \(False\):\nno such database"):
         until(lambda: False, "it answers", process=process, log=log)
 
 
-def test_a_log_that_grows_extends_the_wait(tmp_path):
-    log = tmp_path / "log"
+def test_a_log_that_grows_extends_the_wait_until_it_no_longer_does(tmp_path):
+    log, goes_on = tmp_path / "log", after(2.0)
     log.touch()
-    began_at = time.monotonic()
 
     def slow_start() -> bool:
-        log.write_text(log.read_text() + ".")
-        return time.monotonic() - began_at > 0.5
+        if not goes_on():
+            log.write_text(log.read_text() + ".")
+        return False
 
-    assert until(slow_start, "it answers", 0.2, log=log)
-    with pytest.raises(AssertionError, match=r"not within 0\.1 s: it answers \(None\)"):
-        until(lambda: None, "it answers", 0.1)
+    began_at = time.monotonic()
+    with pytest.raises(AssertionError, match=r"it answers \(False\); last, 1 s ago: the log grew:\n\.\.\."):
+        until(slow_start, "it answers", log=log)
+    assert time.monotonic() - began_at > 2.5
+
+
+@pytest.mark.parametrize("wait", ["in a thread", "in a loop"])
+async def test_a_process_that_works_extends_the_wait_until_it_ends(tmp_path, wait):
+    process = started(BUSY, tmp_path / "log")
+    try:
+        if wait == "in a thread":
+            assert until(after(3.0))
+        else:
+            assert await becomes(after(3.0))
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(
+        AssertionError, match=r"last, 1 s ago: process(es \[\d+\] started or ended| \d+ was busy)"
+    ):
+        until(lambda: None)
+
+
+def test_a_wait_ends_whatever_happens(tmp_path):
+    process = started(BUSY, tmp_path / "log")
+    try:
+        with pytest.raises(AssertionError, match=rf"last, 0 s ago: process {process.pid} was busy"):
+            until(lambda: None, "it answers", 2.0)
+    finally:
+        process.kill()
+        process.wait()

@@ -251,7 +251,7 @@ def test_a_secret_that_is_not_there_or_no_file_is_refused(tmp_path: Path) -> Non
         read_secret(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
 def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "s", b"0" * 64)
     os.chown(path, 12345, -1)

@@ -1,0 +1,97 @@
+"""Failures of a parallel run, judged again: each failed test runs once more, alone, after all others.
+
+A test that fails beside others and passes alone counts as passed, and is named under *failed
+beside others*.  More than `MOST_BESIDE` of them fail the run: then the tests disturb each other.
+
+Not run again, so that one failure stays a failure:
+
+* tests marked ``oracle``: they judge the promises P1 to P3, crashes and attacks, where one failure
+  in many runs is a defect of the product;
+* failures of the teardown, which judge what tests left behind;
+* anything once more than `MOST_FAILED` tests have failed.
+
+This plugin lives in the controller of pytest-xdist.  Both outputs of a test are kept in build/failed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MOST_BESIDE = 5
+MOST_FAILED = 20
+# Longer than pytest's own time-out of 300 s for each of set-up, call and teardown.
+ALONE_S = 900
+LOGS = Path("build", "failed")
+
+
+class Again:
+    """Collects the failures of the workers; runs them again at the end of the session."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._failed: dict[str, list[pytest.TestReport]] = {}
+        self._beside: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.setdefault(report.nodeid, []).append(report)
+
+    @pytest.hookimpl(trylast=True)  # the workers have ended
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus is not pytest.ExitCode.TESTS_FAILED or len(self._failed) > MOST_FAILED:
+            return
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        for nodeid, reports in self._failed.items():
+            if any(report.when == "teardown" or "oracle" in report.keywords for report in reports):
+                continue
+            terminal.write_line(f"\nAgain, alone: {nodeid}")
+            if self._passes_alone(nodeid, reports):
+                self._beside.append(nodeid)
+                _count_as_passed(terminal, reports)
+        if len(self._beside) == len(self._failed) and len(self._beside) <= MOST_BESIDE:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._beside:
+            terminalreporter.section("failed beside others")
+            for nodeid in self._beside:
+                terminalreporter.write_line(f"{nodeid}  (both outputs: {_folder(nodeid)})")
+                terminalreporter.write_line(self._failed[nodeid][0].longreprtext[-3_000:])
+            if len(self._beside) > MOST_BESIDE:
+                terminalreporter.write_line(
+                    f"More than {MOST_BESIDE}: the tests disturb each other.", red=True
+                )
+
+    def _passes_alone(self, nodeid: str, reports: list[pytest.TestReport]) -> bool:
+        folder = self._config.rootpath / _folder(nodeid)
+        folder.mkdir(parents=True, exist_ok=True)
+        sections = [f"--- {name}\n{text}" for report in reports for name, text in report.sections]
+        said = "\n".join([*(report.longreprtext for report in reports), *sections])
+        (folder / "beside-others.log").write_text(said)
+        options = ["-m", self._config.option.markexpr, "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, nodeid]
+        with (folder / "alone.log").open("wb") as log:
+            try:
+                done = subprocess.run(
+                    command, cwd=self._config.rootpath, stdout=log, stderr=log, timeout=ALONE_S, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return False
+        return done.returncode == 0
+
+
+def _folder(nodeid: str) -> Path:
+    return LOGS / re.sub(r"[^\w.-]+", "_", nodeid)[-150:]
+
+
+def _count_as_passed(terminal: pytest.TerminalReporter, reports: list[pytest.TestReport]) -> None:
+    for report in reports:
+        for category in ("failed", "error"):
+            if report in terminal.stats.get(category, []):
+                terminal.stats[category].remove(report)
+    terminal.stats.setdefault("passed", []).append(reports[0])

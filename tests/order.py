@@ -1,0 +1,39 @@
+"""The longest files first: a file that begins last and takes minutes keeps one worker busy alone.
+
+`tests/durations.json` has the seconds of each file of a whole parallel run.  Renew it with
+``make test PYTEST_ARGS=--store-durations``; a file that it does not name comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+STORED = Path(__file__).with_name("durations.json")
+
+
+def longest_first(items: list[pytest.Item], root: Path) -> None:
+    """Sort tests by the stored seconds of their files; the order within a file stays."""
+    seconds: dict[str, float] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    items.sort(key=lambda item: -seconds.get(_name(item.path, root), float("inf")))
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+class StoreDurations:
+    """Adds up what the tests of a run took, and stores it at its end."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = sorted(self._seconds.items(), key=lambda each: (-round(each[1]), each[0]))
+        STORED.write_text(json.dumps({name: round(took) for name, took in longest}, indent=0) + "\n")
