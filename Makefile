@@ -19,7 +19,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 # Runs a command with its output in a log file and says every few seconds how far it is.
 STEP := $(BIN)/python demo/step.py
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# Development tools have the versions of constraints.txt; what sites install has ranges.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(CURDIR)/constraints.txt
 # Major 5 needs Node 20; JupyterHub 6 is tested with it upstream.
 CHP_VERSION := 5.3.0
 # Brings jlpm and builds the JupyterLab extension.
@@ -70,7 +71,7 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages figures docs test-gpu build clean
+.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages pins figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -117,6 +118,12 @@ check-core:
 check-pages: docs
 	@export PATH=$(BIN):$$PATH
 	cd $(UI) && jlpm check
+
+pins: setup-test $(STAMPS)/docs  ## renew the versions of the development tools (constraints.txt), then run the checks
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[test,docs]'
+	$(BIN)/python tests/setup/pins.py >constraints.txt.new
+	mv constraints.txt.new constraints.txt
+	touch $(STAMPS)/test $(STAMPS)/docs
 
 figures: setup  ## measure the code: sizes, folders, docstrings, unclear words
 	@$(BIN)/python tests/setup/figures.py
@@ -177,10 +184,10 @@ $(STAMPS)/venv:
 # For `make build` alone; the build itself brings what it needs (see pyproject.toml).
 $(STAMPS)/builder: | $(STAMPS)/venv
 	@$(BIN)/python -m venv $(VENV)/builder
-	$(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2'
+	$(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build
 	touch $@
 
-$(STAMPS)/docs: pyproject.toml | $(STAMPS)/package
+$(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 	@$(STEP) "Installing Sphinx for the documentation" $(STAMPS)/docs.log -- $(PIP) --editable '.[docs]'
 	touch $@
 
@@ -190,7 +197,7 @@ $(STAMPS)/package: pyproject.toml | $(STAMPS)/venv
 	    $(PIP) --editable '.[lab]' '$(UI_BUILDER)'
 	touch $@
 
-$(STAMPS)/test: pyproject.toml | $(STAMPS)/package
+$(STAMPS)/test: pyproject.toml constraints.txt | $(STAMPS)/package
 	@$(STEP) "Installing what the tests need into .venv" $(STAMPS)/test.log -- $(PIP) --editable '.[test]'
 	touch $@
 

@@ -25,7 +25,6 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 

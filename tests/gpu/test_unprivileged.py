@@ -15,7 +15,7 @@ from jupyter_gpushare.protocol.helper import Level
 from tests.gpu.machine import GIB, PATIENCE_S, WORKER, Machine, Refused, Worker, machine_in, until
 
 USER_ID = 65534
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the other tests run without it already")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other tests run without it")
 
 #: What is imported and loaded before is not found any more afterwards: the test's user may read nothing here.
 BECOME_ORDINARY = f"""

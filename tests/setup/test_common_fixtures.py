@@ -53,6 +53,9 @@ def test_has_a_long_form():
     pass
 """
 
+# Plugins that nothing here needs take longer to load than the tests take.
+ONLY_THESE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
 
 def run_pytest(
     folder: Path, test: str, *options: str, **environment: str
@@ -60,11 +63,18 @@ def run_pytest(
     (folder / "test_one.py").write_text(test)
     steering = ("GPUSHARE_FAIL_ON_SKIP", "GPUSHARE_CHROMIUM", "PYTEST_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
-    fixed = ["-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
+    plugins = (
+        "pytest_asyncio.plugin",
+        "pytest_timeout",
+        "xdist.plugin",
+        "tests.conftest",
+        "no:cacheprovider",
+    )
+    fixed = [*(word for plugin in plugins for word in ("-p", plugin)), "-c", ROOT / "pyproject.toml"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *fixed, *options, f"--rootdir={folder}", folder / "test_one.py"],
         cwd=ROOT,
-        env={**kept, "GPUSHARE_TEST_PATIENCE_S": "0.5", "COLUMNS": "300", **environment},
+        env={**kept, "GPUSHARE_TEST_PATIENCE_S": "0.5", "COLUMNS": "300", **ONLY_THESE, **environment},
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,
@@ -78,6 +88,24 @@ def no_chromium(tmp_path: Path) -> str:
     empty = tmp_path / "bin"
     empty.mkdir()
     return str(empty)
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.skipif(True, reason="REASON")
+def test_does_something():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("reason", "uid", "status"), [("needs root", 65534, 0), ("needs root", 0, 1), ("no compiler", 65534, 1)]
+)
+def test_where_nothing_may_be_skipped_only_root_may_be_missing(tmp_path, reason, uid, status):
+    as_user = f"import os\nos.geteuid = lambda: {uid}\n"
+    test = as_user + SKIPS.replace("REASON", reason)
+    assert run_pytest(tmp_path, test, GPUSHARE_FAIL_ON_SKIP="1").returncode == status
 
 
 def test_without_a_browser_its_tests_are_skipped_by_name_with_the_line_that_installs_it(

@@ -9,9 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from tests.setup.pins import OF_DEVELOPERS, OF_SITES, PACKAGE, closure, required
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +37,8 @@ def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
 def checkout(tmp_path: Path) -> Path:
     """A folder with the Makefile and nothing set up."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
@@ -63,6 +67,7 @@ def test_help_names_every_verb_that_people_use(checkout):
         "test-long",
         "test-engine",
         "check",
+        "pins",
         "figures",
         "docs",
         "test-gpu",
@@ -106,6 +111,12 @@ def test_no_test_runs_twice_where_checks_and_tests_are_asked_for_together():
     assert "--durations=30 --ignore=tests/core" in both
     assert "tests/wire" not in both
     assert "tests/wire tests/docs" in make("-n", "-o", "setup-test", "check", cwd=ROOT).stdout
+
+
+def test_every_development_tool_has_one_version():
+    pinned = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    tools = {name for name, _ in required(PACKAGE, OF_DEVELOPERS)} - closure(OF_SITES) - {PACKAGE}
+    assert {name: version(name) for name in tools} == {name: pinned.get(name) for name in tools}
 
 
 def test_an_old_python_is_refused_with_its_version_and_a_way_out(checkout, old_python_only):

@@ -1,0 +1,53 @@
+"""Print the pinned versions of the development tools: what `make pins` writes to constraints.txt.
+
+Tools are what the extras ``test`` and ``docs`` bring beside everything that a site may install; the
+versions are those that are installed here.  What sites install keeps its ranges (pyproject.toml).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution, version
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PACKAGE = "jupyter-gpushare"
+OF_SITES = {"", "docker", "kube", "lab", "postgres", "systemd"}
+OF_DEVELOPERS = {"docs", "test"}
+HEAD = "# Made by `make pins`: versions of the development tools, for tests and checks only.\n"
+
+
+def required(name: str, extras: set[str]) -> set[tuple[str, frozenset[str]]]:
+    """Return what a distribution requires with these extras: names, each with its own extras."""
+    found = set()
+    for line in distribution(name).requires or ():
+        one = Requirement(line)
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras):
+            found.add((canonicalize_name(one.name), frozenset(one.extras)))
+    return found
+
+
+def closure(extras: set[str]) -> set[str]:
+    """Return the names of all installed packages that this package needs with these extras."""
+    known: set[tuple[str, frozenset[str]]] = set()
+    left = [(PACKAGE, frozenset(extras))]
+    while left:
+        name, wanted = left.pop()
+        if (name, wanted) in known:
+            continue
+        known.add((name, wanted))
+        try:
+            left += required(name, {"", *wanted})
+        except PackageNotFoundError:  # of another platform
+            known.discard((name, wanted))
+    return {name for name, _ in known}
+
+
+def pins() -> str:
+    """Return the lines of constraints.txt."""
+    tools = closure(OF_DEVELOPERS) - closure(OF_SITES)
+    return HEAD + "".join(f"{name}=={version(name)}\n" for name in sorted(tools))
+
+
+if __name__ == "__main__":
+    print(pins(), end="")
