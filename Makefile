@@ -71,7 +71,7 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages pins figures docs test-gpu build clean
+.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages mutants pins figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -118,6 +118,9 @@ check-core:
 check-pages: docs
 	@export PATH=$(BIN):$$PATH
 	cd $(UI) && jlpm check
+
+mutants: setup-test  ## change single lines of the product and see which changes the tests notice, 40 minutes at most
+	@$(BIN)/python -m tests.mutants.run
 
 pins: setup-test $(STAMPS)/docs  ## renew the versions of the development tools (constraints.txt), then run the checks
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[test,docs]'

@@ -67,6 +67,7 @@ def test_help_names_every_verb_that_people_use(checkout):
         "test-long",
         "test-engine",
         "check",
+        "mutants",
         "pins",
         "figures",
         "docs",

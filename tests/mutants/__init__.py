@@ -1,0 +1,1 @@
+"""Mutants: one line of the product changed, to see whether the tests notice (`make mutants`)."""
