@@ -2,15 +2,17 @@
 
 A condition that becomes true ends its wait at once.  A wait ends in vain when nothing has
 happened for `QUIET_S`, and after `PATIENCE_S` whatever happens.  What happens is that the log
-grows, that a process of this run starts or ends, or that these processes together use more
-than `IDLE_SHARE` of a processor: a machine that is busy is waited for, one that hangs is not.
+grows, that a process of these tests starts or ends, or that they together use more than
+`IDLE_SHARE` of a processor: a machine that is busy is waited for, one that hangs is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,16 +30,20 @@ IDLE_SHARE = 0.05
 RUN_VARIABLE = "GPUSHARE_TEST_RUN"
 _LOOK_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# /proc/PID/stat behind the name: utime and stime
-_TIMES = slice(11, 13)
+# Fields of /proc/PID/stat behind the name (proc(5)): state, parent, utime and stime, start.
+_STATE, _PARENT, _TIMES, _START = 0, 1, slice(11, 13), 19
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Return the command lines, by pid, of the living processes with ``mark`` in their environment."""
+    """Return the command lines, by pid, of the living processes with ``mark`` in their environment.
+
+    A process in an uninterruptible wait is left out: it may hold the lock of its memory (tests/hanging.py),
+    and then a reader of its environment waits too.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (folder / "environ").read_bytes():
+            if _stat(folder)[_STATE] != b"D" and mark.encode() in (folder / "environ").read_bytes():
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(folder.name)] = command.strip()[:200]
         except (OSError, ValueError):
@@ -45,17 +51,36 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
-def _processor_s(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[_TIMES])) / _TICKS_PER_S
+def _stat(folder: Path) -> list[bytes]:
+    """Return the fields of /proc/PID/stat behind the name; no wait of the process delays this."""
+    return (folder / "stat").read_bytes().rpartition(b") ")[2].split()
+
+
+# Processes by pid and start: one that was a descendant of this process stays one when its parent ends.
+_descendants: set[tuple[int, bytes]] = set()
+_counting = threading.Lock()
+
+
+def _used_s() -> dict[int, float]:
+    """Return the processor seconds of this process's descendants, by pid."""
+    seen: dict[int, list[bytes]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            seen[int(folder.name)] = _stat(folder)
+    with _counting:
+        _descendants.intersection_update({(pid, fields[_START]) for pid, fields in seen.items()})
+        parents = {os.getpid(), *(pid for pid, _ in _descendants)}
+        while new := {
+            p for p, fields in seen.items() if p not in parents and int(fields[_PARENT]) in parents
+        }:
+            parents |= new
+            _descendants.update((pid, seen[pid][_START]) for pid in new)
+        return {pid: sum(map(int, seen[pid][_TIMES])) / _TICKS_PER_S for pid, _ in _descendants}
 
 
 @dataclass(slots=True)
 class Activity:
-    """What the processes of this run do, and when something last happened (monotonic seconds).
+    """What this process and its descendants do, and when something last happened (monotonic seconds).
 
     ``own_s``: processor seconds of this process, which serves tests too.
     """
@@ -81,10 +106,7 @@ class Activity:
     def _news(self, since_s: float) -> str:
         size = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
         grown, self._size = size != self._size, size
-        used = {0: self.own_s()}
-        if mark := os.environ.get(RUN_VARIABLE):
-            commands = marked_processes(mark)
-            used |= {pid: _processor_s(pid) for pid in commands if pid != os.getpid()}
+        used = {os.getpid(): self.own_s(), **_used_s()}
         before, self._used_s = self._used_s, used
         if grown:
             return "the log grew"
@@ -92,7 +114,7 @@ class Activity:
             return f"processes {sorted(before.keys() ^ used.keys())} started or ended"
         busiest = max(used, key=lambda pid: used[pid] - before[pid])
         if sum(used.values()) - sum(before.values()) > IDLE_SHARE * since_s:
-            return f"process {busiest or os.getpid()} was busy"
+            return f"process {busiest} was busy"
         return ""
 
 

@@ -56,10 +56,10 @@ def place(mutant: Mutant, root: Path = ROOT) -> tuple[Path, int]:
         LookupError: the line is gone, or there are several.
     """
     named = root / mutant.file
-    for files in ([named], sorted((root / PACKAGE).rglob("*.py"))):
+    for files in (lambda: [named], lambda: sorted((root / PACKAGE).rglob("*.py"))):
         found = [
             (file, number)
-            for file in files
+            for file in files()
             if file.is_file()
             for number, line in enumerate(file.read_text().splitlines(), 1)
             if line.strip() == mutant.line

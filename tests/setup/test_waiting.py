@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import waiting
-from tests.waiting import becomes, until
+from tests import hanging, waiting
+from tests.waiting import becomes, marked_processes, until
 
 BUSY = "while True: pass"
 
@@ -78,3 +78,12 @@ def test_a_wait_ends_whatever_happens(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.skipif(bool(hanging.why_not()), reason=f"needs root to mount: {hanging.why_not()}")
+def test_a_process_whose_memory_is_locked_hangs_no_wait_and_no_search(tmp_path):
+    mark = {"MARK": "of-the-hanging-process"}
+    with hanging.hanging_process(65534, mark):
+        with pytest.raises(AssertionError, match="it happens"):
+            until(lambda: None, patience_s=0.5)
+        assert marked_processes(mark["MARK"]) == {}
