@@ -63,7 +63,7 @@ AT_ONCE := $(MAKE) --no-print-directory -j 2 --output-sync=target
 BOTH := $(and $(filter check,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS)))
 # How much the tests marked `long_form` try in `make test-long`.
 ENGINE_TESTS := $(foreach name,kai_model kai_engine kai_faults broker spawner story story_faults,tests/kube/test_$(name).py)
-LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25
+LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25 GPUSHARE_TEST_MOMENTS=30
 
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
@@ -110,7 +110,6 @@ check-python:
 	ruff check .
 	mypy
 	lint-imports --no-logo
-	python tests/setup/language.py
 
 check-core:
 	@PATH=$(BIN):$$PATH python -m pytest tests/core -q --durations=30 --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered

@@ -5,8 +5,8 @@ beside others*.  More than `MOST_BESIDE` of them fail the run: then the tests di
 
 Not run again, so that one failure stays a failure:
 
-* tests marked ``oracle``: they judge the promises P1 to P3, crashes and attacks, where one failure
-  in many runs is a defect of the product;
+* the tests of `ORACLES`, which get the marker ``oracle``, and others with that marker: they judge the
+  promises P1 to P3, crashes and attacks, where one failure in many runs is a defect of the product;
 * failures of the teardown, which judge what tests left behind;
 * anything once more than `MOST_FAILED` tests have failed.
 
@@ -22,6 +22,21 @@ from pathlib import Path
 
 import pytest
 
+ORACLES = frozenset(
+    {
+        "tests/attack",
+        "tests/faults",
+        "tests/broker/test_faults.py",
+        "tests/broker/test_recovery.py",
+        "tests/gpu/test_moves.py",
+        "tests/gpu/test_reservations.py",
+        "tests/gpu/test_reserve.py",
+        "tests/gpu/test_restart.py",
+        "tests/gpu/test_seeds.py",
+        "tests/job/test_started_once.py",
+        "tests/native/test_kill.py",
+    }
+)
 MOST_BESIDE = 5
 MOST_FAILED = 20
 # Longer than pytest's own time-out of 300 s for each of set-up, call and teardown.
@@ -83,6 +98,12 @@ class Again:
             except subprocess.TimeoutExpired:
                 return False
         return done.returncode == 0
+
+
+def is_oracle(path: Path, root: Path) -> bool:
+    """Whether a failure of the tests in this file is never run again."""
+    named = path.relative_to(root) if path.is_relative_to(root) else path
+    return not ORACLES.isdisjoint(each.as_posix() for each in (named, *named.parents))
 
 
 def _folder(nodeid: str) -> Path:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.again import Again
+from tests.again import Again, is_oracle
 from tests.order import StoreDurations, longest_first
 from tests.waiting import RUN_VARIABLE, marked_processes
 
@@ -42,8 +42,6 @@ with contextlib.suppress(ImportError):
         settings.load_profile("default")
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
-# Folders whose tests judge crashes and attacks: a failure is never run again (tests/again.py).
-ORACLES = frozenset({"attack", "faults"})
 # How long a process may take to end after the last test, in seconds.
 LEFTOVER_PATIENCE_S = float(os.environ.get("GPUSHARE_TEST_PATIENCE_S", "30"))
 
@@ -90,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     longest_first(items, config.rootpath)
     for item in items:
-        if ORACLES & set(item.path.parts):
+        if is_oracle(item.path, config.rootpath):
             item.add_marker("oracle")
     if find_chromium():
         return
