@@ -110,6 +110,7 @@ check-python:
 	ruff check .
 	mypy
 	lint-imports --no-logo
+	python tests/setup/language.py
 
 check-core:
 	@PATH=$(BIN):$$PATH python -m pytest tests/core -q --durations=30 --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered

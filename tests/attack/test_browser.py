@@ -107,7 +107,7 @@ async def test_the_administrator_sees_the_form(http: Http, page: Page) -> None:
     assert await page.locator("#edit input[name=quota]").count() == 1
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("localhost", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["frame", "embed", "fetch"])
 async def test_a_page_of_another_user_gets_nothing_by_frames_and_requests(http, page, kind, host) -> None:
     assert await attacked(http, page, kind, host) == "refused"

@@ -34,7 +34,10 @@ FOCUSED = """() => {
 }"""
 
 
-@pytest.fixture(params=["light", "dark", "forced"])
+LONG = pytest.mark.long
+
+
+@pytest.fixture(params=[pytest.param("light", marks=LONG), "dark", pytest.param("forced", marks=LONG)])
 def theme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -134,6 +137,7 @@ async def test_a_session_is_lent_and_stopped_and_the_focus_comes_back(http: Http
     ]
 
 
+@pytest.mark.long
 async def test_a_job_is_raised_and_stopped_and_a_refusal_has_the_focus(http: Http, page: Page) -> None:
     registry = http.broker.registry
     (job,) = registry.jobs.values()
@@ -189,7 +193,7 @@ async def test_a_projects_quota_is_changed_and_what_was_typed_outlives_a_refusal
     assert not http.broker.registry.overrides
 
 
-@pytest.mark.parametrize(("name", "it"), [("GPU-0", "it"), ("machine", "all GPUs")])
+@pytest.mark.parametrize(("name", "it"), [pytest.param("GPU-0", "it", marks=LONG), ("machine", "all GPUs")])
 async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name: str, it: str) -> None:
     devices = http.broker.registry.devices  # each change replaces its drains
     control, panel = page.locator(f"#work-{name}"), page.get_by_role("form", name=f"Empty {it}")
@@ -213,6 +217,7 @@ async def test_gpus_are_emptied_and_take_work_again(http: Http, page: Page, name
     assert not devices.drains.of
 
 
+@pytest.mark.long
 async def test_lending_is_switched_and_a_process_without_a_lease_is_ended(http: Http, page: Page) -> None:
     process = UnleasedProcess(process="7-9", pid=7, uid=1003, name="x", used_bytes=2**30, kept="")
     http.site.unleased["GPU-0"] = [process]
@@ -228,6 +233,7 @@ async def test_lending_is_switched_and_a_process_without_a_lease_is_ended(http: 
     assert http.site.unleased["GPU-0"] == []
 
 
+@pytest.mark.long
 async def test_nothing_reloads_the_page_while_a_panel_is_open(http: Http, page: Page) -> None:
     live = page.locator("meta[http-equiv=refresh]")
     await page.goto(f"{http.url}{PREFIX}?live=1")

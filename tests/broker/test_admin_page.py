@@ -223,8 +223,15 @@ async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("forced", ["none", "active"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("theme", "forced"),
+    [
+        pytest.param("light", "none", marks=pytest.mark.long),
+        ("dark", "none"),
+        pytest.param("light", "active", marks=pytest.mark.long),
+        pytest.param("dark", "active", marks=pytest.mark.long),
+    ],
+)
 async def test_the_page_looks_like_the_hubs_and_fits_a_telephone(http, chromium, theme, forced):
     grant = await http.broker.admission.start(spawn("ada", "1/2"))
     await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())

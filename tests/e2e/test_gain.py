@@ -58,6 +58,7 @@ def test_kernels_that_run_see_the_gpu_that_their_server_gets(hub: DemoHub) -> No
     until("the lease is released", lambda: not ada.ask("status")["leases"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_only_a_server_itself_gets_a_gpu(hub: DemoHub) -> None:
     bo = hub.person("bo")

@@ -31,6 +31,7 @@ def alloc(gib: int) -> str:
     return f"worker.alloc({gib} << 10)"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_kernel_allocates_more_after_its_server_grew_and_no_more_after_it_shrank(hub: DemoHub) -> None:
     ada, bo = hub.person("ada"), hub.person("bo")

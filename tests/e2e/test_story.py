@@ -139,7 +139,10 @@ def _epoch(person: Person) -> int:
 
 @pytest.mark.browser
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("interruption", [nothing, the_hub_dies, the_broker_dies])
+@pytest.mark.parametrize(
+    "interruption",
+    [nothing, *(pytest.param(dies, marks=pytest.mark.long) for dies in (the_hub_dies, the_broker_dies))],
+)
 def test_ada_sleeps_for_bos_job_and_gets_everything_back(
     hub: DemoHub,
     chromium: Chromium,
@@ -245,6 +248,7 @@ def test_a_terminal_and_a_notebook_need_no_token_to_submit_follow_and_look(hub: 
     assert bo.http.post(path.format(kernel.id), follow_redirects=True).status_code == 200
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Path) -> None:
     bo = hub.person("bo")
     job = submit(bo, tmp_path)
@@ -254,6 +258,7 @@ def test_ctrl_c_ends_the_demo_soon_though_a_job_runs(hub: DemoHub, tmp_path: Pat
     until("nothing is left", lambda: not hub.processes())
 
 
+@pytest.mark.long
 def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
     bo = hub.person("bo")
     answer = bo.http.post("/hub/api/users/bo/servers/jaaaaaaaaaa-1", json={})
@@ -261,6 +266,7 @@ def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
     assert "gpushare submit" in answer.json()["message"]
 
 
+@pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.timeout(300)
 def test_only_an_admin_changes_a_quota(hub: DemoHub, chromium: Chromium) -> None:

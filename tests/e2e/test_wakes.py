@@ -71,6 +71,7 @@ def slow() -> Iterator[tuple[str, threading.Event, threading.Event]]:
     server.server_close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_only_a_call_that_blocks_wakes_a_session(
     hub: DemoHub, tmp_path: Path, slow: tuple[str, threading.Event, threading.Event]
@@ -129,6 +130,7 @@ def stored_state(hub: DemoHub, lease_id: str) -> str:
         return str(database.execute("select state from leases where id = ?", [lease_id]).fetchone()[0])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_session_wakes_while_the_broker_hangs_and_the_broker_follows(hub: DemoHub, tmp_path: Path) -> None:
     ada, bo = hub.person("ada"), hub.person("bo")

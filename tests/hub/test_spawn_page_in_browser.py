@@ -82,6 +82,7 @@ def test_the_spawn_page_says_in_how_long_a_size_may_start(hub: Hub, page: Page) 
     picture(page, "spawn-estimate")
 
 
+@pytest.mark.long
 def test_the_cards_change_while_the_page_is_open_and_keep_what_was_entered(hub: Hub, page: Page) -> None:
     page.get_by_text("More: an exact amount").click()
     page.get_by_label("GPU memory in GiB").fill("12.5")
@@ -166,6 +167,7 @@ def test_a_request_to_leave_the_queue_does_not_pass_the_one_that_joins_it(hub: H
     assert hub.broker.of("spawner/wait")[-1].body["options"] is None
 
 
+@pytest.mark.long
 def test_a_page_that_waits_asks_on_while_the_hub_is_away(hub: Hub, page: Page) -> None:
     hub.broker.place = WAITING
     wait_for_two_gpus(page)
@@ -180,7 +182,10 @@ def test_a_page_that_waits_asks_on_while_the_hub_is_away(hub: Hub, page: Page) -
 
 
 # The Hub's two themes, and colours that the user's machine forces on every page.
-@pytest.mark.parametrize("theme", ["light", "dark", "forced"])
+@pytest.mark.parametrize(
+    "theme",
+    [pytest.param("light", marks=pytest.mark.long), "dark", pytest.param("forced", marks=pytest.mark.long)],
+)
 def test_the_spawn_page_is_accessible_in_every_theme_and_fits_a_telephone(
     hub: Hub, page: Page, theme: str
 ) -> None:

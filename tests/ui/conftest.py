@@ -21,7 +21,8 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Page, async_playwright, expect
+import pytest_asyncio
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.ports import free_ports
 from tests.ui.pages import BUNDLE, TOKEN, is_complaint
@@ -30,8 +31,8 @@ from tests.waiting import PATIENCE_S, until
 ROOT = Path(__file__).parents[2]
 
 # A condition that holds ends its wait at once; a slow machine needs the rest.
-expect.set_options(timeout=90_000)
 PAGE_MS = 1000 * PATIENCE_S
+expect.set_options(timeout=PAGE_MS)
 
 _spec = importlib.util.spec_from_file_location(
     "gpushare_fake_broker", ROOT / "tests" / "server" / "fake_broker.py"
@@ -86,36 +87,45 @@ def broker(lab: Lab, golden: Any) -> Any:
     return lab.broker
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser(chromium: Any) -> AsyncIterator[Browser]:
+    """One chromium for all tests; each test has pages, storage and cookies of its own."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        yield browser
+        await browser.close()
+
+
 @pytest.fixture
-def open_page(chromium: Any) -> Callable[..., AbstractAsyncContextManager[Page]]:
+def open_page(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Page]]:
     """Opens a notebook of a JupyterLab; fails the test when the page complained on its console."""
 
     @asynccontextmanager
     async def opened(
         lab: Lab, path: str = "lab/tree/train.ipynb", *, reset: bool = True, script: str = "", **options: Any
     ) -> AsyncIterator[Page]:
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(
-                executable_path=chromium.executable_path, args=[*chromium.args, *options.pop("args", ())]
-            )
-            options = {"viewport": {"width": 1280, "height": 800}, "locale": "en-GB"} | options
-            page = await browser.new_page(**options)
-            page.set_default_timeout(PAGE_MS)
-            await page.add_init_script(script)
-            complaints: list[str] = []
-            page.on("console", lambda said: complaints.append(said.text) if is_complaint(said.text) else None)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
+        options = {"viewport": {"width": 1280, "height": 800}, "locale": "en-GB"} | options
+        page = await browser.new_page(**options)
+        page.set_default_timeout(PAGE_MS)
+        await page.add_init_script(script)
+        complaints: list[str] = []
+        page.on("console", lambda said: complaints.append(said.text) if is_complaint(said.text) else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        try:
             await page.goto(f"{lab.url}/{path}?token={TOKEN}{'&reset' if reset else ''}")
             if path.startswith("lab/"):
                 await expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=PAGE_MS)
             yield page
-            await browser.close()
+        finally:
+            await page.context.close()
         assert not complaints
 
     return opened
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(lab, broker, open_page) -> AsyncIterator[Page]:
     """A page with a GPU in use."""
     async with open_page(lab) as page:

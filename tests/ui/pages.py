@@ -38,6 +38,7 @@ _SLOW_PLUGIN = re.compile(
 
 needs_browser = [
     pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="session"),  # that of `browser` (conftest.py)
     pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Page, expect
 
 from tests.ui.pages import needs_browser, picture, run_command
@@ -36,7 +37,7 @@ def broker(lab) -> Any:
     return lab.broker
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(lab, open_page) -> AsyncIterator[Page]:
     async with open_page(lab) as page:
         yield page
@@ -98,6 +99,7 @@ PLACES = {"banner": ".gpushare-banner", "sidebar": ".gpushare-panel", "jobs": ".
 TOOLTIP = "document.querySelector('.gpushare-status button').title"
 
 
+@pytest.mark.long
 async def test_a_message_is_shown_in_the_most_specific_place_in_sight_alone(page, broker, golden):
     async def said_in(place: str, text: str) -> None:
         for name, selector in PLACES.items():
@@ -137,6 +139,7 @@ async def test_a_message_is_shown_in_the_most_specific_place_in_sight_alone(page
     await said_in("sidebar", said)
 
 
+@pytest.mark.long
 async def test_a_warning_goes_with_the_brokers_silence_and_comes_again(page, broker, golden):
     await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
     await run_command(page, "launcher:create")  # it hides the banner
@@ -159,6 +162,7 @@ async def test_a_warning_goes_with_the_brokers_silence_and_comes_again(page, bro
     await expect(toasts).not_to_contain_text("Your GPU is lent in")
 
 
+@pytest.mark.long
 async def test_a_page_that_is_connected_again_asks_for_what_it_missed(lab, broker, open_page, golden):
     settings = lab.folder / "config" / "jupyter-gpushare"
     settings.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from playwright.async_api import expect
 
 from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
@@ -24,6 +25,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 async def test_the_list_says_when_jobs_start_and_end(page, broker, golden):
     running, queued, *others = golden("job_list")["jobs"]
     assert (running["state"], queued["state"]) == ("running", "queued")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.async_api import expect
 
 from jupyter_gpushare.protocol.jobfiles import log_path
@@ -49,6 +50,7 @@ def many(golden: Any, count: int) -> dict[str, Any]:
 
 
 # What sticks out of an area to the right.
+@pytest.mark.long
 async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(page, broker, golden):
     at_start = await loaded(page)
     assert "jupyter-gpushare:status-bar" in "".join((BUNDLE / "static" / n).read_text() for n in at_start)
@@ -83,6 +85,7 @@ async def test_a_thousand_jobs_are_one_list_that_is_loaded_when_it_is_opened(pag
     assert len(await loaded(page)) > len(at_start)
 
 
+@pytest.mark.long
 async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, broker, golden):
     lines = ["Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: bad"]
     head = "Ended with exit code 1. It last printed:"
@@ -112,6 +115,7 @@ async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, brok
     await expect(mine).not_to_contain_text(head)
 
 
+@pytest.mark.long
 async def test_a_narrow_list_shows_when_a_job_starts(page, lab, broker, golden):
     said = "Number 3. Needs 2 GPUs together; 1.25 are free. Starts in 25 to 50 min."
     waiting = [job | {"reason": said, "reason_texts": []} for job in queue(golden, 40)]
@@ -230,6 +234,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await page.keyboard.press("Escape")
 
 
+@pytest.mark.long
 async def test_a_log_is_followed_on_when_its_height_changes_before_a_scroll_event(page, lab, broker, golden):
     running = golden("job") | {"state": "running"}
     broker.answer("GET jobs", {"jobs": [running]})
@@ -305,6 +310,7 @@ async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker
     assert broker.asked(f"POST jobs/{running['id']}/retry") == []
 
 
+@pytest.mark.long
 async def test_a_job_that_has_not_begun_leaves_the_queue_and_comes_back(page, lab, broker, golden):
     queued = golden("job") | {"state": "queued", "attempt": 0, "started_at": None, "position": 2}
     broker.answer("GET jobs", {"jobs": [queued]})
@@ -325,6 +331,7 @@ async def test_a_job_that_has_not_begun_leaves_the_queue_and_comes_back(page, la
     until(lambda: broker.asked(f"DELETE jobs/{queued['id']}"))
 
 
+@pytest.mark.long
 async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):
     begun = golden("job") | {"state": "failed", "started_at": "2031-05-06T14:20:07Z"}
     kept, gone = begun | {"id": "kept000001", "attempt": 5}, begun | {"id": "gone000001", "name": "gone"}
@@ -365,6 +372,7 @@ async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):
     await expect(page.locator(".gpushare-tools").first).to_contain_text("1 of 2 jobs")
 
 
+@pytest.mark.long
 async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, golden):
     cell = [sys.executable, "-u", "-c", "train()"]
     counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None, "command": cell}
@@ -384,6 +392,7 @@ async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, g
     await picture(page, "jobs-about")
 
 
+@pytest.mark.long
 async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker, golden):
     broker.answer("GET jobs", {"jobs": []})
     lab.say(golden("status_empty"))
@@ -399,6 +408,7 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
     await expect(jobs).to_contain_text("No training jobs yet.")
 
 
+@pytest.mark.long
 async def test_a_session_that_waits_is_listed_with_its_number_and_when_it_starts(page, lab, broker, golden):
     said = "Number 2. Needs 1 GPU; 0.25 are free. Starts in 10 to 25 min."
     waits = {"user": "ada", "server": "big", "project": "vision", "size": "1 GPU", "position": 2}

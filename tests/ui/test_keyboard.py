@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Locator, Page, expect
 
 from jupyter_gpushare.protocol.jobfiles import log_path
@@ -19,7 +20,7 @@ UNSEEN = """() => {
 }"""
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(page):
     # In a cell that is being edited, Tab would be a part of its text.
     await focus_is_in(page, ".jp-Notebook")
@@ -121,6 +122,7 @@ async def test_a_job_is_submitted_without_a_mouse(page, broker, golden):
     await focus_is_in(page, '.gpushare-job-row[data-job="k3v9m2x7qa"][aria-selected="true"]')
 
 
+@pytest.mark.long
 async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page, lab, broker, golden):
     night = golden("job") | {"id": "keys000001"}
     others = [night | {"id": f"keys00000{n}", "name": f"day {n}"} for n in range(2, 9)]
@@ -188,6 +190,7 @@ async def test_jobs_are_looked_through_stopped_and_retried_without_a_mouse(page,
     assert len(broker.asked(f"POST jobs/{night['id']}/retry")) == 1
 
 
+@pytest.mark.long
 async def test_a_gpu_is_kept_lent_and_woken_without_a_mouse(page, lab, broker, golden):
     lease = golden("status_active")["leases"][0]
     for verb in ("keep", "lend", "resume"):

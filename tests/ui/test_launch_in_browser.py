@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
 from playwright.async_api import Route, expect
 
 from tests.ui.pages import THEMES, accessible, arrived, needs_browser, picture, run_command, use_theme
@@ -88,6 +89,7 @@ async def run_from_the_file_browser(page, name: str) -> None:
     await page.get_by_role("menuitem", name="Run as training job").click()
 
 
+@pytest.mark.long
 async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, lab, broker):
     (lab.work / "run.sh").write_text("echo hello")
     (lab.work / "data.csv").write_text("1")
@@ -124,6 +126,7 @@ async def test_the_dialog_is_reached_from_files_launcher_palette_and_menu(page, 
     await page.keyboard.press("Escape")
 
 
+@pytest.mark.long
 async def test_a_job_that_was_cancelled_too_late_is_told(page, lab, broker, golden):
     broker.answer("POST jobs", golden("job"), 201)
     held: list[Route] = []
@@ -141,6 +144,7 @@ async def test_a_job_that_was_cancelled_too_late_is_told(page, lab, broker, gold
     await expect(page.locator(".Toastify")).to_contain_text("Submitted night.")
 
 
+@pytest.mark.long
 async def test_a_duplicate_can_be_changed_when_its_project_and_environment_are_gone(
     page, lab, broker, golden
 ):
@@ -164,6 +168,7 @@ async def test_a_duplicate_can_be_changed_when_its_project_and_environment_are_g
     await page.keyboard.press("Escape")
 
 
+@pytest.mark.long
 async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, broker, golden):
     code = "for n in range(2):\n    print(n)"
     cell = golden("job") | {"state": "failed", "source": None, "variables": []}
@@ -181,6 +186,7 @@ async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, brok
     assert broker.asked("POST jobs")[-1].json["command"] == ["python", "-c", code]
 
 
+@pytest.mark.long
 async def test_a_click_counts_although_the_estimate_arrives_in_it(page, lab, broker, golden):
     held: list[Route] = []
     await page.route(re.compile(r"/gpushare/offers\b"), lambda route: held.append(route))

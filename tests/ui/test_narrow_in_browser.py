@@ -58,8 +58,20 @@ async def fits(page: Page, dialog: Locator, width: int, height: int) -> None:
         await button.click(trial=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("opens", [resize, release, launch, edit, stop], ids=lambda each: each.__name__)
+QUICK = (launch, "phone")
+CASES = [
+    pytest.param(
+        opens,
+        size,
+        id=f"{opens.__name__}-{size}",
+        marks=() if opens is launch and size == "phone" else pytest.mark.long,
+    )
+    for opens in (resize, release, launch, edit, stop)
+    for size in SIZES
+]
+
+
+@pytest.mark.parametrize(("opens", "size"), CASES)
 async def test_dialogs_fit_into_a_small_window(lab, broker, open_page, golden, opens, size):
     jobs = queue(golden, 2)
     jobs[1] |= {"state": "running", "started_at": "2031-05-06T14:20:07Z", "position": None}

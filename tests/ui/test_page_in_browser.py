@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from playwright.async_api import Locator, Page, Route, expect
 
 from jupyter_gpushare.protocol.jobfiles import log_path
@@ -108,6 +109,7 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
 CHARTED = "() => document.querySelector('.gpushare-days canvas')?.toDataURL()"
 
 
+@pytest.mark.long
 async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
     held: list[Route] = []
     await page.route("**/gpushare/history*", lambda route: held.append(route))
@@ -124,6 +126,7 @@ async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
     await arrived(held, 2)
 
 
+@pytest.mark.long
 async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, lab, broker, golden):
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     panel = page.get_by_role("region", name="Shared GPU")
@@ -173,6 +176,7 @@ async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(p
     await expect(button).to_be_focused()
 
 
+@pytest.mark.long
 async def test_a_gpu_with_lost_memory_is_never_said_to_be_back(page, lab, golden):
     banner, toasts = page.locator(".gpushare-banner"), page.locator(".Toastify")
     lab.say(golden("status_waking"))
@@ -197,6 +201,7 @@ async def test_a_gpu_with_lost_memory_is_never_said_to_be_back(page, lab, golden
     await expect(toasts).not_to_contain_text("back")
 
 
+@pytest.mark.long
 async def test_what_happened_while_no_page_was_open_is_told_by_the_next(lab, broker, golden, open_page):
     living = golden("job") | {"state": "running"}
     lab.say(golden("status_active") | {"jobs": [living]})
@@ -270,6 +275,7 @@ SLOW_RENDERING = """
 """
 
 
+@pytest.mark.long
 async def test_an_answer_before_the_first_rendering_is_shown(lab, broker, open_page):
     mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
     mine.parent.mkdir(exist_ok=True)
@@ -281,6 +287,7 @@ async def test_an_answer_before_the_first_rendering_is_shown(lab, broker, open_p
     mine.unlink()
 
 
+@pytest.mark.long
 async def test_what_is_set_holds(lab, broker, golden, open_page):
     mine = lab.folder / "config" / "jupyter-gpushare" / "model.jupyterlab-settings"
     mine.parent.mkdir(exist_ok=True)
@@ -327,6 +334,7 @@ async def test_keeping_a_gpu_gives_a_receipt_with_a_way_back(page, lab, broker, 
     assert [request.json["minutes"] for request in broker.asked(keep)] == [30.0, 0.0]
 
 
+@pytest.mark.long
 async def test_utilization_is_a_line_with_its_axes_and_memory_the_meter_above(page, lab, broker, golden):
     busy = golden("status_active")
     busy["leases"][0] |= {"utilization_percent": 40}
@@ -354,6 +362,7 @@ async def test_utilization_is_a_line_with_its_axes_and_memory_the_meter_above(pa
     await expect(history).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
     running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
     broker.answer("GET jobs", {"jobs": [running]})
@@ -388,6 +397,7 @@ async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, b
     assert set(told) <= {"status", f"jobs/{running['id']}/log"}
 
 
+@pytest.mark.long
 async def test_a_time_in_a_sentence_is_in_the_zone_and_language_of_the_reader(lab, broker, golden, open_page):
     async with open_page(lab, timezone_id="Asia/Kolkata", locale="de-DE") as page:
         lab.say(golden("status_asleep"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.async_api import expect
 
 from tests.ui.pages import (
@@ -18,6 +19,7 @@ from tests.waiting import until
 pytestmark = needs_browser
 
 
+@pytest.mark.long
 async def test_several_jobs_are_selected_and_stopped_at_once(page, lab, broker, golden):
     running = golden("job") | {"id": "runs", "name": "night", "state": "running", "ran_s": 4 * 3600.0}
     jobs = [running, *queue(golden, 3)]
@@ -60,6 +62,7 @@ async def test_several_jobs_are_selected_and_stopped_at_once(page, lab, broker, 
     assert broker.asked("DELETE jobs/wait3") == []
 
 
+@pytest.mark.long
 async def test_a_queued_job_is_moved_with_buttons_and_with_the_keyboard(page, lab, broker, golden):
     jobs = queue(golden, 3)
     broker.answer("GET jobs", {"jobs": jobs})

@@ -52,6 +52,7 @@ async def test_a_size_is_changed_by_keyboard_and_the_receipt_says_what_sees_it(p
     assert asked.json == {"gpus": "3/4", "memory": None, "borrow": False}
 
 
+@pytest.mark.long
 async def test_a_refusal_stays_in_the_dialog_until_another_size_is_sent(page, broker, golden):
     text = "the rest of its GPU is in use: choose at most %1, or start the server on another GPU"
     said = {
@@ -84,6 +85,7 @@ async def test_a_refusal_stays_in_the_dialog_until_another_size_is_sent(page, br
     await expect(dialog).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_where_the_size_is_fixed_the_dialog_says_that_the_server_starts_anew(page, lab, golden):
     status = golden("status_active")
     status["leases"][0] |= {"resizable": False, "memory_used_bytes": 5 << 29}
@@ -96,6 +98,7 @@ async def test_where_the_size_is_fixed_the_dialog_says_that_the_server_starts_an
     await expect(dialog).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_server_without_a_gpu_gets_one_and_names_the_kernels_that_need_a_restart(
     gaining, open_page, golden
 ):

@@ -35,4 +35,3 @@ def run(*words: str) -> None:
 
 def test_models_and_words_agree_with_the_golden_messages():
     run("node_modules/vitest/vitest.mjs", "run")
-

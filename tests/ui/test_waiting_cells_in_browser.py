@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from playwright.async_api import expect
 
 from tests.server.fake_broker import eventually
@@ -89,6 +90,7 @@ def waiting(golden) -> dict[str, object]:
     return status
 
 
+@pytest.mark.long
 async def test_interrupt_and_restart_while_waking_are_answered_at_once(page, lab, broker, golden):
     await run_waiting_cell(page, lab, golden, waiting(golden))
     broker.answer("POST leases/b7q2mzk4x9/stay-asleep", golden("status_asleep")["leases"][0])
@@ -107,6 +109,7 @@ async def test_interrupt_and_restart_while_waking_are_answered_at_once(page, lab
     await expect(page.locator(".jp-Cell .gpushare-cell-line")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_notebook_is_renamed_and_closed_while_its_gpu_is_copied_back(page, lab, broker, golden):
     await run_waiting_cell(page, lab, golden, golden("status_waking"))
     tab = page.locator(".lm-TabBar-tab", has_text="train.ipynb").first
