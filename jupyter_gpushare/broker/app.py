@@ -9,7 +9,6 @@ environment of a JupyterHub service (``JUPYTERHUB_SERVICE_URL``,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
@@ -18,7 +17,9 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -53,7 +54,7 @@ from jupyter_gpushare.broker.http.listener import SHARE, Listener, connections_a
 from jupyter_gpushare.broker.http.pages import AdminPage
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file
-from jupyter_gpushare.broker.http.sockets import PARENT_VARIABLE, Addresses, Sockets
+from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.settings import Settings
@@ -66,6 +67,9 @@ from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.procfs import boot_id
 
 log = logging.getLogger("gpushare.broker")
+
+# The process ends within this time of the reason; open connections get half of it.
+END_S = 2.0
 
 
 class GPUShareBroker(Settings):
@@ -139,9 +143,6 @@ class GPUShareBroker(Settings):
             return 1
         try:
             return asyncio.run(self._serve())
-        except Superseded as error:
-            log.critical("%s", error)
-            return respawning.SUPERSEDED_STATUS
         except GpuShareError as error:
             log.critical("%s", error)
             return 1
@@ -171,13 +172,12 @@ class GPUShareBroker(Settings):
     async def _serve(self) -> int:
         addresses = self.addresses()
         store = Store(self.db_url, boot_id())
-        try:
-            await self._serve_with(store, Sockets.take(addresses, os.environ), addresses)
-        finally:
+        status = await self._serve_with(store, Sockets.take(addresses, os.environ), addresses)
+        if status == 0:  # else it stays as a kill leaves it: SQLite syncs the disk twice when it is closed
             store.close()
-        return 0
+        return status
 
-    async def _serve_with(self, store: Store, sockets: Sockets, addresses: Addresses) -> None:
+    async def _serve_with(self, store: Store, sockets: Sockets, addresses: Addresses) -> int:
         registry = Registry(store, self.policy(), clock=time.monotonic)
         registry.load(boot_id())
         hub = HubClient(
@@ -215,21 +215,14 @@ class GPUShareBroker(Settings):
         alive = Heartbeat(os.environ)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, service, alive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, respawning.RELOAD)
-        try:
-            async with asyncio.TaskGroup() as group:
-                parts = (alive, loop, loop.engine, forecast, announcer)
-                running = [group.create_task(part.run()) for part in parts]
-                if cluster is not None:
-                    running.append(group.create_task(cluster.run()))
-                await _until(stopped)
-                for task in running:
-                    task.cancel()
-        except* StoreError as failed:
-            raise _first(failed) from None
-        finally:
-            await asyncio.gather(*(server.end() for server in servers))
-            await (cluster or devices).close()
-            await hub.close()
+        parts = (alive, loop, loop.engine, forecast, announcer, *((cluster,) if cluster else ()))
+        running = [asyncio.create_task(part.run()) for part in parts]
+        status = await _reason_to_end(stopped, (*running, registry.journal.failed))
+        for task in running:
+            task.cancel()
+        closing = (*(server.end() for server in servers), (cluster or devices).close(), hub.close())
+        await asyncio.wait([*running, *map(asyncio.create_task, closing)], timeout=END_S / 2)
+        return status
 
     async def _cluster(self, store: Store) -> KubeCluster:
         """Return the cluster that is configured.
@@ -343,22 +336,37 @@ class GPUShareBroker(Settings):
         return secret_file(Path(self.state_dir) / "cookie-secret").encode()
 
 
-def _first(failed: BaseExceptionGroup[StoreError]) -> StoreError:
-    """The error that ended the broker, out of groups in groups: that it was superseded before all others."""
-    errors = [_first(each) if isinstance(each, BaseExceptionGroup) else each for each in failed.exceptions]
-    return next((error for error in errors if isinstance(error, Superseded)), errors[0])
+async def _reason_to_end(stopped: asyncio.Event, failing: Iterable[asyncio.Future[None]]) -> int:
+    """Return the exit status once ``stopped`` is set or one of ``failing`` has failed.
+
+    `END_S` later the process ends with it, whatever still waits for a disk, a database, a peer or a
+    thread: a broker may be killed at any moment.
+    """
+    errors: list[BaseException] = []
+
+    def note(done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            errors.extend(_leaves(error))
+            stopped.set()
+
+    for each in failing:
+        each.add_done_callback(note)
+    await stopped.wait()
+    cause = next((each for each in errors if isinstance(each, Superseded)), errors[0] if errors else None)
+    status = 0 if cause is None else respawning.SUPERSEDED_STATUS if isinstance(cause, Superseded) else 1
+    limit = threading.Timer(END_S, os._exit, (status,))
+    limit.daemon = True
+    limit.start()
+    if cause is not None:
+        log.critical("%s", cause, exc_info=None if isinstance(cause, GpuShareError) else cause)
+    return status
 
 
-async def _until(stopped: asyncio.Event) -> None:
-    """Return when ``stopped`` is set, or when the parent that restarts this process is gone."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    while not stopped.is_set():
-        if parent is not None and os.getppid() != int(parent):
-            log.warning("the parent of this broker is gone: ending")
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await stopped.wait()
+def _leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors of a group, and of the groups in it."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _leaves(each)]
 
 
 def _log_request(handler: web.RequestHandler) -> None:
@@ -390,4 +398,5 @@ def main(argv: list[str]) -> int:
     except TraitError as error:
         log.critical("%s", error)
         return 1
-    return app.run()
+    status = app.run()
+    os._exit(status)  # a thread that waits for a disk or a database must not keep the process

@@ -95,6 +95,49 @@ def test_it_ends_cleanly_when_told_and_starts_again_on_its_database(brokers):
         assert f"epoch={epoch}" in said
 
 
+# A configuration file is Python: a forecast, a part, a connection and the disk hang when the broker ends.
+HANGS = """
+import asyncio, pathlib, time
+from jupyter_gpushare import errors
+from jupyter_gpushare.broker.control.announcer import Announcer
+from jupyter_gpushare.broker.heartbeat import Heartbeat
+from jupyter_gpushare.broker.http.listener import Listener
+from jupyter_gpushare.broker.state.store import Store
+
+async def fail(self):
+    forecast = asyncio.create_task(asyncio.to_thread(time.sleep, 600))
+    while not (reason := pathlib.Path("{reason}")).exists():
+        await asyncio.sleep(0.02)
+    raise getattr(errors, reason.read_text())("the reason")
+
+async def deaf(self):
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
+Heartbeat.run, Announcer.run, Listener.end, Store.close = fail, deaf, deaf, lambda self: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("reason", "status"), [("SIGTERM", 0), ("StoreError", 1), ("Superseded", 3)])
+def test_it_ends_soon_whatever_hangs(brokers, tmp_path, reason, status):
+    """Soon: `END_S` after the reason; everything here would take ten minutes."""
+    config, written = tmp_path / "config.py", tmp_path / "reason"
+    config.write_text(HANGS.format(reason=written))
+    broker = brokers.start("--config", str(config))
+    until(lambda: brokers.answers(broker), "it answers")
+    if reason == "SIGTERM":
+        broker.terminate()
+    else:
+        (tmp_path / "new").write_text(reason)
+        (tmp_path / "new").rename(written)
+    _, said = broker.communicate(timeout=PATIENCE_S)
+    assert broker.returncode == status, said
+    assert reason == "SIGTERM" or said.splitlines()[-1].endswith("the reason")
+
+
 def test_a_port_in_use_is_named(brokers):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -218,6 +261,9 @@ def test_the_helper_of_a_broker_gets_no_secret_of_its_environment(brokers, tmp_p
 
 def test_a_broker_that_a_newer_one_superseded_is_not_started_again_by_systemd(brokers, tmp_path):
     helper_socket = tmp_path / "helper.sock"
+    seen = tmp_path / "helper/private/epoch"  # of brokers on other databases: both have an older one
+    seen.parent.mkdir(parents=True)
+    seen.write_text("7\n")
     simulator = Simulator(tmp_path)
     command = [sys.executable, "-m", "jupyter_gpushare.cli", "helper"]
     helper = subprocess.Popen(
@@ -234,7 +280,7 @@ def test_a_broker_that_a_newer_one_superseded_is_not_started_again_by_systemd(br
         _, said = first.communicate(timeout=PATIENCE_S)
         unit = Path(__file__).parents[2] / "docs/units/gpushare-broker.service"
         assert f"RestartPreventExitStatus={first.returncode}\n" in unit.read_text(), said
-        assert "epoch 1 is stale" in said.splitlines()[-1]
+        assert "epoch 8 is stale: a newer broker is at work (epoch 9)" in said.splitlines()[-1]
         assert second.poll() is None
     finally:
         helper.kill()

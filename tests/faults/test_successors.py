@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from jupyter_gpushare.errors import HelperError, StoreError
-from tests.broker.machine import Program
+from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker.app import END_S
+from jupyter_gpushare.errors import HelperError, StoreError, Superseded
+from tests.broker.fake_devices import SiteDevices
+from tests.broker.machine import Held, Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 
@@ -42,6 +45,51 @@ async def test_a_broker_on_a_restored_database_acts_again_and_keeps_clear_of_wha
         await until(lambda: not broker.registry.devices.orphaned)
         assert forgotten.handle not in site.held
         assert all(device.usable for device in broker.registry.devices.for_planner())
+
+
+@in_virtual_time
+async def test_no_part_asks_the_helper_with_the_old_epoch_of_a_restored_database(tmp_path, monkeypatch):
+    """The first answer takes a moment, in which a request with that epoch would end the broker for good."""
+
+    async def slow(self):
+        await asyncio.sleep(0.1)
+        return self.site.epoch
+
+    monkeypatch.setattr(SiteDevices, "epoch", slow)
+    async with Site(tmp_path) as site:
+        site.epoch = 9
+        site.servers[ServerKey("bo", "jabcdefghij-1")] = "ready"  # of a job that the backup has not: stopped
+        broker = await site.start_broker()
+        await asyncio.sleep(30)
+        assert not broker.registry.journal.failed.done()
+        assert broker.store.epoch == 10
+        assert site.inboxes, "it watches"
+
+
+@in_virtual_time
+@pytest.mark.parametrize("waits", ["commit", "drop", "inventory"])
+async def test_a_broker_whose_measurement_waits_notices_its_successor_all_the_same(
+    tmp_path, monkeypatch, waits
+):
+    """A measurement waits for a disk that takes minutes, a lease that is being moved, or self-tests."""
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        if waits == "commit":
+            await site.session("ada")  # the next measurement stores that it runs
+        elif waits == "drop":
+            site.held["b-gone-1"] = Held("b-gone-1", 1000, {})
+        else:
+            broker.loop.observer._inventory_due = True
+
+        async def minutes(*_):
+            await asyncio.sleep(600)
+
+        monkeypatch.setattr(broker.store if waits == "commit" else broker.devices, waits, minutes)
+        await asyncio.sleep(2)
+        site.epoch = 9  # the first sample of a newer broker
+        with pytest.raises(Superseded, match="newer broker"):
+            async with asyncio.timeout(5 - END_S):
+                await asyncio.shield(broker.registry.journal.failed)
 
 
 @in_virtual_time

@@ -31,10 +31,17 @@ class FencedHub(Hub):
         self._epoch = epoch
         self._faults = faults
 
-    async def _fence(self) -> None:
-        newest = await self._devices.epoch()
-        if newest > self._epoch():
-            raise HelperError(ErrorKind.STALE_EPOCH, f"a newer broker is at work (epoch {newest})")
+    async def fence(self) -> None:
+        """Return if no broker with a higher epoch has acted on the devices.
+
+        Raises:
+            HelperError: one has (``stale_epoch``), or the device helper does not answer.
+        """
+        newest, epoch = await self._devices.epoch(), self._epoch()
+        if newest > epoch:
+            raise HelperError(
+                ErrorKind.STALE_EPOCH, f"epoch {epoch} is stale: a newer broker is at work (epoch {newest})"
+            )
 
     async def _noted(self, source: str, request: Awaitable[T]) -> T:
         try:
@@ -54,7 +61,7 @@ class FencedHub(Hub):
             HubError: the Hub refused, or does not answer.
             HelperError: a newer broker is at work, or the device helper does not answer.
         """
-        await self._fence()
+        await self.fence()
         await self._noted("hub-start", self._hub.start_server(key, shown, ticket))
 
     async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
@@ -64,7 +71,7 @@ class FencedHub(Hub):
             HubError: the Hub refused, or does not answer.
             HelperError: a newer broker is at work, or the device helper does not answer.
         """
-        await self._fence()
+        await self.fence()
         await self._noted("hub-stop", self._hub.stop_server(key, forget=forget))
 
     async def servers(self) -> frozenset[ServerKey]:

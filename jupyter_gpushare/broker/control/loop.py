@@ -39,6 +39,8 @@ log = logging.getLogger("gpushare.broker")
 
 SAMPLE_S = 1.0
 SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
+# A measurement is late after this time: it waits for a commit, a move or self-tests.
+LATE_S = 1.5
 
 
 class Loop:
@@ -75,6 +77,7 @@ class Loop:
         """
         parts = {
             "measuring": self._measuring,
+            "fencing": self._fencing,
             "watching": self.observer.watch,
             "deciding": self._deciding,
             "reconciling_servers": self._reconciling_servers,
@@ -94,6 +97,8 @@ class Loop:
         A part yields each time that it has worked.  This is the one place that logs when a part
         fails and when it works again.
         """
+        if part != self._measuring:  # which first takes an epoch above those that the helper has seen
+            await self.observer.epoch_checked.wait()
         while True:
             pause_s = SAMPLE_S
             try:
@@ -116,6 +121,14 @@ class Loop:
             await self.observer.measure()
             yield
             await asyncio.sleep(SAMPLE_S)
+
+    async def _fencing(self) -> AsyncIterator[None]:
+        """Ask the helper for a newer broker while a measurement, which would notice it, is late."""
+        while True:
+            if self.registry.clock() - self.observer.answered_at > LATE_S:
+                await self.hub.fence()
+            yield
+            await asyncio.sleep(SAMPLE_S / 2)
 
     # ---- deciding ------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class Observer:
         self._devices = devices
         self.missed = asyncio.Event()  # processes of a session are gone: the Hub may know why
         self._inventory_due = True
-        self._epoch_checked = False
+        self.epoch_checked = asyncio.Event()
+        self.answered_at = float("-inf")  # when the helper gave the last sample
         self._beyond_machine = ""  # what was said last about quotas
 
     async def measure(self, *, all_anew: bool = True) -> None:
@@ -43,16 +44,17 @@ class Observer:
             StoreError: the database failed; the broker ends.
         """
         registry, state = self.registry, self.registry.devices
-        if not self._epoch_checked:
+        if not self.epoch_checked.is_set():
             # A restored database has an old epoch.  Only at start: a broker that the helper
             # refuses later has a successor, and must not pass it again.
             registry.raise_epoch_above(await self._devices.epoch())
-            self._epoch_checked = True
+            self.epoch_checked.set()
         if self._inventory_due:
             state.inventory = await self._devices.inventory()
             self._inventory_due = False
             self._check_quotas()
         sample = await (self._devices.sample() if all_anew else self._devices.latest())
+        self.answered_at = registry.clock()
         if sample.at < state.sampled_at:
             return  # a newer one was answered meanwhile
         before, now = state.sample, registry.clock()

@@ -135,7 +135,10 @@ class StateDirectory:
             HelperError: it is below the highest one (kind ``stale_epoch``).
         """
         if epoch < self.epoch:
-            raise HelperError(ErrorKind.STALE_EPOCH, f"epoch {epoch} is stale: {self.epoch} has been seen")
+            raise HelperError(
+                ErrorKind.STALE_EPOCH,
+                f"epoch {epoch} is stale: a newer broker is at work (epoch {self.epoch})",
+            )
         if epoch > self.epoch:
             _replace(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
             self.epoch = epoch
