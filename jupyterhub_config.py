@@ -30,6 +30,7 @@ from pathlib import Path
 
 from jupyter_gpushare import native
 from jupyter_gpushare.channel import unix_url
+from jupyter_gpushare.parent import bound
 
 c = get_config()
 
@@ -88,9 +89,12 @@ api_socket = state / "broker" / "api.sock"
 c.JupyterHub.db_url = f"sqlite:///{state / 'jupyterhub.sqlite'}"
 c.JupyterHub.cookie_secret_file = str(state / "cookie-secret")
 c.ConfigurableHTTPProxy.pid_file = str(state / "proxy.pid")
-# The proxy that `make setup` installed, else the one on PATH.
+# The proxy that `make setup` installed, else the one on PATH.  It ends with the Hub (`bound`), however
+# that ends: JupyterHub leaves it behind, on its port, when it is killed or ends while it starts.
 local_proxy = Path(sys.executable).parent / "configurable-http-proxy"
-c.ConfigurableHTTPProxy.command = [str(local_proxy) if local_proxy.exists() else "configurable-http-proxy"]
+c.ConfigurableHTTPProxy.command = bound(
+    [str(local_proxy) if local_proxy.exists() else "configurable-http-proxy"]
+)
 
 # Any password; all users are let in, also those that are not named below.
 c.JupyterHub.authenticator_class = "dummy"
@@ -188,15 +192,18 @@ c.JupyterHub.services = [
         "url": broker_address,
         # --respawn: a parent that starts it again within a second; the Hub looks every 30 s only.
         # --with-helper: also the device helper, as this user; with root it is a service of its own.
-        "command": [
-            sys.executable,
-            "-m",
-            "jupyter_gpushare.cli",
-            "broker",
-            "--respawn",
-            "--with-helper",
-            f"--config={Path(__file__).resolve()}",
-        ],
+        # bound: it ends with the Hub, however early that ends.
+        "command": bound(
+            [
+                sys.executable,
+                "-m",
+                "jupyter_gpushare.cli",
+                "broker",
+                "--respawn",
+                "--with-helper",
+                f"--config={Path(__file__).resolve()}",
+            ]
+        ),
         # The Hub passes little of its own environment on to services; this file reads the rest.
         "environment": {
             **driver,

@@ -11,7 +11,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import http.client
 import os
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from step import last_lines
+from step import bound, last_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = 4  # the Hub's page, and the three that jupyterhub_config.py uses inside
@@ -37,7 +36,6 @@ READY_S = 120.0
 _STOP_S = 60.0
 _SAY_EVERY_S = 5.0
 _LOOK_S = 0.3
-_PR_SET_PDEATHSIG = 1
 # First character of a line of JupyterHub's and our logs at these levels.
 _ERROR = re.compile(r"\[[EC] |(?:ERROR|CRITICAL)\b")
 
@@ -168,17 +166,12 @@ class Demo:
         self._read_bytes = 0
         if wanted.log.exists():
             wanted.log.replace(wanted.log.with_suffix(".log.1"))
-        libc = ctypes.CDLL(None)
-
-        def end_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         with wanted.log.open("wb") as output:
             # In a session of its own: Ctrl-C reaches this process, which signals the Hub once.
             self._hub = subprocess.Popen(
-                [sys.executable, "-m", "jupyterhub", "-f", "jupyterhub_config.py"],
+                bound([sys.executable, "-m", "jupyterhub", "-f", "jupyterhub_config.py"]),
                 cwd=ROOT,
                 env={
                     **os.environ,
@@ -191,7 +184,6 @@ class Demo:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
             )
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

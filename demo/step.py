@@ -10,6 +10,7 @@ Standard library only: it runs before anything is installed.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 EVERY_S = 5.0
+_PARENT = Path(__file__).resolve().parents[1] / "jupyter_gpushare" / "parent.py"
 _TAIL_LINES = 40
 _TAIL_BYTES = 64 << 10
 _WIDTH = 70
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """The command line under which ``command`` gets SIGTERM when this process ends."""
+    numbers = (str(os.getpid()), str(int(signal.SIGTERM)))
+    return [sys.executable, "-IS", str(_PARENT), *numbers, *command]
 
 
 def last_lines(log: Path, count: int) -> list[str]:
@@ -38,7 +46,9 @@ def run(label: str, log: Path, command: Sequence[str], *, every_s: float = EVERY
     print(f"{label} ...", flush=True)
     began_at = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
     while True:
         try:
             status = process.wait(every_s)

@@ -6,12 +6,14 @@ can take their port while the broker restarts.
 A broker that sends no sign of life for 10 s (`heartbeat`) hangs: it is killed and replaced.
 
 The Hub itself looks after its services only every 30 s.  This process holds
-no state.  It goes when its own parent, the Hub, goes: a new Hub starts a new
-broker, which could not take the database over from an old one.
+no state.  It goes when its own parent, the Hub, goes, and the broker with it
+(`parent`): a new Hub starts a new broker, which could not take the database
+over from an old one.
 
-The device helper outlives both: it is started in a session of its own when
-no process listens on its socket, and is terminated only when the Hub itself
-ends this service in order (then no lease is left).
+The device helper is started in a session of its own when no process listens
+on its socket.  Once it serves it outlives both, and ends by itself when it is
+not needed (`gpu.service.helper`).  It is terminated when the Hub itself ends
+this service in order (then no lease is left).
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from pathlib import Path
 from types import FrameType
 
 from jupyter_gpushare.broker import heartbeat
-from jupyter_gpushare.broker.http.sockets import PARENT_VARIABLE, Addresses, Sockets, pass_on
+from jupyter_gpushare.broker.http.sockets import Addresses, Sockets, pass_on
 from jupyter_gpushare.errors import StoreError
+from jupyter_gpushare.parent import bound
 
 log = logging.getLogger("gpushare.respawn")
 
@@ -63,7 +66,7 @@ def helper_pid(path: Path) -> int | None:
 
 
 class _Child:
-    """One process that is kept running."""
+    """One process that is kept running, bound to this one (`parent`)."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class _Child:
                 self._heartbeat.close()
                 self._heartbeat = None
         if self._process is None and now >= self._not_before and not self.is_superseded:
-            environment = {**self._environment, PARENT_VARIABLE: str(os.getpid())}
+            environment = dict(self._environment)
             passed = pass_on(self._sockets, environment) if self._sockets else ()
             if self._is_watched:
                 self._heartbeat = heartbeat.Monitor()
@@ -111,7 +114,7 @@ class _Child:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # a child inherits it
             try:
                 self._process = subprocess.Popen(
-                    self._command,
+                    bound(self._command),
                     start_new_session=self._own_session,
                     pass_fds=passed,
                     env=environment,
@@ -171,7 +174,7 @@ def run(
     # The Hub gives its services 5 s: the helper, which waits for no other process, gets SIGTERM first.
     pid = None
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
-        pid = helper_pid(helper_socket)
+        pid = helper_pid(helper_socket)  # one that does not listen yet ends with this process
         _signal(pid, signal.SIGTERM)
     broker.stop()
     until = time.monotonic() + _STOP_S

@@ -16,8 +16,12 @@ from typing import Any
 from jupyter_gpushare.errors import GpuShareError
 
 WRITE_S = 10.0
-# $1: the folder, $2: the file.  Renamed, so that a server that reads it finds one whole version.
-_WRITE = 'umask 077 && mkdir -p "$1" && new=$(mktemp "$1/.XXXXXX") && cat > "$new" && mv -f "$new" "$1/$2"'
+# $1: the folder, $2: the file, $3: its bytes.  Renamed, so that a reader finds one whole version.
+# A Hub that ends meanwhile closes the pipe, and this ends with what had come by then.
+_WRITE = (
+    'umask 077 && mkdir -p "$1" && new=$(mktemp "$1/.XXXXXX") && cat > "$new" && '
+    '[ "$(wc -c < "$new")" -eq "$3" ] && mv -f "$new" "$1/$2" || { rm -f "$new"; false; }'
+)
 _SAID_BYTES = 500
 _KILLED_S = 1.0
 
@@ -33,7 +37,7 @@ async def write_as(user: str, path: Path, content: bytes) -> None:
         os.set_blocking(errors, False)
         try:
             process = await asyncio.create_subprocess_exec(
-                *("/bin/sh", "-c", _WRITE, "sh", str(path.parent), path.name),
+                *("/bin/sh", "-c", _WRITE, "sh", str(path.parent), path.name, str(len(content))),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=stderr,

@@ -6,14 +6,14 @@ The process tree below the runner is therefore complete, and `end_all` can kill
 all of it.  This module alone reaps children: no other code of this process may
 call wait.
 
-Outside facts: PR_SET_DUMPABLE = 4, PR_SET_PDEATHSIG = 1 and PR_SET_CHILD_SUBREAPER = 36
-(linux/prctl.h).
+Outside facts: PR_SET_DUMPABLE = 4 and PR_SET_CHILD_SUBREAPER = 36 (linux/prctl.h).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -21,21 +21,16 @@ import time
 from collections.abc import Mapping
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.parent import bind, prctl
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 # How long killed processes may take to vanish; longer means stuck in the kernel.
 KILL_PATIENCE_S = 10.0
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None)
 _LIBC.getenv.restype = ctypes.c_void_p
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def hide_environment(*names: str) -> None:
@@ -52,7 +47,7 @@ def hide_environment(*names: str) -> None:
     for name in names:
         if address := _LIBC.getenv(name.encode()):
             ctypes.memset(address, ord("x"), len(ctypes.string_at(address)))
-    _prctl(_PR_SET_DUMPABLE, 0)
+    prctl(_PR_SET_DUMPABLE, 0)
 
 
 def become_subreaper() -> None:
@@ -61,7 +56,7 @@ def become_subreaper() -> None:
     Raises:
         OSError: a kernel older than 3.4.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Command:
@@ -74,14 +69,6 @@ class Command:
             OSError: it cannot be executed.
             ValueError: an argument or variable holds a NUL byte.
         """
-        runner = os.getpid()  # no other thread runs yet: the hook below is safe
-
-        def in_child() -> None:
-            # The command dies with its runner: without it no process would collect the result.
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != runner:
-                os._exit(1)
-
         self._process = subprocess.Popen(
             argv,
             cwd=cwd,
@@ -90,7 +77,8 @@ class Command:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=in_child,
+            # The command dies with its runner: without it no process would collect the result.
+            preexec_fn=functools.partial(bind, os.getpid()),  # no other thread runs yet: the hook is safe
         )
         self.pid = self._process.pid
         self.exit_code: int | None = None

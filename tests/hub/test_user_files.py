@@ -7,6 +7,7 @@ import os
 import pwd
 import ssl
 import stat
+import subprocess
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,14 @@ async def test_a_link_in_the_home_leads_nowhere_that_the_user_could_not_write(
         await user_files.write_as("nobody", home / ".jupyterhub" / "certs" / "server.pem", b"key")
     assert list(secret.iterdir()) == []
     assert secret.stat().st_uid == 0
+
+
+def test_a_hub_that_ends_while_it_writes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "server.pem").write_bytes(b"of before")
+    words = ("sh", str(tmp_path), "server.pem", "5")
+    done = subprocess.run(["/bin/sh", "-c", user_files._WRITE, *words], input=b"new", timeout=60, check=False)
+    assert done.returncode == 1
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("server.pem", b"of before")]
 
 
 async def test_a_home_that_does_not_answer_is_given_up(

@@ -28,6 +28,7 @@ from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.state.receivers import Receivers
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.parent import bound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
 
@@ -190,10 +191,13 @@ async def _post(client: httpx.AsyncClient, to: Receivers, message: _Message) -> 
 
 
 async def _mail(to: Receivers, message: _Message) -> None:
-    """Run the command without a shell, in a process group of its own; it is killed when this is cancelled."""
+    """Run the command without a shell, in a process group of its own; it is killed when this is cancelled.
+
+    It ends with the broker: the event loop is in the main thread (`parent`).
+    """
     mail = message.mail(to)
     process = await asyncio.create_subprocess_exec(
-        *to.mail_command,
+        *bound(to.mail_command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
@@ -208,4 +212,4 @@ async def _mail(to: Receivers, message: _Message) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        raise NotDelivered(f"it ended with exit code {process.returncode}")
+        raise NotDelivered(f"{to.mail_command[0]} ended with exit code {process.returncode}")

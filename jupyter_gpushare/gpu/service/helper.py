@@ -3,6 +3,10 @@
 Started by ``gpushare helper`` or ``python -m jupyter_gpushare.gpu.service.helper``.  It
 outlives the broker.  When it ends, suspended leases stay suspended, limit pages
 stay in force, and the next helper takes both over from the state directory.
+
+One that is bound to its parent (`parent`: ``gpushare broker --respawn``) ends with it until it
+serves.  From then on it ends when its parent is gone, no broker asks (`registry.SILENT_S`) and no
+process of a lease lives.
 """
 
 from __future__ import annotations
@@ -11,13 +15,14 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from jupyter_gpushare import __version__, notify
+from jupyter_gpushare import __version__, notify, parent
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.canary import Canary
 from jupyter_gpushare.gpu.checks.health import Health
@@ -57,6 +62,8 @@ log = logging.getLogger(__name__)
 # How long a stop waits for a move in progress.
 STOP_WAIT_S = 5.0
 STOP_LIMIT_S = 2.0
+# How often a helper looks whether it is needed.
+LOOK_S = 1.0
 
 
 class Helper:
@@ -155,6 +162,10 @@ class Helper:
             os.environ.get("GPUSHARE_SIMULATE", "-") if self._machine.simulated else "-",
         )  # fmt: skip
 
+    def is_needed(self) -> bool:
+        """Return whether a broker asks, or a process of a lease lives."""
+        return not self._registry.is_unattended() or any(each.was_alive for each in self._registry.all())
+
     def stop(self) -> None:
         """Stop serving; suspended leases stay suspended, lease files stay in place.
 
@@ -201,7 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     helper.start()
     systemd.ready()
-    os.read(stop_requested, 1)
+    starter = parent.release()
+    stop = select.poll()  # select(2) takes no descriptor above 1,023
+    stop.register(stop_requested, select.POLLIN)
+    while not stop.poll(LOOK_S * 1_000 if starter else None):
+        if os.getppid() != starter and not helper.is_needed():
+            log.info("the process that started this helper is gone, and no broker or lease needs it")
+            break
     systemd.stopping()
     # A kill at any step loses nothing, so a call that hangs is not waited for longer than this.
     limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))

@@ -1,0 +1,84 @@
+"""A process that ends with its parent, however early in its start the parent ends.
+
+The kernel signals a process when its parent ends, if the process has asked for that before
+(PR_SET_PDEATHSIG, prctl(2)).  A parent that ended earlier is noticed by its pid: the process asks first,
+then compares.  The request survives execve(2), except into a program with a set-user-ID or set-group-ID
+bit or with capabilities.
+
+    python -IS parent.py PID SIGNAL COMMAND [ARGUMENT ...]
+
+becomes COMMAND, which gets SIGNAL when the process PID ends: `bound` makes that command line.  The kernel
+signals when the *thread* ends that started the process, so the main thread has to start it.
+
+Standard library only, and no other module of this package: it runs by its path.
+Outside facts: PR_SET_PDEATHSIG = 1 and PR_GET_PDEATHSIG = 2 (linux/prctl.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+_PR_GET_PDEATHSIG = 2
+# As shells count them.
+_CANNOT_USE, _NOT_FOUND = 126, 127
+# Python ignores these, and a program that it becomes would inherit that.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2) with one argument.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def bound(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """Return the command line under which ``command`` gets signal ``number`` when this process ends."""
+    return [sys.executable, "-IS", __file__, str(os.getpid()), str(int(number)), *command]
+
+
+def bind(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let this process get signal ``number`` when ``parent`` ends, which started it; exit if it has ended."""
+    prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def release() -> int | None:
+    """Let this process outlive its parent from now on, and return the parent's pid; None: it was not bound.
+
+    The pid is that of the process that started this one: had that ended, this one would have been signalled.
+    """
+    number = ctypes.c_int()
+    _LIBC.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
+    if not number.value:
+        return None
+    parent = os.getppid()
+    prctl(_PR_SET_PDEATHSIG, 0)
+    return parent
+
+
+def _become(parent: int, number: int, command: list[str]) -> int:
+    """Become ``command``; return the exit status of a shell that cannot run it."""
+    bind(parent, number)
+    for each in _IGNORED:
+        signal.signal(each, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)  # noqa: S606
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_USE
+
+
+if __name__ == "__main__":
+    sys.exit(_become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
