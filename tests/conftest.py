@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import resource
@@ -40,6 +41,12 @@ with contextlib.suppress(ImportError):
     if settings.get_current_profile_name() == "default":
         settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("default")
+
+with contextlib.suppress(ImportError):
+    from httpx._transports import default as transports
+
+    # Else each request loads the machine's authorities, by http:// too: 20 ms of a processor.
+    transports.create_ssl_context = functools.lru_cache(transports.create_ssl_context)
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
 # How long a process may take to end after the last test, in seconds.

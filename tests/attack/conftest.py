@@ -8,9 +8,9 @@ import pytest
 
 from tests.broker.http_site import Http
 from tests.broker.site import Site
-from tests.job.conftest import others, start
+from tests.job.conftest import others, runners, start
 
-__all__ = ["http", "others", "start"]
+__all__ = ["http", "others", "runners", "start"]
 
 
 @pytest.fixture

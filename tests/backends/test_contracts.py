@@ -46,6 +46,7 @@ from tests.backends.contract import (
     implementations,
 )
 from tests.backends.contract import cluster as contract_cluster
+from tests.broker import fake_hub
 from tests.broker.fake_devices import SiteDevices
 from tests.broker.fake_hub import SiteHub
 from tests.broker.site import Site
@@ -54,7 +55,7 @@ from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, running_hub
 from tests.hub.conftest import Hub as HubProcess
 from tests.kube.bed import Bed, kube_bed
 from tests.ports import free_ports
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 MIB = 1 << 20
 
@@ -92,20 +93,47 @@ class TestKaiEngine(EngineContract):
         await self.bed.quiet()
 
 
+def next_epoch(machine: Machine) -> int:
+    """The epoch of a broker that follows every earlier one of a helper."""
+    return int(machine.ask("hello")["epoch"]) + 1
+
+
+def drop_all(machine: Machine) -> None:
+    """Drop every lease of a machine once its processes are gone."""
+    client = machine.client(epoch=next_epoch(machine))
+
+    def dropped() -> bool:
+        leases = client.ask("sample")["leases"]
+        for lease in leases:
+            if not lease["alive"] and not any(lease["used_bytes"].values()):
+                client.ask("drop", lease=lease["lease"])
+        return not leases
+
+    until(dropped, "no lease is left")
+    client.close()
+
+
 class LocalBench(DeviceBench):
-    """A device helper of its own, on the simulated driver."""
+    """A broker of its own with a device helper, on the simulated driver."""
 
     devices: Devices
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._workers: dict[str, Worker] = {}
-        self.devices = LocalDevices(HelperClient(SocketAddress(machine.socket), lambda: 1))
+        epoch = next_epoch(machine)
+        self.devices = LocalDevices(HelperClient(SocketAddress(machine.socket), lambda: epoch))
 
     def newer_broker(self) -> None:
-        newer = self._machine.client(epoch=2)
+        newer = self._machine.client(epoch=next_epoch(self._machine))
         assert not newer.ask("drop", lease="nothing")["known"]
         newer.close()
+
+    def end(self) -> None:
+        """Leave neither processes nor leases to the next test."""
+        for worker in self._workers.values():
+            worker.kill()
+        drop_all(self._machine)
 
     async def start(self, handle: str, prepared: Prepared, used_bytes: int) -> None:
         self._machine.knows(handle, prepared.env["GPUSHARE_LEASE_DIR"])
@@ -115,27 +143,45 @@ class LocalBench(DeviceBench):
         assert self._workers[handle].do("alloc 1") == "0"
 
 
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A machine with its helper, for tests one after another."""
+    for machine in machine_in(tmp_path_factory.mktemp("m")):
+        machine.start()
+        yield machine
+
+
 class TestLocalDevices(DevicesContract):
     implementation = LocalDevices
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[DeviceBench]:
-        for machine in machine_in(tmp_path):
-            machine.start()
-            yield LocalBench(machine)
+    def bench(self, machine: Machine) -> Iterator[DeviceBench]:
+        bench = LocalBench(machine)
+        yield bench
+        bench.end()
 
 
 class NodesBench(LocalBench):
     """Two nodes with a device helper each, over TCP; the leases are on the first."""
 
-    def __init__(self, first: Machine, second: Machine) -> None:
-        super().__init__(first)
+    def __init__(self, first: Machine, second: Machine, addresses: dict[str, Address]) -> None:
         self.second = second
-        self.addresses: dict[str, Address] = {}
+        self.addresses = addresses
         for name, machine in (("n1", first), ("n2", second)):
-            self.serve(name, machine)
+            if name not in addresses:
+                self.serve(name, machine)
+        super().__init__(first)
+        epoch = max(map(next_epoch, (first, second)))
         self.pools: set[str] = set()
-        self.devices = NodeDevices(lambda: dict(self.addresses), lambda: 1, pools=lambda: self.pools)
+        self.devices = NodeDevices(lambda: dict(self.addresses), lambda: epoch, pools=lambda: self.pools)
+
+    def end(self) -> None:
+        """Leave neither processes nor leases to the next test, and the helpers at work."""
+        for name, machine in (("n1", self._machine), ("n2", self.second)):
+            if machine.helper is None:
+                self.serve(name, machine)
+        super().end()
+        drop_all(self.second)
 
     def serve(self, name: str, machine: Machine) -> None:
         secret, port = machine.folder / "secret", free_ports()
@@ -171,16 +217,26 @@ async def test_a_watch_ends_also_where_an_event_comes_at_that_moment(monkeypatch
     assert task.cancelled()
 
 
+TwoNodes = tuple[Machine, Machine, dict[str, Address]]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    """Two machines for tests one after another, and the addresses of their helpers once they run."""
+    for first in machine_in(tmp_path_factory.mktemp("a")):
+        # UUIDs of its own
+        for second in machine_in(tmp_path_factory.mktemp("b"), spec="1xA100-80GB,host=512GiB"):
+            yield first, second, {}
+
+
 class TestNodeDevices(DevicesContract):
     implementation = NodeDevices
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[NodesBench]:
-        (tmp_path / "a").mkdir()
-        (tmp_path / "b").mkdir()
-        for first in machine_in(tmp_path / "a"):
-            for second in machine_in(tmp_path / "b", spec="1xA100-80GB,host=512GiB"):  # UUIDs of its own
-                yield NodesBench(first, second)
+    def bench(self, two_nodes: TwoNodes) -> Iterator[NodesBench]:
+        bench = NodesBench(*two_nodes)
+        yield bench
+        bench.end()
 
     async def test_devices_are_those_of_all_nodes(self, bench: NodesBench) -> None:
         inventory = await bench.devices.inventory()
@@ -472,11 +528,14 @@ class TestHubClient(HubContract):
 
 
 async def site_hub(folder: Path) -> AsyncIterator[SiteHubBench]:
+    """A Hub that answers soon that a start goes on: a real one does so after 10 s."""
     site = Site(folder)
     site.spawn_s = 3600.0  # the bench says when a server is ready
     site.groups = {"bo": ("nlp",)}
     broker = await site.start_broker(running=False)
-    yield SiteHubBench(site, broker.hub)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_hub, "SLOW_SPAWN_S", 0.2)
+        yield SiteHubBench(site, broker.hub)
     await site.close()
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jupyter_gpushare.cli import output
+from jupyter_gpushare.cli import output, verbs
 
 
 @pytest.fixture
@@ -190,6 +190,7 @@ def test_in_a_terminal_lines_are_wrapped_at_words(capsys, monkeypatch):
 def test_in_a_terminal_errors_are_wrapped_at_words(gpushare, broker, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(verbs, "RETRY_S", 0.1)
     said = gpushare("frobnicate").err + gpushare("status", "--url", "http://127.0.0.1:9/" + "x" * 5).err
     assert max(map(len, said.splitlines())) <= 60
     assert re.search(r"choose\s+from status, jobs,", said)

@@ -47,13 +47,16 @@ def test_the_site_builds_without_a_warning_and_its_pictures_are_there(copy):
     assert (copy / "site" / "architecture.html").is_file()
 
 
-@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](concepts.md#no-such-heading)"])
-def test_a_dead_link_fails_the_build(copy, link):
-    page = copy / "docs" / "quickstart.md"
-    page.write_text(f"{page.read_text()}\n{link}\n")
+def test_a_dead_link_fails_the_build(copy):
+    links = {"quickstart.md": "[x](nowhere.md)", "jobs.md": "[x](concepts.md#no-such-heading)"}
+    for name, link in links.items():
+        page = copy / "docs" / name
+        page.write_text(f"{page.read_text()}\n{link}\n")
     result = build(copy)
     assert result.returncode != 0
-    assert "quickstart.md" in result.stderr
+    assert len(result.stderr.splitlines()) == len(links), result.stderr
+    for name, said in zip(links, ("nowhere.md", "no-such-heading"), strict=True):
+        assert any(name in line and said in line for line in result.stderr.splitlines()), result.stderr
 
 
 def test_every_page_is_in_the_table_of_contents():

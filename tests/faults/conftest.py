@@ -1,5 +1,6 @@
-"""`http`: a broker that listens, on a site in memory."""
+"""`http`: a broker that listens, on a site in memory; `hubs_are_forks`: Hubs start without their imports."""
 
 from tests.broker.conftest import http
+from tests.hub.forked_hubs import hubs_are_forks
 
-__all__ = ["http"]
+__all__ = ["http", "hubs_are_forks"]

@@ -1,4 +1,4 @@
-"""A cancelled job whose program ignores SIGTERM, with real processes and a simulated GPU."""
+"""A cancelled job with a program that ignores SIGTERM, on real processes and a simulated GPU."""
 
 from __future__ import annotations
 

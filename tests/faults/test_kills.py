@@ -4,8 +4,9 @@ At sampled system calls: one thread of the process reaches its N-th call of `sit
 the kernel ends the process before the call has an effect.  At random times: whenever.  What must be
 true afterwards is in `workload.Workload.judge`.
 
-GPUSHARE_TEST_KILLS sets how many kills (20 at system calls of broker and helper, a fifth of it at those
-of the Hub; 300 within 30 minutes at random times).
+GPUSHARE_TEST_KILLS sets how many kills at system calls of broker and helper there are (4 by default),
+a fifth of it at those of the Hub (2 by default), and half of it within 30 minutes at random times (7
+within 20 s by default, one of them of the Hub).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from tests.faults.workload import Workload
 from tests.waiting import until
 
 LONG = "GPUSHARE_TEST_KILLS" in os.environ
-KILLS = int(os.environ.get("GPUSHARE_TEST_KILLS", "20"))
-RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (12, 90.0)
+KILLS = int(os.environ.get("GPUSHARE_TEST_KILLS", "4"))
+HUB_KILLS = max(4, KILLS // 5) if LONG else 2
+RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (7, 20.0)
 # So many calls a process makes within seconds.
 MOST_CALLS = 500
 # The Hub makes about 200 until it answers, and 40 a second when servers start.
@@ -97,7 +99,7 @@ def test_killed_at_sampled_system_calls(strace: None, workload: Workload) -> Non
 def test_the_hub_killed_at_sampled_system_calls(strace: None, workload: Workload) -> None:
     chance, hub = random.Random(SEED), workload.site.hub
     # Of its first thread alone, which does nearly everything: servers and jobs are its children.
-    points = [int(MOST_HUB_CALLS ** chance.uniform(0.7, 1)) for _ in range(max(4, KILLS // 5))]
+    points = [int(MOST_HUB_CALLS ** chance.uniform(0.7, 1)) for _ in range(HUB_KILLS)]
     print("kills at calls", points)
     trace = site.Trace(workload.site.folder / "calls-hub")
     hub.kill()

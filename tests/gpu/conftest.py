@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import Machine, machine_in
+from tests.forks import forks
+from tests.gpu.machine import IMPORTS, Machine, machine_in
+from tests.simulator import Simulator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def helpers_are_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Helpers start without the imports of a program, which take longer than most tests."""
+    env = Simulator(tmp_path_factory.mktemp("forks"), "1xH100-80GB").env()
+    with forks(IMPORTS, env) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "forks", made)
+        yield
 
 
 @pytest.fixture

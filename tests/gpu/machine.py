@@ -21,6 +21,7 @@ from jupyter_gpushare import native
 from jupyter_gpushare.gpu.leases.devices import Verdict
 from jupyter_gpushare.procfs import boot_id
 from jupyter_gpushare.protocol.helper import Level, Rung
+from tests.forks import Forked, Forks
 from tests.simulator import Simulator
 from tests.waiting import PATIENCE_S, until
 
@@ -142,6 +143,9 @@ class Worker:
 class Machine:
     """The simulated devices, one helper at a time, and workers."""
 
+    # In the tests of this folder helpers are forks (conftest.py); elsewhere each is a program of its own.
+    forks: Forks | None = None
+
     def __init__(self, folder: Path, spec: str = "1xH100-80GB,host=512GiB") -> None:
         self.folder = folder
         self.state_dir = folder / "state"
@@ -149,7 +153,7 @@ class Machine:
         self.sim = Simulator(folder, spec)
         run = os.environ.get("GPUSHARE_TEST_RUN", "")
         self.environment = self.sim.env(GPUSHARE_TEST_RUN=run)
-        self.helper: subprocess.Popen[bytes] | None = None
+        self.helper: subprocess.Popen[bytes] | Forked | None = None
         self.log = folder / "helper.log"
         self._clients: list[Client] = []
         self.workers: list[Worker] = []
@@ -171,12 +175,17 @@ class Machine:
         """
         if not examine:
             self.keep_verdicts()
-        command = [
-            sys.executable, "-c", before + "\n" + _HELPER, die,
-            "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2", *arguments,
+        code = before + "\n" + _HELPER
+        argv = [
+            die, "--state-dir", str(self.state_dir), "--socket", str(self.socket), "--sample-s", "0.2",
+            *arguments,
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            self.helper = subprocess.Popen(command, env=self.environment, stderr=log)
+            if self.forks is not None and self.forks.can_start(self.environment):
+                self.helper = self.forks.start(code, argv, env=self.environment, stderr=log)
+            else:
+                command = [sys.executable, "-c", code, *argv]
+                self.helper = subprocess.Popen(command, env=self.environment, stderr=log)
         if wait:
             until(self._answers, f"the helper answers: {self.log.read_text()}")
             until(self._examined, "the self-tests end")
@@ -322,7 +331,7 @@ class Machine:
             self.helper.wait()
 
 
-_HELPER = """
+IMPORTS = """
 import itertools, os, signal, sys
 from jupyter_gpushare.gpu.service import helper
 from jupyter_gpushare.gpu.checks import self_tests
@@ -330,6 +339,10 @@ from jupyter_gpushare.gpu.checks import health
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.service import sampler
+"""
+_HELPER = (
+    IMPORTS
+    + """
 self_tests.RETRY_S = health.RETRY_S = 0.5
 self_tests.MAX_RETRY_S = health.MAX_RETRY_S = 1.0
 self_tests.DRAINED_POLL_S = 0.1
@@ -350,6 +363,7 @@ if point := sys.argv.pop(1):
     die_at(*point.split())
 sys.exit(helper.main(sys.argv[1:]))
 """
+)
 
 
 def machine_in(folder: Path, **options: str) -> Iterator[Machine]:

@@ -26,7 +26,9 @@ import httpx
 import jupyterhub
 import pytest
 
+from tests.forks import Forked
 from tests.hub.fake_broker import SPAWNER_TOKEN, FakeBroker
+from tests.hub.forked_hubs import fork_hub, hubs_are_forks
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 from tests.waiting import until as wait_for
@@ -35,6 +37,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 ADMIN_TOKEN = "admin-token-of-the-tests"
 HUB_6 = jupyterhub.version_info[0] >= 6
+# Between two questions to the Hub about a server.
+ASK_EVERY_S = 0.1
 
 
 def is_alive(pid: int) -> bool:
@@ -42,6 +46,9 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+__all__ = ["hubs_are_forks"]  # a fixture
 
 
 # ---- the Hub -----------------------------------------------------------------
@@ -100,9 +107,10 @@ class Hub:
     port: int
     broker: FakeBroker
     config: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
     tls: ssl.SSLContext | None = None  # of the Hub's internal TLS, to ask it with
     interpreter: Sequence[str] = (sys.executable,)  # what runs the Hub's module
+    may_fork: bool = True  # False: always a program of its own (forked_hubs.py)
 
     @property
     def url(self) -> str:
@@ -110,7 +118,7 @@ class Hub:
 
     def start(self) -> None:
         self.launch()
-        wait_for(self._answers, "the Hub answers", log=self.folder / "hub.log")
+        wait_for(self._answers, "the Hub answers", log=self.folder / "hub.log", every_s=ASK_EVERY_S)
 
     def launch(self, tracing: Sequence[str] = ()) -> None:
         """Start it and do not wait; ``tracing`` goes before its command, and runs it in this very process."""
@@ -120,6 +128,10 @@ class Hub:
         # A test runner in the background of a script has SIGINT ignored.
         command = [*("env", "--default-signal=INT"), *self.interpreter, "-m", "jupyterhub", "-f", self.config]
         with (self.folder / "hub.log").open("ab") as log:
+            if not tracing and self.may_fork and self.interpreter == (sys.executable,):
+                self.process = fork_hub(self.config, env, self.folder, log)
+                if self.process is not None:
+                    return
             self.process = subprocess.Popen(
                 [*tracing, *command], cwd=self.folder, env=env, stdout=log, stderr=log
             )
@@ -128,9 +140,8 @@ class Hub:
         if self.process is None or self.process.poll() is not None:
             pytest.fail(f"the Hub ended:\n{self.log()[-3000:]}")
         try:
-            return (
-                httpx.get(f"{self.url}/hub/api/", trust_env=False, verify=self.tls or True).status_code == 200
-            )
+            answer = httpx.get(f"{self.url}/hub/api/", trust_env=False, verify=self.tls or True)
+            return answer.status_code == 200
         except httpx.TransportError:
             return False
 
@@ -183,8 +194,9 @@ class Hub:
                 "DELETE", self._server(user, name), {"remove": True} if remove else None
             ).status_code in (202, 204, 404)
 
-        wait_for(asked, f"the Hub stops the server {name!r} of {user}")
-        wait_for(lambda: not self.server(user, name), f"the server {name!r} of {user} is gone")
+        what = f"the server {name!r} of {user}"
+        wait_for(asked, f"the Hub stops {what}", every_s=ASK_EVERY_S)
+        wait_for(lambda: not self.server(user, name), f"{what} is gone", every_s=ASK_EVERY_S)
 
     def server(self, user: str, name: str = "") -> dict[str, Any] | None:
         """The Hub's idea of a server that is not stopped."""
@@ -197,7 +209,7 @@ class Hub:
             found = self.server(user, name)
             return found if found is not None and found["ready"] else None
 
-        return dict(wait_for(ready, f"the server {name!r} of {user} is ready"))
+        return dict(wait_for(ready, f"the server {name!r} of {user} is ready", every_s=ASK_EVERY_S))
 
     def environment(self, user: str) -> dict[str, str]:
         """The environment that the running server of a user was started with."""
@@ -261,6 +273,7 @@ def running_hub(
     extra: str = "",
     interpreter: Sequence[str] = (sys.executable,),
     user: str = "",
+    may_fork: bool = True,
 ) -> Iterator[Hub]:
     """A Hub that works; ``user`` is given the files that the Hub reads and writes."""
     # A job's runner believes no socket below a folder of another user.
@@ -285,7 +298,7 @@ def running_hub(
         repository=str(REPOSITORY),
     )
     config.write_text(text + extra)
-    hub = Hub(folder, port, broker, config, interpreter=interpreter)
+    hub = Hub(folder, port, broker, config, interpreter=interpreter, may_fork=may_fork)
     broker.up()
     for path in (folder, token, config) if user else ():
         shutil.chown(path, user)

@@ -15,7 +15,7 @@ from dateutil.parser import parse
 from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, Hub, running_hub, wait_for
 from tests.hub.test_jobs_with_hub import NAME, expect_job
 
-TIMEOUT_S = 20
+TIMEOUT_S = 8
 EXTRA = """
 c.Spawner.environment["JUPYTERHUB_ACTIVITY_INTERVAL"] = "1"
 c.JupyterHub.activity_resolution = 1
@@ -59,6 +59,7 @@ def test_an_idle_session_is_stopped_and_gives_its_lease_back_while_a_job_runs_on
     assert hub.start_server("ada", name=NAME).status_code in (201, 202), hub.log()[-3000:]
     hub.wait_ready("ada", NAME)
     with culler(hub) as log:
-        wait_for(lambda: not hub.server("cy"), "the idle session is stopped", log=log)
-        wait_for(lambda: active_s(hub) > 2 * TIMEOUT_S, "the job runs for longer than the session", log=log)
+        wait_for(lambda: not hub.server("cy"), "the idle session is stopped", log=log, every_s=0.5)
+        longer = "the job runs for longer than the session"
+        wait_for(lambda: active_s(hub) > 2 * TIMEOUT_S, longer, log=log, every_s=0.5)
     assert [each.body["user"] for each in hub.broker.of("spawner/stop")] == ["cy"]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import SIMPLE, Hub, running_hub, wait_for
+from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT, SPAWNER_TOKEN
+from tests.hub.test_refusals_of_the_hub import refused_by
 
 SITE = """
 c.Spawner.options_form = '<input name="image" value="plain">'
@@ -30,6 +31,7 @@ async def ended(spawner):
     with open("{folder}/post-stop", "a") as file:
         file.write(spawner.user.name + "\\n")
 c.Spawner.post_stop_hook = ended
+c.JupyterHub.allow_named_servers = False
 """
 
 
@@ -171,3 +173,10 @@ def test_a_token_that_the_broker_refuses_leaves_the_page_without_sizes_and_tells
         page = browser.get("/hub/spawn/ada")
     assert "only the Hub's spawner" not in page.text
     wait_for(lambda: hub.broker.of("spawner/fault"), "the broker is told")
+
+
+async def test_named_servers_that_are_off_are_a_refusal_with_its_remedy(hub: Hub) -> None:
+    hub.ensure_user("ada")
+    refused = await refused_by(hub, ADMIN_TOKEN, "start")
+    assert "c.JupyterHub.allow_named_servers = True" in refused.remedy
+    assert refused.not_now

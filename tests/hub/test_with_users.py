@@ -40,7 +40,7 @@ def hub() -> Iterator[Hub]:
     with tempfile.TemporaryDirectory(prefix="gpushare-users-") as folder:
         # The stub server lies here, for all users to read; secrets beside it have modes of their own.
         Path(folder).chmod(0o755)
-        with running_hub(LOCAL, Path(folder), python=python) as hub:
+        with running_hub(LOCAL, Path(folder), python=python, may_fork=False) as hub:
             yield hub
 
 

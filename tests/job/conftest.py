@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.hub import GPUShareSimpleSpawner
+from tests.forks import Forked, Forks, forks
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 from tests.waiting import until as wait_for
@@ -27,6 +28,7 @@ SERVER_TOKEN = "token-of-the-server"
 OWNER_TOKEN = "token-of-the-owner"
 STRANGER_TOKEN = "token-of-a-stranger"
 PREFIX = "/user/ada/j0123456789-1/"
+RUN = "import sys; from jupyter_gpushare.job.runner import main; sys.exit(main())"
 SCOPE = "access:servers!server=ada/j0123456789-1"
 
 
@@ -114,7 +116,7 @@ class Job:
     home: Path
     port: int
     others: HubAndBroker
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
 
     @property
     def folder(self) -> Path:
@@ -168,12 +170,28 @@ def others() -> Iterator[HubAndBroker]:
     both.close()
 
 
+@pytest.fixture(scope="session")
+def runners() -> Iterator[Forks]:
+    """Runners without the imports of a program, which take longer than most tests."""
+    with forks("import jupyter_gpushare.job.runner", os.environ) as made:
+        yield made
+
+
 @pytest.fixture
-def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
-    """Start a runner for a command; it is ended with the test."""
+def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Start]:
+    """Start a runner for a command; it is ended with the test.
+
+    It is a fork, or with ``program`` what the Hub starts.
+    """
     jobs: list[Job] = []
 
-    def run(*command: str, probe: bool = True, runner_env: dict[str, str] | None = None, **spec: Any) -> Job:
+    def run(
+        *command: str,
+        probe: bool = True,
+        program: bool = False,
+        runner_env: dict[str, str] | None = None,
+        **spec: Any,
+    ) -> Job:
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
         port = free_ports()
@@ -211,7 +229,12 @@ def start(tmp_path: Path, others: HubAndBroker) -> Iterator[Start]:
             "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port}{PREFIX}",
             **(runner_env or {}),
         }
-        process = subprocess.Popen(GPUShareSimpleSpawner().job_cmd, env=env, cwd=home, start_new_session=True)
+        process: subprocess.Popen[bytes] | Forked
+        if program:
+            started_by_hub = GPUShareSimpleSpawner().job_cmd
+            process = subprocess.Popen(started_by_hub, env=env, cwd=home, start_new_session=True)
+        else:
+            process = runners.start(RUN, env=env, cwd=home)
         jobs.append(Job(home, port, others, process))
         if probe:
             jobs[-1].probe()

@@ -217,13 +217,23 @@ def test_a_value_may_look_like_an_option(tmp_path: Path, monkeypatch: pytest.Mon
     assert ran == [(Path("in.ipynb"), Path("out.ipynb"), "k", values, "")]
 
 
-def test_a_retry_leaves_the_output_of_the_earlier_job_alone(tmp_path: Path) -> None:
-    made = notebook("import os\nprint(os.environ['GPUSHARE_JOB_ID'], os.environ['ATTEMPT'])")
+def test_a_retry_leaves_the_output_of_the_earlier_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(run: Any) -> None:
+        (cell,) = run.nb.cells
+        cell.outputs = [
+            nbformat.v4.new_output("stream", text="{GPUSHARE_JOB_ID} {ATTEMPT}\n".format(**os.environ))
+        ]
+
+    monkeypatch.setattr(module._Run, "execute", execute)
+    monkeypatch.chdir(tmp_path)
+    nbformat.write(notebook("1"), tmp_path / "in.ipynb")
     texts = []
     for job, attempt in [("jaaa", "1"), ("jbbb", "1"), ("jaaa", "2"), ("jbbb", "2")]:
-        (tmp_path / "s").unlink(missing_ok=True)
-        code, log = Ran(tmp_path, made, GPUSHARE_JOB_ID=job, ATTEMPT=attempt).end()
-        assert code == 0, log
+        monkeypatch.setenv("GPUSHARE_JOB_ID", job)
+        monkeypatch.setenv("ATTEMPT", attempt)
+        assert main(["in.ipynb", "out.ipynb"]) == 0
         texts.append({path.name: text_of(path) for path in sorted(tmp_path.glob("out*.ipynb"))})
     assert texts == [
         {"out.ipynb": "jaaa 1\n"},

@@ -32,7 +32,7 @@ def python(code: str) -> tuple[str, str, str, str]:
 
 
 def test_a_command_that_ends_at_once_succeeds(start: Start, others: HubAndBroker) -> None:
-    job = start("echo", "hello")
+    job = start("echo", "hello", program=True)
     report = job.ended()
     assert (report["exit_code"], report["stopped"]) == (0, False)
     assert job.log == "hello\n"
@@ -111,7 +111,7 @@ def test_a_file_of_the_user_shadows_nothing_of_the_runner_but_its_script_imports
     home.mkdir()
     (home / "queue.py").write_text("print('mine')")
     (home / "train.py").write_text("import queue")
-    job = start(sys.executable, "train.py")
+    job = start(sys.executable, "train.py", program=True)
     assert job.ended()["exit_code"] == 0
     assert job.log == "mine\n"
 

@@ -11,9 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.hub.forked_hubs import hubs_are_forks
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker
 from tests.kube.real_engine import real_engine, running, why_not
+
+__all__ = ["hubs_are_forks"]  # a fixture
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -147,7 +147,7 @@ async def test_a_canary_finds_out_how_servers_are_told_their_gpus(
     monkeypatch.setattr(site.cluster.kubelet.nodes["n1"], "cdi", cdi)
     before = site.cluster.pods(NS)
     settings = configured(site.folder / "config.py").kube
-    found = await canary(settings, patience_s=30.0)
+    found = await canary(settings, patience_s=10.0)
     assert (found.result, f'gpu_names = "{form}"' in found.message) == ("ok", True), found
     until(lambda: site.cluster.pods(NS).keys() == before.keys(), "no canary is left")
 

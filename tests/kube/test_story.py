@@ -343,13 +343,29 @@ def lent(story: Story) -> Lent:
 
 
 def come_back(lent: Lent) -> None:
-    """Run a cell of the session whose GPU is lent: the same process, its variable, the same GPU."""
+    """Run a cell of the session that lends its GPU: the same process, its variable, the same GPU."""
     story = lent.story
     assert story.cell("ada", "print(weights.is_intact())") == "True", story.log()
     assert pid_of(story.cluster, story.pod("ada")) == lent.server
     assert story.pod("ada")["spec"]["nodeName"] == lent.node
     for machine in story.machines.values():
         assert max((event.device_used or 0 for event in machine.ledger()), default=0) <= 80 * GIB
+
+
+def lease_of(lent: Lent) -> str:
+    return str(lent.story.session("ada")["id"])
+
+
+def everything_settles(lent: Lent) -> None:
+    """Every seat and PodGroup belongs to a lease that is there, and no lease has two."""
+    story = lent.story
+
+    def is_settled() -> bool:
+        leases = [lease_of(lent), f"j{lent.guest.id}", f"j{lent.beside.id}"]
+        there = sorted(story.seats().values())
+        return len(set(there)) == len(there) and set(there) <= set(leases)
+
+    until(is_settled, "no seat is left over")
 
 
 def of_beside(lent: Lent) -> tuple[Any, ...]:
@@ -374,6 +390,24 @@ def test_an_idle_half_gpu_is_lent_to_a_job_and_comes_back_with_its_variable(lent
     # Not the session's state: it may be lent again by then.
     until(lambda: lent.guest.get()["preemptions"] > 0, "the job made way")
     assert of_beside(lent) == before
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_has_to_stop_is_never_there_twice(lent: Lent) -> None:
+    story = lent.story
+    story.api("cy", "DELETE", f"jobs/{lent.guest.id}")
+    job = lent.guest = submitted(story, "cy", checkpoint="sigterm")
+    until(job.runs, "the idle GPU is lent", 300)
+    first = job.pid
+    come_back(lent)
+
+    def is_second_attempt() -> bool:
+        assert len(story.runs_of("cy")) <= 1, "two attempts at once"
+        return job.get()["attempt"] == 2 and job.runs()
+
+    until(is_second_attempt, "it runs again", 300)
+    assert job.pid != first
+    everything_settles(lent)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Draw one-line mutants of the product: ``python -m tests.mutants.draw SEED`` prints them for mutants.toml.
 
-A mutant changes one operator, one ``not``, one constant or one of ``min`` and ``max``, in a line whose
-text is unique in the package, so that it is found again after code has moved.
+A mutant changes one operator, one ``not``, one constant or one of ``min`` and ``max``, in a line that is
+the only one with its text in the package: so it is found again after code has moved.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def judged(mutant: Mutant, copy: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Judge the mutants whose entry has all words; print a line for each, and the share that is noticed."""
+    """Judge the mutants that have all words; print a line for each, and the share that is noticed."""
     chosen = [mutant for mutant in listed() if all(word in str(mutant) for word in words)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="gpushare-mutants-") as folder:

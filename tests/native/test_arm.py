@@ -62,12 +62,12 @@ def compiled(folder: Path, output: str, *arguments: str) -> Path:
     return made
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preload = next(library for library in build.LIBRARIES if "preload" in library.output)
     sources = [str(build.NATIVE / source) for source in preload.sources]
     flags = [*build.STRICT, "-Werror", *build.SHARED, f"-I{build.NATIVE}", *preload.linker]
-    return compiled(tmp_path, "libpreload.so", *flags, *sources)
+    return compiled(tmp_path_factory.mktemp("arm"), "libpreload.so", *flags, *sources)
 
 
 def test_it_compiles_without_a_warning_and_its_dlsym_ends_in_a_jump(library: Path) -> None:

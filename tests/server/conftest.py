@@ -5,12 +5,12 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 
+from tests.forks import Forked, Forks, forks
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S, until
 
@@ -39,7 +40,7 @@ SECRET = "secret-of-this-server"
 class JupyterServer:
     """A real Jupyter Server with our extension, in a process of its own."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
     log: Path
 
@@ -71,7 +72,24 @@ class JupyterServer:
         return self.process.wait(PATIENCE_S)
 
 
-def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
+IMPORTS = """
+import jupyter_gpushare.server.extension, jupyter_server.serverapp, jupyter_server_terminals
+import jupyter_client.ioloop, jupyter_server.auth.login, terminado
+from jupyter_server.services.contents import handlers, filemanager, largefilemanager
+for service in "api config events kernels kernelspecs nbconvert security sessions".split():
+    __import__(f"jupyter_server.services.{service}.handlers")
+"""
+RUN = "import sys; from jupyter_server.serverapp import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Forks]:
+    """Jupyter servers without the imports of a program, which take longer than most tests."""
+    with forks(IMPORTS, os.environ) as made:
+        yield made
+
+
+def start_server(servers: Forks, folder: Path, environment: dict[str, str]) -> JupyterServer:
     """Start a server below ``folder`` and wait until it answers."""
     port = free_ports()
     for name in ("config", "data", "runtime", "work"):
@@ -83,9 +101,10 @@ def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
     }
     log = folder / "server.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
+        process = servers.start(
+            RUN,
             [
-                *[sys.executable, "-m", "jupyter_server", f"--port={port}", "--no-browser", "--allow-root"],
+                *[f"--port={port}", "--no-browser", "--allow-root"],
                 "--ServerApp.jpserver_extensions={'jupyter_gpushare.server': True}",
                 "--ServerApp.reraise_server_extension_failures=True",
                 "--ServerApp.allow_unauthenticated_access=False",
@@ -104,7 +123,7 @@ def start_server(folder: Path, environment: dict[str, str]) -> JupyterServer:
             }
             | environment,
             stdout=out,
-            stderr=subprocess.STDOUT,
+            stderr=out,
             cwd=folder,
         )
     server = JupyterServer(process, f"http://127.0.0.1:{port}", log)
@@ -130,12 +149,12 @@ def golden() -> Callable[[str], dict[str, Any]]:
 
 
 @contextmanager
-def _start_both(folder: Path, **more: str) -> Iterator[tuple[Any, JupyterServer]]:
+def _start_both(servers: Forks, folder: Path, **more: str) -> Iterator[tuple[Any, JupyterServer]]:
     """A broker, and ada's default server, which knows it; with ``more`` in its environment."""
     broker = fake_broker.FakeBroker()
     broker.start()
     environment = {"GPUSHARE_API_URL": broker.url, "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN}
-    server = start_server(folder, environment | more)
+    server = start_server(servers, folder, environment | more)
     yield broker, server
     if server.process.poll() is None:
         server.stop()
@@ -143,13 +162,13 @@ def _start_both(folder: Path, **more: str) -> Iterator[tuple[Any, JupyterServer]
 
 
 @pytest.fixture(scope="session")
-def start_both() -> Callable[..., AbstractContextManager[tuple[Any, JupyterServer]]]:
-    return _start_both
+def start_both(servers) -> Callable[..., AbstractContextManager[tuple[Any, JupyterServer]]]:
+    return partial(_start_both, servers)
 
 
 @pytest.fixture
-def running(tmp_path) -> Iterator[tuple[Any, JupyterServer]]:
-    with _start_both(tmp_path) as both:
+def running(start_both, tmp_path) -> Iterator[tuple[Any, JupyterServer]]:
+    with start_both(tmp_path) as both:
         yield both
 
 
@@ -164,9 +183,9 @@ def server(running) -> JupyterServer:
 
 
 @pytest.fixture
-def lonely_server(tmp_path) -> Iterator[JupyterServer]:
+def lonely_server(servers, tmp_path) -> Iterator[JupyterServer]:
     """A server without the address of a broker."""
-    server = start_server(tmp_path, {})
+    server = start_server(servers, tmp_path, {})
     yield server
     if server.process.poll() is None:
         server.stop()

@@ -93,6 +93,8 @@ def test_a_report_lists_every_place_and_never_fails(tmp_path):
     assert "a.py:1: room: makes room" in result.stdout
 
 
+# `make check` runs the same program.
+@pytest.mark.long
 def test_no_folder_of_this_checkout_is_above_the_limit():
     result = check(language.ROOT)
     assert result.returncode == 0, result.stdout

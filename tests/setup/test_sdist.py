@@ -152,3 +152,24 @@ def test_a_failed_step_is_quoted_and_leaves_no_extension(source_tree, tmp_path):
     assert "jlpm install --immutable failed (exit code 1)" in done.stderr
     assert "package.json" in done.stderr
     assert not (source_tree / LABEXTENSION).exists()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("no-such-compiler", "no C compiler: 'no-such-compiler' cannot be run"),
+        ("cc -fno-such-option", "no-such-option"),
+    ],
+)
+def test_without_a_compiler_that_works_there_is_no_wheel(source_tree, tmp_path, compiler, said):
+    done = build("wheel", source_tree, tmp_path / "dist", **{**os.environ, "CC": compiler})
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert not list((tmp_path / "dist").glob("*.whl"))
+
+
+def test_a_package_index_takes_it_and_its_wheel_and_shows_their_description(wheel, sdist):
+    check = [sys.executable, "-m", "twine", "check", "--strict", wheel, sdist]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") == 2

@@ -133,7 +133,13 @@ class World(Watcher):
             assert self.lacks(before | taken, gpus) == self.lacks(before, gpus), (x, later)
 
 
-@pytest.mark.parametrize("seed", range(24))
+# Each reason is among these; the others take four times as long together.
+FEW = frozenset({0, 3, 9, 11, 12, 14, 18, 19, 21})
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed in FEW else pytest.param(seed, marks=pytest.mark.long) for seed in range(24)]
+)
 def test_what_a_waiting_job_is_told_holds(seed):
     world = World(seed)
     world.replay.run(GUARD_S)

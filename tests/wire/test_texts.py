@@ -29,23 +29,27 @@ def pairs(plain: Any) -> list[tuple[str, list[Text]]]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
-def test_texts_of_a_golden_message_are_its_sentences(path):
-    for sentence, texts in pairs(json.loads(path.read_bytes())):
-        assert english(texts, time=lambda at: at[11:16]) == sentence
+def test_texts_of_a_golden_message_are_its_sentences():
+    for path in sorted(GOLDEN.glob("*.json")):
+        for sentence, texts in pairs(json.loads(path.read_bytes())):
+            assert english(texts, time=lambda at: at[11:16]) == sentence, path.name
 
 
 def test_golden_messages_have_texts():
     assert len(pairs(json.loads((GOLDEN / "status_warned.json").read_bytes()))) >= 4
 
 
-@pytest.mark.parametrize("key", TEMPLATES)
-def test_a_template_numbers_its_arguments_from_one_without_a_gap(key):
-    template = TEMPLATES[key]
-    for each in template if isinstance(template, tuple) else (template,):
-        numbers = sorted({int(digit) for digit in re.findall(r"%(\d)", each)})
-        assert numbers == list(range(1, len(numbers) + 1))
-        assert not re.search(r"\b(room|reclaim|evict|OOM|pending|cull|preempt)", each)
+def test_a_template_numbers_its_arguments_from_one_without_a_gap():
+    for key, template in TEMPLATES.items():
+        for each in template if isinstance(template, tuple) else (template,):
+            numbers = sorted({int(digit) for digit in re.findall(r"%(\d)", each)})
+            assert numbers == list(range(1, len(numbers) + 1)), key
+
+
+def test_no_template_has_a_word_of_ours_that_a_user_does_not_know():
+    for key, template in TEMPLATES.items():
+        for each in template if isinstance(template, tuple) else (template,):
+            assert not re.search(r"\b(room|reclaim|evict|OOM|pending|cull|preempt)", each), key
 
 
 def test_english_puts_arguments_into_each_other():

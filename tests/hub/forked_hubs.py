@@ -1,0 +1,42 @@
+"""Hubs that start at once: forks of a process that has imported JupyterHub, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests.forks import Forked, Forks
+
+_PREPARE = "import jupyterhub.app, jupyterhub.apihandlers, jupyterhub.handlers, jupyter_gpushare.hub"
+_RUN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jupyterhub.app import main
+main()
+"""
+_made: list[Forks] = []
+_is_wanted = False
+
+
+def fork_hub(config: Path, env: Mapping[str, str], folder: Path, log: IO[Any]) -> Forked | None:
+    """Start a Hub; None: no folder of this run asked for `hubs_are_forks`."""
+    if not _is_wanted:
+        return None
+    if not _made:
+        _made.append(Forks(_PREPARE, env))
+    if not _made[0].can_start(env):
+        return None
+    return _made[0].start(_RUN, ["-f", str(config)], env=env, cwd=folder, stdout=log, stderr=log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hubs_are_forks() -> Iterator[None]:
+    """Let Hubs be forks; those that need another interpreter or are traced are programs."""
+    global _is_wanted
+    _is_wanted = True
+    yield
+    while _made:
+        _made.pop().close()
