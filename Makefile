@@ -42,7 +42,7 @@ QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.
 WORKERS ?= 4
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What the tests of a folder need beside Python packages; a folder that is not named here needs all.
-SET_UP := node_modules native proxy-$(CHP_VERSION) ui oldest oldest-hub docs
+SET_UP := node_modules native proxy-$(CHP_VERSION) ui oldest-hub docs
 NEEDS_core :=
 NEEDS_helm :=
 NEEDS_sim :=

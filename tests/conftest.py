@@ -132,9 +132,10 @@ def garbage_of_a_test() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_a_module() -> Iterator[None]:
-    """What the module's own fixtures left behind."""
+    """What the module's own fixtures left behind; what is alive by then is passed over from now on."""
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-from playwright.async_api import Page, async_playwright
+import pytest_asyncio
+from playwright.async_api import Browser, Page
 from tornado import web
 
 from tests.attack.test_cross_site import LOGIN
 from tests.broker.http_site import PREFIX, Http
+from tests.broker.site import Site
 from tests.conftest import Chromium
+from tests.ui.pages import launched
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.browser]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 _ATTACKS = {
     "frame": """
@@ -76,18 +80,29 @@ class _Attack(web.RequestHandler):
         self.finish(_PAGE % (self.get_query_argument("target"), _ATTACKS[kind]))
 
 
-@pytest.fixture
-async def page(http: Http, chromium: Chromium) -> AsyncIterator[Page]:
-    """A page of the browser in which the administrator has logged in at the service."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(chromium: Chromium) -> AsyncIterator[Browser]:
+    """One chromium for all tests of this file."""
+    async with launched(chromium) as browser:
+        yield browser
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(tmp_path: Path) -> AsyncIterator[Http]:
+    """A broker for each test, in the event loop of `browser`."""
+    http = Http(Site(tmp_path))
+    await http.open()
+    yield http
+    await http.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(http: Http, browser: Browser) -> AsyncIterator[Page]:
+    """A page of a profile in which the administrator has logged in at the service."""
     http.servers[-1].request_callback.add_handlers(".*", [(r"/user/eve/(\w+)", _Attack)])
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
-        context = await browser.new_context()
+    async with await browser.new_context() as context:
         await context.add_cookies([{"name": "service-gpushare", "value": LOGIN, "url": http.url + PREFIX}])
         yield await context.new_page()
-        await browser.close()
 
 
 async def attacked(http: Http, page: Page, kind: str, host: str) -> str:

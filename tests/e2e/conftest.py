@@ -1,4 +1,4 @@
-"""One demo hub per test; nothing of it may be left when the test ends."""
+"""Demo hubs: `hub` is of one test, `shared_hub` of a file; nothing of either may be left when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,52 @@ from tests.e2e.demo import DemoHub, until
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[DemoHub]:
-    demo = DemoHub(tmp_path)
+    with running(DemoHub(tmp_path)) as demo:
+        yield demo
+
+
+@pytest.fixture(scope="module")
+def hubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hubs]:
+    hubs = Hubs(tmp_path_factory)
+    yield hubs
+    hubs.end()
+
+
+@pytest.fixture
+def shared_hub(hubs: Hubs) -> Iterator[DemoHub]:
+    """A demo hub that other tests of this file use too; people, servers and jobs are this test's own."""
+    demo = hubs.take()
+    yield demo
+    if demo.is_healthy():
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(hubs.end)
+            demo.clear()
+            otherwise.pop_all()
+    else:
+        hubs.end()
+
+
+class Hubs:
+    """The demo hub of a file: a new one starts where a test has broken the one before."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._opened = contextlib.ExitStack()
+        self._demo: DemoHub | None = None
+
+    def take(self) -> DemoHub:
+        if self._demo is None:
+            self._demo = self._opened.enter_context(running(DemoHub(self._folders.mktemp("demo"))))
+        return self._demo
+
+    def end(self) -> None:
+        self._demo = None
+        self._opened.close()
+
+
+@contextlib.contextmanager
+def running(demo: DemoHub) -> Iterator[DemoHub]:
+    """Start a demo hub and end it as Ctrl-C does; fail on processes that are left."""
     try:
         demo.start()
         yield demo

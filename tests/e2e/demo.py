@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 T = TypeVar("T")
 
+# States of a job that change no more.
+ENDED = frozenset({"succeeded", "failed", "cancelled"})
+
 
 def until(what: str, look: Callable[[], T | None], timeout_s: float = PATIENCE_S) -> T:
     """Return the first true answer of ``look``, as `waiting.until`; fewer questions, as each is a request."""
@@ -99,6 +102,10 @@ class DemoHub:
         # An old proxy may still answer for a while after the Hub was killed.
         if self.log.read_text(errors="replace").count("JupyterHub is now running") < self._starts:
             return False
+        return self.is_healthy()
+
+    def is_healthy(self) -> bool:
+        """Return whether the Hub, its proxy, the broker and the device helper do their work."""
         try:
             answer = httpx.get(f"{self.url}/services/gpushare/api/v1/health", timeout=5)
         except httpx.TransportError:
@@ -167,6 +174,32 @@ class DemoHub:
     def ledger(self) -> list[dict[str, Any]]:
         path = self.folder / "state" / "simulated-gpus.ledger"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def clear(self) -> None:
+        """End jobs, servers and connections, undo changed quotas, and wait until each GPU is free."""
+        admin = self.person("admin")
+        for person in self._people:
+            for job in person.ask("jobs")["jobs"]:
+                if job["state"] not in ENDED:
+                    person.ask(f"jobs/{job['id']}", "DELETE")
+
+        def servers() -> list[str]:
+            users = admin.http.get("/hub/api/users").json()
+            return [f"{user['name']}/servers/{name}" for user in users for name in user["servers"]]
+
+        def is_free() -> bool:
+            devices = admin.ask("devices")["devices"]
+            return not admin.ask("leases")["leases"] and not any(each["used_bytes"] for each in devices)
+
+        for server in servers():
+            admin.http.delete(f"/hub/api/users/{server}")
+        until("no server runs", lambda: not servers())
+        until("each GPU is free", is_free)
+        for project in admin.ask("projects")["projects"]:
+            if project["overridden"]:
+                admin.ask(f"projects/{project['name']}", "DELETE")
+        while self._people:
+            self._people.pop().close()
 
     def person(self, name: str) -> Person:
         person = Person(self, name)

@@ -11,6 +11,7 @@ NO_DEVICE = "100"  # CUDA_ERROR_NO_DEVICE
 VISIBLE = "import os; os.environ['CUDA_VISIBLE_DEVICES']"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_kernels_that_run_see_the_gpu_that_their_server_gets(hub: DemoHub) -> None:
     ada = hub.person("ada")

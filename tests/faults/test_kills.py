@@ -6,7 +6,7 @@ true afterwards is in `workload.Workload.judge`.
 
 GPUSHARE_TEST_KILLS sets how many kills at system calls of broker and helper there are (4 by default),
 a fifth of it at those of the Hub (2 by default), and half of it within 30 minutes at random times (7
-within 20 s by default, one of them of the Hub).
+within 40 s by default, one of them of the Hub).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.waiting import until
 LONG = "GPUSHARE_TEST_KILLS" in os.environ
 KILLS = int(os.environ.get("GPUSHARE_TEST_KILLS", "4"))
 HUB_KILLS = max(4, KILLS // 5) if LONG else 2
-RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (7, 20.0)
+RANDOM_KILLS, RANDOM_S = (KILLS // 2, 1800.0) if LONG else (7, 40.0)
 # So many calls a process makes within seconds.
 MOST_CALLS = 500
 # The Hub makes about 200 until it answers, and 40 a second when servers start.

@@ -29,7 +29,7 @@ from tests.ports import free_ports
 from tests.simulator import Simulator
 from tests.waiting import until
 
-MOMENTS = int(os.environ.get("GPUSHARE_TEST_MOMENTS", "6"))
+MOMENTS = int(os.environ.get("GPUSHARE_TEST_MOMENTS", "4"))
 # So many parents start at once.
 AT_ONCE = 12
 # Of the time from the start of a parent until its children are up.

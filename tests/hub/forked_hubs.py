@@ -18,12 +18,12 @@ from jupyterhub.app import main
 main()
 """
 _made: list[Forks] = []
-_is_wanted = False
+_users = 0  # folders of this run with the fixture; each has a fixture of its own
 
 
 def fork_hub(config: Path, env: Mapping[str, str], folder: Path, log: IO[Any]) -> Forked | None:
     """Start a Hub; None: no folder of this run asked for `hubs_are_forks`."""
-    if not _is_wanted:
+    if not _users:
         return None
     if not _made:
         _made.append(Forks(_PREPARE, env))
@@ -35,8 +35,9 @@ def fork_hub(config: Path, env: Mapping[str, str], folder: Path, log: IO[Any]) -
 @pytest.fixture(scope="session", autouse=True)
 def hubs_are_forks() -> Iterator[None]:
     """Let Hubs be forks; those that need another interpreter or are traced are programs."""
-    global _is_wanted
-    _is_wanted = True
+    global _users
+    _users += 1
     yield
-    while _made:
+    _users -= 1
+    while _made and not _users:
         _made.pop().close()

@@ -53,6 +53,7 @@ def culler(hub: Hub) -> Iterator[Path]:
         process.wait()
 
 
+@pytest.mark.long
 def test_an_idle_session_is_stopped_and_gives_its_lease_back_while_a_job_runs_on(hub: Hub) -> None:
     assert hub.start_server("cy", {"fraction": "1/2"}).status_code == 201, hub.log()[-3000:]
     expect_job(hub, "sleep", "600")

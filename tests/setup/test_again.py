@@ -101,3 +101,12 @@ def test_the_longest_file_runs_first_and_stored_files_exist(tmp_path, monkeypatc
     items = [SimpleNamespace(path=tmp_path / name) for name in ("a.py", "b.py", "new.py", "a.py")]
     order.longest_first(items, tmp_path)
     assert [item.path.name for item in items] == ["new.py", "b.py", "a.py", "a.py"]
+
+
+def test_what_holds_a_promise_or_a_journey_is_in_make_test():
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 30
+    for file, test in named:
+        above, found, _ = (ROOT / file).read_text().partition(f"def {test}(")
+        assert found, f"{file} has no {test}"
+        assert "@pytest.mark.long\n" not in above[above.rindex("\n\n") :], f"{test} is in make test-long only"

@@ -97,8 +97,8 @@ def test_arguments_for_pytest_come_last(goal, said):
     [
         ("tests/core -k idle", [".[test]"], ["native.build", "jlpm", "npm-cli", "sphinx", "oldest"]),
         ("tests/gpu/test_wake.py tests/docs", ["native.build", ".[docs]"], ["jlpm", "npm-cli", "oldest"]),
-        ("-k idle", [".[test]", ".[docs]", "native.build", "jlpm", "npm-cli", "jupyterlab=="], []),
-        ("tests/e2e", ["native.build", "jlpm", "npm-cli", "jupyterlab=="], []),
+        ("-k idle", [".[test]", ".[docs]", "native.build", "jlpm", "npm-cli", "jupyterhub=="], []),
+        ("tests/e2e", ["native.build", "jlpm", "npm-cli", "jupyterhub=="], []),
     ],
 )
 def test_tests_of_a_folder_set_up_what_that_folder_needs(tests, needs, needs_not):

@@ -93,6 +93,7 @@ def test_the_wheel_from_it_is_the_wheel_from_the_checkout_without_node_npm_and_g
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
 
 
+@pytest.mark.long
 def test_pip_installs_it_into_an_empty_environment_without_node(sdist, tmp_path, bare):
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False)

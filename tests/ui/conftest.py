@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, expect
 
 from tests.ports import free_ports
-from tests.ui.pages import BUNDLE, TOKEN, is_complaint
+from tests.ui.pages import BUNDLE, TOKEN, is_complaint, launched
 from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -90,12 +90,8 @@ def broker(lab: Lab, golden: Any) -> Any:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser(chromium: Any) -> AsyncIterator[Browser]:
     """One chromium for all tests; each test has pages, storage and cookies of its own."""
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
+    async with launched(chromium) as browser:
         yield browser
-        await browser.close()
 
 
 @pytest.fixture

@@ -7,12 +7,15 @@ import gzip
 import json
 import os
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, Route, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
+from tests.conftest import Chromium
 from tests.waiting import PATIENCE_S
 
 UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
@@ -41,6 +44,17 @@ needs_browser = [
     pytest.mark.asyncio(loop_scope="session"),  # that of `browser` (conftest.py)
     pytest.mark.skipif(not (BUNDLE / "package.json").is_file(), reason="not built: run `make setup`"),
 ]
+
+
+@asynccontextmanager
+async def launched(chromium: Chromium) -> AsyncIterator[Browser]:
+    """Start a chromium that ends with the context; each test takes a context of its own in it."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        yield browser
+        await browser.close()
 
 
 def is_complaint(text: str) -> bool:

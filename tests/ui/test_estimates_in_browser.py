@@ -44,6 +44,7 @@ async def test_the_list_says_when_jobs_start_and_end(page, broker, golden):
     await use_theme(page, THEMES[0])
 
 
+@pytest.mark.long
 async def test_an_estimate_in_the_list_follows_the_broker(page, lab, broker, golden):
     running, queued, *others = golden("job_list")["jobs"]
     broker.answer("GET jobs", {"jobs": [running, queued, *others]})

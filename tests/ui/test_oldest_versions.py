@@ -1,4 +1,4 @@
-"""The extension in the oldest Notebook and JupyterLab that it supports; `make test` installs both."""
+"""The extension in the oldest Notebook and JupyterLab that it supports; `make test-long` installs both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLDEST = Path(sys.prefix) / "oldest"
 
 pytestmark = [
     *needs_browser,
-    pytest.mark.skipif(not OLDEST.is_dir(), reason="no old JupyterLab: `make test` installs it"),
+    pytest.mark.skipif(not OLDEST.is_dir(), reason="no old JupyterLab: `make test-long` installs it"),
 ]
 
 
@@ -46,6 +46,7 @@ async def submit_and_look(page: Page) -> Locator:
     return page.get_by_role("grid", name="My training jobs")
 
 
+@pytest.mark.long
 async def test_the_oldest_notebook_and_the_oldest_jupyterlab_show_all_of_it(lab, broker, open_page, golden):
     broker.answer("POST jobs", golden("job"), 201)
     # Notebook first: it stumbles over what JupyterLab has kept of its file browser.

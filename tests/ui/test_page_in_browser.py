@@ -239,6 +239,7 @@ ASLEEP = ".gpushare-status button:has-text('Asleep'), .gpushare-panel:has-text('
 IN_USE = ".gpushare-status button:has-text('Active'), .gpushare-panel:has-text('is in use')"
 
 
+@pytest.mark.long
 async def test_each_plugin_can_be_disabled_alone(lab, broker, golden, open_page):
     page_config = lab.folder / "config" / "labconfig" / "page_config.json"
     page_config.parent.mkdir()
