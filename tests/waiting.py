@@ -28,6 +28,8 @@ QUIET_S = 15.0
 IDLE_SHARE = 0.05
 # The environment variable that every process of this run inherits (tests/conftest.py).
 RUN_VARIABLE = "GPUSHARE_TEST_RUN"
+# The first pause between two questions, the longest, and by how much each is longer than the last.
+FIRST_S, EVERY_S, GROWTH = 0.005, 0.1, 1.4
 _LOOK_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Fields of /proc/PID/stat behind the name (proc(5)): state, parent, utime and stime, start.
@@ -130,10 +132,10 @@ def until(
     *,
     process: subprocess.Popen[Any] | None = None,
     log: Path | None = None,
-    every_s: float = 0.02,
 ) -> T:
     """Return the first true value of ``condition``.
 
+    Asks often at first, then every `EVERY_S`: a question costs the processes that are asked.
     Fails at once when ``process`` has ended, when nothing has happened for `QUIET_S`, and after
     ``patience_s``.  ``log`` need not exist yet.
 
@@ -141,12 +143,13 @@ def until(
         AssertionError: it did not become true; names ``what``, the last thing that happened, and
             the end of ``log``.
     """
-    activity, began_at = Activity(_other_threads_s, log), time.monotonic()
+    activity, began_at, pause_s = Activity(_other_threads_s, log), time.monotonic(), FIRST_S
     while not (found := condition()):
         if process is not None and process.poll() is not None:
             raise AssertionError(f"ended before {what} ({found!r}){_printed(log)}")
         _check(activity, began_at, patience_s, f"{what} ({found!r})")
-        time.sleep(every_s)
+        time.sleep(pause_s)
+        pause_s = min(EVERY_S, GROWTH * pause_s)
     return found
 
 

@@ -1,10 +1,14 @@
-"""`http`: a broker that listens, with a Hub that knows a few tokens; `start`: a runner of a job."""
+"""`http`: a broker that listens, with a Hub that knows a few tokens; `start`: a runner of a job.
+
+`unchanged` is such a broker for all tests of a file that change nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from tests.broker.http_site import Http
 from tests.broker.site import Site
@@ -18,4 +22,14 @@ async def http(tmp_path) -> AsyncIterator[Http]:
     http = Http(Site(tmp_path))
     await http.open()
     yield http
+    await http.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unchanged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Http]:
+    http = Http(Site(tmp_path_factory.mktemp("broker")))
+    await http.open()
+    yield http
+    assert not http.broker.registry.overrides
+    assert not http.broker.registry.jobs
     await http.close()

@@ -15,19 +15,21 @@ LOGIN = web.create_signed_value(b"secret", "service-gpushare", "root").decode()
 NAVIGATES = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document", "Sec-Fetch-Site": "same-origin"}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("identity", ["root", None])
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_answer_can_be_framed_or_guessed_to_be_a_script(http: Http, path, identity):
-    answer = await http.ask("GET", f"{http.url}{PREFIX}{path}", identity)
+async def test_no_answer_can_be_framed_or_guessed_to_be_a_script(unchanged: Http, path, identity):
+    answer = await unchanged.ask("GET", f"{unchanged.url}{PREFIX}{path}", identity)
     assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("place", ["iframe", "frame", "embed", "object", "fencedframe"])
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_browser_that_loads_it_into_a_frame_is_refused(http: Http, path, place):
+async def test_a_browser_that_loads_it_into_a_frame_is_refused(unchanged: Http, path, place):
     headers = {"Sec-Fetch-Dest": place, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Site": "same-origin"}
-    answer = await http.ask("GET", f"{http.url}{PREFIX}{path}", "root", headers=headers)
+    answer = await unchanged.ask("GET", f"{unchanged.url}{PREFIX}{path}", "root", headers=headers)
     assert answer.status_code == 403
     assert answer.json()["reason"] == "framed"
 

@@ -33,12 +33,12 @@ ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 
 # States of a job that change no more.
-ENDED = frozenset({"succeeded", "failed", "cancelled"})
+ENDED = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 
 
 def until(what: str, look: Callable[[], T | None], timeout_s: float = PATIENCE_S) -> T:
-    """Return the first true answer of ``look``, as `waiting.until`; fewer questions, as each is a request."""
-    found = waiting.until(look, what, timeout_s, every_s=0.1)
+    """Return the first true answer of ``look``, as `waiting.until`."""
+    found = waiting.until(look, what, timeout_s)
     assert found is not None
     return found
 

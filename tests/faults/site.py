@@ -206,7 +206,7 @@ class Site:
             service.start()
         self.hub.start()
         self.tokens = {user: self.hub.user_token(user) for user in ("ada", "bo", "root")}
-        until(self.is_healthy, "the devices are examined", log=self.services["broker"].log, every_s=0.1)
+        until(self.is_healthy, "the devices are examined", log=self.services["broker"].log)
 
     def is_healthy(self) -> bool:
         answer = self.ask("GET", "health")

@@ -9,21 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare.protocol.jobfiles import Record, log_path, read_record
 from tests.faults.site import SESSION_MIB, Site
-from tests.waiting import until as wait_for
+from tests.waiting import until
 
 TRAIN = Path(__file__).with_name("train.py")
 SETTLED = ("pending", "running", "suspended")
 # Jobs that wait or run at once.
 IN_FLIGHT = 4
 MIB = 1 << 20
-# Each question costs the broker and the Hub a few milliseconds of a processor.
-until = partial(wait_for, every_s=0.1)
 
 
 @dataclass

@@ -37,8 +37,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 ADMIN_TOKEN = "admin-token-of-the-tests"
 HUB_6 = jupyterhub.version_info[0] >= 6
-# Between two questions to the Hub about a server.
-ASK_EVERY_S = 0.1
 
 
 def is_alive(pid: int) -> bool:
@@ -118,7 +116,7 @@ class Hub:
 
     def start(self) -> None:
         self.launch()
-        wait_for(self._answers, "the Hub answers", log=self.folder / "hub.log", every_s=ASK_EVERY_S)
+        wait_for(self._answers, "the Hub answers", log=self.folder / "hub.log")
 
     def launch(self, tracing: Sequence[str] = ()) -> None:
         """Start it and do not wait; ``tracing`` goes before its command, and runs it in this very process."""
@@ -195,8 +193,8 @@ class Hub:
             ).status_code in (202, 204, 404)
 
         what = f"the server {name!r} of {user}"
-        wait_for(asked, f"the Hub stops {what}", every_s=ASK_EVERY_S)
-        wait_for(lambda: not self.server(user, name), f"{what} is gone", every_s=ASK_EVERY_S)
+        wait_for(asked, f"the Hub stops {what}")
+        wait_for(lambda: not self.server(user, name), f"{what} is gone")
 
     def server(self, user: str, name: str = "") -> dict[str, Any] | None:
         """The Hub's idea of a server that is not stopped."""
@@ -209,7 +207,7 @@ class Hub:
             found = self.server(user, name)
             return found if found is not None and found["ready"] else None
 
-        return dict(wait_for(ready, f"the server {name!r} of {user} is ready", every_s=ASK_EVERY_S))
+        return dict(wait_for(ready, f"the server {name!r} of {user} is ready"))
 
     def environment(self, user: str) -> dict[str, str]:
         """The environment that the running server of a user was started with."""

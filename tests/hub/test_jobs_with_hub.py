@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.hub.conftest import ASK_EVERY_S, Hub, is_alive, wait_for
+from tests.hub.conftest import Hub, is_alive, wait_for
 from tests.hub.fake_broker import GRANT
 
 NAME = "j0123456789-1"
@@ -213,7 +213,7 @@ def test_after_a_job_the_same_name_without_a_job_is_a_notebook_server_again(hub:
     expect_job(hub, "true")
     hub.start_server("ada", name="other")
     ended(hub)
-    wait_for(lambda: not hub.server("ada", "other"), "the server of the job is gone", every_s=ASK_EVERY_S)
+    wait_for(lambda: not hub.server("ada", "other"), "the server of the job is gone")
     hub.broker.grant = None
     assert hub.start_server("ada", name="other").status_code == 201
     assert hub.wait_ready("ada", "other")

@@ -60,7 +60,7 @@ def test_an_idle_session_is_stopped_and_gives_its_lease_back_while_a_job_runs_on
     assert hub.start_server("ada", name=NAME).status_code in (201, 202), hub.log()[-3000:]
     hub.wait_ready("ada", NAME)
     with culler(hub) as log:
-        wait_for(lambda: not hub.server("cy"), "the idle session is stopped", log=log, every_s=0.5)
+        wait_for(lambda: not hub.server("cy"), "the idle session is stopped", log=log)
         longer = "the job runs for longer than the session"
-        wait_for(lambda: active_s(hub) > 2 * TIMEOUT_S, longer, log=log, every_s=0.5)
+        wait_for(lambda: active_s(hub) > 2 * TIMEOUT_S, longer, log=log)
     assert [each.body["user"] for each in hub.broker.of("spawner/stop")] == ["cy"]

@@ -15,15 +15,25 @@ from tests.waiting import becomes, marked_processes, until
 BUSY = "while True: pass"
 
 
+STARTED: list[int] = []
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
+    """Short waits, which see no process that another test of this worker has started."""
     monkeypatch.setattr(waiting, "QUIET_S", 1.0)
     monkeypatch.setattr(waiting, "_LOOK_S", 0.1)
+    used_s = waiting._used_s
+    monkeypatch.setattr(waiting, "_used_s", lambda: {p: s for p, s in used_s().items() if p in STARTED})
+    yield
+    STARTED.clear()
 
 
 def started(code: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        return subprocess.Popen([sys.executable, "-u", "-c", code], stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=out, stderr=subprocess.STDOUT)
+    STARTED.append(process.pid)
+    return process
 
 
 def after(seconds: float):
