@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -16,10 +15,8 @@ from playwright.async_api import Browser, Page
 from tornado import web
 
 from tests.attack.test_cross_site import LOGIN
+from tests.broker import pages
 from tests.broker.http_site import PREFIX, Http
-from tests.broker.site import Site
-from tests.conftest import Chromium
-from tests.ui.pages import launched
 from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -80,20 +77,7 @@ class _Attack(web.RequestHandler):
         self.finish(_PAGE % (self.get_query_argument("target"), _ATTACKS[kind]))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser(chromium: Chromium) -> AsyncIterator[Browser]:
-    """One chromium for all tests of this file."""
-    async with launched(chromium) as browser:
-        yield browser
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(tmp_path: Path) -> AsyncIterator[Http]:
-    """A broker for each test, in the event loop of `browser`."""
-    http = Http(Site(tmp_path))
-    await http.open()
-    yield http
-    await http.close()
+browser, http = pages.module_browser, pages.module_http
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -5,22 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
-from jupyterhub._data import DATA_FILES_PATH
-from playwright.async_api import Browser
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.protocol.unleased import UnleasedProcess
-from tests.broker.http_site import PREFIX, Http
-from tests.broker.site import Site, spawn
-from tests.conftest import Chromium
-from tests.ui.pages import accessible, launched, picture
+from tests.broker import pages
+from tests.broker.http_site import PREFIX
+from tests.broker.pages import HUB_STATIC, WIDTHS
+from tests.broker.site import spawn
+from tests.ui.pages import accessible, picture
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of `browser`
@@ -29,25 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of `browser`
 CUT = """all => all.flatMap(td => [...td.querySelectorAll('.soft')])
     .filter(one => one.textContent.length < 10 && one.getClientRects().length > 1)
     .map(one => one.textContent)"""
-HUB_STATIC = Path(DATA_FILES_PATH) / "static"
-# 640: a page of 1280 at a zoom of 200 %
-WIDTHS = (1280, 640, 360)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser(chromium: Chromium) -> AsyncIterator[Browser]:
-    """One chromium for all tests of this file."""
-    async with launched(chromium) as browser:
-        yield browser
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(tmp_path: Path) -> AsyncIterator[Http]:
-    """A broker for each test, in the event loop of `browser`."""
-    http = Http(Site(tmp_path))
-    await http.open()
-    yield http
-    await http.close()
+browser, http = pages.module_browser, pages.module_http
 
 
 async def submit_many(http, names):

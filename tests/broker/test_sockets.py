@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -14,9 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jupyter_gpushare.broker.http import sockets
 from jupyter_gpushare.channel import unix_url
 from jupyter_gpushare.client import BlockingClient, BrokerClient
-from jupyter_gpushare.errors import BrokerUnavailable
+from jupyter_gpushare.errors import BrokerUnavailable, StoreError
 from jupyter_gpushare.protocol import wire
 from tests.broker.test_app import PATIENCE_S, Brokers, until
 from tests.ports import free_ports
@@ -100,6 +102,15 @@ def test_a_broker_that_bound_its_port_itself_says_so(brokers):
     broker = brokers.start()
     until(lambda: brokers.answers(broker), "it answers")
     assert health(brokers)["sockets_inherited"] is False
+
+
+def test_a_port_that_is_not_allowed_is_no_port_in_use(tmp_path, monkeypatch):
+    def denied(port: int, host: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(sockets, "bind_sockets", denied)
+    with pytest.raises(StoreError, match="cannot listen on port 80 of h"):
+        sockets.bind(sockets.Addresses("h", 80, tmp_path / "broker.sock"))
 
 
 async def test_our_clients_reach_it_over_its_unix_socket(brokers):

@@ -183,6 +183,15 @@ def test_a_limit_holds_where_priority_cannot_free_capacity_under_it():
     assert actions(c) == []
 
 
+def test_no_job_leaves_for_one_that_would_miss_the_limit_by_a_thousandth():
+    limited = [project("p", 1, limit_milli=667)]
+    c = cluster(
+        train("low", 333, "0"), train("same", 334, "0", priority=1), train("high", 334, priority=1),
+        gpus=2, projects=limited,
+    )  # fmt: skip
+    assert actions(c) == []
+
+
 def test_only_as_many_jobs_leave_as_the_limit_asks_for():
     limited = [project("p", 1, limit_milli=1000)]
     low = [train(f"low{n}", 500, "0", granted_at=n) for n in range(2)]

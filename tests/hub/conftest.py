@@ -225,6 +225,16 @@ class Hub:
             ).fetchone()
         return dict(json.loads(row[0])) if row and row[0] else {}
 
+    def port_of(self, user: str, name: str) -> int:
+        """The port of a running server."""
+        with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
+            row = db.execute(
+                "select servers.port from servers join spawners s on s.server_id = servers.id"
+                " join users u on u.id = s.user_id where u.name = ? and s.name = ?",
+                (user, name),
+            ).fetchone()
+        return int(row[0])
+
     def set_state(self, user: str, state: dict[str, Any]) -> None:
         """Change what a Hub that does not run remembers of a default server."""
         with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:

@@ -1,13 +1,15 @@
 """systemd-run and systemctl, as far as SystemdSpawner calls them; a unit is a process of this machine.
 
 Behaviour of systemd 252 that matters: a transient unit of a name that is active is refused
-(systemd-run fails), `is-active` exits 3 for a unit that does not run, `stop` ends it.
+(systemd-run fails), `is-active` exits 3 for a unit that does not run, `stop` ends it and removes its
+RuntimeDirectory, in which the spawner keeps the file of its environment.
 Every unit that was started stays in UNITS/NAME.json with its properties.
 """
 
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +69,9 @@ def control(verb, name=""):
         os.kill(there["pid"], signal.SIGTERM)
         while alive(there["pid"]):
             time.sleep(0.02)
+        for each in there["properties"]:
+            if each.startswith("EnvironmentFile="):
+                shutil.rmtree(Path(each.partition("=")[2]).parent)
     return 1 if verb == "is-failed" else 0
 
 

@@ -119,7 +119,7 @@ def test_the_log_page_needs_the_login_of_the_owner(hub: Hub) -> None:
     hub.start_server("ada", name=NAME)
     hub.wait_ready("ada", NAME)
     wait_for(lambda: "secret" in log(hub), "the job runs")
-    base = f"http://127.0.0.1:{port_of(hub)}/user/ada/{NAME}/"
+    base = f"http://127.0.0.1:{hub.port_of('ada', NAME)}/user/ada/{NAME}/"
 
     def get(token: str | None) -> httpx.Response:
         headers = {} if token is None else {"Authorization": f"token {token}"}
@@ -146,7 +146,7 @@ def test_the_link_of_a_running_job_leads_its_owner_to_the_log(hub: Hub) -> None:
 
 def follow(hub: Hub, browser: httpx.Client, path: str) -> httpx.Response:
     """Open a page as a browser does behind the Hub's proxy, of which this Hub has none."""
-    runner = f"http://127.0.0.1:{port_of(hub)}"
+    runner = f"http://127.0.0.1:{hub.port_of('ada', NAME)}"
     for _ in range(10):
         base = hub.url if path.startswith("/hub/") else runner
         page = browser.get(f"{base}{path}", follow_redirects=False)
@@ -163,13 +163,6 @@ def test_starting_the_name_of_a_job_by_hand_is_refused_before_any_form(hub: Hub)
     assert "This is the name of a training job" in page.text
     assert 'type="radio"' not in page.text
     assert not hub.broker.asked
-
-
-def port_of(hub: Hub) -> int:
-    pid = hub.state("ada", NAME)["pid"]
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        entries = dict(entry.split("=", 1) for entry in file.read().decode().split("\0") if "=" in entry)
-    return int(httpx.URL(entries["JUPYTERHUB_SERVICE_URL"]).port or 0)
 
 
 def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hub) -> None:

@@ -21,6 +21,7 @@ from jupyter_gpushare.core.model import Project
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
+from tests.ports import free_ports
 from tests.waiting import PATIENCE_S, becomes
 
 NS = "gpushare"
@@ -160,11 +161,10 @@ async def test_a_broker_that_lacks_something_ends_with_its_name(tmp_path: Path, 
         config = tmp_path / "config.py"
         config.write_text(CONFIG.format(**given | change))
         environ = os.environ | {
-            "JUPYTERHUB_SERVICE_URL": "http://127.0.0.1:0",
+            "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{free_ports()}",
             "JUPYTERHUB_API_TOKEN": "t",
             "JUPYTERHUB_API_URL": "http://127.0.0.1:9/hub/api",
         }
-        environ["JUPYTERHUB_SERVICE_URL"] = "http://127.0.0.1:9"
         command = [sys.executable, "-m", "jupyter_gpushare.cli", "broker", "--config", str(config)]
         done = await asyncio.to_thread(
             subprocess.run, command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -43,10 +42,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """Unpack an sdist into a folder, which is made; returns its tree."""
+    folder.mkdir(exist_ok=True)
+    # Python 3.11.0 to 3.11.3 cannot filter what tarfile unpacks.
+    subprocess.run(["tar", "-xf", sdist, "-C", folder, "--no-same-owner"], check=True)
+    (tree,) = folder.iterdir()
+    return tree
+
+
 @pytest.fixture
 def source_tree(sdist: Path, tmp_path: Path) -> Path:
     """The unpacked sdist."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (tree,) = (tmp_path / "source").iterdir()
-    return tree
+    return unpacked(sdist, tmp_path / "source")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    steering = ("MAKE", "MFLAGS", "WORKERS", "PYTEST_ARGS")
+    steering = ("MAKE", "MFLAGS", "WORKERS", "PYTEST_ARGS", "PYTHON")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
     return subprocess.run(
         ["make", *arguments],

@@ -5,7 +5,6 @@ The first wheel is of an older version number, not of older code.
 
 from __future__ import annotations
 
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 
 import jupyter_gpushare
 from tests.e2e.demo import Person
-from tests.setup.conftest import build
+from tests.setup.conftest import build, unpacked
 from tests.setup.machine import Site, installed
 from tests.waiting import PATIENCE_S, until
 
@@ -51,9 +50,7 @@ def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     made = {}
     for version in (OLD, NEW):
         folder = tmp_path_factory.mktemp("version")
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        (tree,) = folder.iterdir()
+        tree = unpacked(sdist, folder)
         for name, number in (
             ("PKG-INFO", "Version: {}"),
             ("jupyter_gpushare/__init__.py", '__version__ = "{}"'),

@@ -220,14 +220,13 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> 
 def test_a_secret_of_kubernetes_is_read_by_a_process_of_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, uid: int, gid: int, is_read: bool
 ) -> None:
-    path, fstat = written(tmp_path / "s", b"0" * 64), os.fstat
-
-    def of_kubernetes(fd: int) -> os.stat_result:
-        fields = list(fstat(fd))
-        fields[0], fields[4], fields[5] = stat.S_IFREG | mode, uid, gid
-        return os.stat_result(fields)
-
-    monkeypatch.setattr(os, "fstat", of_kubernetes)
+    path = written(tmp_path / "s", b"0" * 64)
+    fields = list(path.stat())
+    fields[0], fields[4], fields[5] = stat.S_IFREG | mode, uid, gid
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result(fields))
+    of_root = list(path.stat())
+    of_root[4] = 0  # the link
+    monkeypatch.setattr(os, "lstat", lambda path: os.stat_result(of_root))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "getegid", lambda: 1000)
     monkeypatch.setattr(os, "getgroups", lambda: [1000, 2000])

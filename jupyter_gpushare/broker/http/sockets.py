@@ -12,6 +12,7 @@ A broker that has to bind its sockets itself says so in ``health``.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -131,10 +132,11 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
     try:
         return bind_sockets(port, host)
     except OSError as error:
-        raise StoreError(
-            f"port {port} on {host} is in use ({error.strerror}): stop what listens there, "
-            "or change the url of the service gpushare"
-        ) from None
+        if error.errno == errno.EADDRINUSE:
+            said = f"port {port} on {host} is in use: stop what listens there, or"
+        else:
+            said = f"cannot listen on port {port} of {host} ({error.strerror}):"
+        raise StoreError(f"{said} change the url of the service gpushare") from None
 
 
 def _bind_unix(path: Path) -> socket.socket:
