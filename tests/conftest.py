@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    longest_first(items, config.rootpath)
+    longest_first(items, config.rootpath, reverse=config.option.maxfail == 1)
     for item in items:
         if is_oracle(item.path, config.rootpath):
             item.add_marker("oracle")

@@ -1,5 +1,7 @@
 """The longest files first: a file that begins last and takes minutes keeps one worker busy alone.
 
+A run that ends at the first failure (`-x`) begins with the shortest.
+
 `tests/durations.json` has the seconds of each file of a whole parallel run.  Renew it with
 ``make test PYTEST_ARGS=--store-durations``; a file that it does not name comes first.
 """
@@ -15,10 +17,11 @@ import pytest
 STORED = Path(__file__).with_name("durations.json")
 
 
-def longest_first(items: list[pytest.Item], root: Path) -> None:
+def longest_first(items: list[pytest.Item], root: Path, *, reverse: bool = False) -> None:
     """Sort tests by the stored seconds of their files; the order within a file stays."""
     seconds: dict[str, float] = json.loads(STORED.read_text()) if STORED.exists() else {}
-    items.sort(key=lambda item: -seconds.get(_name(item.path, root), float("inf")))
+    sign = 1 if reverse else -1
+    items.sort(key=lambda item: sign * seconds.get(_name(item.path, root), float("inf")))
 
 
 def _name(path: Path, root: Path) -> str:

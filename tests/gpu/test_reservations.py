@@ -425,16 +425,23 @@ def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path:
     assert bo.files.phase() is None
 
 
-@pytest.mark.parametrize(("unlisted_gib", "paused"), [(0, False), (40, True)])
-def test_memory_that_no_listed_process_explains_counts_beside_a_restore(
-    tmp_path: Path, unlisted_gib: int, paused: bool
+@pytest.mark.parametrize(
+    ("held_gib", "unlisted_gib", "paused"),
+    [(1, 0, False), (1, 40, True), (18, 0, False), (18, 12, True)],
+)
+def test_memory_that_no_process_of_a_session_explains_counts_beside_a_restore(
+    tmp_path: Path, held_gib: int, unlisted_gib: int, paused: bool
 ) -> None:
-    """Graphics sessions are not listed, and of some processes the driver does not say what they hold."""
+    """Graphics sessions are not listed, and of some processes the driver does not say what they hold.
+
+    What a session holds is part of its limit.
+    """
     paper = Paper(random.Random(1), tmp_path)
     bo = paper.leases[1]
-    bo.limits[UUID] = 20 * GIB
-    used = GIB + unlisted_gib * GIB
-    usage = Usage(used, GPU.memory_bytes - used, 0, {bo.processes[0].pid: GIB, 7: None}, None)
+    bo.limits[UUID] = 36 * GIB
+    used = (held_gib + unlisted_gib) * GIB
+    listed = {bo.processes[0].pid: held_gib * GIB, 7: None}
+    usage = Usage(used, GPU.memory_bytes - used, 0, listed, None)
     shows = SimpleNamespace(gpus=(GPU,), usage=lambda uuid: usage, free_bytes=lambda uuid: 60 * GIB)
     registry = SimpleNamespace(all=lambda: [bo])
     reservations = MemoryReservations(shows, DeviceStates((GPU,)), registry)  # type: ignore[arg-type]

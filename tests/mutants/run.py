@@ -29,6 +29,7 @@ LIMIT_S = 60.0
 # What tests need that git ignores; large, and never changed by a test.
 _BUILT = (".venv", f"{PACKAGE}/ui/node_modules")
 _OPTIONS = ("-x", "-q", "-ra", "-p", "no:cacheprovider", "-m", "not long and not browser")
+_PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 # Other plugins take longer to load than many of the tests.
 _PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "xdist.plugin")
 
@@ -122,7 +123,7 @@ def judged(mutant: Mutant, copy: Path) -> str:
     lines[number - 1] = old.replace(mutant.line, mutant.becomes)
     try:
         file.write_text("".join(lines))
-        status, said = pytest(copy, "-n", "2", "--dist", "loadfile", *mutant.tests.split())
+        status, said = pytest(copy, *_PARALLEL, *mutant.tests.split())
     finally:
         file.write_text(source)
     if status == 0:

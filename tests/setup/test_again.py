@@ -101,6 +101,8 @@ def test_the_longest_file_runs_first_and_stored_files_exist(tmp_path, monkeypatc
     items = [SimpleNamespace(path=tmp_path / name) for name in ("a.py", "b.py", "new.py", "a.py")]
     order.longest_first(items, tmp_path)
     assert [item.path.name for item in items] == ["new.py", "b.py", "a.py", "a.py"]
+    order.longest_first(items, tmp_path, reverse=True)
+    assert [item.path.name for item in items] == ["a.py", "a.py", "b.py", "new.py"]
 
 
 def test_what_holds_a_promise_or_a_journey_is_in_make_test():
