@@ -250,7 +250,7 @@ def test_background_children_get_sigterm_first(start: Start) -> None:
         "import os, signal, sys, time\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
-        "    signal.signal(signal.SIGTERM, lambda *_: (print('child saved'), os._exit(0)))\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(.5), print('child saved'), os._exit(0)))\n"
         "    open('there', 'w').close()\n"
         "    time.sleep(600)\n"
         "while not os.path.exists('there'): time.sleep(.02)"

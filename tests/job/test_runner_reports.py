@@ -54,13 +54,15 @@ def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
             b'{"done": NaN}',
             b'{"done": "x"}',
             b'{"done": {}}',
+            b'{"done": -1}',
             b'{"done": 1' + b"0" * 400 + b"}",
             b'{"done": 1, "total": 1' + b"0" * 400 + b"}",
             b"\xff" * 9000,
         ):
             sender.send(line)
-        sender.send(b'{"done": 2}')
-    assert wait_for(lambda: job.others.reported("progress"), "progress is reported")["done"] == 2
+        sender.send(b'{"done": 0, "total": 2}')
+    report = wait_for(lambda: job.others.reported("progress"), "progress is reported")
+    assert (report["done"], report["total"]) == (0, 2)
 
 
 def test_garbage_that_waits_in_the_socket_at_the_end_does_no_harm(start: Start) -> None:
