@@ -87,7 +87,10 @@ print([p.pid for p in found])
 def test_a_helper_without_root_finds_the_runner_that_hides_its_environment():
     command = [sys.executable, "-c", _RUNS, "GPUSHARE_LEASE=j1-1"]
     with subprocess.Popen(
-        command, env={"GPUSHARE_LEASE": "j1-1"}, stdout=subprocess.PIPE, text=True
+        command,
+        env={"GPUSHARE_LEASE": "j1-1", "GPUSHARE_LEASE_DIR": "/elsewhere"},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as runner:
         try:
             assert runner.stdout.readline() == "ready\n"

@@ -301,22 +301,23 @@ def test_processes_that_name_a_reserved_lease_are_no_lost_record(bare: Machine) 
     assert not Path(folder).exists()
     assert bare.ask("sample")["leases"] == []
     named = {"GPUSHARE_LEASE": "ada", "GPUSHARE_LEASE_DIR": folder, "CUDA_VISIBLE_DEVICES": ""}
-    server = subprocess.Popen(["sleep", "600"], env=bare.environment | named)
-    bare.stop(signal.SIGKILL)
-    bare.start()
-    holders = bare.state_dir / "private" / "holders"
-    assert "without a record" not in bare.log.read_text()
-    assert json.loads(holders.read_text())["reserved"] == ["ada"]
-    # It gets its lease: its process belongs to it, and a record that is lost from now on is noted.
-    assert bare.lease("ada") == Path(folder)
-    until(lambda: bare.of("ada")["alive"], "its process is found")
-    assert json.loads(holders.read_text())["reserved"] == []
-    bare.stop(signal.SIGKILL)
-    (bare.state_dir / "private" / "journal" / "ada").unlink()
-    bare.start()
-    assert "processes name leases without a record" in bare.log.read_text()
-    server.kill()
-    server.wait()
+    with subprocess.Popen(["sleep", "600"], env=bare.environment | named) as server:
+        try:
+            bare.stop(signal.SIGKILL)
+            bare.start()
+            holders = bare.state_dir / "private" / "holders"
+            assert "without a record" not in bare.log.read_text()
+            assert json.loads(holders.read_text())["reserved"] == ["ada"]
+            # It gets its lease: its process belongs to it, and a record that is lost from now on is noted.
+            assert bare.lease("ada") == Path(folder)
+            until(lambda: bare.of("ada")["alive"], "its process is found")
+            assert json.loads(holders.read_text())["reserved"] == []
+            bare.stop(signal.SIGKILL)
+            (bare.state_dir / "private" / "journal" / "ada").unlink()
+            bare.start()
+            assert "processes name leases without a record" in bare.log.read_text()
+        finally:
+            server.kill()
 
 
 def test_a_reserved_lease_that_no_process_names_is_forgotten(bare: Machine) -> None:

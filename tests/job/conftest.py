@@ -194,6 +194,10 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
     ) -> Job:
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
+        # A helper that another test runs takes a lease without a folder for one of its own.
+        lease = tmp_path / "lease"
+        lease.mkdir(exist_ok=True)
+        (lease / "limit").touch()
         port = free_ports()
         address = f"http://127.0.0.1:{others.port}"
         job = {
@@ -214,6 +218,7 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
             "GPUSHARE_JOB": json.dumps(job),
             "GPUSHARE_API_URL": f"{address}/services/gpushare/api/v1",
             "GPUSHARE_LEASE": "j0123456789-1",
+            "GPUSHARE_LEASE_DIR": str(lease),
             "CUDA_VISIBLE_DEVICES": "GPU-1",
             "JUPYTERHUB_API_TOKEN": SERVER_TOKEN,
             "JPY_API_TOKEN": SERVER_TOKEN,

@@ -288,7 +288,7 @@ def test_the_command_sees_its_lease_but_no_token(start: Start) -> None:
 def test_an_attempt_with_an_ended_lease_starts_nothing(
     start: Start, tmp_path: Path, others: HubAndBroker
 ) -> None:
-    lease = tmp_path / "lease"
+    lease = tmp_path / "ended"
     lease.mkdir()
     gone = start("touch", str(tmp_path / "ran"), runner_env={"GPUSHARE_LEASE_DIR": str(lease)})
     assert gone.exited() == 0  # after the Hub has seen it
