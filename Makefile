@@ -65,6 +65,9 @@ BOTH := $(and $(filter check,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS)))
 ENGINE_TESTS := $(foreach name,kai_model kai_engine kai_faults broker spawner story story_faults,tests/kube/test_$(name).py)
 LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25 GPUSHARE_TEST_MOMENTS=30
 
+# Some machines set it.  Without compiled modules each of a thousand processes of the tests compiles ours anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
 ifneq ($(SYSTEM_CA),)
