@@ -60,7 +60,16 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
     helper.close()
 
 
-@pytest.mark.parametrize("scenario", HERE, ids=lambda scenario: scenario.name)
+def shown_here() -> Iterator[object]:
+    """Each scenario once; with its other arguments in `make test-long`."""
+    seen = set()
+    for each in HERE:
+        again = each.function in seen
+        yield pytest.param(each, id=each.name, marks=[pytest.mark.long] if again else [])
+        seen.add(each.function)
+
+
+@pytest.mark.parametrize("scenario", list(shown_here()))
 def test_simulated(
     helper: tuple[Path, dict[str, str]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
