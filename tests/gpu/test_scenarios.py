@@ -61,8 +61,8 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
 
 
 def shown_here() -> Iterator[object]:
-    """Each scenario once; with its other arguments in `make test-long`."""
-    seen = set()
+    """Each scenario once; the slow one, and others with more arguments, in `make test-long`."""
+    seen = {driver_facts.a_process_grows_over_cycles}
     for each in HERE:
         again = each.function in seen
         yield pytest.param(each, id=each.name, marks=[pytest.mark.long] if again else [])
@@ -142,6 +142,7 @@ def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) ->
         assert f"| {what} | {figure} |" in done.stdout
 
 
+@pytest.mark.long
 def test_without_a_driver_the_command_says_so_in_every_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", f"--rootdir={ROOT}", "-q", "tests/gpu_real"]
     env = environment(Simulator(tmp_path, "1xH100-80GB,host=512GiB")) | {
