@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.again import Again, is_oracle
-from tests.order import StoreDurations, longest_first
+from tests.order import StoreDurations, by_duration
 from tests.waiting import RUN_VARIABLE, marked_processes
 
 with contextlib.suppress(ImportError):
@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    longest_first(items, config.rootpath, reverse=config.option.maxfail == 1)
+    by_duration(items, config.rootpath, shortest_first=config.option.maxfail == 1)
     for item in items:
         if is_oracle(item.path, config.rootpath):
             item.add_marker("oracle")

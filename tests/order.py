@@ -17,10 +17,10 @@ import pytest
 STORED = Path(__file__).with_name("durations.json")
 
 
-def longest_first(items: list[pytest.Item], root: Path, *, reverse: bool = False) -> None:
+def by_duration(items: list[pytest.Item], root: Path, *, shortest_first: bool = False) -> None:
     """Sort tests by the stored seconds of their files; the order within a file stays."""
     seconds: dict[str, float] = json.loads(STORED.read_text()) if STORED.exists() else {}
-    sign = 1 if reverse else -1
+    sign = 1 if shortest_first else -1
     items.sort(key=lambda item: sign * seconds.get(_name(item.path, root), float("inf")))
 
 

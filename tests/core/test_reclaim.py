@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Plan, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, train
@@ -174,20 +176,15 @@ def test_a_pause_for_priority_is_a_stop_where_host_memory_holds_only_one():
     assert actions(c) == [Suspend("b1", Why.PRIORITY, "high"), Requeue("b0", Why.PRIORITY, "high")]
 
 
-def test_a_limit_holds_where_priority_cannot_free_capacity_under_it():
-    limited = [project("p", 1, limit_milli=1000)]
+@pytest.mark.parametrize(
+    ("limit", "low", "same", "high"),
+    [(1000, 400, 600, 1000), (667, 333, 334, 334)],
+    ids=["by_far", "by_a_thousandth"],
+)
+def test_a_limit_holds_where_priority_cannot_free_capacity_under_it(limit, low, same, high):
     c = cluster(
-        train("low", 400, "0"), train("same", 600, "0", priority=1), train("high", 1000, priority=1),
-        gpus=2, projects=limited,
-    )  # fmt: skip
-    assert actions(c) == []
-
-
-def test_no_job_leaves_for_one_that_would_miss_the_limit_by_a_thousandth():
-    limited = [project("p", 1, limit_milli=667)]
-    c = cluster(
-        train("low", 333, "0"), train("same", 334, "0", priority=1), train("high", 334, priority=1),
-        gpus=2, projects=limited,
+        train("low", low, "0"), train("same", same, "0", priority=1), train("high", high, priority=1),
+        gpus=2, projects=[project("p", 1, limit_milli=limit)],
     )  # fmt: skip
     assert actions(c) == []
 

@@ -217,23 +217,23 @@ class Hub:
 
     def state(self, user: str, name: str = "") -> dict[str, Any]:
         """What the Hub remembers of a running server."""
-        with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
-            row = db.execute(
-                "select s.state from spawners s join users u on u.id = s.user_id"
-                " where u.name = ? and s.name = ?",
-                (user, name),
-            ).fetchone()
-        return dict(json.loads(row[0])) if row and row[0] else {}
+        state, _ = self._stored(user, name)
+        return dict(json.loads(state)) if state else {}
 
     def port_of(self, user: str, name: str) -> int:
         """The port of a running server."""
+        _, port = self._stored(user, name)
+        return int(port)
+
+    def _stored(self, user: str, name: str) -> tuple[Any, Any]:
+        """State and port of a server in the Hub's database; None where there is none."""
         with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
             row = db.execute(
-                "select servers.port from servers join spawners s on s.server_id = servers.id"
-                " join users u on u.id = s.user_id where u.name = ? and s.name = ?",
+                "select s.state, servers.port from spawners s join users u on u.id = s.user_id"
+                " left join servers on servers.id = s.server_id where u.name = ? and s.name = ?",
                 (user, name),
             ).fetchone()
-        return int(row[0])
+        return row or (None, None)
 
     def set_state(self, user: str, state: dict[str, Any]) -> None:
         """Change what a Hub that does not run remembers of a default server."""

@@ -99,9 +99,9 @@ def test_the_longest_file_runs_first_and_stored_files_exist(tmp_path, monkeypatc
     monkeypatch.setattr(order, "STORED", tmp_path / "durations.json")
     order.STORED.write_text('{"a.py": 1, "b.py": 30}')
     items = [SimpleNamespace(path=tmp_path / name) for name in ("a.py", "b.py", "new.py", "a.py")]
-    order.longest_first(items, tmp_path)
+    order.by_duration(items, tmp_path)
     assert [item.path.name for item in items] == ["new.py", "b.py", "a.py", "a.py"]
-    order.longest_first(items, tmp_path, reverse=True)
+    order.by_duration(items, tmp_path, shortest_first=True)
     assert [item.path.name for item in items] == ["a.py", "a.py", "b.py", "new.py"]
 
 
