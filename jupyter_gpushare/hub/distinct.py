@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from traitlets import TraitError
+
 from jupyter_gpushare.hub.broker_access import unverified
 
 _log = logging.getLogger(__name__)
@@ -116,16 +118,16 @@ def check_at_start() -> None:
 def _check_of_hub(hub: Any) -> None:
     if not hasattr(hub.spawner_class, "server_resource"):
         return
+    try:
+        made = sample(hub.spawner_class, hub.config, "")
+    except TraitError as error:  # each start would fail with it
+        hub.log.critical("%s", error)
+        sys.exit(1)
+    except Exception:  # of a class that is not ours; `check_class` logs it
+        return
     if said := check_class(hub.spawner_class, hub.config):
         hub.log.critical("%s A training job would replace its owner's session.", said)
         sys.exit(1)
-    if said := _unverified(hub.spawner_class, hub.config):
+    if said := unverified(made):
         hub.log.critical("The broker cannot be verified: %s.", said)
         sys.exit(1)
-
-
-def _unverified(spawner_class: type, config: Any) -> str:
-    try:
-        return unverified(sample(spawner_class, config, ""))
-    except Exception:  # of a class that is not ours; `check_class` logs it
-        return ""

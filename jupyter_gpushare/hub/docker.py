@@ -9,39 +9,66 @@ What a lease needs inside a container is added to the site's configuration here:
 | the broker's unix socket | its folder, mounted read-only under its own path                   |
 | the GPUs of the lease    | a device request of Docker for these UUIDs                         |
 | no GPU without a lease   | NVIDIA_VISIBLE_DEVICES=void, whatever the image says               |
-| pids as the driver's     | the host's pid namespace: driver and library name the same process |
 | one known uid            | `container_uid`, for server and broker alike                       |
+
+All users may have one uid: what keeps them apart is that no container joins a namespace of the machine
+or of another container (pid_namespaces(7): a process sees, signals and reads none outside its own).
+Settings that do are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from docker.types import DeviceRequest
 from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import Command
-from traitlets import Bool, Integer, TraitError, validate
+from traitlets import Bool, Callable, Integer, TraitError, Union, validate
 
 from jupyter_gpushare import channel
+from jupyter_gpushare.hub.refusals import SITE_SETTING, refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 
 # Docker's own time to stop a container, in seconds (`docker stop`, --time).
 _DOCKER_STOP_S = 10
+# HostConfig of Docker's API, and the names in `extra_host_config`.
+_NAMESPACES = {
+    "PidMode": "pid_mode",
+    "IpcMode": "ipc_mode",
+    "NetworkMode": "network_mode",
+    "UTSMode": "uts_mode",
+    "UsernsMode": "userns_mode",
+    "CgroupnsMode": "cgroupns",
+}
+
+
+def joins(host_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings with which a container is not apart from the machine or from another container."""
+    for ours, theirs in _NAMESPACES.items():
+        for name in (ours, theirs):
+            value = str(host_config.get(name) or "")
+            if value == "host" or value.startswith(("container:", "ns:")):
+                yield f"{theirs} = {value!r}"
+    for name in ("Privileged", "privileged"):
+        if host_config.get(name):
+            yield "privileged = True"
 
 
 class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     """Servers in Docker containers that see the GPUs of their lease only."""
 
-    container_uid = Integer(
-        1000,
-        min=1,
+    container_uid = Union(
+        [Integer(min=1), Callable()],
+        default_value=1000,
         help="""
         User id of the server's processes inside its container and, without user
         namespaces, on the machine. The files of a lease belong to it.
 
         1000 is the user of the Jupyter Docker Stacks. The container is started with it,
-        whatever user the image names.
+        whatever user the image names. A function of the spawner gives each user a number of
+        its own; files in existing volumes keep the number that they have (docs/spawners.md).
         """,
     ).tag(config=True)
 
@@ -87,8 +114,37 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
             )
         return True
 
+    @validate("extra_host_config")
+    def _check_host_config(self, proposal: Any) -> Any:
+        if not callable(proposal.value) and (wrong := next(joins(proposal.value), "")):
+            raise TraitError(
+                f"c.DockerSpawner.extra_host_config has {wrong}: with it the servers of users are not apart "
+                "from each other or from the machine. Remove it."
+            )
+        return proposal.value
+
+    @validate("network_name")
+    def _check_network(self, proposal: Any) -> Any:
+        if any(joins({"network_mode": proposal.value})):
+            raise TraitError(
+                f"c.DockerSpawner.network_name = {proposal.value!r} puts all servers into one network "
+                'namespace: name a network of Docker, such as "bridge".'
+            )
+        return proposal.value
+
     def server_uid(self) -> int:
-        return self.container_uid
+        """Return the uid that the server's processes will have.
+
+        Raises:
+            HTTPError: 503, the site's function gives no number, or that of root; the log says so.
+        """
+        uid = self.container_uid(self) if callable(self.container_uid) else self.container_uid
+        if type(uid) is not int or uid < 1:
+            self._tell_administrator(
+                f"c.GPUShareDockerSpawner.container_uid gives {uid!r}: a number from 1 on, not async"
+            )
+            raise refusal(SITE_SETTING, "site_setting", 503)
+        return uid
 
     def get_env(self) -> dict[str, str]:
         """Return the environment; the NVIDIA runtime gives the container the lease's devices only."""
@@ -118,27 +174,48 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     def host_settings(self) -> dict[str, Any]:
         """Return the settings of the container that this start needs, beside those of the site."""
         grant = self._grant
-        if grant is None or grant.lease is None:
+        if grant is None or grant.lease is None or not self.device_requests:
             return {}
-        settings: dict[str, Any] = {"pid_mode": "host"}
-        if self.device_requests:
-            settings["device_requests"] = [
+        return {
+            "device_requests": [
                 DeviceRequest(driver="nvidia", device_ids=list(grant.devices), capabilities=[["gpu"]])
             ]
-        return settings
+        }
 
     async def create_object(self) -> Any:
         """Create the container with the settings of this start."""
         site = self.extra_host_config, self.extra_create_kwargs
-        self.extra_host_config = {**await self._evaluated(self.extra_host_config), **self.host_settings()}
+        host_config = {
+            "cgroupns": "private",  # with cgroup v1 an engine's default is the machine's
+            **await self._evaluated(self.extra_host_config),
+            **self.host_settings(),
+        }
+        # A function, so that `docker` judges it: the refusal is for the user to read.
+        self.extra_host_config = lambda _: host_config
         self.extra_create_kwargs = {
             **await self._evaluated(self.extra_create_kwargs),
-            "user": str(self.container_uid),
+            "user": str(self.server_uid()),
         }
         try:
             return await super().create_object()
         finally:
             self.extra_host_config, self.extra_create_kwargs = site
+
+    def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call Docker; a container that is not apart from others is not created.
+
+        Raises:
+            HTTPError: 503, a setting of the site joins a namespace; the log says which.
+        """
+        # What functions and templates of the site made of their settings is known only here.
+        wrong = joins(kwargs["host_config"]) if method == "create_container" else ()
+        if settings := ", ".join(wrong):
+            self._tell_administrator(
+                f"the container would have {settings}, and users could get at each other's servers: remove "
+                "it from c.DockerSpawner.extra_host_config, extra_create_kwargs or network_name"
+            )
+            raise refusal(SITE_SETTING, "site_setting", 503)
+        return super().docker(method, *args, **kwargs)
 
     async def _evaluated(self, setting: Any) -> dict[str, Any]:
         """Return a setting of the site, which may be a function of the spawner."""

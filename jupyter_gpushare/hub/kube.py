@@ -19,7 +19,7 @@ from traitlets import Dict, Enum, Float, List, Unicode, default
 
 from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.hub import options
+from jupyter_gpushare.hub import kube_pod, options
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.kube_pod import NODE_NAME, Form, Place, Runtime, complaint, escaped, outside, shaped
 from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
@@ -225,6 +225,12 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         if site_hook is not None:
             pod = await maybe_future(site_hook(self, pod))
         plain: Mapping[str, Any] = self.api.api_client.sanitize_for_serialization(pod)
+        if setting := kube_pod.joined(plain):
+            self._tell_administrator(
+                f"the pod would have {setting}, and users could get at each other's servers: remove it from "
+                "the profile, c.KubeSpawner.extra_pod_config or modify_pod_hook"
+            )
+            raise refusal(SITE_SETTING, "site_setting", 503)
         if wrong := complaint(plain, self._place(), self._runtime):
             self._tell_administrator(f"{wrong}; look at the profile and c.KubeSpawner.modify_pod_hook")
             raise refusal(OWN_GPU, "own_gpu", 409)

@@ -123,6 +123,11 @@ def complaint(pod: Mapping[str, Any], place: Place | None, runtime: Runtime) -> 
     return ""
 
 
+def joined(pod: Mapping[str, Any]) -> str:
+    """Return the namespace of its node that a pod joins, so that it is not apart from others; or empty."""
+    return next((name for name in ("hostPID", "hostIPC", "hostNetwork") if pod["spec"].get(name)), "")
+
+
 def _lost(spec: Mapping[str, Any], place: Place, runtime: Runtime) -> str:
     """Return the runtime class or a mount of a lease that a pod does not have; empty: it has all."""
     if runtime.runtime_class and spec.get("runtimeClassName") != runtime.runtime_class:

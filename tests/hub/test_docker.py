@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 from traitlets import TraitError
 from traitlets.config import Config
 
-from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
+from jupyter_gpushare.hub import distinct
+from jupyter_gpushare.hub.docker import GPUShareDockerSpawner, joins
 from tests.hub.conftest import HERE, Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT
 from tests.hub.fake_docker import FakeDocker
@@ -23,7 +27,8 @@ c.DockerSpawner.image = "site/lab:1"
 c.DockerSpawner.host_ip = "127.0.0.1"
 c.DockerSpawner.volumes = {{"home-{{username}}": "/home/jovyan"}}
 c.DockerSpawner.mem_limit = "2G"
-c.DockerSpawner.extra_host_config = {{"shm_size": "1g"}}
+joined = {{"joined": {{"pid_mode": "host"}}}}
+c.DockerSpawner.extra_host_config = lambda spawner: {{"shm_size": "1g", **joined.get(spawner.name, {{}})}}
 c.JupyterHub.hub_connect_url = c.JupyterHub.hub_bind_url
 del c.Spawner.cmd
 """
@@ -60,7 +65,7 @@ def docker(shared: tuple[Hub, FakeDocker]) -> FakeDocker:
     return shared[1]
 
 
-def test_a_container_with_a_lease_gets_its_mounts_its_gpus_and_the_hosts_pids(hub, docker):
+def test_a_container_with_a_lease_gets_its_mounts_and_its_gpus_alone(hub, docker):
     assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, hub.log()[-3000:]
     (container,) = docker.made
     host = container.created["HostConfig"]
@@ -73,7 +78,8 @@ def test_a_container_with_a_lease_gets_its_mounts_its_gpus_and_the_hosts_pids(hu
     assert devices["Driver"] == "nvidia"
     assert devices["DeviceIDs"] == ["GPU-1"]
     assert devices["Capabilities"] == [["gpu"]]
-    assert host["PidMode"] == "host"
+    assert list(joins(host)) == []
+    assert host["CgroupnsMode"] == "private"
     assert host["ShmSize"] == 1 << 30
     for name, value in GRANT["env"].items():
         assert container.environment[name] == value
@@ -100,7 +106,7 @@ def test_a_container_without_a_lease_sees_no_gpu_whatever_its_image_says(hub, do
     (container,) = docker.made
     host = container.created["HostConfig"]
     assert not host.get("DeviceRequests")
-    assert not host.get("PidMode")
+    assert list(joins(host)) == []
     assert container.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert container.environment["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -144,3 +150,97 @@ def test_the_lease_is_given_back_when_a_container_ends(hub, docker):
 def test_containers_that_are_kept_are_refused_with_the_reason():
     with pytest.raises(TraitError, match="has the lease of its last start"):
         GPUShareDockerSpawner(config=Config({"DockerSpawner": {"remove": False}}))
+
+
+JOINING = [
+    {"pid_mode": "host"},
+    {"pid_mode": "container:jupyter-ada"},
+    {"ipc_mode": "host"},
+    {"network_mode": "host"},
+    {"network_mode": "container:jupyter-ada"},
+    {"uts_mode": "host"},
+    {"userns_mode": "host"},
+    {"cgroupns": "host"},
+    {"privileged": True},
+]
+
+
+@pytest.mark.parametrize("setting", JOINING, ids=str)
+def test_a_setting_that_joins_a_namespace_is_refused(setting):
+    (name,) = setting
+    with pytest.raises(TraitError, match=f"extra_host_config has {name} = .* not apart"):
+        GPUShareDockerSpawner(config=Config({"DockerSpawner": {"extra_host_config": setting}}))
+
+
+@pytest.mark.parametrize("network", ["host", "container:jupyter-ada"])
+def test_a_network_that_all_servers_share_is_refused(network):
+    with pytest.raises(TraitError, match="name a network of Docker"):
+        GPUShareDockerSpawner(config=Config({"DockerSpawner": {"network_name": network}}))
+    assert GPUShareDockerSpawner(config=Config({"DockerSpawner": {"network_name": "lab"}}))
+
+
+def test_a_function_of_the_site_that_joins_a_namespace_starts_no_container(hub, docker):
+    refused = hub.start_server("ada", {"fraction": "1/2"}, name="joined")
+    assert refused.status_code == 503, hub.log()[-4000:]
+    assert "settings do not fit" in refused.text
+    assert docker.made == []
+    assert "the container would have pid_mode = 'host'" in hub.log(), hub.log()[-5000:]
+    assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 201
+
+
+async def test_a_function_gives_each_user_a_uid_of_its_own():
+    def made(uid: object) -> GPUShareDockerSpawner:
+        config = Config({"GPUShareDockerSpawner": {"container_uid": uid}})
+        return distinct.sample(GPUShareDockerSpawner, config, "")
+
+    assert made(1000).server_uid() == 1000
+    assert made(lambda spawner: 2000 + len(spawner.user.name)).server_uid() > 2000
+    with pytest.raises(TraitError):
+        made(0)
+    for wrong in (None, "1000", True, 0):
+        with pytest.raises(Exception, match="settings do not fit"):
+            made(lambda spawner, wrong=wrong: wrong).server_uid()
+
+
+# ---- what keeps users apart: the kernel's rule ------------------------------------------------------
+
+# What a container's runtime makes for `HostConfig` (runc; user namespaces are the engine's setting).
+UNSHARED = {"PidMode": "--pid", "IpcMode": "--ipc", "UTSMode": "--uts", "CgroupnsMode": "--cgroup"}
+SECRET = "JUPYTERHUB_API_TOKEN=of-ada"
+SPY = """
+import os, signal, sys
+found = []
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if b"of-ada" in open(f"/proc/{pid}/environ", "rb").read():
+            found.append(f"read {pid}")
+            found.append(f"listed {len(os.listdir(f'/proc/{pid}/root'))}")
+            os.kill(int(pid), signal.SIGTERM)
+            found.append("killed")
+    except OSError:
+        pass
+print(found)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make namespaces as an engine does")
+def test_a_user_with_the_same_uid_reads_lists_and_kills_nothing_of_another_container(hub, docker):
+    assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 201
+    host = docker.made[0].created["HostConfig"]
+    own = [flag for name, flag in UNSHARED.items() if host.get(name) != "host"]
+    entered = ["unshare", "--fork", "--kill-child", "--mount", *own]
+    # A runtime mounts a /proc of the container's pid namespace in it.
+    mounted = 'mount -t proc proc /proc; exec setpriv --reuid 1000 --regid 1000 --clear-groups "$@"'
+    inside = [*entered, "sh", "-ec", mounted, "sh"]
+    server = [*inside, "env", SECRET, "sh", "-c", "echo up; exec sleep 600"]
+    with subprocess.Popen(server, stdout=subprocess.PIPE, start_new_session=True) as ada:
+        try:
+            assert ada.stdout
+            assert ada.stdout.readline() == b"up\n"
+            spy = subprocess.run(
+                [*inside, "/usr/bin/python3", "-c", SPY], capture_output=True, text=True, check=True
+            )
+            assert spy.stdout == "[]\n"
+            assert ada.poll() is None
+        finally:
+            os.killpg(ada.pid, signal.SIGKILL)

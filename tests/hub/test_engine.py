@@ -1,12 +1,15 @@
 """`gpushare-docker` with a real Docker engine: what a program in a container of a lease can do.
 
 The engine is the one that answers (DOCKER_HOST), or the installed dockerd, run for these tests with
-folders of its own and without a network.  The image is made here, of the machine's own Python.
-Containers share the machine's network, so ports are chosen by the test.
+folders of its own.  The image is made here, of the machine's own Python.  No container has a network:
+the Hub reaches a server by a relay into the network namespace of its container.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
 import io
 import json
 import os
@@ -15,6 +18,7 @@ import socket
 import subprocess
 import tarfile
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ import docker
 import pytest
 from docker.errors import NotFound
 
+from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
 from jupyter_gpushare.native import preload_path
 from tests.hub.conftest import HERE, Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT
@@ -37,22 +43,13 @@ PYTHON = Path("/usr/bin/python3")
 UID = 1000
 JOB_NAME = "j0123456789-1"
 EXTRA = """
-from jupyterhub.utils import random_port
-from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
+from tests.hub.test_engine import OnLoopback
 
-class HostNetwork(GPUShareDockerSpawner):
-    async def start(self):
-        self.port = random_port()
-        return await super().start()
-
-    async def get_ip_and_port(self):
-        return "127.0.0.1", self.port
-
-c.JupyterHub.spawner_class = HostNetwork
+c.JupyterHub.spawner_class = OnLoopback
+c.DockerSpawner.network_name = "none"
+c.DockerSpawner.use_internal_ip = True  # publish no port
 c.DockerSpawner.client_kwargs = {{"base_url": "{engine}"}}
 c.DockerSpawner.image = "{image}"
-c.DockerSpawner.network_name = "host"
-c.DockerSpawner.use_internal_ip = True  # publish no port
 c.DockerSpawner.volumes = {{"{folder}/home": "/home/jovyan"}}
 c.DockerSpawner.mem_limit = "2G"
 c.DockerSpawner.cmd = ["/usr/bin/python3", "/server.py"]
@@ -81,6 +78,18 @@ def broker():
             return error.strerror
     return "reached"
 
+def spied():
+    # What is seen of processes of others, all with the same uid.
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            variables = open("/proc/" + pid + "/environ", "rb").read().split(b"\\0")
+        except OSError:
+            continue
+        if ("JUPYTERHUB_USER=" + os.environ["JUPYTERHUB_USER"]).encode() not in variables:
+            found.append([pid, os.listdir("/proc/" + pid + "/root")])
+    return found
+
 library = os.path.dirname(os.environ.get("LD_PRELOAD", "/nowhere/x"))
 found = {
     "pid": os.getpid(),
@@ -90,8 +99,10 @@ found = {
     "library": "libgpushare_preload.so" in open("/proc/self/maps").read(),
     "broker": broker(),
     "environment": dict(os.environ),
+    "spied": spied(),
+    "namespaces": {name: os.readlink("/proc/self/ns/" + name) for name in os.listdir("/proc/self/ns")},
 }
-name = os.environ["JUPYTERHUB_SERVER_NAME"] or "session"
+name = os.environ["JUPYTERHUB_USER"] + "-" + (os.environ["JUPYTERHUB_SERVER_NAME"] or "session")
 with open("/home/jovyan/." + name, "w") as file:
     json.dump(found, file)
 os.rename("/home/jovyan/." + name, "/home/jovyan/" + name + ".json")
@@ -106,10 +117,54 @@ ended = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
 while not ended.wait(0.1):
     pass
-with open("/home/jovyan/grace.json", "w") as file:
+with open("/home/jovyan/ada-grace.json", "w") as file:
     json.dump({"told": True}, file)
 """
 )
+
+
+def connected_in(pid: int, port: int) -> socket.socket:
+    """Return a socket in the network namespace of a process, connected to its loopback address."""
+    made: list[socket.socket] = []
+
+    def in_namespace() -> None:
+        with open(f"/proc/{pid}/ns/net") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+                return
+        made.append(socket.create_connection(("127.0.0.1", port), 10))
+
+    thread = threading.Thread(target=in_namespace)  # a namespace is a thread's own
+    thread.start()
+    thread.join()
+    if not made:
+        raise ConnectionRefusedError
+    return made[0]
+
+
+class OnLoopback(GPUShareDockerSpawner):
+    """Servers without a network, each behind a port of this machine."""
+
+    async def get_ip_and_port(self) -> tuple[str, int]:
+        inspected = await self.docker("inspect_container", self.container_id)
+        pid = inspected["State"]["Pid"]
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(65536):
+                    writer.write(data)
+            writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                inside = await asyncio.to_thread(connected_in, pid, self.port)
+            except OSError:
+                writer.close()
+                return
+            inner_reader, inner_writer = await asyncio.open_connection(sock=inside)
+            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        return "127.0.0.1", server.sockets[0].getsockname()[1]
 
 
 def image_files() -> Iterator[Path]:
@@ -119,7 +174,7 @@ def image_files() -> Iterator[Path]:
     executable, stdlib = map(Path, said.split())
     yield executable
     modules = [path for path in stdlib.rglob("*") if path.is_file()]
-    yield from (path for path in modules if "__pycache__" not in path.parts and "test" not in path.parts)
+    yield from (path for path in modules if "test" not in path.parts)
     extensions = [path for path in modules if path.suffix == ".so"]
     # The preload library names libdl.so.2, which every glibc has and a new Python does not load.
     loaded = ["ldd", executable, preload_path(), *extensions]
@@ -138,7 +193,9 @@ def build_image(engine: docker.DockerClient) -> None:
         texts = {
             "Dockerfile": 'FROM scratch\nCOPY root/ /\nCMD ["/usr/bin/python3"]\n',
             "root/etc/passwd": f"jovyan:x:{UID}:{UID}::/home/jovyan:/bin/sh\n",
-            "root/stub_server.py": (HERE / "stub_server.py").read_text(),
+            "root/stub_server.py": (HERE / "stub_server.py")
+            .read_text()
+            .replace("127.0.0.1", ""),  # all addresses
             "root/server.py": SERVER,
             "root/job.py": JOB_SERVER,
         }
@@ -197,11 +254,11 @@ def running_engine(folder: Path) -> Iterator[tuple[str, docker.DockerClient]]:
 class Site:
     hub: Hub
     engine: docker.DockerClient
-    home: Path
+    folder: Path
 
-    def found(self, server: str) -> dict[str, Any]:
-        path = self.home / f"{server}.json"
-        wait_for(path.exists, f"{server} has written what it found")
+    def found(self, server: str = "session", user: str = "ada") -> dict[str, Any]:
+        path = self.folder / "home" / f"{user}-{server}.json"
+        wait_for(path.exists, f"{path} is written")
         return dict(json.loads(path.read_text()))
 
     def container(self, name: str) -> Any:
@@ -226,14 +283,15 @@ def site_with(engine: tuple[str, docker.DockerClient], device_requests: bool) ->
     with tempfile.TemporaryDirectory(prefix="gpushare-containers-") as name:
         folder = Path(name)
         folder.chmod(0o711)
-        for inner in ("home", "lease"):
+        (folder / "leases").mkdir()
+        for inner in ("home", "leases/abc-1"):
             (folder / inner).mkdir(mode=0o700)
             os.chown(folder / inner, UID, UID)
         extra = EXTRA.format(engine=url, image=IMAGE, folder=folder, device_requests=device_requests)
         with running_hub("gpushare-docker", folder, extra=extra) as hub:
-            lease = {"GPUSHARE_LEASE_DIR": str(folder / "lease"), "LD_PRELOAD": str(preload_path())}
+            lease = {"GPUSHARE_LEASE_DIR": f"{folder}/leases/abc-1", "LD_PRELOAD": str(preload_path())}
             hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **lease}}
-            yield Site(hub, client, folder / "home")
+            yield Site(hub, client, folder)
             for user in ("ada", "cy"):
                 for server in (JOB_NAME, ""):
                     if hub.server(user, server):
@@ -248,22 +306,59 @@ def site(engine: tuple[str, docker.DockerClient]) -> Iterator[Site]:
 
 def test_a_program_in_a_container_of_a_lease_finds_all_that_the_lease_has(site: Site) -> None:
     assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
-    found = site.found("session")
+    found = site.found()
     assert found["uid"] == UID
     assert (found["lease"], found["library folder"]) == ("opened", "Read-only file system")
     assert (found["library"], found["broker"]) == (True, "reached")
     assert found["environment"]["GPUSHARE_LEASE"] == "abc-1"
     assert found["environment"]["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
-    # Its pid is the machine's: driver, helper and library name the same process.
-    environment = Path(f"/proc/{found['pid']}/environ").read_bytes().split(b"\0")
-    assert b"GPUSHARE_LEASE=abc-1" in environment
     assert site.container("jupyter-ada").attrs["HostConfig"]["Memory"] == (2 + 42) << 30
 
 
-def test_a_container_without_a_lease_has_pids_of_its_own_and_no_gpu(site: Site) -> None:
+def test_a_server_is_apart_from_that_of_another_user_with_the_same_uid(site: Site) -> None:
+    assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
+    site.hub.broker.grant = {**site.hub.broker.grant, "lease": "abc-2"}  # type: ignore[dict-item]
+    assert site.hub.start_server("cy", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
+    first, second = site.found(), site.found(user="cy")
+    assert (first["uid"], second["uid"], first["pid"], second["pid"]) == (UID, UID, 1, 1)
+    assert second["spied"] == []
+    machine = {name: os.readlink(f"/proc/self/ns/{name}") for name in first["namespaces"]}
+    for name in ("pid", "mnt", "ipc", "net", "uts", "cgroup"):
+        seen = {machine[name], first["namespaces"][name], second["namespaces"][name]}
+        assert len(seen) == 3, name
+
+
+def test_the_helper_knows_a_container_of_a_lease_without_the_pids_of_the_machine(site: Site) -> None:
+    assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
+    site.found()
+    container = site.container("jupyter-ada")
+    processes = Processes(site.folder / "leases")
+    try:
+        seen = wait_for(lambda: processes.scan({"abc-1": UID, "abc-2": UID})["abc-1"], "it is found")
+        assert container.attrs["State"]["Pid"] in [process.pid for process in seen]
+        assert {(process.container, process.inner_pid) for process in seen} == {(container.id, 1)}
+        # A program of another container that names the lease is in none.
+        liar = site.engine.containers.run(
+            IMAGE,
+            ["/usr/bin/python3", "-c", "import time; time.sleep(600)"],
+            user=str(UID),
+            environment={"GPUSHARE_LEASE": "abc-1", "GPUSHARE_LEASE_DIR": f"{site.folder}/leases/abc-1"},
+            detach=True,
+        )
+        try:
+            pid = site.container(liar.name).attrs["State"]["Pid"]
+            wait_for(lambda: (processes.scan({"abc-1": UID}), processes.find(pid))[1], "it is seen")
+            assert pid not in [each.pid for each in processes.scan({"abc-1": UID})["abc-1"]]
+        finally:
+            liar.remove(force=True)
+    finally:
+        processes.close()
+
+
+def test_a_container_without_a_lease_has_no_gpu(site: Site) -> None:
     site.hub.broker.grant = None
     assert site.hub.start_server("ada").status_code == 201, site.hub.log()[-3000:]
-    found = site.found("session")
+    found = site.found()
     assert (found["pid"], found["uid"]) == (1, UID)
     assert (found["lease"], found["library"]) == ("No such file or directory", False)
     assert found["broker"] == "reached"

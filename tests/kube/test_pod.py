@@ -111,6 +111,22 @@ async def test_a_pod_with_a_lease_runs_on_its_node_with_its_files_and_its_gpus_a
     assert server["securityContext"]["runAsUser"] == 1000
 
 
+@pytest.mark.parametrize("name", ["hostPID", "hostIPC", "hostNetwork"])
+@pytest.mark.parametrize("by_hook", [False, True], ids=["setting", "hook"])
+async def test_a_pod_that_joins_a_namespace_of_its_node_is_refused(make, name, by_hook):
+    settings = {} if by_hook else {"extra_pod_config": {name: True}}
+    spawner = make(**settings)
+
+    def hook(_: Any, pod: Any) -> Any:
+        setattr(pod.spec, {"hostPID": "host_pid", "hostIPC": "host_ipc"}.get(name, "host_network"), True)
+        return pod
+
+    with pytest.raises(Exception, match="settings do not fit") as refused:
+        await pod_of(spawner, GRANT, hook if by_hook else None)
+    assert refused.value.status_code == 503
+    assert name in spawner.said[0]
+
+
 async def test_gpus_are_named_in_the_form_of_the_site(make):
     def spawner(form: str) -> GPUShareKubeSpawner:
         made = make()
