@@ -10,6 +10,7 @@ descriptors or memory these functions raise `OSError` instead of answering "ende
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -34,6 +35,11 @@ BLOCKED_SIGNALS = 29  # of the first thread; masks of the signals 1 to 31
 CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
 
+# linux/nsfs.h, _IO(0xb7, n): descriptors of the user namespace that owns a namespace, and of its parent;
+# the uid that made a user namespace.
+_NS_GET_USERNS = 0xB701
+_NS_GET_PARENT = 0xB702
+_NS_GET_OWNER_UID = 0xB704
 # PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version.
 # With PIDFD_INFO_EXIT in `mask` (Linux 6.15) it has the status of a process that was waited for.
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
@@ -182,6 +188,36 @@ def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
         return None
     mask, code = _PIDFD_INFO.unpack(info)
     return code if mask & _PIDFD_INFO_EXIT else None
+
+
+def is_in_container(pid: int) -> bool:
+    """Whether root put a process into a pid namespace below that of this one; True when the kernel hides it.
+
+    A user makes pid namespaces in a user namespace of its own, and the kernel knows who made that one.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    with contextlib.ExitStack() as opened:
+
+        def keep(fd: int) -> int:
+            opened.callback(os.close, fd)
+            return fd
+
+        try:
+            own_pids, own_users = os.stat(path(0, "ns/pid")), os.stat(path(0, "ns/user"))
+            space = keep(os.open(path(pid, "ns/pid"), os.O_RDONLY | os.O_CLOEXEC))
+            while not os.path.samestat(os.fstat(space), own_pids):
+                users, maker = keep(fcntl.ioctl(space, _NS_GET_USERNS)), bytearray(4)
+                fcntl.ioctl(users, _NS_GET_OWNER_UID, maker)
+                if os.path.samestat(os.fstat(users), own_users) or not any(maker):
+                    return True
+                space = keep(fcntl.ioctl(space, _NS_GET_PARENT))
+        except OSError as error:
+            if error.errno in _COULD_NOT_LOOK:
+                raise
+            return True
+    return False
 
 
 def send_signal(pid: int, started_ticks: int, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Pods for tests: cgroups named as kubelets name them, and programs in namespaces of their own."""
+"""Containers for tests: cgroups as kubelets and engines name them; programs in namespaces of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.gpu.leases.pods import pod_of
+from jupyter_gpushare.gpu.leases.containers import container_of
 from tests.gpu.machine import WORKER, Machine, Worker
 
 _HIERARCHIES = ("unified", "", "freezer", "pids")
@@ -55,8 +55,22 @@ exec "$@"
 def pod_cgroup() -> Iterator[Path]:
     """A cgroup of a new pod; skips the test where none can be made."""
     uid = str(uuid.uuid4())
+    with _cgroup(f"kubepods-pod{uid.replace('-', '_')}.slice", uid) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def engine_cgroup() -> Iterator[Path]:
+    """A cgroup of a new container, as Docker makes it with systemd; skips the test where none can be made."""
+    container = uuid.uuid4().hex + uuid.uuid4().hex
+    with _cgroup(f"docker-{container}.scope", container) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _cgroup(cgroup: str, container: str) -> Iterator[Path]:
     for name in _HIERARCHIES:
-        folder = Path("/sys/fs/cgroup") / name / f"kubepods-pod{uid.replace('-', '_')}.slice"
+        folder = Path("/sys/fs/cgroup") / name / cgroup
         try:
             folder.mkdir()
             if not (folder / "cgroup.procs").exists():
@@ -68,7 +82,7 @@ def pod_cgroup() -> Iterator[Path]:
             )  # fmt: skip
         except (OSError, subprocess.CalledProcessError):
             continue
-        if pod_of(inside.stdout) != uid:
+        if container_of(inside.stdout) != container:
             folder.rmdir()
             continue
         try:
@@ -76,7 +90,7 @@ def pod_cgroup() -> Iterator[Path]:
         finally:
             _empty(folder)
         return
-    pytest.skip("no cgroup can be made here, which needs root, or this is a pod itself")
+    pytest.skip("no cgroup can be made here, which needs root, or this is a container itself")
 
 
 def _empty(folder: Path) -> None:
@@ -94,17 +108,17 @@ def _empty(folder: Path) -> None:
 
 
 def in_container(
-    machine: Machine, lease: str, *, pod: Path | None = None, mounts: tuple[Path, ...] = ()
+    machine: Machine, lease: str, *, cgroup: Path | None = None, mounts: tuple[Path, ...] = ()
 ) -> Worker:
-    """A process of a lease in a pid and a mount namespace of its own, with these folders of the node."""
-    return _start(machine, lease, ["--pid", "--mount", "--fork"], CONTAINER, pod, mounts)
+    """A process of a lease in a pid and a mount namespace of its own, with these folders of the machine."""
+    return _start(machine, lease, ["--pid", "--mount", "--fork"], CONTAINER, cgroup, mounts)
 
 
-def escaped(machine: Machine, pod: Path) -> Worker:
-    """A process in a pod that has left its namespaces, its root and its environment."""
+def escaped(machine: Machine, cgroup: Path) -> Worker:
+    """A process in a container that has left its namespaces, its root and its environment."""
     own = ["--user", "--map-root-user", "--pid", "--mount", "--fork"]
     script = CONTAINER.replace('exec "$@"', ESCAPE)
-    return _start(machine, "", own, script, pod, ())
+    return _start(machine, "", own, script, cgroup, ())
 
 
 def _start(
@@ -112,7 +126,7 @@ def _start(
     lease: str,
     namespaces: list[str],
     script: str,
-    pod: Path | None,
+    cgroup: Path | None,
     mounts: tuple[Path, ...],
 ) -> Worker:
     given = {
@@ -121,7 +135,7 @@ def _start(
         "CHECKOUT": Path(__file__).resolve().parents[2],
         "MOUNTS": " ".join(map(str, mounts)),
     }
-    enter = f"echo $$ > {pod}/cgroup.procs; " if pod else ""
+    enter = f"echo $$ > {cgroup}/cgroup.procs; " if cgroup else ""
     command = [
         "env", *(f"{key}={value}" for key, value in given.items()),
         "sh", "-c", f'{enter}exec "$@"', "sh",

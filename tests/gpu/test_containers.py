@@ -1,4 +1,4 @@
-"""Pods: a process belongs to the lease of its pod, whatever it does; pids of containers of their own."""
+"""A process in a container belongs to the lease of its container, whatever it does and whatever its pid."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.gpu.leases.containers import Containers, container_of, mounts
 from jupyter_gpushare.gpu.leases.files import (
     ACCOUNT_BYTES,
     ACCOUNT_HEAD,
@@ -21,15 +22,15 @@ from jupyter_gpushare.gpu.leases.files import (
     PagePhase,
 )
 from jupyter_gpushare.gpu.leases.living import keys_by_inner
-from jupyter_gpushare.gpu.leases.pods import Pods, mounts, pod_of
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.service import options
-from tests.gpu.machine import MIB, PATIENCE_S, Machine
-from tests.gpu.pods import escaped, in_container, pod_cgroup
+from tests.gpu.containers import engine_cgroup, escaped, in_container, pod_cgroup
+from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine
 from tests.gpu.test_seats import Node
 from tests.waiting import until
 
 UID = "0d1e2f3a-4b5c-6d7e-8f90-a1b2c3d4e5f6"
+ID = "0123456789abcdef" * 4
 OTHER = "ffffffff-4b5c-6d7e-8f90-a1b2c3d4e5f6"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 
@@ -50,9 +51,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
         ("", ""),
     ],
 )
-def test_the_outermost_pod_of_a_cgroup_is_the_pod(cgroup: str, pod: str) -> None:
+def test_the_outermost_container_of_a_cgroup_is_the_pod(cgroup: str, pod: str) -> None:
     written = cgroup.replace("{_}", UID.replace("-", "_")).replace("{-}", UID).replace("{other}", OTHER)
-    assert pod_of(written.encode()) == pod
+    assert container_of(written.encode()) == pod
 
 
 # ---- which pod has which lease ------------------------------------------------------------------
@@ -90,7 +91,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def test_a_pod_has_the_lease_with_its_directory_mounted_there(
     tmp_path: Path, leases: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    pods = Pods(leases, tmp_path / "pods", "boot")
+    known = Containers(leases, tmp_path / "containers", "boot")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     held = container('mount --bind "$1" "$2"', leases / "b1-1", elsewhere)
@@ -101,17 +102,17 @@ def test_a_pod_has_the_lease_with_its_directory_mounted_there(
     above = container('mount --bind "$1" "$2"', leases, elsewhere)
     started += [held, forged, above]
     names = {"b1-1", "b2-1"}
-    pods.learn([(UID, above.pid), (UID, forged.pid)], names)
-    assert pods.lease_of(UID) == ""
-    pods.learn([(UID, held.pid), (OTHER, forged.pid)], {"b2-1"})  # no lease of this helper
-    assert pods.lease_of(UID) == ""
-    pods.learn([(UID, above.pid), (UID, held.pid), (OTHER, forged.pid)], names)
-    assert (pods.lease_of(UID), pods.lease_of(OTHER)) == ("b1-1", "")
+    known.learn([(UID, above.pid), (UID, forged.pid)], names)
+    assert known.lease_of(UID) == ""
+    known.learn([(UID, held.pid), (OTHER, forged.pid)], {"b2-1"})  # no lease of this helper
+    assert known.lease_of(UID) == ""
+    known.learn([(UID, above.pid), (UID, held.pid), (OTHER, forged.pid)], names)
+    assert (known.lease_of(UID), known.lease_of(OTHER)) == ("b1-1", "")
     # The next helper knows it, also when the process has left its mounts; another boot does not.
-    assert Pods(leases, tmp_path / "pods", "boot").lease_of(UID) == "b1-1"
-    assert Pods(leases, tmp_path / "pods", "next boot").lease_of(UID) == ""
-    (tmp_path / "pods").write_text("{")
-    assert Pods(leases, tmp_path / "pods", "boot").lease_of(UID) == ""
+    assert Containers(leases, tmp_path / "containers", "boot").lease_of(UID) == "b1-1"
+    assert Containers(leases, tmp_path / "containers", "next boot").lease_of(UID) == ""
+    (tmp_path / "containers").write_text("{")
+    assert Containers(leases, tmp_path / "containers", "boot").lease_of(UID) == ""
 
 
 @needs_root
@@ -122,7 +123,7 @@ def test_only_the_beginning_of_a_very_long_list_of_mounts_is_read(
     started.append(held)
     whole = mounts(held.pid)
     assert str(tmp_path).encode() in [point for _, _, point in whole]
-    monkeypatch.setattr("jupyter_gpushare.gpu.leases.pods.MOUNTINFO_BYTES", 100)
+    monkeypatch.setattr("jupyter_gpushare.gpu.leases.containers.MOUNTINFO_BYTES", 100)
     assert len(mounts(held.pid)) < len(whole)  # and no part of a line
 
 
@@ -221,9 +222,9 @@ def test_whatever_a_process_of_a_pod_does_it_belongs_to_the_lease_of_its_pod(
             node.start(*begin)
             seat = node.seat()
             folder = node.lease("b1-1")
-            server = in_container(node, "b1-1", pod=pod, mounts=(folder,))
+            server = in_container(node, "b1-1", cgroup=pod, mounts=(folder,))
             hidden = escaped(node, pod)
-            stranger = in_container(node, "b1-1", pod=other)  # it names the lease, and has no mount of it
+            stranger = in_container(node, "b1-1", cgroup=other)  # it names the lease, and has no mount of it
             for worker in (server, hidden, stranger):
                 assert worker.do("alloc 64") == "0"
             until(lambda: len(node.of("b1-1")["processes"]) == 2, "both are of the lease")
@@ -245,3 +246,44 @@ def test_whatever_a_process_of_a_pod_does_it_belongs_to_the_lease_of_its_pod(
             assert hidden.do("check") == "ok"
         finally:
             node.close()
+
+
+@needs_root
+def test_a_container_has_its_lease_without_the_pids_of_the_machine_and_is_watched(bare: Machine) -> None:
+    """As Docker makes them: own pids, one uid for all users, and the folder of the lease mounted."""
+    with engine_cgroup() as first, engine_cgroup() as second:
+        bare.start(before="from jupyter_gpushare.gpu.checks import unleased; unleased.NOTICE_S = 0.5")
+        one, other = bare.lease("b1-1", 30 * GIB), bare.lease("b2-1", 30 * GIB)
+        ada = in_container(bare, "b1-1", cgroup=first, mounts=(one,))
+        # It drops its environment, its root and its namespaces; and it names the lease of another.
+        hidden = escaped(bare, first)
+        liar = in_container(bare, "b1-1", cgroup=second, mounts=(other,))
+        for worker in (ada, hidden, liar):
+            assert worker.do("alloc 64") == "0"
+        until(lambda: len(bare.of("b1-1")["processes"]) == 2, "both are of the lease")
+        until(lambda: len(bare.of("b2-1")["processes"]) == 1, "it is of the lease of its container")
+        bare.ask("suspend", lease="b1-1", calls=bare.settled("b1-1"))
+        assert liar.do("check") == "ok"
+        bare.ask("resume", lease="b1-1")
+        assert ada.do("check") == "ok"
+        # Its lease ends and it does not: it is told to end, also by the next helper.
+        bare.ask("drop", lease="b2-1", end_processes=False)
+        bare.stop(signal.SIGKILL)
+        bare.start(before="from jupyter_gpushare.gpu.checks import unleased; unleased.NOTICE_S = 0.5")
+        assert liar.process.wait(PATIENCE_S) != 0
+        assert "action=stop" in bare.log.read_text()
+        assert [ada.do("check"), hidden.do("check")] == ["ok", "ok"]
+
+
+def test_containers_without_a_lease_make_room_for_new_ones(
+    tmp_path: Path, leases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Containers(leases, tmp_path / "containers", "boot")
+    mounted = {1: "b1-1", 2: "b2-1", 3: "b2-1"}
+    monkeypatch.setattr(known, "_mounted_in", lambda pid, leases: mounted[pid])
+    monkeypatch.setattr("jupyter_gpushare.gpu.leases.containers.MAX_CONTAINERS", 2)
+    known.learn([("c1", 1), ("c2", 2)], {"b1-1", "b2-1"})
+    known.learn([("c3", 3)], {"b1-1", "b2-1"})  # both have leases
+    assert [known.lease_of(name) for name in ("c1", "c2", "c3")] == ["b1-1", "b2-1", ""]
+    known.learn([("c3", 3)], {"b2-1"})
+    assert [known.lease_of(name) for name in ("c1", "c2", "c3")] == ["", "b2-1", "b2-1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -287,6 +288,8 @@ def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Ma
     (bare.state_dir / "private" / "journal" / "ada").unlink()
     bare.start()
     assert "lease=ada has no record" in bare.log.read_text()
+    holders = json.loads((bare.state_dir / "private" / "holders").read_text())
+    assert holders["with_lost_record"] == [os.geteuid()]
     assert [worker.do("alloc 64"), worker.do("check")] == ["0", "ok"]
     bare.lease("ada")  # the broker asks for it again
     until(lambda: bare.of("ada")["used_bytes"], "its processes are found again")
@@ -295,7 +298,7 @@ def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Ma
     assert worker.do("check") == "ok"
 
 
-def test_processes_that_name_a_reserved_lease_are_no_lost_record(bare: Machine) -> None:
+def test_processes_that_name_a_reserved_lease_belong_to_it_once_it_is_made(bare: Machine) -> None:
     bare.start()
     folder = bare.ask("reserve", lease="ada")["directory"]
     assert not Path(folder).exists()
@@ -303,29 +306,21 @@ def test_processes_that_name_a_reserved_lease_are_no_lost_record(bare: Machine) 
     named = {"GPUSHARE_LEASE": "ada", "GPUSHARE_LEASE_DIR": folder, "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(["sleep", "600"], env=bare.environment | named) as server:
         try:
-            bare.stop(signal.SIGKILL)
-            bare.start()
-            holders = bare.state_dir / "private" / "holders"
-            assert "without a record" not in bare.log.read_text()
-            assert json.loads(holders.read_text())["reserved"] == ["ada"]
-            # It gets its lease: its process belongs to it, and a record that is lost from now on is noted.
             assert bare.lease("ada") == Path(folder)
             until(lambda: bare.of("ada")["alive"], "its process is found")
-            assert json.loads(holders.read_text())["reserved"] == []
-            bare.stop(signal.SIGKILL)
-            (bare.state_dir / "private" / "journal" / "ada").unlink()
-            bare.start()
-            assert "processes name leases without a record" in bare.log.read_text()
         finally:
             server.kill()
 
 
-def test_a_reserved_lease_that_no_process_names_is_forgotten(bare: Machine) -> None:
-    bare.start()
-    bare.ask("reserve", lease="bo")
-    bare.stop(signal.SIGKILL)
-    bare.start()
-    assert json.loads((bare.state_dir / "private" / "holders").read_text())["reserved"] == []
+def test_a_process_that_names_a_lease_which_never_was_switches_nothing_off(bare: Machine) -> None:
+    with subprocess.Popen(["sleep", "600"], env=bare.environment | {"GPUSHARE_LEASE": "anything-1"}) as named:
+        try:
+            bare.start()
+        finally:
+            named.kill()
+    assert "no process without a lease is stopped" not in bare.log.read_text()
+    bare.lease("ada")
+    assert json.loads((bare.state_dir / "private" / "holders").read_text())["with_lost_record"] == []
 
 
 def test_the_example_unit_keeps_leases_in_memory_and_the_journal_on_disk() -> None:

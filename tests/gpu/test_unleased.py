@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.checks import unleased
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
@@ -31,6 +29,7 @@ from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 USER = 41_001 if os.geteuid() == 0 else os.geteuid()
 OTHER = USER + 1
 UUID = "GPU-1"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to start processes of others")
 
 
 class Scene:
@@ -48,6 +47,7 @@ class Scene:
         self.told = self.events.watch().events
         self.lease(OTHER)
         self.child: subprocess.Popen[bytes]
+        self.pid = 0  # on the device
 
     def lease(self, *uids: int) -> None:
         """Lease the device to these users, and to no other."""
@@ -59,7 +59,9 @@ class Scene:
 
     def begin(self, *command: str, uid: int = USER) -> None:
         asked = {"user": uid} if os.geteuid() == 0 else {}
-        self.child = subprocess.Popen(command or ("sleep", "600"), env={"PATH": os.environ["PATH"]}, **asked)
+        environment = {"PATH": os.environ["PATH"]}
+        self.child = subprocess.Popen(command or ("sleep", "600"), env=environment, **asked)
+        self.pid = self.child.pid
         self.watch = UnleasedProcesses(
             StopRules(**self.rules), self.processes, self.events, self.holders, set()
         )
@@ -67,12 +69,12 @@ class Scene:
     def sample(self, at: float, used: int = GIB) -> None:
         self.now = at
         until(self._scanned, "the child answers")
-        usage = Usage(used, 0, 0, processes={self.child.pid: used}, computing=None)
+        usage = Usage(used, 0, 0, processes={self.pid: used}, computing=None)
         self.watch.compare({UUID: usage}, self.leases)
 
     def _scanned(self) -> bool:
         self.processes.scan({})
-        found = self.processes.find(self.child.pid)
+        found = self.processes.find(self.pid)
         return self.silent or found is None or not found.unread
 
     def minutes(self, count: int = 2) -> None:
@@ -138,7 +140,7 @@ def test_it_is_reported_again_each_hour(scene: Scene) -> None:
     assert scene.alive
 
 
-@pytest.mark.parametrize("spared", ["user", "device", "record", "system", "memory", "name", "cgroup"])
+@pytest.mark.parametrize("spared", ["user", "device", "record", "system", "memory", "cgroup"])
 def test_one_condition_that_does_not_hold_spares_it(scene: Scene, spared: str, tmp_path: Path) -> None:
     match spared:
         case "user":
@@ -146,11 +148,9 @@ def test_one_condition_that_does_not_hold_spares_it(scene: Scene, spared: str, t
         case "device":
             scene.lease(USER)
         case "record":
-            scene.holders.lose_record()
+            scene.holders.lose_record(USER)
         case "system":
             scene.rules["first_uid"] = USER + 1
-        case "name":
-            scene.rules["ignore"] = ("sleep",)
         case "cgroup":
             path = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[-1]
             scene.rules["ignore"] = (path,)
@@ -166,26 +166,70 @@ def test_one_condition_that_does_not_hold_spares_it(scene: Scene, spared: str, t
     assert spared == "memory" or "left alone" in event.reason
 
 
-def test_an_mps_server_lives_on(scene: Scene, tmp_path: Path) -> None:
-    server = tmp_path / "nvidia-cuda-mps-server"
-    shutil.copy(shutil.which("sleep") or "", server)
-    server.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        if os.geteuid() == 0 and folder != Path("/tmp"):
-            folder.chmod(0o755)
-    scene.begin(str(server), "600")
-    while Path(f"/proc/{scene.child.pid}/comm").read_text().strip() != unleased.MPS_NAME:
-        assert scene.alive
-    scene.minutes()
-    assert scene.alive
+def named_as(name: str, folder: Path) -> str:
+    """A program of this name that sleeps, and then runs what it is given."""
+    program = folder / name
+    shutil.copy(shutil.which("sh") or "", program)
+    program.chmod(0o755)
+    for each in (folder, *folder.parents[:3]):
+        if os.geteuid() == 0 and each != Path("/tmp"):
+            each.chmod(0o755)
+    return str(program)
 
 
-def test_a_process_of_another_container_lives_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def child_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    until(lambda: children.read_text().strip(), "it has a child")
+    return int(children.read_text().split()[0])
+
+
+def test_a_lost_record_of_another_user_spares_nobody(scene: Scene) -> None:
+    scene.holders.lose_record(OTHER)
     scene.begin()
-    links = {procfs.path(pid, "ns/pid"): f"pid:[{pid}]" for pid in (scene.child.pid, 0)}
-    monkeypatch.setattr(unleased, "os", SimpleNamespace(readlink=links.__getitem__))
+    scene.minutes()
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_a_process_that_takes_the_name_of_an_mps_server_is_stopped(scene: Scene, tmp_path: Path) -> None:
+    scene.begin(named_as("nvidia-cuda-mps-server", tmp_path), "-c", "while :; do sleep 1; done")
+    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text().strip() == unleased.MPS_NAME, "it has the name")
+    scene.minutes()
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@needs_root
+def test_a_server_of_roots_mps_control_daemon_lives_on(scene: Scene, tmp_path: Path) -> None:
+    control = named_as("nvidia-cuda-mps-control", tmp_path)
+    scene.begin(control, "-c", f"setpriv --reuid {USER} --clear-groups sleep 600; :", uid=0)
+    scene.pid = child_of(scene.child.pid)
+    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "sleep\n", "it has its user")
     scene.minutes()
     assert scene.alive
+    assert "it is an MPS server" in scene.events_so_far()[0].reason
+    os.kill(scene.pid, signal.SIGKILL)
+
+
+@needs_root
+def test_a_process_in_a_container_of_roots_lives_on(scene: Scene) -> None:
+    as_user = f"setpriv --reuid {USER} --clear-groups sleep 600"
+    scene.begin("unshare", "--pid", "--fork", "--kill-child", "sh", "-c", f"exec {as_user}", uid=0)
+    scene.pid = child_of(scene.child.pid)
+    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "sleep\n", "it has its user")
+    scene.minutes()
+    assert scene.alive
+    assert "in a container without a lease" in scene.events_so_far()[0].reason
+
+
+def test_a_users_own_pid_namespace_hides_nothing(scene: Scene) -> None:
+    own = ("unshare", "--user", "--pid", "--fork", "--kill-child")
+    as_user: dict[str, Any] = {"user": USER} if os.geteuid() == 0 else {}
+    if subprocess.run([*own, "true"], check=False, **as_user).returncode:
+        pytest.skip("users may make no namespaces on this machine")
+    scene.begin(*own, "sleep", "600")
+    scene.pid = child_of(scene.child.pid)
+    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "sleep\n", "it runs")
+    scene.minutes()
+    assert scene.child.wait(PATIENCE_S) != 0
 
 
 def test_a_process_in_a_lease_is_no_matter_of_this_check(scene: Scene) -> None:
@@ -202,11 +246,11 @@ def test_a_process_in_a_lease_is_no_matter_of_this_check(scene: Scene) -> None:
 def test_holders_are_kept_for_one_boot(tmp_path: Path) -> None:
     holders = Holders(tmp_path / "holders", "boot-1")
     holders.add(1001)
-    holders.lose_record()
+    holders.lose_record(1002)
     again = Holders(tmp_path / "holders", "boot-1")
-    assert (again.uids, again.record_lost) == (frozenset({1001}), True)
+    assert (again.uids, again.with_lost_record) == (frozenset({1001}), frozenset({1002}))
     other = Holders(tmp_path / "holders", "boot-2")
-    assert (other.uids, other.record_lost) == (frozenset(), False)
+    assert (other.uids, other.with_lost_record) == (frozenset(), frozenset())
     (tmp_path / "holders").write_bytes(b"{")
     assert Holders(tmp_path / "holders", "boot-1").uids == frozenset()
 
@@ -220,8 +264,6 @@ def test_all_kernels_live_on_after_the_helper_lost_its_folders(bare: Machine) ->
     shutil.rmtree(bare.state_dir)
     bare.start("--stop-uids", "1")
     until(lambda: bare.log.read_text().count("left alone") >= 2, "both are reported")
-    assert "without a record" in bare.log.read_text()
-    assert json.loads((bare.state_dir / "private" / "holders").read_bytes())["record_lost"]
     assert [worker.do("check") for worker in workers] == ["ok", "ok"]
 
 
@@ -272,7 +314,7 @@ def test_a_process_that_does_not_answer_is_left_alone_where_a_rule_spares_it(
         case "system":
             silent.rules["first_uid"] = USER + 1
         case "record":
-            silent.holders.lose_record()
+            silent.holders.lose_record(USER)
         case "older":
             silent.holders.since_ticks = 1 << 60
         case "report":
@@ -321,15 +363,13 @@ def test_one_that_ignores_an_administrator_is_killed_after_a_grace(scene: Scene)
     assert scene.child.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("why", ["system", "name", "record"])
+@pytest.mark.parametrize("why", ["system", "record"])
 def test_what_the_watchdog_never_stops_an_administrator_cannot_end(scene: Scene, why: str) -> None:
     match why:
         case "system":
             scene.rules["first_uid"] = USER + 1
-        case "name":
-            scene.rules["ignore"] = ("sleep",)
         case "record":
-            scene.holders.record_lost = True
+            scene.holders.lose_record(USER)
     scene.begin()
     scene.sample(0.0)
     assert scene.watch.shown(UUID)[0].kept
@@ -388,7 +428,7 @@ def test_what_became_protected_after_the_request_is_not_killed(scene: Scene) -> 
         assert scene.alive
     scene.sample(0.0)
     asked(scene)
-    scene.holders.record_lost = True
+    scene.holders.lose_record(USER)
     scene.sample(5.0)
     assert scene.watch.shown(UUID)[0].kept
     assert scene.alive

@@ -6,18 +6,21 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * its user is no system user (`StopRules.first_uid`) and holds a lease here, or held one since boot;
 * the device is leased to another user;
 * it held memory in the last two samples, and was reported `NOTICE_S` before;
-* its environment names no lease;
-* it runs in the pid namespace of the helper: a container without the host's pids is not ours;
-* no record of a lease was lost since boot (`Holders`): it might have been in that lease.
+* it belongs to no lease (`processes`);
+* it is in no container that root made, unless that container has or had a lease (`containers`);
+* no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
+
+All users of containers may have one uid.  So what runs in a container that had a lease is never of a
+system user, and every lease on the device is another user's.
 
 A process whose environment does not answer (`processes`: unread) may be in a lease of its user
 on that device.  It is stopped only if it cannot be, or if that lease is to end: its user has no lease
 there, or processes there hold more than the leases allow, or the broker had all processes of
 such a lease killed, which then does not end before this one (the device counts as leased to another).
 
-Never stopped: processes of root, MPS servers, and names or cgroups of ``--watchdog-ignore``.
-A process chooses its own name, so a name only spares what need not be stopped; a cgroup
-is given by root.  Ended leases leave no process behind: `LeaseRegistry.drop` kills them.
+Never stopped: processes of root, MPS servers of root's control daemon, and what runs below a cgroup of
+``--watchdog-ignore``.  All of that root decides: what a process says of itself, its name and its
+environment, spares none.  Ended leases leave no process behind: `LeaseRegistry.drop` kills them.
 
 An administrator may have a process ended (`UnleasedProcesses.end`) that the watchdog would only
 report; never one of those, nor one of a container, nor one that may be in a lease.
@@ -27,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
@@ -51,7 +53,7 @@ REPEAT_S = 3600.0
 GRACE_S = 5.0
 # Allocations are rounded up and counted a moment later than made.
 TOLERANCE_BYTES = 64 << 20
-# nvidia-cuda-mps-server and nvidia-cuda-mps-control, as /proc/PID/comm cuts them (15 characters).
+# nvidia-cuda-mps-control, as /proc/PID/comm cuts it (15 characters).
 MPS_NAME = "nvidia-cuda-mps"
 # Of a device, in a sample.
 SHOWN = 16
@@ -63,7 +65,7 @@ class StopRules:
 
     stops: bool = True  # False: they are only reported
     first_uid: int = 1000  # of the users that are no system users (login.defs(5), UID_MIN)
-    ignore: tuple[str, ...] = ()  # names of processes; cgroups, if they begin with "/"
+    ignore: tuple[str, ...] = ()  # cgroups
 
 
 @dataclass(slots=True)
@@ -205,29 +207,32 @@ class UnleasedProcesses:
             return kept
         if process.uid not in self._holders.uids:
             return "its user held no lease since boot"
-        if not any(lease.uid != process.uid or (lease.killed and process.unread) for lease in here):
+        had_lease = self._processes.had_lease(process)
+        if not any(had_lease or x.uid != process.uid or (x.killed and process.unread) for x in here):
             return "the device is leased to no other user"
         return ""
 
     def _kept(self, process: Process) -> str:
         """Return why a process without a lease is ended neither by the watchdog nor by request."""
-        rules = self._rules
-        if process.uid == 0 or process.uid < rules.first_uid:
+        if process.uid in self._holders.with_lost_record:
+            return "the record of a lease of its user was lost, which it may have been in"
+        if self._processes.had_lease(process):
+            return ""
+        if process.uid == 0 or process.uid < self._rules.first_uid:
             return "it belongs to a system user"
-        if self._holders.record_lost:
-            return "the record of a lease was lost, which it may have been in"
-        if process.name == MPS_NAME or process.name in rules.ignore:
-            return f"it is named {process.name}"
+        parent = self._processes.find(process.parent)
+        if parent is not None and parent.uid == 0 and parent.name == MPS_NAME:
+            return "it is an MPS server"
         cgroups = procfs.read(process.pid, "cgroup", 8192).decode(errors="replace").splitlines()
         paths = [f"{line.split(':', 2)[-1]}/" for line in cgroups]
-        for path in rules.ignore:
-            if path.startswith("/") and any(each.startswith(f"{path.rstrip('/')}/") for each in paths):
+        for path in self._rules.ignore:
+            if any(each.startswith(f"{path.rstrip('/')}/") for each in paths):
                 return f"its cgroup is below {path}"
-        return "" if _shares_pids(process.pid) else "it runs in a container with pids of its own"
+        return "it runs in a container without a lease" if procfs.is_in_container(process.pid) else ""
 
     def _may_be_leased(self, process: Process, uuid: str, usage: Usage, here: Iterable[Lease]) -> str:
         """Return why a process that does not answer may be in a lease on this device that goes on; or ""."""
-        if not process.unread or process.lease:
+        if not process.unread or process.lease or self._processes.had_lease(process):
             return ""
         if process.start_ticks < self._holders.since_ticks:
             return "it does not answer, and is older than the record of leases"
@@ -275,11 +280,3 @@ def _told(process: Process, used_bytes: int, kept: str) -> UnleasedProcess:
         used_bytes=used_bytes,
         kept=kept,
     )
-
-
-def _shares_pids(pid: int) -> bool:
-    """Whether a process is in the pid namespace of this one; False when the kernel does not say."""
-    try:
-        return os.readlink(procfs.path(pid, "ns/pid")) == os.readlink(procfs.path(0, "ns/pid"))
-    except OSError:
-        return False

@@ -79,9 +79,16 @@ class Cgroups:
         lease.placed = frozenset()
 
     def place(self, lease: Lease) -> None:
-        """Move the processes of a lease into its cgroup; `Lease.in_cgroup` is false when one cannot."""
+        """Move the processes of a lease into its cgroup; `Lease.in_cgroup` is false when one cannot.
+
+        A process in a container stays there: the engine's limits hold in the container's cgroup alone.
+        """
         keys = frozenset(process.key for process in lease.processes)
         if not lease.in_cgroup or keys <= lease.placed:
+            return
+        if any(self._processes.had_lease(process) for process in lease.processes):
+            log.warning("lease=%s is not limited by the driver: it is in a container", lease.name)
+            lease.in_cgroup = False
             return
         placed = lease.placed & keys
         for key in keys - lease.placed:

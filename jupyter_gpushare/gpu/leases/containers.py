@@ -1,17 +1,20 @@
-"""The pods of this node, and the lease of each.
+"""The containers of this machine, pods among them, and the lease of each.
 
-On Kubernetes all users may have one uid, and a user's process may make namespaces of its own, change
-its root and drop its environment.  It cannot leave the cgroup of its pod.  So a pod belongs to a lease
-when the directory of the lease is mounted in one of its containers, and from then on every process in
-that pod's cgroup does.  A process of any other pod belongs to no lease, whatever it says.
+All users of containers may have one uid, and a user's process may make namespaces of its own, change
+its root and drop its environment.  It cannot leave the cgroup of its container.  So a container belongs to
+a lease when the directory of the lease is mounted in it, and from then on every process in its cgroup
+does.  A process of any other container belongs to no lease, whatever it says.
 
-* The outermost ``pod<UID>`` in /proc/PID/cgroup names the pod: cgroups that a user may create are below.
+* On Kubernetes the outermost ``pod<UID>`` in /proc/PID/cgroup names the pod, with all its containers.
+  Elsewhere the outermost container id of an engine does (64 hexadecimal digits: Docker, Podman).
+  Cgroups that a user may create are below, or below the ``user@<uid>.service`` of the user.
 * A mount is compared by its file system (major:minor) and by its root within that, both from
   /proc/PID/mountinfo.  The kernel answers; no path below /proc/PID/root is resolved, which a user
-  controls.  Only the node's kubelet mounts a folder of the node in a pod.
+  controls.  Only the node's kubelet, or the engine, mounts a folder of the machine in a container.
 
 What was found is written to a private file, so that the next helper knows it too: by then the first
-process of the pod may have left its mounts.
+process of the container may have left its mounts.  It is kept when the lease has ended: what runs
+in the container then has no lease.
 """
 
 from __future__ import annotations
@@ -31,77 +34,77 @@ log = logging.getLogger(__name__)
 
 CGROUP_BYTES = 8192
 MOUNTINFO_BYTES = 1 << 20
-MAX_PODS = 1024
-# Of each pod without a lease so many processes are looked at in each scan, the oldest first.
+# Containers that have or had a lease; the oldest without one make room for new ones.
+MAX_CONTAINERS = 1024
+# Of each container without a lease so many processes are looked at in each scan, the oldest first.
 MOST_LOOKS = 16
 
-_POD = re.compile(rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?(?=/|\n|$)")
+_POD = rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?"
+_ENGINE = rb"/(?:[a-z][a-z-]*-)?([0-9a-f]{64})(?:\.scope)?"
+_CONTAINER = re.compile(rb"(?:" + _POD + rb"|" + _ENGINE + rb")(?=/|$)")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _Mount = tuple[bytes, bytes, bytes]  # major:minor, root in that file system, mount point
 
 
-def pod_of(cgroup: bytes) -> str:
-    """Return the UID of the pod in the contents of /proc/PID/cgroup; empty: no pod."""
-    found = _POD.search(cgroup)
-    return found.group(1).decode().replace("_", "-") if found else ""
+def container_of(cgroup: bytes) -> str:
+    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither."""
+    for line in cgroup.splitlines():
+        found = _CONTAINER.search(line)
+        if found and b"/user@" not in line[: found.start()]:
+            pod, container = found.groups()
+            return pod.decode().replace("_", "-") if pod else container.decode()
+    return ""
 
 
-class NoPods:
-    """A machine where processes are in no pods of ours."""
+class Containers:
+    """The leases of the containers of a machine; several threads may ask and `learn`."""
 
-    def counts(self, pod: str) -> bool:
-        """Return whether the processes of a pod belong to its lease, or to none."""
-        return False
-
-    def lease_of(self, pod: str) -> str:
-        """Return the lease of a pod; empty: none is known."""
-        return ""
-
-    def learn(self, seen: Iterable[tuple[str, int]], leases: Collection[str]) -> None:
-        """Look for the directories of ``leases`` in pods; ``seen`` has pods and pids, the oldest first."""
-
-
-class Pods(NoPods):
-    """The leases of the pods of a node; several threads may ask and `learn`."""
-
-    def __init__(self, leases: Path, file: Path, boot_id: str) -> None:
-        """``leases``: where the directories of leases are; ``file`` remembers the pods of this boot."""
+    def __init__(self, leases: Path, file: Path | None = None, boot_id: str = "") -> None:
+        """``leases``: where the directories of leases are; ``file`` remembers the containers of this boot."""
         self._file = file
         self._boot_id = boot_id
         self._device, self._root = _place(leases.resolve())
-        self._bound = self._read()
+        self._leases = self._read()
         self._guard = threading.Lock()
-        self._own = pod_of(procfs.read(0, "cgroup", CGROUP_BYTES))
+        self._own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
 
-    def counts(self, pod: str) -> bool:
-        """Return whether the processes of a pod belong to its lease, or to none: not in the helper's own."""
-        return bool(pod) and pod != self._own
+    def decides(self, container: str) -> bool:
+        """Return whether the container of a process alone decides on its lease: any but the helper's own."""
+        return bool(container) and container != self._own
 
-    def lease_of(self, pod: str) -> str:
-        """Return the lease of a pod; empty: none is known."""
-        return self._bound.get(pod, "")
+    def lease_of(self, container: str) -> str:
+        """Return the lease that a container has or had; empty: none is known."""
+        return self._leases.get(container, "")
 
     def learn(self, seen: Iterable[tuple[str, int]], leases: Collection[str]) -> None:
-        """Look for the directories of ``leases`` in pods; ``seen`` has pods and pids, the oldest first."""
+        """Look for the directories of ``leases`` in containers.
+
+        ``seen`` has containers with pids in them, the oldest first.
+        """
         found: dict[str, str] = {}
         looks = Counter[str]()
-        for pod, pid in seen:
-            looks[pod] += 1
-            if pod in self._bound or pod in found or looks[pod] > MOST_LOOKS:
+        for container, pid in seen:
+            looks[container] += 1
+            if container in self._leases or container in found or looks[container] > MOST_LOOKS:
                 continue
             if lease := self._mounted_in(pid, leases):
-                found[pod] = lease
+                found[container] = lease
         if not found:
             return
         with self._guard:
-            kept = {pod: lease for pod, lease in self._bound.items() if lease in leases}
-            if len(kept) + len(found) > MAX_PODS:
-                log.error("%d pods have leases: a further one counts as without", MAX_PODS)
+            known = dict(self._leases)
+            ended = (each for each, lease in self._leases.items() if lease not in leases)
+            for container in ended:
+                if len(known) + len(found) <= MAX_CONTAINERS:
+                    break
+                del known[container]
+            if len(known) + len(found) > MAX_CONTAINERS:
+                log.error("%d containers have leases: a further one counts as without", MAX_CONTAINERS)
                 return
-            self._bound = kept | found
+            self._leases = known | found
             self._write()
-        for pod, lease in found.items():
-            log.info("lease=%s pod=%s", lease, pod)
+        for container, lease in found.items():
+            log.info("lease=%s container=%s", lease, container)
 
     def _mounted_in(self, pid: int, leases: Collection[str]) -> str:
         prefix = self._root.rstrip(b"/") + b"/"
@@ -113,23 +116,28 @@ class Pods(NoPods):
         return ""
 
     def _read(self) -> dict[str, str]:
+        if self._file is None:
+            return {}
         try:
             value = json.loads(self._file.read_bytes())
             if value["boot_id"] == self._boot_id:
-                return {str(pod): str(lease) for pod, lease in value["pods"].items()}
+                return {str(container): str(lease) for container, lease in value["containers"].items()}
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.error("%s cannot be read, pods are looked for again: %s", self._file, error)
+            log.error("%s cannot be read, containers are looked for again: %s", self._file, error)
         return {}
 
     def _write(self) -> None:
+        if self._file is None:
+            return
         new = self._file.with_name(f".{self._file.name}.new")
         try:
-            new.write_text(json.dumps({"boot_id": self._boot_id, "pods": self._bound}), encoding="utf-8")
+            stored = {"boot_id": self._boot_id, "containers": self._leases}
+            new.write_text(json.dumps(stored), encoding="utf-8")
             new.rename(self._file)
         except OSError as error:
-            log.error("%s cannot be written, the next helper may miss pods: %s", self._file, error)
+            log.error("%s cannot be written, the next helper may miss containers: %s", self._file, error)
 
 
 def mounts(pid: int) -> list[_Mount]:

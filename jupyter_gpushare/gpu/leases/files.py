@@ -264,6 +264,14 @@ class LeaseDirectory:
             head = ACCOUNT_HEAD.pack(0, 0, 0)
             _write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), 0o600, uid)
 
+    def owner(self) -> int:
+        """Return the uid of the lease: only root may change who owns its account.
+
+        Raises:
+            OSError: there is no account.
+        """
+        return os.lstat(self._account).st_uid
+
     def set_phase(self, phase: PagePhase) -> None:
         """Write what the processes of the lease may do.
 

@@ -94,7 +94,7 @@ class StateDirectory:
         self.leases = leases or path / "leases"
         self._private = path / "private"
         self._journal = self._private / "journal"
-        self.pods_file = self._private / "pods"
+        self.containers_file = self._private / "containers"
         self.unit_pool_file = self._private / "unit-pool"
         self._devices_guard = threading.Lock()
         try:

@@ -13,8 +13,8 @@ A process belongs to a lease when its user is the lease's user and
    its parent (double fork) stays.
 
 The user is compared last: whatever a process writes into its own environment, it
-never joins another user's lease.  On a node of Kubernetes a process of a pod belongs to the lease of
-its pod, and nothing else counts (`pods`).
+never joins another user's lease.  A process in a container belongs to the lease of its container, and
+nothing else counts (`containers`).
 
 A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls
 readable is an exit, zombies included, so exits are noticed without a scan.  At most
@@ -52,8 +52,8 @@ from typing import NamedTuple
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.gpu.leases.containers import CGROUP_BYTES, Containers, container_of
 from jupyter_gpushare.gpu.leases.own_memory import LOOK_S, Key, OwnMemoryReader, Words, words
-from jupyter_gpushare.gpu.leases.pods import CGROUP_BYTES, NoPods, pod_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
 # The first process of a container has its mounts at the latest then.
-POD_SETTLES_S = 60.0
+CONTAINER_SETTLES_S = 60.0
 # Processes whose exit status is remembered: a move asks for those that ended within a driver call.
 EXITS_KEPT = 1024
 # The user in whose threads processes are read of all users that have no lease.
@@ -88,7 +88,7 @@ class Process:
     is_runner: bool = False  # the runner of a job: its lease is among its arguments
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
-    pod: str = ""  # UID of its pod, on a node of Kubernetes
+    container: str = ""  # UID of its pod, or id of its container
 
     @property
     def inner_key(self) -> Key:
@@ -120,8 +120,8 @@ class _Known(NamedTuple):
 class Processes:
     """All processes of this machine by lease; one reader at a time."""
 
-    def __init__(self, leases: Path, pods: NoPods | None = None) -> None:
-        """``leases`` is where the directories of this helper's leases are; ``pods``: on Kubernetes.
+    def __init__(self, leases: Path, containers: Containers | None = None) -> None:
+        """``leases`` is where the directories of this helper's leases are.
 
         Raises:
             HelperError: the kernel gives no pidfds (kind ``kernel``).
@@ -139,7 +139,7 @@ class Processes:
         self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, _Known] = {}  # by pid
         self._memory = OwnMemoryReader(words)
-        self._pods = pods or NoPods()
+        self._containers = containers or Containers(leases)
         self.on_devices: Collection[int] = ()  # pids that the driver shows
         # Unread processes of no known lease, in the last scan.
         self.unread: tuple[Process, ...] = ()
@@ -174,8 +174,8 @@ class Processes:
             before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
         fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
         looked = self._look(fresh, before, set(owners.values()), within_s)
-        in_pods = sorted((p for p, _ in looked if p.pod), key=lambda p: p.start_ticks)
-        self._pods.learn([(p.pod, p.pid) for p in in_pods], owners)
+        inside = sorted((p for p, _ in looked if self._containers.decides(p.container)), key=_age)
+        self._containers.learn([(p.container, p.pid) for p in inside], owners)
         with self._guard:
             if number > self._latest:  # else a scan that began later has seen more
                 self._latest = number
@@ -189,9 +189,10 @@ class Processes:
             if known is not None and known.process.key == key and known.process.unread:
                 self._known[key[0]] = known._replace(process=replace(known.process, lease=lease))
 
-    def named(self) -> set[str]:
-        """The leases that processes of the last scan name: a user can name one that never was."""
-        return {known.process.carries for known in self._known.values() if known.process.carries}
+    def had_lease(self, process: Process) -> bool:
+        """Whether a process is in a container of ours: one that has or had a lease."""
+        container = process.container
+        return self._containers.decides(container) and bool(self._containers.lease_of(container))
 
     def find(self, pid: int) -> Process | None:
         """The process with this pid, as the last scan saw it."""
@@ -296,21 +297,23 @@ class Processes:
         self.unread = tuple(
             known.process
             for known in self._known.values()
-            if known.process.unread and not known.process.lease and not self._pods.counts(known.process.pod)
+            if known.process.unread
+            and not known.process.lease
+            and not self._containers.decides(known.process.container)
         )
 
     def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
         """Whether neither a process's memory nor its mounts need a further look."""
         if known.process.pid in self.on_devices and not self._owner(known.process, owners):
             return False
-        pod, age_s = known.process.pod, time.monotonic() - known.process.started_at
-        awaits_pod = self._pods.counts(pod) and not self._pods.lease_of(pod)
-        return known.is_settled(owners) and not (awaits_pod and age_s < POD_SETTLES_S)
+        container, age_s = known.process.container, time.monotonic() - known.process.started_at
+        is_new = self._containers.decides(container) and not self._containers.lease_of(container)
+        return known.is_settled(owners) and not (is_new and age_s < CONTAINER_SETTLES_S)
 
     def _owner(self, process: Process, owners: Mapping[str, int]) -> str:
         """Return the lease that a process belongs to; empty: none."""
-        if self._pods.counts(process.pod):
-            lease = self._pods.lease_of(process.pod)
+        if self._containers.decides(process.container):
+            lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
         return process.lease if owners.get(process.lease) == process.uid else ""
 
@@ -388,6 +391,10 @@ def leader(processes: tuple[Process, ...]) -> Process | None:
     return processes[0] if processes else None
 
 
+def _age(process: Process) -> int:
+    return process.start_ticks
+
+
 def _of_kernel(pid: int, now: float) -> Process | None:
     """A process by what the kernel alone answers."""
     fields = procfs.stat_fields(pid)
@@ -410,7 +417,7 @@ def _of_kernel(pid: int, now: float) -> Process | None:
         carries=carries,
         lease=carries,
         inner_pid=(_field(status, b"NSpid:") or [pid])[-1],
-        pod=pod_of(cgroup),
+        container=container_of(cgroup),
     )
 
 

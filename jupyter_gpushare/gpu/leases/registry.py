@@ -214,7 +214,7 @@ class LeaseRegistry:
                     raise HelperError(ErrorKind.CONFLICT, reason)
                 lease = lease or self._create(request)
             if created:
-                self._note_holder(request.uid, lease.name)
+                self._note_holder(request.uid)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
                 self._enforce(lease)
                 self.let_in()
@@ -309,13 +309,7 @@ class LeaseRegistry:
                 )
                 files.create(record.uid, record.limits, PAGE[record.phase])
             self._leases[record.lease] = Lease(record, files)
-            self._note_holder(record.uid, record.lease)
-        named = self._machine.processes.named()
-        with contextlib.suppress(OSError):  # forgotten later
-            state.holders.keep(named)
-        if any(name not in records and name not in state.holders.reserved for name in named):
-            log.error("processes name leases without a record: no process without a lease is stopped")
-            self._lose_record()
+            self._note_holder(record.uid)
         self._remove_leftovers()
         self._cgroups.sweep(self._leases)
         living = self.scan()
@@ -325,23 +319,22 @@ class LeaseRegistry:
             lease.files.reopen()
         self.let_in()
 
-    def _note_holder(self, uid: int, lease: str) -> None:
+    def _note_holder(self, uid: int) -> None:
         try:
             self._machine.state.holders.add(uid)
-            self._machine.state.holders.created(lease)
         except OSError as error:
             log.warning("uid=%d cannot be noted as a holder of leases: %s", uid, error)
 
-    def _lose_record(self) -> None:
+    def _lose_record(self, uid: int) -> None:
         try:
-            self._machine.state.holders.lose_record()
+            self._machine.state.holders.lose_record(uid)
         except OSError as error:
             log.warning("the loss of a record cannot be noted: %s", error)
 
     def _remove_leftovers(self) -> None:
         """Remove what earlier boots, self-tests and half-dropped leases left.
 
-        The limit of a lease without a record stays in force: its processes are not stopped.
+        The limit of a lease without a record stays in force: processes of its user are not stopped.
         """
         state = self._machine.state
         stale = state.stale()
@@ -354,11 +347,11 @@ class LeaseRegistry:
                 if left or files.phase() in (None, PagePhase.REVOKED):
                     files.revoke()
                     continue
-                self._lose_record()
+                self._lose_record(uid := files.owner())
                 log.error(
-                    "lease=%s has no record in %s: its processes are left alone and its limit stays in "
+                    "lease=%s has no record in %s: processes of uid %d are left alone and its limit stays in "
                     "force, until the broker asks for it again or this folder is removed",
-                    path.name, state.path,
+                    path.name, state.path, uid,
                 )  # fmt: skip
         for name in stale:
             state.forget(name)

@@ -33,13 +33,13 @@ from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.containers import Containers
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
-from jupyter_gpushare.gpu.leases.pods import Pods
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
@@ -79,12 +79,12 @@ class Helper:
         state = StateDirectory(options.state_dir, boot_id(), options.lease_dir)
         checkpoint, nvml = Checkpoint(), Nvml()
         on_kubernetes = options.seat_socket is not None
-        pods = Pods(state.leases, state.pods_file, state.boot_id) if on_kubernetes else None
+        containers = Containers(state.leases, state.containers_file, state.boot_id)
         is_real = checkpoint.simulated_host_memory() is None
         self._machine = Machine(
             nvml=nvml,
             checkpoint=checkpoint,
-            processes=Processes(state.leases, pods),
+            processes=Processes(state.leases, containers),
             state=state,
             host=HostMemory(options.host_budget_percent, checkpoint),
             events=Events(),

@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         help="no process of a user below this number is stopped for having no lease (default 1000)",
     )  # fmt: skip
     parser.add_argument(
-        "--watchdog-ignore", action="append", default=[], metavar="NAME|/CGROUP",
-        help="no process with this name, or below this cgroup, is stopped for having no lease (repeatable)",
+        "--watchdog-ignore", action="append", default=[], metavar="/CGROUP",
+        help="no process below this cgroup is stopped for having no lease (repeatable)",
     )  # fmt: skip
     parser.add_argument(
         "--host-budget-percent", type=int, default=50, metavar="PERCENT",
@@ -197,6 +197,10 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--allow-uid is a user's number")
     if given.seat_socket and given.cgroup_root:
         parser.error("--cgroup-root moves processes out of the cgroups of their pods: not with --seat-socket")
+    if any(not path.startswith("/") for path in given.watchdog_ignore):
+        parser.error(
+            "--watchdog-ignore takes a cgroup, such as /system.slice/x: a process chooses its own name"
+        )
     try:
         endpoint = _endpoint(given)
     except GpuShareError as error:

@@ -164,12 +164,9 @@ class Requests:
         return replace(self._registry.set_limit(request, epoch), library=self._machine.library)
 
     def _reserve(self, request: Reserve, _epoch: int) -> helper.LeaseFiles:
-        state = self._machine.state
-        try:
-            state.holders.reserve(request.lease)
-        except OSError as error:
-            raise HelperError(ErrorKind.STATE, f"the lease cannot be noted: {error}") from None
-        return helper.LeaseFiles(directory=str(LeaseDirectory(state.leases, request.lease).path))
+        return helper.LeaseFiles(
+            directory=str(LeaseDirectory(self._machine.state.leases, request.lease).path)
+        )
 
     def _suspend(self, request: helper.Suspend, epoch: int) -> helper.MoveResult:
         if not 0 < request.timeout_s <= 600:
