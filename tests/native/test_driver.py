@@ -149,9 +149,12 @@ n.nvmlShutdown()
         ("1,0", [1, 0]),
         ("{1}", [1]),
         ("{1:.14}", [1]),
-        ("{1},0", [1, 0]),
+        ("{1},0", [1]),
+        ("0,{1}", [0]),
         ("1,7,0", [1]),
-        ("0,0", [0]),
+        ("0,0", []),
+        ("{0},{0}", []),
+        ("1gpu, 0", [1, 0]),
         ("GPU-", []),
         ("-1", []),
         ("", []),
@@ -175,6 +178,54 @@ seen = [uuid(i) for i in range(count.value)]
 """)
         assert kernel.ask("code") == (0 if expected else 100)
         assert kernel.ask("seen") == [uuids[i].removeprefix("GPU-").replace("-", "") for i in expected]
+
+
+@pytest.mark.parametrize(
+    ("order", "visible", "expected"),
+    [
+        (None, None, [2, 0, 1]),
+        ("FASTEST_FIRST", None, [2, 0, 1]),
+        ("PCI_BUS_ID", None, [0, 1, 2]),
+        ("FASTEST_FIRST", "0,2", [2, 1]),
+        ("PCI_BUS_ID", "0,2", [0, 2]),
+        (None, "{1},{0}", [1, 0]),
+    ],
+)
+def test_devices_are_numbered_from_the_fastest_or_by_their_bus(
+    tmp_path: Path, order: str | None, visible: str | None, expected: list[int]
+) -> None:
+    machine = Simulator(tmp_path, "1xA100-40GB+1xL4-24GB+1xH100-80GB,host=512GiB")
+    uuids = [machine.uuid(device) for device in range(3)]
+    env = machine.env()
+    env |= {"CUDA_DEVICE_ORDER": order} if order else {}
+    env |= {"CUDA_VISIBLE_DEVICES": visible.format(*uuids)} if visible else {}
+    with Worker(env, open_gpu=False) as kernel:
+        kernel.run("import pynvml as n; n.nvmlInit()")
+        names = "[demo_gpu.open(i).name for i in range(demo_gpu.device_count())]"
+        shown = (
+            "[n.nvmlDeviceGetName(n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())]"
+        )
+        nvml = kernel.ask(shown)
+        assert kernel.ask(names) == [nvml[i] for i in expected]
+        assert nvml == [f"Simulated {name}" for name in ("A100-40GB", "L4-24GB", "H100-80GB")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, [0]), ("0", [0]), ("1", []), ("{1}", [1]), ("{1:.12}", [1]), ("{1},{0}", [1]), ("", [])],
+)
+def test_a_process_sees_one_mig_instance(tmp_path: Path, visible: str | None, expected: list[int]) -> None:
+    machine = Simulator(tmp_path, "2xH100 MIG 1g.10gb-10GB,host=512GiB,mig")
+    uuids = [machine.uuid(0), machine.uuid(1)]
+    env = machine.env(**({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible.format(*uuids)}))
+    with Worker(env, open_gpu=False) as kernel:
+        if not expected:
+            with pytest.raises(WorkerError, match="100"):
+                kernel.run("demo_gpu.device_count()")
+            return
+        kernel.run("gpu = demo_gpu.open(); gpu.allocate('1GiB')")
+        assert kernel.ask("demo_gpu.device_count()") == 1
+        assert machine.device_used(expected[0]) > GIB > machine.device_used(1 - expected[0])
 
 
 def test_a_context_costs_memory_once_per_process_and_device(tmp_path: Path) -> None:

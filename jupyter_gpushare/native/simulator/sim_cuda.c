@@ -1,8 +1,13 @@
 /* The simulated libcuda.so.1: start-up, devices, errors.
  *
- * Facts (CUDA C++ Programming Guide, "CUDA Environment Variables"): CUDA_VISIBLE_DEVICES is a list of
+ * Facts, CUDA Programming Guide 13.4, "CUDA Environment Variables": CUDA_VISIBLE_DEVICES is a list of
  * ordinals or UUIDs (a unique beginning is enough), read once at cuInit; everything from the first
- * invalid entry on is ignored.
+ * invalid entry on is ignored.  Ordinals go from the fastest device to the slowest ("a simple
+ * heuristic", which is not published: here, by memory), with CUDA_DEVICE_ORDER=PCI_BUS_ID as NVML's.
+ * torch/cuda/__init__.py, _parse_visible_devices (pytorch PR 84879 and 92315): an ordinal is read as
+ * strtoul(3) does, so "1gpu" is 1; ordinals and UUIDs do not mix; a device named twice leaves none.
+ * MIG User Guide, "Device Enumeration": a process sees one MIG instance, however many are named; an
+ * ordinal is a GPU's, and stands for its first instance.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -26,14 +31,36 @@ static void in_child(void)
     sim_forget_pools();
 }
 
+static int number_of(const char *word)
+{
+    char *end;
+    unsigned long number = strtoul(word, &end, 10);
+    return end == word || number >= SIM_DEVICES ? -1 : (int)number;
+}
+
+/* The device of an ordinal.  In MIG mode there is one GPU. */
+static int device_at(int ordinal)
+{
+    const char *by = getenv("CUDA_DEVICE_ORDER");
+    bool by_bus = by && !strcmp(by, "PCI_BUS_ID");
+    if (ordinal < 0 || ordinal >= (int)(sim->mig ? 1 : sim->device_count))
+        return -1;
+    for (int d = 0; !by_bus && !sim->mig && d < (int)sim->device_count; d++) {
+        int faster = 0;
+        for (int other = 0; other < (int)sim->device_count; other++)
+            faster += sim->device[other].total_bytes > sim->device[d].total_bytes ||
+                      (sim->device[other].total_bytes == sim->device[d].total_bytes && other < d);
+        if (faster == ordinal)
+            return d;
+    }
+    return ordinal;
+}
+
 static int device_named(const char *word)
 {
-    char *end, text[SIM_UUID_TEXT];
-    long ordinal = strtol(word, &end, 10);
-    if (end != word && *end == 0)
-        return ordinal >= 0 && ordinal < (long)sim->device_count ? (int)ordinal : -1;
+    char text[SIM_UUID_TEXT];
     int found = -1;
-    for (uint32_t d = 0; strlen(word) > 4 && d < sim->device_count; d++) {
+    for (uint32_t d = 0; strlen(word) >= 4 && d < sim->device_count; d++) {
         sim_uuid_text(sim->device[d].uuid, text);
         if (!strncmp(text, word, strlen(word))) {
             if (found >= 0)
@@ -47,22 +74,24 @@ static int device_named(const char *word)
 static void read_visible_devices(struct sim_process *process)
 {
     const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    uint32_t most = sim->mig ? 1 : SIM_DEVICES;
     char text[2048], *rest = text, *word;
     process->visible_count = 0;
-    if (!list) {
-        for (uint32_t d = 0; d < sim->device_count; d++)
-            process->visible[process->visible_count++] = (uint8_t)d;
+    for (int device; !list && (device = device_at((int)process->visible_count)) >= 0;)
+        process->visible[process->visible_count++] = (uint8_t)device;
+    if (!list)
         return;
-    }
+    bool by_number = number_of(list) >= 0;
     snprintf(text, sizeof text, "%s", list);
-    while ((word = strsep(&rest, ",")) && process->visible_count < SIM_DEVICES) {
-        word += strspn(word, " ");
-        word[strcspn(word, " ")] = 0;
-        int device = device_named(word);
-        for (uint32_t i = 0; device >= 0 && i < process->visible_count; i++)
-            device = process->visible[i] == device ? -1 : device;
+    while ((word = strsep(&rest, ",")) && process->visible_count < most) {
+        int device = by_number ? device_at(number_of(word)) : device_named(word);
         if (device < 0)
             return;
+        for (uint32_t i = 0; i < process->visible_count; i++)
+            if (process->visible[i] == device) {
+                process->visible_count = 0;
+                return;
+            }
         process->visible[process->visible_count++] = (uint8_t)device;
     }
 }

@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 #include <unistd.h>
 
 #include "sim_process.h"
@@ -204,6 +205,21 @@ API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *devic
     return NVML_ERROR_NOT_FOUND;
 }
 
+/* With a domain of 4 or of 8 digits. */
+API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
+{
+    nvmlReturn_t error = sim_nvml_enter();
+    if (error)
+        return error;
+    for (uint32_t d = 0; d < (sim->mig ? 1 : sim->device_count); d++) {
+        char text[32];
+        snprintf(text, sizeof text, "00000000:%02X:00.0", d + 1);
+        if (!strcasecmp(address, text) || !strcasecmp(address, text + 4))
+            return nvmlDeviceGetHandleByIndex_v2(d, device);
+    }
+    return NVML_ERROR_NOT_FOUND;
+}
+
 /* ---- what a device is ---- */
 
 API nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
@@ -288,6 +304,15 @@ API nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsign
     if (device != &sim_whole || index >= sim->device_count)
         return NVML_ERROR_NOT_FOUND;
     *instance = &sim_handles[index];
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t instance, nvmlDevice_t *device)
+{
+    ENTER(instance);
+    if (!sim->mig || instance == &sim_whole)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *device = &sim_whole;
     return NVML_SUCCESS;
 }
 
