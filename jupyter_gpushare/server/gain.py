@@ -25,6 +25,12 @@ _SHOWN = (
     "TF_FORCE_GPU_ALLOW_GROWTH",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
+# What a kernel runs; devices that its program chose among those of the lease stay chosen.
+_TAKE = """
+(lambda env, given: env.update({{
+    name: env.get(name) or value if name == "CUDA_VISIBLE_DEVICES" else value for name, value in given.items()
+}}))(__import__("os").environ, {given!r})
+"""
 _DRIVER = "libcuda.so"
 _LOOK_S = 2.0
 # A kernel that is busy for longer takes the variables after its cell.
@@ -80,7 +86,7 @@ async def _tell(kernel: Any, variables: Mapping[str, str]) -> None:
     client = kernel.client()
     client.start_channels(iopub=False, stdin=False, hb=False, control=False)
     try:
-        code = f"__import__('os').environ.update({dict(variables)!r})"
+        code = _TAKE.format(given=dict(variables))
         client.execute(code, silent=True, store_history=False, allow_stdin=False)
         with contextlib.suppress(Exception):  # no answer in time: the message waits at the kernel
             await client.get_shell_msg(timeout=_TELL_S)

@@ -28,6 +28,22 @@ def new_kernel(server) -> str:
     return str(server.request("POST", "api/kernels", json={"name": "python3"}).json()["id"])
 
 
+async def test_a_kernel_keeps_the_devices_that_its_program_chose(
+    start_both, tmp_path, execute_request, eventually
+):
+    with start_both(tmp_path, **NAMED) as (broker, server):
+        kernel = new_kernel(server)
+        done = tmp_path / "done"
+        choose = f"import os; os.environ['CUDA_VISIBLE_DEVICES'] = '-1'; open({str(done)!r}, 'w').close()"
+        async with server.socket(f"api/kernels/{kernel}/channels") as channels:
+            await channels.write_message(execute_request(choose))
+            eventually(done.is_file)
+        broker.answer("POST servers/gpu", GRANT)
+        assert server.request("POST", "gpushare/gpu", json={"gpus": "1/4"}).json()["kernels"] == []
+        found = await variables(server, kernel, tmp_path / "seen.json", execute_request, eventually)
+        assert (found["CUDA_VISIBLE_DEVICES"], found["GPUSHARE_MEMORY_LIMIT"]) == ("-1", "1")
+
+
 async def test_kernels_that_run_and_those_to_come_see_the_gpu(
     start_both, tmp_path, execute_request, eventually
 ):
