@@ -27,7 +27,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
-PAGE_HEADER = struct.Struct("<IIII")
+PAGE_HEADER = struct.Struct("<IIHHI")
 PAGE_DEVICE = struct.Struct("<16sQQ")
 DEVICES = 16
 SLOTS = 256
@@ -219,9 +219,10 @@ class Lease:
     def write(self, phase: Phase) -> None:
         """Write the whole limit page in place, as one pwrite."""
         page = bytearray(PAGE_BYTES)
-        PAGE_HEADER.pack_into(page, 0, PAGE_MAGIC, VERSION, len(self.limits), phase)
+        mig = sum(1 << index for index, (uuid, _) in enumerate(self.limits) if uuid.startswith("MIG-"))
+        PAGE_HEADER.pack_into(page, 0, PAGE_MAGIC, VERSION, len(self.limits), mig, phase)
         for index, (uuid, limit_bytes) in enumerate(self.limits):
-            raw = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+            raw = bytes.fromhex(uuid[4:].replace("-", ""))
             PAGE_DEVICE.pack_into(
                 page, PAGE_HEADER.size + index * PAGE_DEVICE.size, raw, limit_bytes, self.context_bytes
             )
@@ -236,6 +237,7 @@ class Lease:
         return {
             "GPUSHARE_LEASE": name,
             "GPUSHARE_LEASE_DIR": str(self.folder),
+            "GPUSHARE_MEMORY_LIMIT": str(sum(limit for _, limit in self.limits)),
             "LD_PRELOAD": str(native.preload_path()),
         }
 

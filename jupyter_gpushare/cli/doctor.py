@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
     """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
     checks, status, devices = _ask_broker(url, token)
     lease = _own_lease(status, environment)
-    if lease is None and environment.get("CUDA_VISIBLE_DEVICES") == "":
+    if lease is None and not environment.get("GPUSHARE_MEMORY_LIMIT"):
         # The name of a lease that this server may get while it runs.
         environment = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
     simulated = devices is not None and devices.simulated
@@ -330,30 +330,28 @@ def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | 
             advice = "unset CUDA_VISIBLE_DEVICES; pick a GPU when starting the server instead"
             return _warn(name, "This server has no GPU, yet CUDA_VISIBLE_DEVICES names one.", advice)
         return _ok(name, "No GPU is held here.")
-    if visible == "":
+    if not environment.get("GPUSHARE_MEMORY_LIMIT"):
         advice = "open a new terminal"
         return _warn(name, "This server got its GPU after this terminal was opened.", advice)
-    advice = "restart the server: the Hub sets these variables, and nothing should change them"
-    missing = [
-        key
-        for key in ("GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "CUDA_VISIBLE_DEVICES")
-        if not environment.get(key)
-    ]
-    if missing:
-        return _fail(name, f"A GPU is held, but {', '.join(missing)} is not set.", advice)
-    if environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") != "PCI_BUS_ID":
-        return _warn(
-            name, f"CUDA_DEVICE_ORDER is {environment['CUDA_DEVICE_ORDER']}, not PCI_BUS_ID.", advice
-        )
-    if lease is not None and set((visible or "").split(",")) != set(lease.devices):
-        return _fail(
-            name, f"CUDA_VISIBLE_DEVICES names {visible}, the lease {', '.join(lease.devices)}.", advice
-        )
+    if not environment.get("GPUSHARE_LEASE_DIR"):
+        advice = "restart the server: the Hub sets this variable, and nothing should change it"
+        return _fail(name, "A GPU is held, but GPUSHARE_LEASE_DIR is not set.", advice)
     if lease is None:
         return _warn(
             name, f"The broker did not confirm the lease {lease_id}.", "see the checks of broker and token"
         )
+    if visible is not None and not _names_device(visible, lease.devices):
+        advice = "unset it, or count from 0: numbers are those of the lease's own devices"
+        return _warn(name, f"Programs see no GPU: CUDA_VISIBLE_DEVICES is {visible[:100]!r}.", advice)
     return _ok(name, f"Lease {lease_id}, {lease.size} on {lease.device_name}.")
+
+
+def _names_device(visible: str, devices: Sequence[str]) -> bool:
+    """Return whether the first entry is a device of a lease; where it is none, programs see no device."""
+    first = visible.partition(",")[0].strip()
+    if first.isdecimal():
+        return int(first) < len(devices)
+    return first != "" and sum(device.startswith(first) for device in devices) == 1
 
 
 def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
@@ -379,7 +377,7 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
         return _fail(name, f"The limit page {path} cannot be read ({error.strerror}).", advice)
     if len(page) < LIMIT_BYTES or LIMIT_HEAD.unpack_from(page)[:2] != (LIMIT_MAGIC, VERSION):
         return _fail(name, f"The limit page {path} is not one of this version.", advice)
-    _, _, count, phase = LIMIT_HEAD.unpack_from(page)
+    _, _, count, _, phase = LIMIT_HEAD.unpack_from(page)
     if phase == PagePhase.REVOKED:
         return _fail(name, "The lease has ended: every allocation is denied.", advice)
     limits = [

@@ -247,7 +247,10 @@ def _driver(site: Site) -> Found:
     if not machine.driver:
         yield "No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs"
     elif not machine.gpu_memory_bytes:
-        yield f"The driver {machine.driver} finds no GPU.", "check `nvidia-smi`"
+        yield (
+            f"The driver {machine.driver} finds no GPU.",
+            "check `nvidia-smi` outside the Hub: a server shows its own GPUs alone",
+        )
     elif machine.driver.split(".")[0].isdigit() and int(machine.driver.split(".")[0]) < _CHECKPOINT_DRIVER:
         yield _warn(
             "driver",

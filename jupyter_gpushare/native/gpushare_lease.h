@@ -54,7 +54,8 @@ struct gpushare_limit_device {
 struct gpushare_limit_page {
     uint32_t magic;
     uint32_t version;
-    uint32_t device_count;
+    uint16_t device_count;
+    uint16_t mig; /* bit i: device i is a MIG instance, whose UUID is written MIG-..., not GPU-... */
     _Atomic uint32_t phase;
     struct gpushare_limit_device device[GPUSHARE_DEVICES];
 };

@@ -190,14 +190,25 @@ def test_environment_of_a_holder_is_coherent(status):
     ("change", "result", "says"),
     [
         ({"GPUSHARE_LEASE_DIR": ""}, Result.FAIL, "GPUSHARE_LEASE_DIR"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, Result.FAIL, "CUDA_VISIBLE_DEVICES"),
-        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, Result.WARN, "FASTEST_FIRST"),
+        ({"GPUSHARE_MEMORY_LIMIT": ""}, Result.WARN, "after this terminal"),
+        *(
+            ({"CUDA_VISIBLE_DEVICES": hides}, Result.WARN, f"CUDA_VISIBLE_DEVICES is {hides!r}")
+            for hides in ("1", "-1", "", "GPU-6", "all")
+        ),
     ],
 )
 def test_changed_environment_is_named(status, change, result, says):
     check = doctor.check_environment(HOLDER | change, status.leases[0])
     assert check.result is result
     assert says in check.message
+
+
+@pytest.mark.parametrize("visible", ["0", "0,1", UUID[:9], None])
+@pytest.mark.parametrize("order", ["FASTEST_FIRST", None])
+def test_a_choice_among_the_lease_s_devices_is_no_fault(status, visible, order):
+    changes = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
+    chosen = {name: value for name, value in (HOLDER | changes).items() if value is not None}
+    assert doctor.check_environment(chosen, status.leases[0]).result is Result.OK
 
 
 def test_server_without_gpu_is_ok_unless_it_names_a_device():

@@ -158,7 +158,7 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
     files.set_limit(0, 5)
     files.set_context(0, 7)
     raw = (files.path / "limit").read_bytes()
-    assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, PagePhase.SUSPENDED)
+    assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, 0, PagePhase.SUSPENDED)
     assert lease_files.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(UUID), 5, 7)
     assert files.phase() is PagePhase.SUSPENDED
 

@@ -22,13 +22,13 @@ def find(how):
 """
 
 
-def reserved(machine: Simulator, folder: Path) -> Worker:
+def reserved(machine: Simulator, folder: Path, visible: str = "") -> Worker:
     """A process that names a lease which does not exist."""
     env = machine.env() | {
         "GPUSHARE_LEASE": "b0123456789-1",
         "GPUSHARE_LEASE_DIR": str(folder),
         "LD_PRELOAD": str(native.preload_path()),
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": visible,
     }
     worker = Worker(env, open_gpu=False)
     worker.run(FIND)
@@ -42,11 +42,11 @@ def test_devices_of_a_lease_that_came_later_are_seen_at_the_first_look(
     folder = tmp_path / "later"
     with reserved(machine, folder) as looked, reserved(machine, folder) as kernel:
         assert looked.ask(f"find({how!r})(0)") == NO_DEVICE
-        # Devices are shown by NVML as before, and nothing is said about a lease.
+        # NVML has none either, and nothing is said about a lease.
         looked.run("import pynvml as n; n.nvmlInit()")
-        looked.run("m = n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))")
-        assert looked.ask("m.total") == 80 * GIB
+        assert looked.ask("n.nvmlDeviceGetCount()") == 0
         lease = Lease(folder, [(machine.uuid(1), 40 * GIB)])
+        assert looked.ask("n.nvmlDeviceGetUUID(n.nvmlDeviceGetHandleByIndex(0))") == machine.uuid(1)
         assert kernel.ask(f"find({how!r})(0)") == 0
         kernel.run("gpu = demo_gpu.open()")
         assert kernel.ask("gpu.memory()") == [40 * GIB, 40 * GIB]
@@ -68,13 +68,19 @@ def test_two_devices_are_seen_in_the_order_of_the_lease(machine: Simulator, tmp_
         )
 
 
-def test_a_process_that_chose_its_devices_keeps_them(machine: Simulator, half: Lease) -> None:
-    env = machine.env() | half.env() | {"CUDA_VISIBLE_DEVICES": machine.uuid(1)}
-    with Worker(env, open_gpu=False) as kernel:
-        kernel.run(FIND)
-        assert kernel.ask("find('symbol')(0)") == 0
+@pytest.mark.parametrize(("visible", "code"), [("0", 0), ("0,1", 0), ("1", NO_DEVICE), ("-1", NO_DEVICE)])
+def test_a_process_that_chose_before_its_lease_came_keeps_its_choice(
+    machine: Simulator, tmp_path: Path, capfd: pytest.CaptureFixture[str], visible: str, code: int
+) -> None:
+    with reserved(machine, tmp_path / "later", visible) as kernel:
+        Lease(tmp_path / "later", [(machine.uuid(1), 40 * GIB)])
+        assert kernel.ask("find('symbol')(0)") == code
+        if not code:
+            kernel.run("gpu = demo_gpu.open(); b = gpu.allocate('1GiB')")
+            assert machine.device_used(1) == GIB
         kernel.run("libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p")
-        assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == machine.uuid(1)
+        assert kernel.ask("libc.getenv(b'CUDA_VISIBLE_DEVICES').decode()") == visible
+    assert "gpushare:" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("limit", [{}, {"GPUSHARE_MEMORY_LIMIT": str(40 * GIB)}])

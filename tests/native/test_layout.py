@@ -11,7 +11,7 @@ from jupyter_gpushare.native import build
 from tests import simulator
 
 _FIELDS = {
-    "gpushare_limit_page": ["magic", "version", "device_count", "phase", "device"],
+    "gpushare_limit_page": ["magic", "version", "device_count", "mig", "phase", "device"],
     "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes"],
     "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
     "gpushare_slot": ["pid", "taints", "start_ticks", "work", "calls", "queries", "used_bytes"],

@@ -44,7 +44,7 @@ ACCOUNT_MAGIC = 0x41535047
 ACCOUNT_NAME = "account"
 
 # struct gpushare_limit_page
-LIMIT_HEAD = struct.Struct("<IIII")  # magic, version, device_count, phase
+LIMIT_HEAD = struct.Struct("<IIHHI")  # magic, version, device_count, mig, phase
 LIMIT_DEVICE = struct.Struct("<16sQQ")  # uuid, limit_bytes, context_bytes
 LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
 COUNT_AT = 8
@@ -255,7 +255,8 @@ class LeaseDirectory:
         self.path.mkdir(mode=0o755, exist_ok=True)
         self.path.chmod(0o755)
         page = bytearray(LIMIT_BYTES)
-        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), phase)
+        mig = sum(1 << index for index, uuid in enumerate(limits) if uuid.startswith("MIG-"))
+        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, phase)
         for index, (uuid, limit_bytes) in enumerate(limits.items()):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
             LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, contexts.get(uuid, 0))
@@ -308,7 +309,7 @@ class LeaseDirectory:
             os.close(fd)
         if len(head) != LIMIT_HEAD.size or LIMIT_HEAD.unpack(head)[:2] != (LIMIT_MAGIC, VERSION):
             return None
-        value = LIMIT_HEAD.unpack(head)[3]
+        value = LIMIT_HEAD.unpack(head)[-1]
         return PagePhase(value) if value in iter(PagePhase) else None
 
     def raw_account(self) -> bytes:

@@ -4,6 +4,7 @@
 #include "lease_client.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -85,10 +86,15 @@ static void reopen_replaced_files(void)
     pthread_mutex_unlock(&opening);
 }
 
-bool lease_uuid(uint32_t index, uint8_t uuid[16])
+bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES])
 {
     const struct gpushare_limit_page *at = get_page();
-    return at && index < at->device_count && memcpy(uuid, at->device[index].uuid, 16);
+    if (!at || index >= at->device_count)
+        return false;
+    text += sprintf(text, at->mig >> index & 1 ? "MIG-" : "GPU-");
+    for (int i = 0; i < 16; i++)
+        text += sprintf(text, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", at->device[index].uuid[i]);
+    return true;
 }
 
 static struct gpushare_account *get_account(void)
@@ -208,10 +214,9 @@ static struct gpushare_slot *get_slot(struct gpushare_account *at)
 
 void lease_load(void)
 {
-    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     struct stat file;
     leased = getenv("GPUSHARE_LEASE") != NULL;
-    reserved = leased && visible && !*visible && !getenv("GPUSHARE_MEMORY_LIMIT");
+    reserved = leased && !getenv("GPUSHARE_MEMORY_LIMIT");
     if (!leased) {
         atomic_store(&gpushare_counters, unleased);
         atomic_store(&gpushare_phase, &unleased_phase);

@@ -45,10 +45,12 @@ void lease_taint(enum gpushare_taint taint);
 bool lease_wait_for_turn(void);
 
 /* Whether this process began in a server without a GPU, which may get one while it runs: it has the
- * name of a lease, an empty CUDA_VISIBLE_DEVICES, and no limit.  Read once, at load. */
+ * name of a lease, and no limit.  Read once, at load. */
 bool lease_is_reserved(void);
-/* The device at an index of the limit page; false beyond the last, and while there is no lease. */
-bool lease_uuid(uint32_t index, uint8_t uuid[16]);
+enum { LEASE_UUID_BYTES = 41 };
+/* The UUID of the device at an index of the limit page, as NVML writes it; false beyond the last, and
+ * while there is no lease. */
+bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES]);
 /* Index of a device in the limit page, or -1. */
 int lease_device(const uint8_t uuid[16]);
 /* Take bytes of a device for this process, all or nothing. */

@@ -21,10 +21,10 @@
  *
  * Here: start-up, and which function a caller gets.  The functions themselves are in
  * preload_memory.c, preload_arrays.c, preload_pooled.c, preload_virtual.c (physical memory),
- * preload_gain.c, preload_taints.c and preload_sizes.c; those that only count and jump are made by
- * preload_stubs.S.  Below them: preload_account.c takes and gives bytes, preload_records.c knows what this process
- * holds, preload_pools.c what its pools reserve, preload_devices.c its devices, and preload_driver.c
- * finds the driver's functions.
+ * preload_visible.c, preload_taints.c, preload_sizes.c and preload_nvml.c; those that only count and
+ * jump are made by preload_stubs.S.  Below them: preload_account.c takes and gives bytes,
+ * preload_records.c knows what this process holds, preload_pools.c what its pools reserve,
+ * preload_devices.c its devices, and preload_driver.c finds the driver's functions.
  */
 #define _GNU_SOURCE
 #include "preload_driver.h"
@@ -34,10 +34,10 @@
 #include <stdio.h>
 
 #include "lease_client.h"
-#include "preload_gain.h"
 #include "preload_pools.h"
 #include "preload_records.h"
 #include "preload_virtual.h"
+#include "preload_visible.h"
 
 enum hook_kind { TYPED, WORK, CALL, QUERY, GATE, REFUSE };
 
@@ -69,6 +69,7 @@ static void in_child(void)
     mappings_in_child();
     pools_in_child();
     lease_in_child();
+    visible_in_child();
 }
 
 /* What pthread_atfork of glibc calls: pthread_atfork itself is in each library by itself there. */
@@ -84,7 +85,7 @@ __attribute__((constructor)) static void load(void)
         return;
     find_dlsym();
     lease_load();
-    gain_load();
+    visible_load();
     if (__register_atfork)
         __register_atfork(NULL, NULL, in_child, __dso_handle);
     else if (pthread_atfork)

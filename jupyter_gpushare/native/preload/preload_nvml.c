@@ -1,0 +1,182 @@
+/* NVML in a lease: its devices alone, numbered as CUDA numbers them, with the sizes of the lease.
+ *
+ * As in a container with no other devices, except that NVML's minor numbers, PCI addresses and UUIDs are
+ * the device's own.  A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
+ * and of its instances this one (nvmlDeviceGetMigDeviceHandleByIndex answers NOT_FOUND for an index
+ * without an instance: NVML API reference r580).
+ */
+#include "lease_client.h"
+#include "preload_devices.h"
+#include "preload_driver.h"
+
+enum { NVML_SUCCESS = 0, NVML_ERROR_UNINITIALIZED = 1, NVML_ERROR_INVALID_ARGUMENT = 2, NVML_ERROR_NOT_FOUND = 6 };
+
+typedef int get_uuid(nvmlDevice_t, char *, unsigned);
+typedef int get_handle(const char *, nvmlDevice_t *);
+typedef int get_parent(nvmlDevice_t, nvmlDevice_t *);
+
+/* "GPU-" or "MIG-" and 16 bytes in hex, dashes anywhere. */
+static bool read_uuid(const char *text, uint8_t uuid[16])
+{
+    if (strlen(text) < 4)
+        return false;
+    text += 4;
+    for (int i = 0; i < 32; i++) {
+        static const char digits[] = "0123456789abcdef";
+        text += *text == '-';
+        const char *digit = *text ? strchr(digits, *text++ | 0x20) : NULL;
+        if (!digit)
+            return false;
+        uuid[i / 2] = (uint8_t)(uuid[i / 2] << 4 | (digit - digits));
+    }
+    return *text == 0;
+}
+
+/* The index of a device in the limit page, or -1. */
+static int index_of(nvmlDevice_t device)
+{
+    static void *_Atomic kept;
+    char text[NVML_UUID_TEXT];
+    uint8_t uuid[16];
+    get_uuid *ask = (get_uuid *)plain_function(&kept, "nvmlDeviceGetUUID");
+    return ask && !ask(device, text, sizeof text) && read_uuid(text, uuid) ? lease_device(uuid) : -1;
+}
+
+/* ---- which devices there are ---- */
+
+/* The GPU of the device at an index of the limit page. */
+static int find_gpu(uint32_t index, nvmlDevice_t *gpu)
+{
+    static void *_Atomic kept;
+    char uuid[LEASE_UUID_BYTES];
+    get_handle *ask = (get_handle *)real_of(HOOK_nvmlDeviceGetHandleByUUID);
+    if (!ask)
+        return NVML_ERROR_UNINITIALIZED;
+    if (!lease_uuid(index, uuid))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    int result = ask(uuid, gpu);
+    get_parent *ask_parent = (get_parent *)plain_function(&kept, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle");
+    return result || *uuid != 'M' || !ask_parent ? result : ask_parent(*gpu, gpu);
+}
+
+/* The number of a GPU of the lease; false for a MIG instance, and for what is not the lease's. */
+static bool number_of(nvmlDevice_t device, unsigned *number)
+{
+    nvmlDevice_t gpu;
+    for (uint32_t i = 0; i < GPUSHARE_DEVICES; i++)
+        if (!find_gpu(i, &gpu) && gpu == device)
+            return *number = i, true;
+    return false;
+}
+
+/* What a function that finds a device answers: NOT_FOUND where it is not the lease's. */
+static int found(int result, const nvmlDevice_t *device)
+{
+    unsigned number;
+    bool is_foreign = !result && lease_is_set() && index_of(*device) < 0 && !number_of(*device, &number);
+    return is_foreign ? NVML_ERROR_NOT_FOUND : result;
+}
+
+#define FIND(name, type, wanted)                                                      \
+    API int name(type wanted, nvmlDevice_t *device)                                   \
+    {                                                                                 \
+        int (*real)(type, nvmlDevice_t *) = real_of(HOOK_##name);                     \
+        return real ? found(real(wanted, device), device) : NVML_ERROR_UNINITIALIZED; \
+    }
+FIND(nvmlDeviceGetHandleByPciBusId, const char *, address)
+FIND(nvmlDeviceGetHandleByPciBusId_v2, const char *, address)
+FIND(nvmlDeviceGetHandleBySerial, const char *, serial)
+FIND(nvmlDeviceGetHandleByUUID, const char *, uuid)
+FIND(nvmlDeviceGetHandleByUUIDV, const void *, uuid)
+
+API int nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned index, nvmlDevice_t *instance)
+{
+    int (*real)(nvmlDevice_t, unsigned, nvmlDevice_t *) = real_of(HOOK_nvmlDeviceGetMigDeviceHandleByIndex);
+    return real ? found(real(device, index, instance), instance) : NVML_ERROR_UNINITIALIZED;
+}
+
+/* An NVML that was not started refuses first. */
+static int count_devices(enum hook hook, unsigned *count)
+{
+    int (*real)(unsigned *) = real_of(hook);
+    char uuid[LEASE_UUID_BYTES];
+    int result = real ? real(count) : NVML_ERROR_UNINITIALIZED;
+    if (!result && lease_is_set())
+        for (*count = 0; lease_uuid(*count, uuid);)
+            ++*count;
+    return result;
+}
+
+API int nvmlDeviceGetCount(unsigned *count)
+{
+    return count_devices(HOOK_nvmlDeviceGetCount, count);
+}
+
+API int nvmlDeviceGetCount_v2(unsigned *count)
+{
+    return count_devices(HOOK_nvmlDeviceGetCount_v2, count);
+}
+
+static int device_at(enum hook hook, unsigned index, nvmlDevice_t *device)
+{
+    int (*real)(unsigned, nvmlDevice_t *) = real_of(hook);
+    unsigned count;
+    if (!real || !lease_is_set())
+        return real ? real(index, device) : NVML_ERROR_UNINITIALIZED;
+    int result = nvmlDeviceGetCount_v2(&count);
+    return result ? result : find_gpu(index, device);
+}
+
+API int nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t *device)
+{
+    return device_at(HOOK_nvmlDeviceGetHandleByIndex, index, device);
+}
+
+API int nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *device)
+{
+    return device_at(HOOK_nvmlDeviceGetHandleByIndex_v2, index, device);
+}
+
+/* Of a MIG instance it is the index on its GPU. */
+API int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
+{
+    int (*real)(nvmlDevice_t, unsigned *) = real_of(HOOK_nvmlDeviceGetIndex);
+    int result = real ? real(device, index) : NVML_ERROR_UNINITIALIZED;
+    if (result || !lease_is_set() || number_of(device, index))
+        return result;
+    return index_of(device) < 0 ? NVML_ERROR_INVALID_ARGUMENT : result;
+}
+
+/* ---- sizes ---- */
+
+static bool find_memory(nvmlDevice_t device, struct lease_memory *lease)
+{
+    return lease_is_set() && lease_memory(index_of(device), lease);
+}
+
+API int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    int (*real)(nvmlDevice_t, nvmlMemory_t *) = real_of(HOOK_nvmlDeviceGetMemoryInfo);
+    struct lease_memory lease;
+    int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;
+    if (!result && find_memory(device, &lease) && lease.limit_bytes < memory->total) {
+        memory->total = lease.limit_bytes;
+        memory->used = lease.used_bytes < lease.limit_bytes ? lease.used_bytes : lease.limit_bytes;
+        memory->free = memory->total - memory->used;
+    }
+    return result;
+}
+
+API int nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    int (*real)(nvmlDevice_t, nvmlMemory_v2_t *) = real_of(HOOK_nvmlDeviceGetMemoryInfo_v2);
+    struct lease_memory lease;
+    int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;
+    if (!result && find_memory(device, &lease) && lease.limit_bytes < memory->total) {
+        memory->total = lease.limit_bytes;
+        memory->reserved = 0;
+        memory->used = lease.used_bytes < lease.limit_bytes ? lease.used_bytes : lease.limit_bytes;
+        memory->free = memory->total - memory->used;
+    }
+    return result;
+}
