@@ -263,8 +263,8 @@ class Person:
 
     # ---- kernels ---------------------------------------------------------------
 
-    def kernel(self) -> Kernel:
-        answer = self.http.post(f"/user/{self.name}/api/kernels", json={"name": "python3"})
+    def kernel(self, name: str = "python3") -> Kernel:
+        answer = self.http.post(f"/user/{self.name}/api/kernels", json={"name": name})
         assert answer.status_code == 201, answer.text
         kernel = Kernel(self, answer.json()["id"])
         self._kernels.append(kernel)

@@ -89,6 +89,18 @@ print("devices", len(gpus), "steps", buffers[0].steps)
 """
 
 
+CHOOSE = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '{}'"
+ON_FIRST = """
+from jupyter_gpushare import demo_gpu
+gpu = demo_gpu.open()
+weights = gpu.allocate("1GiB")
+import pynvml
+pynvml.nvmlInit()
+handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+print(pynvml.nvmlDeviceGetCount(), pynvml.nvmlDeviceGetIndex(handle))
+"""
+
+
 def submit(bo: Person, folder: Path) -> dict[str, Any]:
     """Submit a job for both GPUs that trains until the file ``enough`` is there."""
     (folder / "train.py").write_text(TRAIN)
@@ -112,6 +124,12 @@ def bytes_of(hub: DemoHub, pid: int) -> int:
         elif entry["pid"] == pid and entry["event"] in ("free", "checkpoint"):
             held -= entry["bytes"]
     return held
+
+
+def allocations(hub: DemoHub, pid: int) -> list[tuple[int, int]]:
+    """Return a process's allocations of 1 GiB and more, as (device of the machine, bytes)."""
+    own = (entry for entry in hub.ledger() if entry["pid"] == pid and entry["event"] == "alloc")
+    return [(entry["device"], entry["bytes"]) for entry in own if entry["bytes"] >= 1 << 30]
 
 
 def never_more_than_there_is(hub: DemoHub) -> None:
@@ -242,6 +260,41 @@ def test_a_terminal_and_a_notebook_need_no_token_to_submit_follow_and_look(hub: 
     path = f"/services/gpushare/api/v1/leases/{held['id']}/kernels/{{}}/release"
     assert bo.http.post(path.format("none"), follow_redirects=True).status_code == 404
     assert bo.http.post(path.format(kernel.id), follow_redirects=True).status_code == 200
+
+
+def test_a_lease_numbers_its_devices_itself(hub: DemoHub, tmp_path: Path) -> None:
+    """A notebook, a kernelspec and a script say "0" where the lease lies on the machine's device 1."""
+    ada, bo, cy = (hub.person(name) for name in ("ada", "bo", "cy"))
+    logged = len(hub.log.read_bytes())
+    bo.start_server(fraction="0.5")
+    cy.start_server(fraction="0.6", project="vision")
+    second = bo.ask("devices")["devices"][1]["uuid"]
+    holder = next(each for each in (bo, cy) if each.lease()["devices"] == [second])
+
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+    spec |= {"display_name": "Both GPUs", "language": "python", "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}
+    folder = hub.folder / "state/home" / holder.name / ".local/share/jupyter/kernels/both"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    for kernel, cell in ((holder.kernel(), CHOOSE.format("0")), (holder.kernel("both"), "import os")):
+        pid = int(kernel.run(f"{cell}\nos.getpid()"))
+        assert kernel.run(ON_FIRST) == "1 0"
+        assert allocations(hub, pid) == [(1, 1 << 30)]
+    kernel = holder.kernel()
+    pid = int(kernel.run(f"{CHOOSE.format('-1')}\nos.getpid()"))
+    assert "CUDA_ERROR_NO_DEVICE" in kernel.run(ON_FIRST)
+    assert allocations(hub, pid) == []
+
+    # A job that fits on that device only.
+    holder.stop_server()
+    until("its lease ends", lambda: not holder.ask("status")["leases"])
+    (tmp_path / "train.py").write_text(f"{CHOOSE.format('0')}\n{ON_FIRST}print(os.getpid())")
+    command = ["--cwd", str(tmp_path), "--", sys.executable, "train.py"]
+    job = json.loads(ada.gpushare("submit", "--json", "--gpus", "0.6", *command).stdout)
+    until("the job ends", lambda: ada.job(job["id"])["state"] == "succeeded")
+    *seen, pid_of_job = ada.gpushare("logs", job["id"]).stdout.split()
+    assert (seen, allocations(hub, int(pid_of_job))) == (["1", "0"], [(1, 1 << 30)])
+    assert b"its limit is" not in hub.log.read_bytes()[logged:]
 
 
 @pytest.mark.long
