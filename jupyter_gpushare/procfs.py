@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import struct
+import sys
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -35,10 +36,8 @@ BLOCKED_SIGNALS = 29  # of the first thread; masks of the signals 1 to 31
 CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
 
-# linux/nsfs.h, _IO(0xb7, n): descriptors of the user namespace that owns a namespace, and of its parent;
-# the uid that made a user namespace.
+# linux/nsfs.h, _IO(0xb7, n): a descriptor of the user namespace that owns a namespace; the uid that made it.
 _NS_GET_USERNS = 0xB701
-_NS_GET_PARENT = 0xB702
 _NS_GET_OWNER_UID = 0xB704
 # PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version.
 # With PIDFD_INFO_EXIT in `mask` (Linux 6.15) it has the status of a process that was waited for.
@@ -190,34 +189,45 @@ def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
     return code if mask & _PIDFD_INFO_EXIT else None
 
 
-def is_in_container(pid: int) -> bool:
-    """Whether root put a process into a pid namespace below that of this one; True when the kernel hides it.
+def maker(pid: int, namespace: str) -> int | None:
+    """Return the uid that made the user namespace which owns a namespace of a process; None: it is hidden.
 
-    A user makes pid namespaces in a user namespace of its own, and the kernel knows who made that one.
+    ``namespace`` is ``mnt`` or ``pid``, or ``user`` for the user namespace of the process itself.  The
+    kernel answers 0 for what is not in a user namespace of its own; a user can make others alone.
 
     Raises:
         OSError: no descriptor or memory is left to look.
     """
+    found = bytearray(4)
     with contextlib.ExitStack() as opened:
-
-        def keep(fd: int) -> int:
-            opened.callback(os.close, fd)
-            return fd
-
         try:
-            own_pids, own_users = os.stat(path(0, "ns/pid")), os.stat(path(0, "ns/user"))
-            space = keep(os.open(path(pid, "ns/pid"), os.O_RDONLY | os.O_CLOEXEC))
-            while not os.path.samestat(os.fstat(space), own_pids):
-                users, maker = keep(fcntl.ioctl(space, _NS_GET_USERNS)), bytearray(4)
-                fcntl.ioctl(users, _NS_GET_OWNER_UID, maker)
-                if os.path.samestat(os.fstat(users), own_users) or not any(maker):
-                    return True
-                space = keep(fcntl.ioctl(space, _NS_GET_PARENT))
+            fd = os.open(path(pid, f"ns/{namespace}"), os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            if namespace != "user":
+                fd = fcntl.ioctl(fd, _NS_GET_USERNS)
+                opened.callback(os.close, fd)
+            fcntl.ioctl(fd, _NS_GET_OWNER_UID, found)
         except OSError as error:
             if error.errno in _COULD_NOT_LOOK:
                 raise
-            return True
-    return False
+            return None
+    return int.from_bytes(found, sys.byteorder)
+
+
+def cgroup(pid: int, fields: list[bytes], limit_bytes: int) -> bytes:
+    """The contents of /proc/PID/cgroup; ``fields`` are `stat_fields`.
+
+    With cgroup v1 a process whose first thread has ended shows none of its cgroups, and its others do.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    if fields[STATE] == b"Z" and int(fields[THREADS]) > 1:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError):
+            others = (tid for tid in os.listdir(path(pid, "task")) if tid != str(pid))
+            if (tid := next(others, None)) is not None:
+                return read(pid, f"task/{tid}/cgroup", limit_bytes)
+    return read(pid, "cgroup", limit_bytes)
 
 
 def send_signal(pid: int, started_ticks: int, number: int) -> bool:

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from traitlets import TraitError
-
 from jupyter_gpushare.hub.broker_access import unverified
+from jupyter_gpushare.hub.refusals import SettingRefused
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def _check_of_hub(hub: Any) -> None:
         return
     try:
         made = sample(hub.spawner_class, hub.config, "")
-    except TraitError as error:  # each start would fail with it
+    except SettingRefused as error:  # each start would fail with it
         hub.log.critical("%s", error)
         sys.exit(1)
     except Exception:  # of a class that is not ours; `check_class` logs it

@@ -25,10 +25,10 @@ from typing import Any
 from docker.types import DeviceRequest
 from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import Command
-from traitlets import Bool, Callable, Integer, TraitError, Union, validate
+from traitlets import Bool, Callable, Integer, Union, validate
 
 from jupyter_gpushare import channel
-from jupyter_gpushare.hub.refusals import SITE_SETTING, refusal
+from jupyter_gpushare.hub.refusals import SITE_SETTING, SettingRefused, refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 
 # Docker's own time to stop a container, in seconds (`docker stop`, --time).
@@ -108,7 +108,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     @validate("remove")
     def _check_remove(self, proposal: Any) -> bool:
         if not proposal.value:
-            raise TraitError(
+            raise SettingRefused(
                 "c.DockerSpawner.remove = False cannot be used with GPUs: a container that is started "
                 "again has the lease of its last start. Keep users' files in a volume."
             )
@@ -117,7 +117,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     @validate("extra_host_config")
     def _check_host_config(self, proposal: Any) -> Any:
         if not callable(proposal.value) and (wrong := next(joins(proposal.value), "")):
-            raise TraitError(
+            raise SettingRefused(
                 f"c.DockerSpawner.extra_host_config has {wrong}: with it the servers of users are not apart "
                 "from each other or from the machine. Remove it."
             )
@@ -126,7 +126,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     @validate("network_name")
     def _check_network(self, proposal: Any) -> Any:
         if any(joins({"network_mode": proposal.value})):
-            raise TraitError(
+            raise SettingRefused(
                 f"c.DockerSpawner.network_name = {proposal.value!r} puts all servers into one network "
                 'namespace: name a network of Docker, such as "bridge".'
             )
@@ -159,7 +159,8 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         if library := given.get("LD_PRELOAD"):
             mounts[str(Path(library).parent)] = "ro"
         if folder := given.get("GPUSHARE_LEASE_DIR"):
-            mounts[folder] = "rw"
+            # As root in its container a user could put something else in the place of the limit page.
+            mounts |= {folder: "ro", f"{folder}/account": "rw"}
         socket = channel.parse(given["GPUSHARE_API_URL"]).socket if "GPUSHARE_API_URL" in given else None
         if socket is not None:
             mounts[str(socket.parent)] = "ro"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import html
 import re
 
+from traitlets import TraitError
+
 from jupyter_gpushare.hub.compat import SpawnException
+
+
+class SettingRefused(TraitError):
+    """A setting of the site with which the Hub does not start; the text says what to change."""
+
 
 BROKER_DOWN = (
     "The GPU service does not answer, so no GPU can be given now. "

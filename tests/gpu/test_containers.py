@@ -6,11 +6,14 @@ import os
 import signal
 import struct
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.leases.containers import Containers, container_of, mounts
 from jupyter_gpushare.gpu.leases.files import (
     ACCOUNT_BYTES,
@@ -56,6 +59,12 @@ def test_the_outermost_container_of_a_cgroup_is_the_pod(cgroup: str, pod: str) -
     assert container_of(written.encode()) == pod
 
 
+def test_a_container_in_the_helpers_own_is_told_from_it() -> None:
+    inner = "b" * 64
+    assert container_of(f"0::/docker/{ID}/docker/{inner}".encode(), ID) == inner
+    assert container_of(f"0::/docker/{ID}".encode(), ID) == ID
+
+
 # ---- which pod has which lease ------------------------------------------------------------------
 
 
@@ -76,6 +85,10 @@ def container(script: str, *words: Path) -> subprocess.Popen[str]:
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def key_of(process: subprocess.Popen[str]) -> tuple[int, int]:
+    return process.pid, procfs.start_ticks(process.pid)
 
 
 @pytest.fixture
@@ -102,17 +115,58 @@ def test_a_pod_has_the_lease_with_its_directory_mounted_there(
     above = container('mount --bind "$1" "$2"', leases, elsewhere)
     started += [held, forged, above]
     names = {"b1-1", "b2-1"}
-    known.learn([(UID, above.pid), (UID, forged.pid)], names)
+    known.learn([(UID, key_of(above)), (UID, key_of(forged))], names)
     assert known.lease_of(UID) == ""
-    known.learn([(UID, held.pid), (OTHER, forged.pid)], {"b2-1"})  # no lease of this helper
+    known.learn([(UID, key_of(held)), (OTHER, key_of(forged))], {"b2-1"})  # no lease of this helper
     assert known.lease_of(UID) == ""
-    known.learn([(UID, above.pid), (UID, held.pid), (OTHER, forged.pid)], names)
+    known.learn([(UID, key_of(above)), (UID, key_of(held)), (OTHER, key_of(forged))], names)
     assert (known.lease_of(UID), known.lease_of(OTHER)) == ("b1-1", "")
     # The next helper knows it, also when the process has left its mounts; another boot does not.
     assert Containers(leases, tmp_path / "containers", "boot").lease_of(UID) == "b1-1"
     assert Containers(leases, tmp_path / "containers", "next boot").lease_of(UID) == ""
     (tmp_path / "containers").write_text("{")
     assert Containers(leases, tmp_path / "containers", "boot").lease_of(UID) == ""
+
+
+@needs_root
+def test_a_mount_that_a_user_made_gives_no_lease(started: list[subprocess.Popen[str]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "b1-1").mkdir()
+        own = [
+            "setpriv",
+            "--reuid",
+            "41001",
+            "--clear-groups",
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+        ]
+        script = 'mount --bind "$1" /mnt; echo ready; exec sleep 600'
+        command = [*own, "sh", "-ec", script, "sh", str(folder / "b1-1")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout
+        if process.stdout.readline() != "ready\n":
+            pytest.skip("users may make no namespaces on this machine")
+        known = Containers(folder)
+        assert [point for _, root, point in mounts(process.pid) if root.endswith(b"/b1-1")] == [b"/mnt"]
+        known.learn([(ID, key_of(process))], {"b1-1"})
+        assert known.lease_of(ID) == ""
+
+
+def test_a_pid_that_was_used_again_gives_no_lease(
+    tmp_path: Path, leases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Containers(leases)
+    monkeypatch.setattr(known, "_lease_in", lambda found, leases: "b1-1")
+    mine = (os.getpid(), procfs.start_ticks(os.getpid()))
+    known.learn([(ID, (mine[0], mine[1] - 1))], {"b1-1"})
+    assert known.lease_of(ID) == ""
+    known.learn([(ID, mine)], {"b1-1"})
+    assert known.lease_of(ID) == "b1-1"
 
 
 @needs_root
@@ -262,6 +316,12 @@ def test_a_container_has_its_lease_without_the_pids_of_the_machine_and_is_watche
             assert worker.do("alloc 64") == "0"
         until(lambda: len(bare.of("b1-1")["processes"]) == 2, "both are of the lease")
         until(lambda: len(bare.of("b2-1")["processes"]) == 1, "it is of the lease of its container")
+        outside = bare.worker("b1-1", wait=False)  # of the same uid, in no container
+        assert outside.answer() == "ready 0"
+        assert outside.do("alloc 64") == "0"
+        bare.settled("b1-1")
+        assert outside.pid not in [each["pid"] for each in bare.of("b1-1")["processes"]]
+        outside.kill()
         bare.ask("suspend", lease="b1-1", calls=bare.settled("b1-1"))
         assert liar.do("check") == "ok"
         bare.ask("resume", lease="b1-1")
@@ -280,10 +340,32 @@ def test_containers_without_a_lease_make_room_for_new_ones(
 ) -> None:
     known = Containers(leases, tmp_path / "containers", "boot")
     mounted = {1: "b1-1", 2: "b2-1", 3: "b2-1"}
-    monkeypatch.setattr(known, "_mounted_in", lambda pid, leases: mounted[pid])
+    monkeypatch.setattr(known, "_mounted_in", lambda key, leases: mounted[key[0]])
     monkeypatch.setattr("jupyter_gpushare.gpu.leases.containers.MAX_CONTAINERS", 2)
-    known.learn([("c1", 1), ("c2", 2)], {"b1-1", "b2-1"})
-    known.learn([("c3", 3)], {"b1-1", "b2-1"})  # both have leases
+    known.learn([("c1", (1, 1)), ("c2", (2, 1))], {"b1-1", "b2-1"})
+    known.learn([("c3", (3, 1))], {"b1-1", "b2-1"})  # both have leases
     assert [known.lease_of(name) for name in ("c1", "c2", "c3")] == ["b1-1", "b2-1", ""]
-    known.learn([("c3", 3)], {"b2-1"})
+    known.learn([("c3", (3, 1))], {"b2-1"})
     assert [known.lease_of(name) for name in ("c1", "c2", "c3")] == ["", "b2-1", "b2-1"]
+
+
+@needs_root
+def test_a_process_whose_first_thread_has_ended_stays_in_its_container() -> None:
+    """With cgroup v1 such a process shows no cgroup of its own."""
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "print(flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with engine_cgroup() as cgroup:
+        enter = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
+        with subprocess.Popen(
+            ["sh", "-c", enter, "sh", sys.executable, "-c", code], stdout=subprocess.PIPE
+        ) as process:
+            try:
+                until(lambda: procfs.stat_fields(process.pid)[procfs.STATE] == b"Z", "its first thread ends")
+                raw = procfs.cgroup(process.pid, procfs.stat_fields(process.pid), 8192)
+                assert container_of(raw) == cgroup.name.removeprefix("docker-").removesuffix(".scope")
+            finally:
+                process.kill()

@@ -24,6 +24,7 @@ from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.protocol.helper import Phase
+from tests.gpu.containers import engine_cgroup
 from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 
 USER = 41_001 if os.geteuid() == 0 else os.geteuid()
@@ -192,7 +193,7 @@ def test_a_lost_record_of_another_user_spares_nobody(scene: Scene) -> None:
 
 def test_a_process_that_takes_the_name_of_an_mps_server_is_stopped(scene: Scene, tmp_path: Path) -> None:
     scene.begin(named_as("nvidia-cuda-mps-server", tmp_path), "-c", "while :; do sleep 1; done")
-    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text().strip() == unleased.MPS_NAME, "it has the name")
+    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "nvidia-cuda-mps\n", "it has the name")
     scene.minutes()
     assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
 
@@ -210,14 +211,51 @@ def test_a_server_of_roots_mps_control_daemon_lives_on(scene: Scene, tmp_path: P
 
 
 @needs_root
-def test_a_process_in_a_container_of_roots_lives_on(scene: Scene) -> None:
-    as_user = f"setpriv --reuid {USER} --clear-groups sleep 600"
-    scene.begin("unshare", "--pid", "--fork", "--kill-child", "sh", "-c", f"exec {as_user}", uid=0)
-    scene.pid = child_of(scene.child.pid)
-    until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "sleep\n", "it has its user")
+def test_a_process_in_a_container_without_a_lease_lives_on(scene: Scene) -> None:
+    with engine_cgroup() as cgroup:
+        scene.begin(
+            "sh", "-c", f"echo $$ > {cgroup}/cgroup.procs; exec setpriv --reuid {USER} sleep 600", uid=0
+        )
+        until(lambda: Path(f"/proc/{scene.pid}/comm").read_text() == "sleep\n", "it has its user")
+        scene.minutes()
+        assert scene.alive
+        assert "in a container without a lease" in scene.events_so_far()[0].reason
+        scene.child.kill()
+
+
+@needs_root
+@pytest.mark.parametrize("uid", [0, OTHER], ids=["root", "other"])
+def test_whoever_runs_in_a_container_that_had_a_lease_is_stopped(
+    scene: Scene, uid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.processes, "had_lease", lambda process: True)
+    scene.begin(uid=uid)
     scene.minutes()
-    assert scene.alive
-    assert "in a container without a lease" in scene.events_so_far()[0].reason
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@needs_root
+def test_another_uid_in_a_users_own_namespace_is_still_that_user(scene: Scene) -> None:
+    """As a rootless engine does, with the uids that newuidmap(1) gives a user."""
+    made = ["unshare", "--user", "sh", "-c", "echo; read go; exec setpriv --reuid 5 sleep 600"]
+    asked: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "user": USER}
+    with subprocess.Popen(made, env={"PATH": os.environ["PATH"]}, **asked) as child:
+        try:
+            if not child.stdout.readline():
+                pytest.skip("users may make no namespaces on this machine")
+            Path(f"/proc/{child.pid}/uid_map").write_text(f"0 {USER} 1\n5 {USER + 500} 1\n")
+            scene.begin()
+            scene.child.kill()
+            scene.child.wait()
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n", "it runs")
+            assert os.stat(f"/proc/{child.pid}").st_uid in (0, USER + 500)
+            scene.pid = child.pid
+            scene.minutes()
+            assert child.wait(PATIENCE_S) == -signal.SIGTERM
+        finally:
+            child.kill()
 
 
 def test_a_users_own_pid_namespace_hides_nothing(scene: Scene) -> None:

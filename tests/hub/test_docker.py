@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from traitlets import TraitError
@@ -71,7 +73,8 @@ def test_a_container_with_a_lease_gets_its_mounts_and_its_gpus_alone(hub, docker
     host = container.created["HostConfig"]
     assert {
         "home-ada:/home/jovyan:rw",
-        "/run/gpushare/abc-1:/run/gpushare/abc-1:rw",
+        "/run/gpushare/abc-1:/run/gpushare/abc-1:ro",
+        "/run/gpushare/abc-1/account:/run/gpushare/abc-1/account:rw",
         f"{Path(GRANT['env']['LD_PRELOAD']).parent}:{Path(GRANT['env']['LD_PRELOAD']).parent}:ro",
     } <= set(host["Binds"])
     (devices,) = host["DeviceRequests"]
@@ -177,6 +180,16 @@ def test_a_network_that_all_servers_share_is_refused(network):
     with pytest.raises(TraitError, match="name a network of Docker"):
         GPUShareDockerSpawner(config=Config({"DockerSpawner": {"network_name": network}}))
     assert GPUShareDockerSpawner(config=Config({"DockerSpawner": {"network_name": "lab"}}))
+
+
+def test_a_hub_with_such_a_setting_does_not_start(caplog):
+    config = Config({"DockerSpawner": {"extra_host_config": {"pid_mode": "host"}}})
+    hub = SimpleNamespace(
+        spawner_class=GPUShareDockerSpawner, config=config, log=logging.getLogger("jupyterhub")
+    )
+    with pytest.raises(SystemExit):
+        distinct._check_of_hub(hub)
+    assert "are not apart from each other" in caplog.text
 
 
 def test_a_function_of_the_site_that_joins_a_namespace_starts_no_container(hub, docker):

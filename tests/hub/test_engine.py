@@ -95,6 +95,7 @@ found = {
     "pid": os.getpid(),
     "uid": os.getuid(),
     "lease": tried(os.environ.get("GPUSHARE_LEASE_DIR", "/nowhere") + "/written"),
+    "account": tried(os.environ.get("GPUSHARE_LEASE_DIR", "/nowhere") + "/account"),
     "library folder": tried(library + "/written"),
     "library": "libgpushare_preload.so" in open("/proc/self/maps").read(),
     "broker": broker(),
@@ -284,8 +285,10 @@ def site_with(engine: tuple[str, docker.DockerClient], device_requests: bool) ->
         folder = Path(name)
         folder.chmod(0o711)
         (folder / "leases").mkdir()
-        for inner in ("home", "leases/abc-1"):
-            (folder / inner).mkdir(mode=0o700)
+        (folder / "home").mkdir(mode=0o700)
+        (folder / "leases" / "abc-1").mkdir()
+        (folder / "leases" / "abc-1" / "account").touch(0o600)
+        for inner in ("home", "leases/abc-1/account"):
             os.chown(folder / inner, UID, UID)
         extra = EXTRA.format(engine=url, image=IMAGE, folder=folder, device_requests=device_requests)
         with running_hub("gpushare-docker", folder, extra=extra) as hub:
@@ -308,7 +311,8 @@ def test_a_program_in_a_container_of_a_lease_finds_all_that_the_lease_has(site: 
     assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
     found = site.found()
     assert found["uid"] == UID
-    assert (found["lease"], found["library folder"]) == ("opened", "Read-only file system")
+    assert (found["lease"], found["library folder"]) == ("Read-only file system",) * 2
+    assert found["account"] == "opened"
     assert (found["library"], found["broker"]) == (True, "reached")
     assert found["environment"]["GPUSHARE_LEASE"] == "abc-1"
     assert found["environment"]["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"

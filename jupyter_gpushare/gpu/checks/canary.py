@@ -207,6 +207,7 @@ class Canary:
             yield child, digest, denied == "2"  # CUDA_ERROR_OUT_OF_MEMORY
         finally:
             child.kill()
+            self._own_pids.discard(child.pid)
 
     def _cycle(self, child: Child, digest: str, gpu: Gpu, held: int | None) -> Verdict:
         """Suspend and resume the child, which is shown with ``held`` bytes, and compare what it holds."""

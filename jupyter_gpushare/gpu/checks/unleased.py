@@ -7,9 +7,10 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * the device is leased to another user;
 * it held memory in the last two samples, and was reported `NOTICE_S` before;
 * it belongs to no lease (`processes`);
-* it is in no container that root made, unless that container has or had a lease (`containers`);
+* it is in no container, or in one that has or had a lease (`containers`);
 * no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
 
+A process in a user namespace, which may give it another uid, is of the user who made that too.
 All users of containers may have one uid.  So what runs in a container that had a lease is never of a
 system user, and every lease on the device is another user's.
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -53,8 +55,7 @@ REPEAT_S = 3600.0
 GRACE_S = 5.0
 # Allocations are rounded up and counted a moment later than made.
 TOLERANCE_BYTES = 64 << 20
-# nvidia-cuda-mps-control, as /proc/PID/comm cuts it (15 characters).
-MPS_NAME = "nvidia-cuda-mps"
+_MPS_CONTROL = "nvidia-cuda-mps-control"
 # Of a device, in a sample.
 SHOWN = 16
 
@@ -205,30 +206,39 @@ class UnleasedProcesses:
             return "the watchdog only reports"
         if kept:
             return kept
-        if process.uid not in self._holders.uids:
+        had_lease, users = self._processes.had_lease(process), _users(process)
+        if not had_lease and not users & self._holders.uids:
             return "its user held no lease since boot"
-        had_lease = self._processes.had_lease(process)
-        if not any(had_lease or x.uid != process.uid or (x.killed and process.unread) for x in here):
+        if not any(had_lease or x.uid not in users or (x.killed and process.unread) for x in here):
             return "the device is leased to no other user"
         return ""
 
     def _kept(self, process: Process) -> str:
         """Return why a process without a lease is ended neither by the watchdog nor by request."""
-        if process.uid in self._holders.with_lost_record:
-            return "the record of a lease of its user was lost, which it may have been in"
-        if self._processes.had_lease(process):
-            return ""
-        if process.uid == 0 or process.uid < self._rules.first_uid:
-            return "it belongs to a system user"
-        parent = self._processes.find(process.parent)
-        if parent is not None and parent.uid == 0 and parent.name == MPS_NAME:
-            return "it is an MPS server"
         cgroups = procfs.read(process.pid, "cgroup", 8192).decode(errors="replace").splitlines()
         paths = [f"{line.split(':', 2)[-1]}/" for line in cgroups]
         for path in self._rules.ignore:
             if any(each.startswith(f"{path.rstrip('/')}/") for each in paths):
                 return f"its cgroup is below {path}"
-        return "it runs in a container without a lease" if procfs.is_in_container(process.pid) else ""
+        if _users(process) & self._holders.with_lost_record:
+            return "the record of a lease of its user was lost, which it may have been in"
+        if self._processes.had_lease(process):
+            return ""
+        if process.uid == 0 or process.uid < self._rules.first_uid:
+            return "it belongs to a system user"
+        if self._processes.is_contained(process):
+            return "it runs in a container without a lease"
+        return "it is an MPS server" if self._is_mps(process.parent) else ""
+
+    def _is_mps(self, pid: int) -> bool:
+        """Whether a process is the MPS control daemon of root, by its executable: a user names no file so."""
+        process = self._processes.find(pid)
+        if process is None or process.uid != 0 or self._processes.is_contained(process):
+            return False
+        try:
+            return os.path.basename(os.readlink(procfs.path(pid, "exe"))) == _MPS_CONTROL
+        except OSError:
+            return False
 
     def _may_be_leased(self, process: Process, uuid: str, usage: Usage, here: Iterable[Lease]) -> str:
         """Return why a process that does not answer may be in a lease on this device that goes on; or ""."""
@@ -269,6 +279,12 @@ class UnleasedProcesses:
             "name": process.name,
         }
         self._events.publish(EventKind.UNLEASED_PROCESS, device=uuid, reason=reason, fields=fields)
+
+
+def _users(process: Process) -> set[int]:
+    """The user of a process, and the one who made its user namespace."""
+    maker = procfs.maker(process.pid, "user")
+    return {process.uid} if maker in (None, 0) else {process.uid, maker}
 
 
 def _told(process: Process, used_bytes: int, kept: str) -> UnleasedProcess:

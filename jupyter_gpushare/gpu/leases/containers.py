@@ -7,10 +7,10 @@ does.  A process of any other container belongs to no lease, whatever it says.
 
 * On Kubernetes the outermost ``pod<UID>`` in /proc/PID/cgroup names the pod, with all its containers.
   Elsewhere the outermost container id of an engine does (64 hexadecimal digits: Docker, Podman).
-  Cgroups that a user may create are below, or below the ``user@<uid>.service`` of the user.
+  Cgroups that a user may create are below, or below a service that systemd delegates to the user.
 * A mount is compared by its file system (major:minor) and by its root within that, both from
   /proc/PID/mountinfo.  The kernel answers; no path below /proc/PID/root is resolved, which a user
-  controls.  Only the node's kubelet, or the engine, mounts a folder of the machine in a container.
+  controls.  Mounts that a user made in a user namespace of its own do not count.
 
 What was found is written to a private file, so that the next helper knows it too: by then the first
 process of the container may have left its mounts.  It is kept when the lease has ended: what runs
@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.leases.own_memory import Key
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +40,34 @@ MAX_CONTAINERS = 1024
 # Of each container without a lease so many processes are looked at in each scan, the oldest first.
 MOST_LOOKS = 16
 
-_POD = rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?"
-_ENGINE = rb"/(?:[a-z][a-z-]*-)?([0-9a-f]{64})(?:\.scope)?"
-_CONTAINER = re.compile(rb"(?:" + _POD + rb"|" + _ENGINE + rb")(?=/|$)")
+_POD = re.compile(rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?(?=/|$)")
+# Names of Docker, Podman, containerd and CRI-O; not of conmon, which is a process of the engine.
+_ENGINE = re.compile(
+    rb"/(?:docker-|libpod-|nerdctl-|cri-containerd-|crio-)?([0-9a-f]{64})(?:\.scope)?(?=/|$)"
+)
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _Mount = tuple[bytes, bytes, bytes]  # major:minor, root in that file system, mount point
 
 
-def container_of(cgroup: bytes) -> str:
-    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither."""
+def container_of(cgroup: bytes, own: str = "") -> str:
+    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither.
+
+    A container inside the container ``own`` is told from it.
+    """
     for line in cgroup.splitlines():
-        found = _CONTAINER.search(line)
-        if found and b"/user@" not in line[: found.start()]:
-            pod, container = found.groups()
-            return pod.decode().replace("_", "-") if pod else container.decode()
+        if found := _POD.search(line):
+            return found.group(1).decode().replace("_", "-")
+        names = [each.group(1).decode() for each in _ENGINE.finditer(line) if _is_roots(line, each)]
+        if own in names[:-1]:
+            names = names[names.index(own) + 1 :]
+        if names:
+            return names[0]
     return ""
+
+
+def _is_roots(line: bytes, found: re.Match[bytes]) -> bool:
+    """Whether no service comes before: systemd may delegate that to its user (``user@1000.service``)."""
+    return b".service/" not in line[: found.start() + 1]
 
 
 class Containers:
@@ -64,30 +78,34 @@ class Containers:
         self._file = file
         self._boot_id = boot_id
         self._device, self._root = _place(leases.resolve())
-        self._leases = self._read()
+        self._keep(self._read())
         self._guard = threading.Lock()
-        self._own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
+        self.own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
 
     def decides(self, container: str) -> bool:
         """Return whether the container of a process alone decides on its lease: any but the helper's own."""
-        return bool(container) and container != self._own
+        return bool(container) and container != self.own
 
     def lease_of(self, container: str) -> str:
         """Return the lease that a container has or had; empty: none is known."""
         return self._leases.get(container, "")
 
-    def learn(self, seen: Iterable[tuple[str, int]], leases: Collection[str]) -> None:
+    def has(self, lease: str) -> bool:
+        """Return whether a lease is of a container: no process outside it belongs to that lease."""
+        return lease in self._of_containers
+
+    def learn(self, seen: Iterable[tuple[str, Key]], leases: Collection[str]) -> None:
         """Look for the directories of ``leases`` in containers.
 
-        ``seen`` has containers with pids in them, the oldest first.
+        ``seen`` has containers with processes in them, the oldest first.
         """
         found: dict[str, str] = {}
         looks = Counter[str]()
-        for container, pid in seen:
+        for container, key in seen:
             looks[container] += 1
             if container in self._leases or container in found or looks[container] > MOST_LOOKS:
                 continue
-            if lease := self._mounted_in(pid, leases):
+            if lease := self._mounted_in(key, leases):
                 found[container] = lease
         if not found:
             return
@@ -101,19 +119,32 @@ class Containers:
             if len(known) + len(found) > MAX_CONTAINERS:
                 log.error("%d containers have leases: a further one counts as without", MAX_CONTAINERS)
                 return
-            self._leases = known | found
+            self._keep(known | found)
             self._write()
         for container, lease in found.items():
             log.info("lease=%s container=%s", lease, container)
 
-    def _mounted_in(self, pid: int, leases: Collection[str]) -> str:
+    def _mounted_in(self, key: Key, leases: Collection[str]) -> str:
+        """Return the lease with its directory mounted by root where a process is; empty: none."""
+        pid, start_ticks = key
+        if procfs.maker(pid, "mnt") != procfs.maker(0, "user"):
+            return ""
+        lease = self._lease_in(mounts(pid), leases)
+        # Meanwhile the pid may have become that of another process.
+        return lease if procfs.is_running(pid, start_ticks) else ""
+
+    def _lease_in(self, found: list[_Mount], leases: Collection[str]) -> str:
         prefix = self._root.rstrip(b"/") + b"/"
-        for device, root, _ in mounts(pid):
+        for device, root, _ in found:
             if device == self._device and root.startswith(prefix):
                 name = os.fsdecode(root.removeprefix(prefix))
                 if name in leases:
                     return name
         return ""
+
+    def _keep(self, leases: dict[str, str]) -> None:
+        self._leases = leases  # by container
+        self._of_containers = frozenset(leases.values())
 
     def _read(self) -> dict[str, str]:
         if self._file is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import re
 import shutil
@@ -299,9 +300,7 @@ class LeaseDirectory:
 
     def phase(self) -> PagePhase | None:
         """The phase in the limit page; None when the page is missing or broken."""
-        try:
-            fd = os.open(self._limit, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+        if (fd := _open_regular(self._limit)) < 0:
             return None
         try:
             head = os.pread(fd, LIMIT_HEAD.size, 0)
@@ -371,7 +370,8 @@ class LeaseDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _pwrite(self, value: bytes, at: int) -> None:
-        fd = os.open(self._limit, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if (fd := _open_regular(self._limit, os.O_WRONLY)) < 0:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._limit))
         try:
             os.pwrite(fd, value, at)
         finally:
@@ -392,7 +392,7 @@ def _device_at(index: int) -> int:
     return LIMIT_HEAD.size + index * LIMIT_DEVICE.size
 
 
-def _open_regular(path: Path) -> int:
+def _open_regular(path: Path, access: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file; -1 for a link, a FIFO, a directory, another filesystem, nothing."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
@@ -401,7 +401,7 @@ def _open_regular(path: Path) -> int:
         found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         stack.callback(os.close, found)
         if _mount(found) == _mount(folder) and stat.S_ISREG(os.fstat(found).st_mode):
-            return os.open(procfs.path(0, f"fd/{found}"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            return os.open(procfs.path(0, f"fd/{found}"), access | os.O_NONBLOCK | os.O_CLOEXEC)
     return -1
 
 

@@ -175,7 +175,7 @@ class Processes:
         fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
         looked = self._look(fresh, before, set(owners.values()), within_s)
         inside = sorted((p for p, _ in looked if self._containers.decides(p.container)), key=_age)
-        self._containers.learn([(p.container, p.pid) for p in inside], owners)
+        self._containers.learn([(p.container, p.key) for p in inside], owners)
         with self._guard:
             if number > self._latest:  # else a scan that began later has seen more
                 self._latest = number
@@ -189,10 +189,13 @@ class Processes:
             if known is not None and known.process.key == key and known.process.unread:
                 self._known[key[0]] = known._replace(process=replace(known.process, lease=lease))
 
+    def is_contained(self, process: Process) -> bool:
+        """Whether a process is in a container, which alone decides on its lease."""
+        return self._containers.decides(process.container)
+
     def had_lease(self, process: Process) -> bool:
         """Whether a process is in a container of ours: one that has or had a lease."""
-        container = process.container
-        return self._containers.decides(container) and bool(self._containers.lease_of(container))
+        return self.is_contained(process) and bool(self._containers.lease_of(process.container))
 
     def find(self, pid: int) -> Process | None:
         """The process with this pid, as the last scan saw it."""
@@ -271,7 +274,7 @@ class Processes:
         One that did not answer since ``before`` is unread; what it said then counts.  ``users`` have leases.
         """
         now = time.monotonic()
-        found = [process for pid in fresh if (process := _of_kernel(pid, now))]
+        found = [process for pid in fresh if (process := _of_kernel(pid, now, self._containers.own))]
         said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in found}, within_s)
         looked = []
         for process in found:
@@ -315,6 +318,8 @@ class Processes:
         if self._containers.decides(process.container):
             lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
+        if self._containers.has(process.lease):  # users of containers may have one uid
+            return ""
         return process.lease if owners.get(process.lease) == process.uid else ""
 
     def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
@@ -395,7 +400,7 @@ def _age(process: Process) -> int:
     return process.start_ticks
 
 
-def _of_kernel(pid: int, now: float) -> Process | None:
+def _of_kernel(pid: int, now: float, own_container: str = "") -> Process | None:
     """A process by what the kernel alone answers."""
     fields = procfs.stat_fields(pid)
     status = procfs.read(pid, "status", 4096) if fields else b""
@@ -403,7 +408,7 @@ def _of_kernel(pid: int, now: float) -> Process | None:
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
     # The innermost: a helper may make them below its own service, gpushare-helper.
-    cgroup = procfs.read(pid, "cgroup", CGROUP_BYTES)
+    cgroup = procfs.cgroup(pid, fields, CGROUP_BYTES)
     cgroups = _CGROUP.findall(cgroup)
     carries = cgroups[-1].decode() if cgroups else ""
     return Process(
@@ -417,7 +422,7 @@ def _of_kernel(pid: int, now: float) -> Process | None:
         carries=carries,
         lease=carries,
         inner_pid=(_field(status, b"NSpid:") or [pid])[-1],
-        container=container_of(cgroup),
+        container=container_of(cgroup, own_container),
     )
 
 
