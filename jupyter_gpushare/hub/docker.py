@@ -163,8 +163,22 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
             mounts |= {folder: "ro", f"{folder}/account": "rw"}
         socket = channel.parse(given["GPUSHARE_API_URL"]).socket if "GPUSHARE_API_URL" in given else None
         if socket is not None:
+            self._check_alone(socket)
             mounts[str(socket.parent)] = "ro"
         return mounts
+
+    def _check_alone(self, socket: Path) -> None:
+        # Mounted is the folder, not the socket: a broker that starts again makes a new one.
+        try:
+            others = [each.name for each in socket.parent.iterdir() if not each.is_socket()]
+        except OSError:  # a Hub that is in a container itself may not see it
+            return
+        if others:
+            self._tell_administrator(
+                f"containers would see {socket.parent / others[0]}, which lies beside the broker's socket: "
+                "give c.GPUShareBroker.api_socket a folder of its own"
+            )
+            raise refusal(SITE_SETTING, "site_setting", 503)
 
     @property
     def volume_binds(self) -> dict[str, dict[str, str]]:

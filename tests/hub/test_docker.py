@@ -104,6 +104,17 @@ def test_the_folder_of_the_brokers_socket_is_mounted_read_only(hub, docker):
     assert any(bind.split(":")[0].replace("/", "%2F") in api for bind in folders)
 
 
+def test_a_folder_with_more_than_the_brokers_socket_is_shown_to_no_container(hub, docker):
+    secret = hub.broker.path.parent / "broker.sqlite"
+    secret.touch()
+    try:
+        assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 503
+    finally:
+        secret.unlink()
+    assert docker.made == []
+    assert "broker.sqlite, which lies beside the broker's socket" in hub.log()
+
+
 def test_a_container_without_a_lease_sees_no_gpu_whatever_its_image_says(hub, docker):
     assert hub.start_server("ada").status_code == 201
     (container,) = docker.made
