@@ -88,8 +88,13 @@ async def test_one_source_cannot_take_every_connection(monkeypatch):
     await server.close_all_connections()
 
 
-async def test_a_program_of_this_machine_is_known_by_its_user():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
+async def test_a_program_of_this_machine_is_known_by_its_user(here):
+    family = socket.AF_INET6 if ":" in here else socket.AF_INET
+    with (
+        socket.create_server((here, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]),
+    ):
         accepted, _ = server.accept()
         with accepted:
             assert source_of(accepted) == f"uid {os.geteuid()}"

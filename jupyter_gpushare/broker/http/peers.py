@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import suppress
+from typing import Any
 
 _SOCK_DIAG = 4  # NETLINK_SOCK_DIAG
 _BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY
@@ -29,10 +30,8 @@ def source_of(connection: socket.socket) -> str:
     if (uid := socket_uid(connection)) is not None:
         return f"uid {uid} by socket"
     peer = connection.getpeername()
-    if connection.family != socket.AF_INET:
-        return str(peer[0] if isinstance(peer, tuple) else peer)
     with suppress(OSError, struct.error):
-        return f"uid {_uid_of(peer, connection.getsockname())}"
+        return f"uid {_uid_of(connection.family, peer, connection.getsockname())}"
     return str(peer[0])
 
 
@@ -45,14 +44,15 @@ def socket_uid(connection: socket.socket) -> int | None:
     return uid
 
 
-def _uid_of(peer: tuple[str, int], here: tuple[str, int]) -> int:
+def _uid_of(family: int, peer: tuple[Any, ...], here: tuple[Any, ...]) -> int:
     """Return the uid of the socket that is bound to ``peer`` and connected to ``here``.
 
     Raises:
         OSError: there is none on this machine, or the kernel refuses.
     """
-    ends = (socket.inet_aton(address).ljust(16, b"\0") for address, _ in (peer, here))
-    body = _ASKED.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFFFFFF)
+    # An address of one link has its interface behind a "%".
+    ends = (socket.inet_pton(family, each[0].partition("%")[0]).ljust(16, b"\0") for each in (peer, here))
+    body = _ASKED.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF)
     body += _PORTS.pack(peer[1], here[1]) + b"".join(ends) + _ANY
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _SOCK_DIAG) as netlink:
         netlink.settimeout(_WAIT_S)
