@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.cli.checks import Check
@@ -297,7 +298,8 @@ def check_origin(environment: Mapping[str, str]) -> Check:
     name = "origin"
     if "JUPYTERHUB_API_URL" not in environment:
         return _ok(name, "This is no server of a Hub.")
-    if environment.get("JUPYTERHUB_HOST"):
+    # With subdomains, and only then, the Hub names the callback with a host.
+    if urlsplit(environment.get("JUPYTERHUB_OAUTH_CALLBACK_URL", "")).netloc:
         return _ok(name, "Each user's server has a host name of its own.")
     return _warn(
         name,

@@ -78,7 +78,11 @@ async def test_the_administrator_is_told_to_give_each_user_a_host_name(http, mon
         return "<code>c.JupyterHub.subdomain_host</code>" in page
 
     assert [await advised(identity) for identity in ("root", "ada")] == [True, False]
-    monkeypatch.setattr(http.service.access.hub_auth, "hub_host", "https://hub.example.org")
+    auth, host = http.service.access.hub_auth, "hub.example.org"
+    monkeypatch.setattr(auth, "hub_host", f"https://{host}")  # with c.JupyterHub.public_url too
+    assert await advised("root")
+    apart = f"https://gpushare--service.{host}{PREFIX}oauth_callback"
+    monkeypatch.setattr(auth, "oauth_redirect_uri", apart)
     assert not await advised("root")
 
 

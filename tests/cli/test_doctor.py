@@ -76,8 +76,13 @@ def test_healthy_broker_and_devices_are_ok(status):
     assert doctor.check_health(HEALTH).result is Result.OK
     assert doctor.check_origin({}).result is Result.OK
     hub = {"JUPYTERHUB_API_URL": "http://127.0.0.1:8081/hub/api"}
-    assert doctor.check_origin(hub | {"JUPYTERHUB_HOST": "https://ada.hub.test"}).result is Result.OK
-    assert "subdomain_host" in doctor.check_origin(hub | {"JUPYTERHUB_HOST": ""}).advice
+    callback = "/user/ada/oauth_callback"
+    apart = {"JUPYTERHUB_OAUTH_CALLBACK_URL": f"https://ada.hub.test{callback}"}
+    assert doctor.check_origin(hub | apart).result is Result.OK
+    # The Hub sets JUPYTERHUB_HOST for c.JupyterHub.public_url too, where all servers have that one host.
+    for host in ("", "https://hub.test"):
+        one = {"JUPYTERHUB_OAUTH_CALLBACK_URL": callback, "JUPYTERHUB_HOST": host}
+        assert "subdomain_host" in doctor.check_origin(hub | one).advice
     check = doctor.check_health(changed(HEALTH, sockets_inherited=False))
     assert check.result is Result.WARN
     assert "bound its port itself" in check.message

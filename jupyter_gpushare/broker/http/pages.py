@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import jinja2
 from tornado import httputil
@@ -258,7 +258,8 @@ class AdminPage(Page):
             hub=hub,
             levels=messages.LEVELS,
             admin=identity.admin,
-            shared_origin=not self.hub_auth.hub_host,
+            # With subdomains, and only then, the Hub names the callback with a host.
+            shared_origin=not urlsplit(self.hub_auth.oauth_redirect_uri).netloc,
             wrong=wrong,
             at=registry.iso_now(),
             asked=asked,
