@@ -143,7 +143,7 @@ c.Spawner.http_timeout = 120
 # Where spawners and servers find the broker: a socket that only this user can put there, unlike a
 # port; and the secret that tells the broker that the Hub's spawners ask.
 # The broker makes the file when it is missing; both sides refuse it if others can read it.
-c.GPUShareMixin.broker_url = unix_url(api_socket, "services/gpushare")
+c.GPUShareMixin.broker_url = unix_url(api_socket)
 c.GPUShareMixin.broker_token_file = str(state / "broker" / "spawner-token")
 
 

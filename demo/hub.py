@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from step import bound, last_lines
 
@@ -31,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PORTS = 4  # the Hub's page, and the three that jupyterhub_config.py uses inside
 _MAX_PORT = 65535 - PORTS + 1
 _HEALTH = "/services/gpushare/api/v1/health"
+# The Hub's log names its address, with a path where jupyterhub_config.py sets one.
+_RUNS_AT = re.compile(rb"JupyterHub is now running at (http\S+?)/?\s")
+_RUNS_WITHIN_BYTES = 1 << 20
 # JupyterLab is imported for the first time, and tables are made.
 READY_S = 120.0
 _STOP_S = 60.0
@@ -53,7 +57,7 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """Address of the Hub's page."""
+        """Address of the Hub's page, where jupyterhub_config.py is as it was shipped."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -129,7 +133,7 @@ def check_ports(wanted: Settings) -> None:
 def box(wanted: Settings) -> str:
     """Return what a person needs first: address, users, what to try, and how to end it."""
     lines = [
-        f"The demo is ready:  {wanted.url}",
+        f"The demo is ready:  {address(wanted)}",
         "",
         "Log in as ada, bo, cy or admin, with any password.",
         "  ada: project vision    bo: project nlp    cy: both    admin: sees all",
@@ -145,11 +149,23 @@ def box(wanted: Settings) -> str:
     return "\n".join([rule, *(f"| {line:<{width}} |" for line in lines), rule])
 
 
+def address(wanted: Settings) -> str:
+    """Return the address of the Hub's page as its log says it, without a slash at its end; empty: not yet."""
+    try:
+        with wanted.log.open("rb") as log:
+            found = _RUNS_AT.search(log.read(_RUNS_WITHIN_BYTES))
+    except OSError:
+        return ""
+    return found[1].decode() if found else ""
+
+
 def is_ready(wanted: Settings) -> bool:
     """Whether the broker answers through the Hub's proxy and finds nothing wrong."""
-    connection = http.client.HTTPConnection("127.0.0.1", wanted.port, timeout=5)
+    if not (url := urlsplit(address(wanted))).port:
+        return False
+    connection = http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=5)
     try:
-        connection.request("GET", _HEALTH)
+        connection.request("GET", f"{url.path}{_HEALTH}")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

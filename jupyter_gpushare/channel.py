@@ -2,11 +2,14 @@
 
 | address                                                  | verified by                                |
 |----------------------------------------------------------|--------------------------------------------|
-| ``http+unix://%2Frun%2Fgpushare%2Fapi.sock/services/..`` | the folder of the socket, and SO_PEERCRED  |
-| ``https://host:8004/services/gpushare``                  | the pinned certificate of the broker, or   |
+| ``http+unix://%2Frun%2Fgpushare-api%2Fapi.sock``         | the folder of the socket, and SO_PEERCRED  |
+| ``https://host:8004``                                    | the pinned certificate of the broker, or   |
 |                                                          | (no certificate given) the system's CAs    |
-| ``http://hub/services/gpushare``                         | nothing: the Hub's proxy, for users' own   |
+| ``http://hub``, ``http://hub/base/url``                  | nothing: the Hub's proxy, for users' own   |
 |                                                          | tokens; spawners refuse it                 |
+
+`api_url` adds the path of the API.  The broker serves it below `SERVICE_PATH` on all its sockets,
+whatever the Hub's base_url is, and below the path that the Hub's proxy sends.
 
 A loopback TCP port belongs to the process that binds it first, so an address
 alone proves nothing.  A path does: only root and the owner of a folder that is
@@ -34,6 +37,8 @@ import httpx
 from jupyter_gpushare.errors import InvalidRequest
 
 UNIX_SCHEME = "http+unix"
+SERVICE_PATH = "/services/gpushare"
+API_PATH = f"{SERVICE_PATH}/api/v1"
 # Holds the pinned certificate (PEM) beside GPUSHARE_API_URL; servers of other machines get it.
 CERTIFICATE_VARIABLE = "GPUSHARE_API_CERTIFICATE"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -57,9 +62,18 @@ class Address:
         return self.socket is not None or self.url.startswith("https://")
 
 
-def unix_url(path: Path, prefix: str) -> str:
-    """Return the address of the socket at ``path``, such as ``http+unix://%2Frun%2Fapi.sock/services/gpushare``."""
-    return f"{UNIX_SCHEME}://{quote(str(path), safe='')}/{prefix.strip('/')}"
+def unix_url(path: Path, prefix: str = "") -> str:
+    """Return the address of the socket at ``path``, such as ``http+unix://%2Frun%2Fgpushare-api%2Fapi.sock``.
+
+    ``prefix`` is what configurations of older versions add; the API is found without it.
+    """
+    return f"{UNIX_SCHEME}://{quote(str(path), safe='')}/{prefix.strip('/')}".rstrip("/")
+
+
+def api_url(url: str) -> str:
+    """Return the address of the API, from that of the broker's socket, port or page, or of the Hub."""
+    url = url.rstrip("/")
+    return url if url.endswith("/api/v1") else url.removesuffix(SERVICE_PATH) + API_PATH
 
 
 def parse(url: str, certificate: str = "") -> Address:
@@ -73,9 +87,7 @@ def parse(url: str, certificate: str = "") -> Address:
     if parts.scheme == UNIX_SCHEME:
         path = Path(unquote(parts.netloc))
         if not path.is_absolute():
-            raise InvalidRequest(
-                f"{url!r} does not name a socket: {unix_url(Path('/run/x.sock'), 'services/x')}"
-            )
+            raise InvalidRequest(f"{url!r} does not name a socket: {unix_url(Path('/run/x.sock'))}")
         return Address(f"http://gpushare{parts.path}", socket=path)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequest(f"{url!r} is not of the form http+unix://..., https://... or http://...")

@@ -4,6 +4,9 @@ Started by the Hub as a managed service (``gpushare broker --respawn``), or by
 systemd as an external one.  It takes its address and its token from the
 environment of a JupyterHub service (``JUPYTERHUB_SERVICE_URL``,
 ``JUPYTERHUB_API_TOKEN``, ...), everything else from traits.
+
+The Hub's base_url is the path of ``JUPYTERHUB_API_URL`` before ``hub/api``, so that
+it is written once where the Hub does not start the broker.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -28,7 +32,7 @@ from jupyterhub.services.auth import HubOAuth
 from tornado import web
 from traitlets import TraitError
 
-from jupyter_gpushare import __version__, messages
+from jupyter_gpushare import __version__, channel, messages
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import LocalDevices, library_fault
@@ -166,7 +170,7 @@ class GPUShareBroker(Settings):
             url.hostname or "127.0.0.1",
             url.port,
             Path(self.api_socket).absolute(),
-            (host, int(port)) if host else None,
+            (host.strip("[]"), int(port)) if host else None,
         )
 
     async def _serve(self) -> int:
@@ -199,8 +203,8 @@ class GPUShareBroker(Settings):
         application = self._application(service)
         servers = self._listen(application, sockets, self._proxy_tls())
         log.info(
-            "broker %s epoch=%d answers at %s:%d and %s",
-            *(__version__, store.epoch, addresses.host, addresses.port, addresses.path),
+            "broker %s epoch=%d answers at %s and %s",
+            *(__version__, store.epoch, os.environ["JUPYTERHUB_SERVICE_URL"], addresses.path),
         )
         for sentence in overrides_text(registry):
             log.warning("%s", sentence)
@@ -296,8 +300,11 @@ class GPUShareBroker(Settings):
 
     def _service(self, loop: Loop, forecast: Forecast, inherited: bool) -> Service:
         registry, engine, effects = loop.registry, loop.engine, loop.effects
-        prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/services/gpushare/")
-        hub_auth = HubOAuth.instance(parent=self, cache_max_age=self.identity_cache_s)
+        base_url = hub_base_url(os.environ["JUPYTERHUB_API_URL"])
+        prefix = f"{base_url}services/{os.environ.get('JUPYTERHUB_SERVICE_NAME', 'gpushare')}/"
+        hub_auth = HubOAuth.instance(
+            parent=self, cache_max_age=self.identity_cache_s, base_url=prefix, hub_prefix=f"{base_url}hub/"
+        )
         request_policy = RequestPolicy(registry, engine)
         views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
@@ -313,16 +320,18 @@ class GPUShareBroker(Settings):
         )
 
     def _application(self, service: Service) -> web.Application:
-        options, prefix = {"service": service}, service.site.prefix
-        api = prefix.rstrip("/") + "/api/v1/"
+        options = {"service": service}
+        # The Hub's proxy keeps the Hub's base_url in a path; who asks the broker itself need not know it.
+        tops = (service.site.prefix.rstrip("/"), channel.SERVICE_PATH)
+        top = f"(?:{'|'.join(map(re.escape, tops))})"
         return web.Application(
             [
-                *((api + pattern(route), route.handler, options) for route in ROUTES),
-                (prefix + "oauth_callback", OAuthCallback),
-                (prefix + "metrics", Metrics, options),
-                (prefix + "?", AdminPage, options),
-                (prefix + "decisions.csv", DecisionsCsv, options),
-                (prefix + "usage.csv", UsageCsv, options),
+                *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
+                (f"{top}/oauth_callback", OAuthCallback),
+                (f"{top}/metrics", Metrics, options),
+                (f"{top}/?", AdminPage, options),
+                (f"{top}/decisions.csv", DecisionsCsv, options),
+                (f"{top}/usage.csv", UsageCsv, options),
                 (".*", NoSuchPath, options),
             ],
             cookie_secret=self._cookie_secret(),
@@ -334,6 +343,11 @@ class GPUShareBroker(Settings):
 
     def _cookie_secret(self) -> bytes:
         return secret_file(Path(self.state_dir) / "cookie-secret").encode()
+
+
+def hub_base_url(api_url: str) -> str:
+    """Return the Hub's base_url, with a slash at both ends, from the address of its API."""
+    return urlparse(api_url).path.rpartition("hub/api")[0] or "/"
 
 
 async def _reason_to_end(stopped: asyncio.Event, failing: Iterable[asyncio.Future[None]]) -> int:

@@ -170,9 +170,10 @@ class Settings(Application):
     ).tag(config=True)
     tls_address = Unicode(
         "",
-        help="HOST:PORT where servers, and a Hub, of other machines or containers reach the broker over TLS; "
-        "none by default. They accept no certificate but api-certificate.pem of state_dir, which is made "
-        "when it is missing (c.GPUShareMixin.broker_certificate_file).",
+        help="HOST:PORT, such as 10.0.0.5:8004 or [fd00::5]:8004, where servers, and a Hub, of other "
+        "machines or containers reach the broker over TLS; none by default. They accept no certificate but "
+        "api-certificate.pem of state_dir, which is made when it is missing "
+        "(c.GPUShareMixin.broker_certificate_file).",
     ).tag(config=True)
     proxies = List(
         Unicode(),
@@ -247,8 +248,11 @@ class Settings(Application):
     @validate("tls_address")
     def _host_and_port(self, proposal: Any) -> str:
         host, _, port = proposal.value.rpartition(":")
-        if proposal.value and not (host and port.isdecimal() and 0 < int(port) < 65_536):
-            raise TraitError(f"tls_address is HOST:PORT, such as 10.0.0.5:8004, not {proposal.value!r}")
+        is_host = bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
+        if proposal.value and not (is_host and port.isdecimal() and 0 < int(port) < 65_536):
+            raise TraitError(
+                f"tls_address is HOST:PORT, such as 10.0.0.5:8004 or [fd00::5]:8004, not {proposal.value!r}"
+            )
         return str(proposal.value)
 
     @validate("proxies")

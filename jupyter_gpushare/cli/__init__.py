@@ -19,10 +19,10 @@ from types import MappingProxyType
 
 from jupyter_gpushare.cli.output import complain
 from jupyter_gpushare.cli.parser import parser, split_command
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, EXIT_UNREACHABLE, broker_url
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, EXIT_UNREACHABLE
 from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
 
-__all__ = ["broker_url", "main"]
+__all__ = ["main"]
 
 EXIT_INTERRUPTED = 130  # as shells count SIGINT
 

@@ -90,7 +90,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
 
 
 def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, wire.Devices | None]:
-    from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
+    from jupyter_gpushare.channel import CERTIFICATE_VARIABLE, api_url
     from jupyter_gpushare.client import BlockingClient
 
     if not url:
@@ -98,7 +98,7 @@ def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, 
         return [_fail("broker", "No broker address is known here.", advice)], None, None
     certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
     try:
-        client = BlockingClient(url, token, certificate=certificate, retry_s=RETRY_S)
+        client = BlockingClient(api_url(url), token, certificate=certificate, retry_s=RETRY_S)
     except RequestError as error:
         return [_fail("broker", _sentence(str(error)), "give another --url")], None, None
     with closing(client):

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
-from jupyter_gpushare.cli import broker_url, main
+from jupyter_gpushare.channel import CERTIFICATE_VARIABLE, api_url
+from jupyter_gpushare.cli import main
 from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.messages import gibibytes, local
@@ -71,7 +71,7 @@ class GpuMagics(Magics):
             return
         pinned = os.environ.get(CERTIFICATE_VARIABLE, "")
         try:
-            with closing(BlockingClient(broker_url(url), token, certificate=pinned)) as client:
+            with closing(BlockingClient(api_url(url), token, certificate=pinned)) as client:
                 status = client.get("status", wire.Status)
         except GpuShareError as error:
             print(f"No news from the GPU broker: {error}")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
-API_PATH = "/services/gpushare/api/v1"
-
 # A restart of the broker takes seconds, an upgrade minutes.
 PATIENCE_S = 300.0
 # A restart is not noticed: each request is repeated for so long.
@@ -44,14 +42,6 @@ RETRY_S = 30.0
 # `logs` shows the files that are there while the broker is away.
 _LOGS_RETRY_S = 5.0
 POLL_S = 1.0
-
-
-def broker_url(given: str) -> str:
-    """Return the base URL of the broker's API, from that URL or from the Hub's."""
-    url = given.rstrip("/")
-    if url.endswith("/api/v1"):
-        return url
-    return url + ("/api/v1" if url.endswith("/services/gpushare") else API_PATH)
 
 
 def _token(args: argparse.Namespace) -> str:
@@ -77,7 +67,7 @@ def connect(args: argparse.Namespace, retry_s: float | None = None) -> BlockingC
         )
     pinned = "" if args.url else os.environ.get(channel.CERTIFICATE_VARIABLE, "")
     return BlockingClient(
-        broker_url(url),
+        channel.api_url(url),
         token,
         certificate=pinned,
         retry_s=RETRY_S if retry_s is None else retry_s,
@@ -285,6 +275,8 @@ def logs(args: argparse.Namespace) -> int:
 
 def _hub_url(address: Address) -> str:
     """Return the address of the Hub's proxy, if the broker is reached through it; else ""."""
+    from jupyter_gpushare.channel import API_PATH
+
     is_proxy = address.socket is None and address.url.endswith(API_PATH)
     return address.url.removesuffix(API_PATH) if is_proxy else ""
 
@@ -339,7 +331,7 @@ def doctor(args: argparse.Namespace) -> int:
 
         checks = site.examine(args.hub_config, args.broker_config, site_facts.this_machine())
     else:
-        checks = doctor.examine(broker_url(url) if url else "", _token(args), os.environ)
+        checks = doctor.examine(url, _token(args), os.environ)
     print_checks(checks, as_json=args.json)
     if any(c.name == "broker" and c.result is Result.FAIL and url for c in checks):
         return EXIT_UNREACHABLE

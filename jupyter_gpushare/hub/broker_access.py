@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from traitlets.config import LoggingConfigurable
 
+from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
 from jupyter_gpushare.private_files import read_private
@@ -48,7 +49,7 @@ def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> B
     pools = _clients.setdefault(asyncio.get_running_loop(), {})
     key = (url, token, certificate)
     if key not in pools:
-        pools[key] = BrokerClient(f"{url}/api/v1", token, certificate=certificate, timeout_s=timeout_s)
+        pools[key] = BrokerClient(api_url(url), token, certificate=certificate, timeout_s=timeout_s)
     return pools[key]
 
 

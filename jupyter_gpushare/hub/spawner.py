@@ -52,11 +52,11 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
     """Mixin in front of any spawner class: ``class X(GPUShareMixin, LocalProcessSpawner)``."""
 
     broker_url = Unicode(
-        "http+unix://%2Frun%2Fgpushare-api%2Fapi.sock/services/gpushare",
+        "http+unix://%2Frun%2Fgpushare-api%2Fapi.sock",
         help="""
-        Address of the broker, seen from the Hub, up to and including
-        `/services/gpushare`: its unix socket (`http+unix://`, slashes of the path
-        written as %2F), or `https://` where the Hub runs on another machine.
+        Address of the broker, seen from the Hub: its unix socket (`http+unix://`,
+        slashes of the path written as %2F), or `https://HOST:PORT` where the Hub runs
+        on another machine. No path follows, whatever the Hub's `base_url` is.
 
         Plain `http://` is refused: a port belongs to the process that binds it
         first, and that process would get the Hub's token.
@@ -308,7 +308,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         except GpuShareError as error:
             self._tell_administrator(str(error))
             raise refusal(BAD_GRANT, "bad_grant", 503) from None
-        return {**given, "GPUSHARE_API_URL": f"{api}/api/v1"}
+        return {**given, "GPUSHARE_API_URL": channel.api_url(api)}
 
     def _requested(self) -> GpuRequest | None:
         try:

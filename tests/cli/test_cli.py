@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import cli
+from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.protocol import wire
 
 LOG_PLACE = ".local/share/gpushare/jobs"
@@ -87,7 +88,7 @@ def test_without_an_address_or_a_token_it_says_which_variable_is_missing(gpushar
     ["http://h", "http://h/", "http://h/services/gpushare", "http://h/services/gpushare/api/v1/"],
 )
 def test_address_of_hub_service_or_api_all_lead_to_the_api(given):
-    assert cli.broker_url(given) == "http://h/services/gpushare/api/v1"
+    assert api_url(given) == "http://h/services/gpushare/api/v1"
 
 
 def test_status_starts_without_the_libraries_of_the_services():

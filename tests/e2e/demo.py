@@ -43,13 +43,40 @@ def until(what: str, look: Callable[[], T | None], timeout_s: float = PATIENCE_S
     return found
 
 
+class Reached:
+    """A Hub as people reach it, at `url`."""
+
+    url: str
+
+    @property
+    def service_url(self) -> str:
+        """Address of the broker's page, without a slash at its end."""
+        return f"{self.url}/services/gpushare"
+
+    def client(self, **options: Any) -> httpx.Client:
+        """Return a client that reaches the Hub, the broker's page and the servers as people do."""
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
+
+    @contextlib.contextmanager
+    def browser(self, name: str) -> Iterator[tuple[httpx.Client, str]]:
+        """Yield a client that is logged in, and the page after the login: the spawn page."""
+        with self.client(follow_redirects=True) as http:
+            page = http.get("/hub/login").text
+            xsrf = re.search(r'name="_xsrf" value="([^"]+)"', page)
+            assert xsrf, page
+            answer = http.post("/hub/login", data={"username": name, "password": "x", "_xsrf": xsrf.group(1)})
+            assert answer.status_code == 200, answer.text
+            yield http, answer.text
+
+
 @dataclass
-class DemoHub:
+class DemoHub(Reached):
     """A running demo hub in a folder of its own."""
 
     folder: Path
     idle_timeout_s: float = 8.0
     port: int = field(default_factory=lambda: free_ports(4))
+    site: str = ""  # what a site adds to jupyterhub_config.py
     _process: subprocess.Popen[bytes] | None = None
     _starts: int = 0
     _people: list[Person] = field(default_factory=list)
@@ -74,6 +101,10 @@ class DemoHub:
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        config = ROOT / "jupyterhub_config.py"
+        if self.site:
+            shipped, config = config, self.folder / "jupyterhub_config.py"
+            config.write_text(f"c = get_config()\nload_subconfig({str(shipped)!r})\n{self.site}")
         command = [
             "env",
             "--default-signal=INT",
@@ -81,7 +112,7 @@ class DemoHub:
             "-m",
             "jupyterhub",
             "-f",
-            "jupyterhub_config.py",
+            str(config),
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -107,7 +138,8 @@ class DemoHub:
     def is_healthy(self) -> bool:
         """Return whether the Hub, its proxy, the broker and the device helper do their work."""
         try:
-            answer = httpx.get(f"{self.url}/services/gpushare/api/v1/health", timeout=5)
+            with self.client() as http:
+                answer = http.get(f"{self.service_url}/api/v1/health", timeout=5)
         except httpx.TransportError:
             return False
         return answer.status_code == 200 and answer.json()["status"] == "ok"
@@ -219,26 +251,19 @@ class Person:
         self.name = name
         self._kernels: list[Kernel] = []
         self._terminals: list[Terminal] = []
-        with httpx.Client(base_url=hub.url, follow_redirects=True, timeout=PATIENCE_S) as http:
-            page = http.get("/hub/login").text
-            xsrf = re.search(r'name="_xsrf" value="([^"]+)"', page)
-            assert xsrf, page
-            answer = http.post("/hub/login", data={"username": name, "password": "x", "_xsrf": xsrf.group(1)})
-            assert answer.status_code == 200, answer.text
-            self.first_page = answer.text  # after the login: the spawn page
+        with hub.browser(name) as (http, self.first_page):
+            hub_path = httpx.URL(hub.url).path.rstrip("/") + "/hub/"
             token = http.post(
                 f"/hub/api/users/{name}/tokens",
                 json={"note": "test"},
                 headers={
-                    "X-XSRFToken": http.cookies.get("_xsrf", path="/hub/"),
+                    "X-XSRFToken": http.cookies.get("_xsrf", path=hub_path),
                     "Referer": f"{hub.url}/hub/token",
                 },
             )
             assert token.status_code in (200, 201), token.text
         self.token = token.json()["token"]
-        self.http = httpx.Client(
-            base_url=hub.url, headers={"Authorization": f"token {self.token}"}, timeout=PATIENCE_S
-        )
+        self.http = hub.client(headers={"Authorization": f"token {self.token}"})
 
     # ---- servers ---------------------------------------------------------------
 
@@ -254,9 +279,9 @@ class Person:
         until("the start is accepted", accepted)
         until("the server is ready", self.server_ready, 180)
 
-    def server_ready(self) -> bool:
+    def server_ready(self, server: str = "") -> bool:
         answer = self.http.get(f"/hub/api/users/{self.name}")
-        return answer.status_code == 200 and bool(answer.json()["servers"].get("", {}).get("ready"))
+        return answer.status_code == 200 and bool(answer.json()["servers"].get(server, {}).get("ready"))
 
     def stop_server(self) -> None:
         self.http.delete(f"/hub/api/users/{self.name}/server")
@@ -288,7 +313,7 @@ class Person:
     # ---- the broker ------------------------------------------------------------
 
     def ask(self, path: str, method: str = "GET", **options: Any) -> Any:
-        answer = self.http.request(method, f"/services/gpushare/api/v1/{path}", **options)
+        answer = self.http.request(method, f"{self.hub.service_url}/api/v1/{path}", **options)
         if answer.status_code >= 400:
             raise Refused(f"{answer.status_code}: {answer.text}")
         return answer.json()
@@ -311,7 +336,7 @@ class Person:
         env = {
             **self.hub.environment(),
             "HOME": str(self.hub.folder / "state" / "home" / self.name),
-            "GPUSHARE_API_URL": f"{self.hub.url}/services/gpushare/api/v1",
+            "GPUSHARE_API_URL": f"{self.hub.service_url}/api/v1",
             "GPUSHARE_API_TOKEN": self.token,
         }
         done = subprocess.run(

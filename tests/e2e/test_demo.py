@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -64,6 +67,34 @@ def see_an_ended_job_leave_the_hubs_list(person: Person) -> None:
         return set(user.json()["servers"])
 
     until("the Hub lists the job no more", lambda: servers() == {""}, PATIENCE_S)
+
+
+def test_the_box_shows_the_address_that_the_hub_has_by_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "demo"))
+    program = importlib.import_module("hub")
+    asked = []
+
+    class Below(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    wanted = program.settings({"GPUSHARE_DEMO_DIR": str(tmp_path)})
+    assert not program.is_ready(wanted)
+    with HTTPServer(("127.0.0.1", 0), Below) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/jupyter"
+        wanted.log.write_text(f"[I JupyterHub app:3944] JupyterHub is now running at {url}/\n")
+        assert program.is_ready(wanted)
+        server.shutdown()
+    assert asked == ["/jupyter/services/gpushare/api/v1/health"]
+    assert f"The demo is ready:  {url} " in program.box(wanted)
 
 
 def test_the_terminal_shows_what_a_newcomer_needs_and_ctrl_c_ends_all_in_order(demo):

@@ -90,7 +90,7 @@ def test_hub_and_chart_mean_the_same_broker(chart: Chart):
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     host = f"{service['metadata']['name']}.{NS}.svc"
     mixin = Z2JH["hub"]["config"]["GPUShareMixin"]
-    assert mixin["broker_url"] == f"https://{host}:{ports['tls']}/services/gpushare"
+    assert mixin["broker_url"] == f"https://{host}:{ports['tls']}"
     assert Z2JH["hub"]["services"]["gpushare"]["url"] == f"http://{host}:{ports['http']}"
     (env,) = [c["env"] for c in chart.one("Deployment")["spec"]["template"]["spec"]["containers"]]
     named = {entry["name"]: entry.get("value") for entry in env}

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from tests.chapters import ROOT, block
+from tests.e2e.demo import Reached
 from tests.ports import free_ports
 from tests.systemd import Systemd
 from tests.waiting import PATIENCE_S, until
@@ -67,7 +68,7 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-class Site(Systemd):
+class Site(Reached, Systemd):
     """A machine that is set up as docs/admin.md says, in the namespaces of its systemd."""
 
     def __init__(self, folder: Path) -> None:
