@@ -26,6 +26,7 @@ from jupyter_gpushare.errors import (
     KeyReused,
     NotAllowed,
     NotFound,
+    NotSetUp,
     RequestError,
     TooMany,
 )
@@ -81,6 +82,16 @@ def _answer(response: httpx.Response, kind: type[T]) -> T:
     return wire.decode_answer(response.content, kind)
 
 
+def _is_answer(response: httpx.Response) -> bool:
+    """Return whether a broker with this path answers; else it is the Hub, or another program or version."""
+    if response.status_code != 404:
+        return not response.is_redirect
+    try:
+        return wire.decode_answer(response.content, wire.ErrorAnswer).reason != wire.NO_SUCH_PATH
+    except BrokerUnavailable:
+        return False
+
+
 class BrokerClient:
     """Connection to the broker for asyncio: spawner, server extension, job runner."""
 
@@ -131,6 +142,7 @@ class BrokerClient:
         Raises:
             RequestError: the broker refused; the text is for the user.
             BrokerStopped: no process listens at its address.
+            NotSetUp: what listens there has no such path.
             BrokerUnavailable: it did not answer within the retry time.
         """
         headers = dict(self._headers)
@@ -153,6 +165,11 @@ class BrokerClient:
             try:
                 response = await self._http.send(request)
                 is_away = response.status_code in _AWAY and kind is not wire.Health
+                if not _is_answer(response):
+                    raise NotSetUp(
+                        "no GPU broker of this version answers at %1 (%2 for %3)",
+                        *(self.url, response.status_code, request.url.path),
+                    )
                 if not is_away or time.monotonic() >= until:
                     return _answer(response, kind)
                 pause_s = _PAUSE_S

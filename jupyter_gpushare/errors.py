@@ -12,6 +12,7 @@ GpuShareError
 |   +-- DiskFull            507  the broker's disk takes no change: try later
 +-- BrokerUnavailable   503  the broker did not answer: callers retry, then degrade
 |   +-- BrokerStopped           no process listens at its address
+|   +-- NotSetUp                a setting of the site is wrong: the administrator has to change it
 +-- DeviceError         the driver said no; carries its call and code
 +-- HelperError         the device helper refused, or is not there
 +-- StoreError          the database cannot be used (newer, locked, broken)
@@ -137,6 +138,10 @@ class BrokerUnavailable(GpuShareError):
 
 class BrokerStopped(BrokerUnavailable):
     """No process listens at the broker's address: it has ended, and is not being restarted."""
+
+
+class NotSetUp(BrokerUnavailable):
+    """A setting of the site keeps the caller from the broker; no further try helps before it is changed."""
 
 
 class DeviceError(GpuShareError):

@@ -107,6 +107,7 @@ class ProxyLog:
 
         Raises:
             NotAllowed: the token may not open the job's server.
+            Conflict: with subdomains the job's server has a host that is not known here.
             BrokerUnavailable: the Hub's proxy does not answer.
         """
         import httpx
@@ -127,6 +128,13 @@ class ProxyLog:
                 )
             except httpx.TransportError as error:
                 raise BrokerUnavailable(f"{self._hub_url} does not answer ({type(error).__name__})") from None
+            leads_to = answer.next_request
+            if leads_to is not None and answer.url.host.endswith(f".{leads_to.url.host}"):
+                raise Conflict(
+                    "each user of this Hub has a host of their own, so the log cannot be read from here: "
+                    f"open the page of the job's server, or run `gpushare logs {job.id}` in a terminal there",
+                    reason="elsewhere",
+                )
             if answer.status_code in (302, 401, 403):
                 raise NotAllowed("the token may not open the job's server: it needs the scope access:servers")
             if answer.status_code != 200:

@@ -7,6 +7,7 @@ the user of the services: only they can read the secrets.
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,14 +174,19 @@ def _broker_socket(site: Site) -> Found:
         yield f"c.GPUShareMixin.broker_url: {error}.", "name the broker's socket (docs/admin.md, 3)"
         return
     if address.socket is None:
-        return
-    if address.socket != Path(site.broker.api_socket).absolute():
+        with contextlib.suppress(GpuShareError):  # the check of the spawner has said it
+            certificate = broker_access.read_certificate(Path(site.spawner["broker_certificate_file"]))
+            if said := site.machine.ask_broker(url, certificate):
+                yield f"{said}.", broker_access.WRONG_PATH
+    elif address.socket != Path(site.broker.api_socket).absolute():
         yield (
             f"The Hub asks {address.socket}, the broker listens at {site.broker.api_socket}.",
             "make c.GPUShareMixin.broker_url and c.GPUShareBroker.api_socket the same path",
         )
     elif not address.socket.is_socket():
         yield f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket"
+    elif said := site.machine.ask_broker(url, ""):
+        yield f"{said}.", broker_access.WRONG_PATH
 
 
 def _helper_socket(site: Site) -> Found:
@@ -290,6 +296,7 @@ CHECKS: dict[str, Callable[[Site], Found]] = {
     "api-token": services.api_token,
     "internal-ssl": services.internal_ssl,
     "hub": services.hub_answer,
+    "hub-address": services.hub_address,
     "spawner-token": _spawner_token,
     "broker-socket": _broker_socket,
     "socket-folder": services.socket_folder,

@@ -15,8 +15,12 @@ from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.state.policy import ProjectConfig
+from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.cli.checks import Check
+from jupyter_gpushare.client import BlockingClient
+from jupyter_gpushare.errors import GpuShareError, NotSetUp
 from jupyter_gpushare.internal_tls import internal_tls
+from jupyter_gpushare.protocol import wire
 
 SERVICE = "gpushare"
 _HUB_S = 5.0
@@ -34,9 +38,10 @@ class Machine:
     ram_bytes: int
     driver: str
     cgroup_v2: bool
-    # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; uids that
-    # listen at a port.
+    # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; whether a
+    # broker that runs has not the API at an address (with its certificate); uids that listen at a port.
     ask_hub: Callable[[str, str, Mapping[str, str]], tuple[str, str] | None] = lambda *_: None
+    ask_broker: Callable[[str, str], str] = lambda *_: ""
     listeners: Callable[[int], frozenset[int]] = lambda _port: frozenset()
 
 
@@ -62,7 +67,8 @@ class Site:
     def spawner(self) -> dict[str, Any]:
         """Settings of the mixin."""
         return {
-            name: self.hub.config.GPUShareMixin.get(name, "") for name in ("broker_url", "broker_token_file")
+            name: self.hub.config.GPUShareMixin.get(name, "")
+            for name in ("broker_url", "broker_token_file", "broker_certificate_file")
         }
 
     def service(self) -> dict[str, Any] | None:
@@ -86,6 +92,7 @@ def this_machine() -> Machine:
         driver=driver,
         cgroup_v2=Path("/sys/fs/cgroup/cgroup.controllers").is_file(),
         ask_hub=ask_hub,
+        ask_broker=ask_broker,
         listeners=listeners,
     )
 
@@ -112,10 +119,25 @@ def ask_hub(url: str, token: str, env: Mapping[str, str]) -> tuple[str, str] | N
     return asyncio.run(ask())
 
 
+def ask_broker(url: str, certificate: str) -> str:
+    """Return why what listens at a spawner's address is not its broker; empty: it is, or nothing answers."""
+    try:
+        with contextlib.closing(
+            BlockingClient(api_url(url), "", certificate=certificate, retry_s=0.0)
+        ) as client:
+            client.get("health", wire.Health)
+    except NotSetUp as error:
+        return str(error)
+    except GpuShareError:
+        return ""  # of a broker that does not run, other checks say so
+    return ""
+
+
 def listeners(port: int) -> frozenset[int]:
     """Return the uids of the sockets that listen at a port of this machine (proc(5), net/tcp)."""
-    with contextlib.suppress(OSError):
-        rows = [line.split() for line in Path(procfs.path(0, "net/tcp")).read_text().splitlines()[1:]]
-        ours = [row for row in rows if row[3] == _LISTENS and int(row[1].partition(":")[2], 16) == port]
-        return frozenset(int(row[7]) for row in ours)
-    return frozenset()
+    rows: list[list[str]] = []
+    for table in ("net/tcp", "net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows += [line.split() for line in Path(procfs.path(0, table)).read_text().splitlines()[1:]]
+    ours = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
+    return frozenset(int(row[7]) for row in ours)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import pwd
 import re
+import shlex
 import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from jupyter_gpushare import channel
+from jupyter_gpushare.broker.app import hub_base_url
 from jupyter_gpushare.cli.site_facts import SERVICE, Found, Site
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
@@ -60,13 +62,41 @@ def api_token(site: Site) -> Found:
 
 def hub_answer(site: Site) -> Found:
     """What a running Hub says to the broker's token; a Hub that does not run is not a fault here."""
-    service = site.service() or {}
+    service, env = site.service() or {}, _broker_environment(site)
     if token := service.get("api_token"):
-        scheme = "https" if site.hub.internal_ssl else "http"
-        url = f"{scheme}://{site.hub.hub_ip or '127.0.0.1'}:{site.hub.hub_port}{site.hub.base_url}hub/api"
+        scheme, host = "https" if site.hub.internal_ssl else "http", site.hub.hub_ip or "127.0.0.1"
+        host = f"[{host}]" if ":" in host else host
+        url = f"{scheme}://{host}:{site.hub.hub_port}{site.hub.base_url}hub/api"
         with contextlib.suppress(GpuShareError):  # the check of internal TLS has said it
-            if remedy := site.machine.ask_hub(url, token, _broker_environment(site)):
+            if remedy := site.machine.ask_hub(env.get("JUPYTERHUB_API_URL", url), token, env):
                 yield remedy
+
+
+def hub_address(site: Site) -> Found:
+    """Yield what an external broker knows wrongly of the Hub's addresses: its page could not be used."""
+    service, hub, env = site.service() or {}, site.hub, _broker_environment(site)
+    if service.get("command") or not (api := env.get("JUPYTERHUB_API_URL")):
+        return
+    where = f"in {site.files.broker_environment}"
+    if hub_base_url(api) != hub.base_url:
+        yield (
+            f"The Hub's base_url is {hub.base_url}, and JUPYTERHUB_API_URL of the broker is {api}.",
+            f"set JUPYTERHUB_API_URL {where} to an address that ends with {hub.base_url}hub/api",
+        )
+    if not hub.subdomain_host:
+        return
+    parts = urlsplit(hub.subdomain_host)
+    domain = hub.subdomain_hook(SERVICE, parts.hostname, kind="service")
+    origin = f"{parts.scheme}://{domain}{f':{parts.port}' if parts.port else ''}"
+    for name, value in (
+        ("JUPYTERHUB_HOST", hub.subdomain_host),
+        ("JUPYTERHUB_OAUTH_CALLBACK_URL", f"{origin}{hub.base_url}services/{SERVICE}/oauth_callback"),
+    ):
+        if env.get(name) != value:
+            yield (
+                f"c.JupyterHub.subdomain_host is set, and {name} of the broker is not.",
+                f"{name}={value} {where}",
+            )
 
 
 def internal_ssl(site: Site) -> Found:
@@ -94,11 +124,20 @@ def internal_ssl(site: Site) -> Found:
 
 
 def _broker_environment(site: Site) -> dict[str, str]:
-    try:
-        lines = site.files.broker_environment.read_text(errors="replace").splitlines()
-    except OSError:
-        return {}  # the check of the API token says so
+    """Return the variables of an external broker: those of its unit, then of broker.env."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError, ValueError):  # the check of the units says so
+        unit = _unit_text(site.files.units / _BROKER_UNIT)
+        for setting in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
+            lines += shlex.split(setting)
+    with contextlib.suppress(OSError):  # the check of the API token says so
+        lines += site.files.broker_environment.read_text(errors="replace").splitlines()
     return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
+
+
+def _unit_text(path: Path) -> str:
+    drop_ins = sorted(path.with_name(f"{path.name}.d").glob("*.conf"))
+    return "\n".join(each.read_text(errors="replace") for each in (path, *drop_ins))
 
 
 def port(site: Site) -> Found:
@@ -106,7 +145,7 @@ def port(site: Site) -> Found:
     address = urlsplit((site.service() or {}).get("url") or "")
     state = Path(site.broker.state_dir)
     trusted = {0, state.stat().st_uid if state.is_dir() else 0}
-    if address.port and address.hostname in ("127.0.0.1", "localhost"):
+    if address.port and address.hostname in ("127.0.0.1", "::1", "localhost"):
         for uid in site.machine.listeners(address.port) - trusted:
             yield (
                 f"Port {address.port} of the service {SERVICE} is held by uid {uid}, not the broker.",
@@ -124,8 +163,7 @@ def units(site: Site) -> Found:
         if not path.is_file():
             yield f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}"
             return
-        drop_ins = sorted(path.with_name(f"{name}.d").glob("*.conf"))
-        text = "\n".join(each.read_text(errors="replace") for each in (path, *drop_ins))
+        text = _unit_text(path)
         for line, why in _UNIT_LINES[name].items():
             if not re.search(rf"^{re.escape(line)}", text, re.MULTILINE):
                 yield f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}"

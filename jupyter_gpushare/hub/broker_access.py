@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import stat
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.errors import GpuShareError, NotSetUp, RequestError
 from jupyter_gpushare.private_files import read_private
-from jupyter_gpushare.protocol.wire import NOT_THE_SPAWNER, UNVERIFIED_CHANNEL, SpawnFault
+from jupyter_gpushare.protocol.wire import NOT_THE_SPAWNER, UNVERIFIED_CHANNEL, Health, SpawnFault
 
 if TYPE_CHECKING:
     from jupyterhub.spawner import Spawner as _SpawnerBase
@@ -26,7 +27,14 @@ else:
 
 T = TypeVar("T")
 _NOT_SET_UP = "the Hub's GPU service is not set up (see the Hub's log)"
+# What to change where the broker answers 404 to the spawner.
+WRONG_PATH = (
+    "write c.GPUShareMixin.broker_url without a path (the broker's socket, or https://HOST:PORT), and "
+    "restart the broker where it is older than the Hub's jupyter-gpushare"
+)
 _REPORT_S = 2.0
+# A broker that the Hub starts itself comes after the Hub's own start.
+_FIRST_ANSWER_S = 60.0
 _UNKNOWN = "-"
 _TOKEN_MAX_BYTES = 4096
 _CERTIFICATE_MAX_BYTES = 16_384
@@ -37,7 +45,7 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, Broker
 _clients = weakref.WeakKeyDictionary()
 
 
-_reports: set[asyncio.Task[None]] = set()
+_in_background: set[asyncio.Task[None]] = set()
 
 
 def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> BrokerClient:
@@ -69,9 +77,29 @@ def report_fault(url: str, message: str) -> None:
             client = connection(url, token=_UNKNOWN, certificate="", timeout_s=_REPORT_S)
             await client.post("spawner/fault", SpawnFault(message=message), type(None))
 
-    task = asyncio.get_running_loop().create_task(report())
-    _reports.add(task)
-    task.add_done_callback(_reports.discard)
+    _begin(report())
+
+
+def _begin(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    _in_background.add(task)
+    task.add_done_callback(_in_background.discard)
+
+
+def check_address(url: str, certificate: str, log: logging.Logger) -> None:
+    """Begin to ask what answers at a spawner's address; the log says what to change if it is no broker."""
+
+    async def check() -> None:
+        with contextlib.suppress(GpuShareError):  # of a broker that does not run the log tells at each start
+            client = BrokerClient(api_url(url), "", certificate=certificate, retry_s=_FIRST_ANSWER_S)
+            try:
+                await client.get("health", Health)
+            except NotSetUp as error:
+                log.error("servers with GPUs cannot start: %s: %s", error, WRONG_PATH)
+            finally:
+                await client.close()
+
+    _begin(check())
 
 
 def read_token(path: Path) -> str:
@@ -136,7 +164,7 @@ class BrokerAccess(_SpawnerBase):
         """Return the Hub's connection to the broker.
 
         Raises:
-            BrokerUnavailable: the token cannot be used; the log says why.
+            NotSetUp: the token cannot be used; the log says why.
         """
         try:
             return connection(
@@ -147,22 +175,26 @@ class BrokerAccess(_SpawnerBase):
             )
         except GpuShareError as error:
             self._tell_administrator(str(error))
-            raise BrokerUnavailable(_NOT_SET_UP) from None
+            raise NotSetUp(_NOT_SET_UP) from None
 
     async def _answer(self, request: Awaitable[T]) -> T:
         """Return the broker's answer to ``request``.
 
         Raises:
             RequestError: refused, for a reason the user can read.
-            BrokerUnavailable: no answer, or the broker refuses this Hub; the log says why.
+            BrokerUnavailable: no answer.
+            NotSetUp: the broker refuses this Hub, or has no such path; the log says why.
         """
         try:
             return await request
+        except NotSetUp as error:
+            self._tell_administrator(f"{error}: {WRONG_PATH}")
+            raise NotSetUp(_NOT_SET_UP) from None
         except RequestError as error:
             if not refuses_hub(error):
                 raise
             self._tell_administrator(f"the broker refuses the token in {self.broker_token_file}: {error}")
-            raise BrokerUnavailable(_NOT_SET_UP) from None
+            raise NotSetUp(_NOT_SET_UP) from None
 
     def _tell_administrator(self, said: str) -> None:
         """Write what keeps this Hub from its broker to the Hub's log, and to the broker's page and health."""

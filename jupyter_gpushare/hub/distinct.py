@@ -9,6 +9,7 @@ start (`GPUShareMixin.start`), which also covers names that a class computes lat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from jupyter_gpushare.hub.broker_access import unverified
+from jupyter_gpushare.hub.broker_access import check_address, unverified
 from jupyter_gpushare.hub.refusals import SettingRefused
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ def _check_of_hub(hub: Any) -> None:
         return
     try:
         made = sample(hub.spawner_class, hub.config, "")
+        broken = unverified(made)
     except SettingRefused as error:  # each start would fail with it
         hub.log.critical("%s", error)
         sys.exit(1)
@@ -127,6 +129,9 @@ def _check_of_hub(hub: Any) -> None:
     if said := check_class(hub.spawner_class, hub.config):
         hub.log.critical("%s A training job would replace its owner's session.", said)
         sys.exit(1)
-    if said := unverified(made):
-        hub.log.critical("The broker cannot be verified: %s.", said)
+    if broken:
+        hub.log.critical("The broker cannot be verified: %s.", broken)
         sys.exit(1)
+    # What is wrong with a certificate is said at each start.
+    with contextlib.suppress(Exception):
+        check_address(made.broker_url, made.certificate(), hub.log)

@@ -28,6 +28,10 @@ NO_OFFERS = (
     "The GPU service does not answer just now, so sizes cannot be offered. "
     "You can start without GPU, or reload this page in a minute."
 )
+NOT_SET_UP = (
+    "The GPU service of this Hub is not set up correctly, so sizes cannot be offered. "
+    "Tell the administrator; the Hub's log says what to change. You can start without GPU."
+)
 # Keeps the page current, and waits for a size; the page works without it.
 _SCRIPT = Path(__file__).with_name("picker.js").read_text()
 _NO_GPU: Mapping[str, Any] = {"gpus": 0}

@@ -19,6 +19,11 @@ BROKER_DOWN = (
     'Try again in a minute, or choose "No GPU": such a server starts at once.'
 )
 
+NOT_SET_UP = (
+    "The GPU service of this Hub is not set up correctly, so no GPU can be given. Tell the administrator; "
+    'the Hub\'s log says what to change. You can choose "No GPU": such a server starts at once.'
+)
+
 BAD_GRANT = (
     "The GPU service answered with settings that this Hub does not accept, so the server was not started. "
     "Tell the administrator; the Hub's log names them."

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import unquote
 
-from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, RequestError, TooMany
+from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, NotSetUp, RequestError, TooMany
 from jupyter_gpushare.hub import options, picker
 from jupyter_gpushare.hub.broker_access import BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
@@ -99,7 +99,7 @@ class SpawnPage(BrokerAccess):
             return [], str(error)
         except (BrokerUnavailable, TimeoutError) as error:
             self.log.warning("user=%s spawn page without offers: %s", user, str(error) or "no answer in time")
-            return [], picker.NO_OFFERS
+            return [], picker.NOT_SET_UP if isinstance(error, NotSetUp) else picker.NO_OFFERS
         by_name = {each.project: each for each in (first, *more)}
         return [by_name[name] for name in first.projects if name in by_name] or [first], ""
 

@@ -31,11 +31,11 @@ from jupyterhub.traitlets import Command
 from traitlets import Float, TraitError, Unicode, default, validate
 
 from jupyter_gpushare import channel
-from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, NotSetUp, RequestError
 from jupyter_gpushare.hub import distinct, grant_environment, options
 from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
 from jupyter_gpushare.hub.memory import MemoryForSleep
-from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, SHARED_RESOURCE, refusal
+from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, NOT_SET_UP, SHARED_RESOURCE, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
 from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnRequest, SpawnStop, encode
 
@@ -251,7 +251,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
                 "user=%s server=%s broker unreachable: %s", user, server, str(error) or "no answer in time"
             )
             if needed:
-                raise refusal(BROKER_DOWN, "broker_unavailable", 503) from None
+                said = NOT_SET_UP if isinstance(error, NotSetUp) else BROKER_DOWN
+                raise refusal(said, "broker_unavailable", 503) from None
             return None
 
     # ---- a start -----------------------------------------------------------------

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from jupyter_gpushare.broker.http import sockets
-from jupyter_gpushare.channel import unix_url
+from jupyter_gpushare.channel import api_url, unix_url
 from jupyter_gpushare.client import BlockingClient, BrokerClient
-from jupyter_gpushare.errors import BrokerUnavailable, StoreError
+from jupyter_gpushare.errors import BrokerUnavailable, NotSetUp, StoreError
 from jupyter_gpushare.protocol import wire
 from tests.broker.test_app import PATIENCE_S, Brokers, until
 from tests.ports import free_ports
@@ -160,6 +160,39 @@ while True:
     connection, _ = server.accept()
     print(connection.recv(4096), flush=True)
 """
+
+
+async def test_the_api_has_a_fixed_path_and_one_below_the_base_url_of_the_hub(brokers):
+    """With IPv6, and a unit that still names the prefix of a Hub without base_url."""
+    port = free_ports()
+    broker = brokers.start(
+        f"--GPUShareBroker.tls_address=[::1]:{port}",
+        JUPYTERHUB_SERVICE_URL=f"http://[::1]:{brokers.port}",
+        JUPYTERHUB_API_URL="http://[::1]:9/jupyter/hub/api",
+    )
+    state = brokers.folder / "state"
+    until((state / "api-certificate.pem").exists, f"it makes its certificate ({broker.pid})")
+    plain, sealed, own = (
+        f"http://[::1]:{brokers.port}",
+        f"https://[::1]:{port}",
+        unix_url(state / "api.sock"),
+    )
+    # What the proxy sends; addresses as they are written now, and as older configurations wrote them.
+    right = [f"{plain}/jupyter", sealed, own, f"{own}/services/gpushare", f"{own}/jupyter/services/gpushare"]
+    for url in (*right, f"{own}/other"):
+        pinned = (state / "api-certificate.pem").read_text()
+        client = BrokerClient(api_url(url), "", certificate=pinned, retry_s=PATIENCE_S)
+        if url in right:
+            assert (await client.get("health", wire.Health)).epoch == 1
+            described = await client.get("openapi.json", dict)
+            assert described["servers"] == [{"url": "/jupyter/services/gpushare/api/v1"}]
+        else:
+            with pytest.raises(NotSetUp, match="404 for /other/services/gpushare/api/v1/health"):
+                await client.get("health", wire.Health)
+        await client.close()
+    login = httpx.get(f"{plain}/jupyter/services/gpushare/")
+    assert login.headers["Location"].startswith("/jupyter/hub/api/oauth2/authorize")
+    assert "redirect_uri=%2Fjupyter%2Fservices%2Fgpushare%2Foauth_callback" in login.headers["Location"]
 
 
 async def test_over_tls_a_token_goes_to_the_pinned_certificate_only(brokers):

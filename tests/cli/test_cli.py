@@ -7,10 +7,14 @@ import sys
 import threading
 from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 
 from jupyter_gpushare import cli
 from jupyter_gpushare.channel import api_url
+from jupyter_gpushare.cli import job_logs
+from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 
 LOG_PLACE = ".local/share/gpushare/jobs"
@@ -386,6 +390,21 @@ def test_logs_from_elsewhere_come_from_the_running_jobs_server(gpushare, broker,
     ran = gpushare("logs", "k3v9m2x7qa")
     assert (ran.code, ran.out) == (0, "from afar\n")
     assert seen_offsets[:2] == [0, 10]
+
+
+def test_logs_of_a_hub_with_subdomains_are_not_a_lack_of_rights(golden, monkeypatch):
+    job = msgspec.convert(golden("job"), wire.Job)
+    path = f"/user/{job.user}/{job.server}/log"
+
+    def as_the_hub_answers(request):
+        assert request.url.path == path
+        return httpx.Response(302, headers={"Location": f"https://hub.test/hub{path}"})
+
+    with httpx.Client(transport=httpx.MockTransport(as_the_hub_answers)) as client:
+        monkeypatch.setattr(httpx, "get", lambda url, trust_env, **options: client.get(url, **options))
+        apart = job_logs.ProxyLog(job, "https://gpushare--service.hub.test", "token")
+        with pytest.raises(Conflict, match="a host of their own"):
+            next(apart.read_on())
 
 
 def test_log_of_an_ended_job_elsewhere_says_where_it_is(gpushare, broker, golden):

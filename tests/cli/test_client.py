@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jupyter_gpushare.client import BlockingClient
-from jupyter_gpushare.errors import BrokerUnavailable, NotAllowed
+from jupyter_gpushare.errors import BrokerUnavailable, NotAllowed, NotFound, NotSetUp
 from jupyter_gpushare.protocol import wire
 
 
@@ -28,6 +28,37 @@ def test_it_raises_what_the_asynchronous_client_raises(broker):
     with pytest.raises(BrokerUnavailable, match="does not answer"):
         client.get("status", wire.Status)
     broker.start()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (302, ""),  # the Hub, where the address lacks its base_url
+        (404, "<h1>Not found</h1>"),
+        (404, {"status": 404, "message": "Not Found"}),
+        (404, {"status": 404, "reason": wire.NO_SUCH_PATH, "message": "there is no such path"}),
+    ],
+)
+def test_an_address_without_the_api_is_no_answer_of_the_broker(broker, gpushare, status, said):
+    broker.answers["GET status"] = (status, said)
+    client = BlockingClient(broker.url, "token-of-ada")
+    with pytest.raises(NotSetUp, match=rf"answers at {broker.url} \({status} for /\S+/status\)"):
+        client.get("status", wire.Status)
+    client.close()
+    ran = gpushare("status")
+    assert ran.code == 3
+    assert broker.url in ran.err
+
+
+def test_what_the_broker_does_not_find_is_its_refusal(broker):
+    broker.answers["GET jobs/x"] = (
+        404,
+        {"status": 404, "reason": "not_found", "message": "you have no job x"},
+    )
+    client = BlockingClient(broker.url, "token-of-ada")
+    with pytest.raises(NotFound, match="no job x"):
+        client.get("jobs/x", wire.Job)
     client.close()
 
 

@@ -215,6 +215,21 @@ BROKEN = {
     "an API token that the Hub refuses": (
         machine(ask_hub=lambda _url, token, _env: (f"The Hub refuses {token[:4]}.", "restart both after a change")),
         "hub", "The Hub refuses 0123."),
+    "an address of the Hub without its base_url": (
+        hub("c.JupyterHub.services", 'c.JupyterHub.bind_url = "http://:8000/jupyter/"\nc.JupyterHub.services'),
+        "hub-address", "ends with /jupyter/hub/api"),
+    "subdomains that the broker does not know": (
+        hub("c.JupyterHub.services", 'c.JupyterHub.subdomain_host = "https://hub.test:8443"\nc.JupyterHub.services'),
+        "hub-address", "JUPYTERHUB_HOST=https://hub.test:8443 in "),
+    "a callback that the broker does not know": (
+        lambda s: (
+            hub("c.JupyterHub.services", 'c.JupyterHub.subdomain_host = "https://hub.test"\nc.JupyterHub.services')(s),
+            s.edit(s.folder / "broker.env", "JUPYTERHUB_API_TOKEN", "JUPYTERHUB_HOST=https://hub.test\nJUPYTERHUB_API_TOKEN"),
+        )[0],
+        "hub-address", "CALLBACK_URL=https://gpushare--service.hub.test/services/gpushare/oauth_callback in "),
+    "a broker that has not the spawner's path": (
+        machine(ask_broker=lambda url, _: f"no GPU broker answers at {url[:12]}"),
+        "broker-socket", "broker_url without a path"),
     "a Hub with internal TLS and a broker without": (
         with_internal_ssl, "internal-ssl", "names no certificates"),
     "a certificate of the broker that is missing": (
@@ -346,9 +361,10 @@ def test_a_file_that_may_not_be_read_is_a_warning_with_the_way_out(setup, monkey
     assert "run doctor as root" in text
 
 
-def test_a_listener_of_this_machine_is_known_by_its_user():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
+def test_a_listener_of_this_machine_is_known_by_its_user(here):
+    with socket.socket(socket.AF_INET6 if ":" in here else socket.AF_INET) as listener:
+        listener.bind((here, 0))
         port = listener.getsockname()[1]
         assert listeners(port) == frozenset()
         listener.listen()

@@ -106,11 +106,12 @@ class FakeBroker:
     place: dict[str, Any] | None = None  # of a session that waits; None: 409
     projects: list[str] = field(default_factory=lambda: ["vision"])
     token: str = SPAWNER_TOKEN  # the only one that it accepts
+    prefix: str = API_PREFIX  # below which it answers
     _server: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
-        return unix_url(self.path, "services/gpushare")
+        return unix_url(self.path)
 
     def of(self, path: str) -> list[Asked]:
         return [each for each in self.asked if each.path == path]
@@ -123,6 +124,7 @@ class FakeBroker:
         self.is_free = False
         self.projects = ["vision"]
         self.token = SPAWNER_TOKEN
+        self.prefix = API_PREFIX
         self.up()
 
     def up(self) -> None:
@@ -180,6 +182,12 @@ class FakeBroker:
         token = authorization.partition(" ")[2]
         self.asked.append(Asked(method, path, query, body, token))
         time.sleep(self.hang_s)
+        if not parts.path.startswith(self.prefix):
+            return 404, {
+                "status": 404,
+                "reason": "no_such_path",
+                "message": "there is no such path: see openapi.json",
+            }
         if path.startswith("spawner/") and path != "spawner/fault" and token != self.token:
             return 403, {"status": 403, "reason": "not_the_spawner", "message": "only the Hub's spawner"}
         if path == "spawner/offers":

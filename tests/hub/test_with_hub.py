@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare.channel import api_url
 from tests.hub.conftest import Hub, is_alive, wait_for
 from tests.hub.fake_broker import GRANT, SPAWNER_TOKEN
 
@@ -33,7 +34,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
     }
     env = hub.environment("ada")
     assert {key: env[key] for key in GRANT["env"]} == GRANT["env"]
-    assert env["GPUSHARE_API_URL"] == f"{hub.broker.url}/api/v1"
+    assert env["GPUSHARE_API_URL"] == api_url(hub.broker.url)
 
 
 def test_a_server_without_gpu_sees_no_device_and_carries_no_library_of_ours(hub: Hub) -> None:

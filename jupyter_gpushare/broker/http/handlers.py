@@ -443,4 +443,4 @@ class NoSuchPath(Base):
             NotFound: in every other case.
         """
         self.refuse_frames()
-        raise NotFound("there is no such path: see openapi.json")
+        raise NotFound("there is no such path: see openapi.json", reason=wire.NO_SUCH_PATH)

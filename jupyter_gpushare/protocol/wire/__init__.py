@@ -66,6 +66,7 @@ from jupyter_gpushare.protocol.wire.spawner import (
     SpawnWait,
 )
 from jupyter_gpushare.protocol.wire.status import (
+    NO_SUCH_PATH,
     ActivityReport,
     DayUse,
     Decision,

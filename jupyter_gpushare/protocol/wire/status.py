@@ -71,6 +71,9 @@ class GpuGained(Answer, frozen=True):
     kernels: list[str]  # names of kernels that looked for a GPU before: they see it after a restart
 
 
+NO_SUCH_PATH = "no_such_path"  # reason: the caller's address is wrong, or its version is another
+
+
 class ErrorAnswer(Answer, frozen=True):
     """Every 4xx and 5xx: ``message`` is for the user and says what to change."""
 

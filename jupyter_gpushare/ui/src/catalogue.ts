@@ -421,6 +421,7 @@ export const CATALOGUE: {
   'lending is switched off, or only watched, on this machine': (trans, args) => trans.__('lending is switched off, or only watched, on this machine', ...args),
   'log in again: the form was not sent by this page': (trans, args) => trans.__('log in again: the form was not sent by this page', ...args),
   'minutes is a number from 1 to 240, or 0, not %1': (trans, args) => trans.__('minutes is a number from 1 to 240, or 0, not %1', ...args),
+  'no GPU broker of this version answers at %1 (%2 for %3)': (trans, args) => trans.__('no GPU broker of this version answers at %1 (%2 for %3)', ...args),
   'no such process without a lease uses this GPU': (trans, args) => trans.__('no such process without a lease uses this GPU', ...args),
   'not a valid %1: %2': (trans, args) => trans.__('not a valid %1: %2', ...args),
   'of another user\'s job an administrator changes the priority only': (trans, args) => trans.__('of another user\'s job an administrator changes the priority only', ...args),
