@@ -62,6 +62,11 @@ def _remedy(status: int, said: str) -> str:
             "give the broker's role in c.JupyterHub.load_roles the scopes list:users, read:users, "
             "read:groups, read:servers, servers and delete:servers"
         )
+    if 300 <= status < 400:  # the Hub has its API below its base_url, and redirects what is elsewhere
+        return (
+            "the path of JUPYTERHUB_API_URL of the broker (broker.env) is the Hub's base_url and hub/api, "
+            "such as http://127.0.0.1:8081/jupyter/hub/api"
+        )
     # A 403 may also be a hook's, or the answer of the broker to the spawner.
     if status == 401 or (status == 403 and _UNKNOWN_CALLER in said):
         return (
