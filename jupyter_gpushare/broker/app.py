@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 from jupyterhub.services.auth import HubOAuth
@@ -54,7 +53,7 @@ from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.downloads import DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
-from jupyter_gpushare.broker.http.listener import SHARE, Listener, connections_allowed
+from jupyter_gpushare.broker.http.listener import ApiListener
 from jupyter_gpushare.broker.http.pages import AdminPage
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file
@@ -68,6 +67,7 @@ from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.errors import GpuShareError, StoreError, Superseded
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
+from jupyter_gpushare.listener import Gate, connections_allowed
 from jupyter_gpushare.procfs import boot_id
 
 log = logging.getLogger("gpushare.broker")
@@ -201,7 +201,7 @@ class GPUShareBroker(Settings):
         forecast = Forecast(registry, loop.engine)
         service = self._service(loop, forecast, sockets.inherited)
         application = self._application(service)
-        servers = self._listen(application, sockets, self._proxy_tls())
+        servers = self._listen(application, service.gate, sockets, self._proxy_tls())
         log.info(
             "broker %s epoch=%d answers at %s and %s",
             *(__version__, store.epoch, os.environ["JUPYTERHUB_SERVICE_URL"], addresses.path),
@@ -275,8 +275,8 @@ class GPUShareBroker(Settings):
         return context
 
     def _listen(
-        self, application: web.Application, sockets: Sockets, proxy_tls: ssl.SSLContext | None
-    ) -> list[Listener]:
+        self, application: web.Application, gate: Gate, sockets: Sockets, proxy_tls: ssl.SSLContext | None
+    ) -> list[ApiListener]:
         folder = Path(self.state_dir)
         kinds: list[tuple[tuple[socket.socket, ...], ssl.SSLContext | None]]
         if proxy_tls is None:
@@ -286,15 +286,9 @@ class GPUShareBroker(Settings):
         if sockets.tls:
             own = tls_context(folder / "api-certificate.pem", folder / "api-key.pem")
             kinds.append((sockets.tls, own))
-        most = connections_allowed(len(kinds))
-        limits: dict[str, Any] = {
-            "max_connections": most,
-            "max_per_source": max(1, most // SHARE),
-            "proxies": Proxies.at(self.proxies),
-        }
         listeners = []
         for listening, context in kinds:
-            listeners.append(Listener(application, **limits, ssl_options=context))
+            listeners.append(ApiListener(application, gate, Proxies.at(self.proxies), ssl_options=context))
             listeners[-1].add_sockets(listening)
         return listeners
 
@@ -317,6 +311,7 @@ class GPUShareBroker(Settings):
             overview=Overview(registry, views.cluster_views),
             access=Access(hub_auth, self._spawner_tokens(), loop.hub),
             site=Site(prefix, describe, metrics.collectors(registry), sockets_inherited=inherited),
+            gate=Gate(connections_allowed()),
         )
 
     def _application(self, service: Service) -> web.Application:

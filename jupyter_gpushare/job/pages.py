@@ -13,6 +13,7 @@ All other pages require the Hub's scope for the owner's servers.
 from __future__ import annotations
 
 import secrets
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +25,12 @@ from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuth
 from tornado import web
 from tornado.escape import xhtml_escape
 
+from jupyter_gpushare.listener import Gate, Listener, connections_allowed
 from jupyter_gpushare.protocol.jobfiles import Record, log_end, read_log
 
 CHUNK_BYTES = 1 << 20
+# Few enough that the limit of open files, which the command inherits, stays as it is.
+MAX_CONNECTIONS = 200
 _TAIL_BYTES = 64 << 10
 _REFRESH_S = 5
 
@@ -73,7 +77,8 @@ class _Callback(HubOAuthCallbackHandler):
 
 
 class _Private(HubOAuthenticated, web.RequestHandler):
-    def initialize(self, now: Now, log: Path, auth: HubOAuth) -> None:
+    def initialize(self, gate: Gate, now: Now, log: Path, auth: HubOAuth) -> None:
+        self._gate = gate
         self._now = now
         self._path = log
         self.hub_auth = auth
@@ -86,7 +91,9 @@ class _Private(HubOAuthenticated, web.RequestHandler):
 
     async def prepare(self) -> None:
         # Fetched here and cached by HubAuth: get_current_user would block the event loop.
-        await self.hub_auth.get_user(self, sync=False)
+        user = await self.hub_auth.get_user(self, sync=False)
+        if user is not None:
+            self._gate.prove(self.request.connection.stream, user["name"])  # type: ignore[union-attr]
 
     def offset(self) -> int:
         given = self.get_query_argument("offset", "0")
@@ -146,16 +153,26 @@ def sentence(record: Record) -> str:
     return f"Ended with exit code {record.exit_code}."
 
 
-def application(prefix: str, *, now: Now, log: Path, seen: Callable[[], None]) -> web.Application:
-    """Return the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
+def server(
+    prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Path, seen: Callable[[], None]
+) -> Listener:
+    """Return what serves the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
 
     Raises:
         ValueError: the Hub set no access scopes, so any user would be let in.
     """
+    gate = Gate(connections_allowed(MAX_CONNECTIONS))
+    pages = _application(prefix, gate=gate, now=now, log=log, seen=seen)
+    return Listener(pages, gate, ssl_options=tls, xheaders=True)
+
+
+def _application(
+    prefix: str, *, gate: Gate, now: Now, log: Path, seen: Callable[[], None]
+) -> web.Application:
     auth = HubOAuth()
     if not auth.access_scopes:
         raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: any user would be let in")
-    private: dict[str, Any] = {"now": now, "log": log, "auth": auth}
+    private: dict[str, Any] = {"gate": gate, "now": now, "log": log, "auth": auth}
     callback = urlsplit(auth.oauth_redirect_uri).path
     return web.Application(
         [

@@ -38,11 +38,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.internal_tls import internal_tls
 from jupyter_gpushare.job import pages
@@ -58,6 +58,7 @@ from jupyter_gpushare.job.command import (
 from jupyter_gpushare.job.progress import bar
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
 from jupyter_gpushare.job.webhook import Webhook
+from jupyter_gpushare.listener import Listener
 from jupyter_gpushare.protocol.jobfiles import (
     BoundedLog,
     Record,
@@ -172,18 +173,17 @@ class Runner:
 
     # ---- HTTP ------------------------------------------------------------------
 
-    async def _serve(self) -> HTTPServer:
+    async def _serve(self) -> Listener:
         url = urlsplit(self._env.get("JUPYTERHUB_SERVICE_URL", ""))
         prefix = self._env.get("JUPYTERHUB_SERVICE_PREFIX", "/")
         if not url.port:
             raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
-        app = pages.application(prefix, now=self._now, log=self._log_path, seen=self._on_seen)
         tls = internal_tls(self._env, ssl.Purpose.CLIENT_AUTH)
-        server = HTTPServer(app, ssl_options=tls, xheaders=True)
+        server = pages.server(prefix, tls, now=self._now, log=self._log_path, seen=self._on_seen)
         until = time.monotonic() + _BIND_PATIENCE_S
         while True:
             try:
-                server.add_sockets(bind_sockets(url.port, url.hostname or "127.0.0.1"))
+                server.add_sockets(bind_sockets(url.port, url.hostname or "127.0.0.1", backlog=BACKLOG))
             except OSError as error:
                 # An outgoing connection may hold the port for a moment.
                 if time.monotonic() >= until:

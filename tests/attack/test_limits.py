@@ -14,11 +14,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tornado import web
-from tornado.testing import bind_unused_port
 
 from jupyter_gpushare.broker.app import _Formatter
-from jupyter_gpushare.broker.http import base, listener
+from jupyter_gpushare.broker.http import base
 from jupyter_gpushare.broker.http.rates import Rate
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.client import BrokerClient
@@ -175,34 +173,6 @@ async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, m
         while http.service.limits.bodies:
             await asyncio.sleep(0.02)
     await http.submit("bo")
-
-
-async def test_the_last_connections_are_for_the_hub_and_its_proxy(monkeypatch):
-    sources = iter(["uid 1001", "uid 1002", "uid 1003", "uid 1004", "uid 0", "uid 0 by socket"])
-    monkeypatch.setattr(listener, "source_of", lambda _: next(sources))
-    application = web.Application([("/", _Hello)])
-    server = listener.Listener(application, max_connections=5, max_per_source=2)
-    listening, port = bind_unused_port()
-    server.add_socket(listening)
-    answers, writers = [], []
-    async with asyncio.timeout(20):
-        for _ in range(6):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writers.append(writer)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            try:
-                answers.append(b"200" in await reader.readline())
-            except ConnectionError:
-                answers.append(False)
-    for writer in writers:
-        writer.close()
-    await server.end()
-    assert answers == [True, True, True, False, True, True]
-
-
-class _Hello(web.RequestHandler):
-    def get(self) -> None:
-        self.write("hello")
 
 
 async def test_a_flood_of_changes_is_no_flood_to_the_hub(http: Http, monkeypatch):

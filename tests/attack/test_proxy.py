@@ -15,6 +15,7 @@ import httpx
 import pytest
 from traitlets import TraitError
 
+from jupyter_gpushare.broker.http import listener
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from tests.broker.http_site import PREFIX, SPAWNER, Http
@@ -25,16 +26,21 @@ from tests.waiting import PATIENCE_S, until
 PROXY = Path(sys.executable).parent / "configurable-http-proxy"
 # Documentation addresses (RFC 5737).
 MALLORY, ADA = "203.0.113.66", "203.0.113.7"
-# Of the broker in these tests: what one source may have, and a client behind a proxy.
-PER_SOURCE, PER_CLIENT = 16, 4
+# Of the broker in these tests: requests in progress of a client behind a proxy.
+PER_CLIENT = 4
 # Needs no token, and is 200 however old the last measurement of the GPUs is (`health` is not).
 FREE = "openapi.json"
+
+
+@pytest.fixture(autouse=True)
+def few_per_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_PER_CLIENT", PER_CLIENT)
 
 
 @asynccontextmanager
 async def proxied(tmp_path: Path, *proxies: str) -> AsyncIterator[tuple[Http, httpx.AsyncClient]]:
     """A broker that trusts ``proxies``, behind the proxy that JupyterHub uses, and its clients."""
-    http = Http(Site(tmp_path), PER_SOURCE, proxies)
+    http = Http(Site(tmp_path), proxies)
     await http.open()
     port, log = free_ports(2), tmp_path / "proxy.log"
     with log.open("wb") as output:
@@ -110,7 +116,7 @@ async def test_a_users_own_token_reaches_the_broker_through_the_hubs_proxy_and_n
 
 async def test_slow_requests_of_one_machine_keep_no_other_behind_the_proxy_from_an_answer(tmp_path):
     async with proxied(tmp_path, "127.0.0.1") as (http, client):
-        slow = [waits(client, MALLORY) for _ in range(5 * PER_SOURCE)]
+        slow = [waits(client, MALLORY) for _ in range(20 * PER_CLIENT)]
         refused = await answered(slow, len(slow) - PER_CLIENT)
         assert set(refused) <= {429, 503}
         await closed(http, PER_CLIENT)
@@ -130,7 +136,7 @@ async def test_slow_requests_of_one_machine_keep_no_other_behind_the_proxy_from_
 
 async def test_a_machine_that_forges_the_header_behind_the_proxy_stays_one_machine(tmp_path):
     async with proxied(tmp_path) as (http, client):
-        slow = [waits(client, f"203.0.113.{n}") for n in range(5 * PER_SOURCE)]
+        slow = [waits(client, f"203.0.113.{n}") for n in range(20 * PER_CLIENT)]
         await answered(slow, len(slow) - PER_CLIENT)
         await closed(http, PER_CLIENT)
         forged = await client.get(FREE, headers={"X-Forwarded-For": "198.51.100.1"})
@@ -140,7 +146,7 @@ async def test_a_machine_that_forges_the_header_behind_the_proxy_stays_one_machi
 
 
 async def test_a_header_that_no_proxy_sent_changes_nothing(tmp_path):
-    http = Http(Site(tmp_path), PER_SOURCE)
+    http = Http(Site(tmp_path))
     await http.open()
     try:
         slow = [waits(http.by_socket, ADA) for _ in range(PER_CLIENT + 1)]

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 from jupyterhub.services.auth import HubOAuth
 from tornado import httpserver, web
-from tornado.netutil import bind_unix_socket
-from tornado.testing import bind_unused_port
+from tornado.netutil import bind_sockets, bind_unix_socket
 
 from jupyter_gpushare.broker.http import metrics, openapi
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
 from jupyter_gpushare.broker.http.base import Control, Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
+from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.broker.http.downloads import DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
-from jupyter_gpushare.broker.http.listener import SHARE, Listener
+from jupyter_gpushare.broker.http.listener import ApiListener
 from jupyter_gpushare.broker.http.pages import AdminPage
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.views.overview import Overview
+from jupyter_gpushare.connections import BACKLOG
+from jupyter_gpushare.listener import Gate
 from jupyter_gpushare.protocol import wire
 from tests.broker.site import Site
 from tests.waiting import PATIENCE_S
@@ -57,6 +61,7 @@ class _HubUser(web.RequestHandler):
     async def get(self) -> None:
         known = self.application.settings["tokens"]
         token = self.request.headers.get("Authorization", "").partition(" ")[2]
+        self.application.settings["asked"][token] += 1
         if token == "hub-is-down":
             raise web.HTTPError(503)
         if token == "hub-waits":
@@ -69,11 +74,11 @@ class _HubUser(web.RequestHandler):
 class Http:
     """A broker that listens, on a site in memory, in real time."""
 
-    def __init__(self, site: Site, max_per_source: int = 500, proxies: Sequence[str] = ()) -> None:
+    def __init__(self, site: Site, proxies: Sequence[str] = ()) -> None:
         self.site = site
-        self.max_per_source = max_per_source
         self.proxies = Proxies.at(proxies)
         self.hub_goes_on = asyncio.Event()  # with the answer about the token "hub-waits"
+        self.hub_asked: Counter[str] = Counter()  # by token
         self.tokens = dict(TOKENS)
         self.servers: list[httpserver.HTTPServer] = []
 
@@ -86,6 +91,7 @@ class Http:
                     [("/hub/api/user", _HubUser)],
                     tokens=self.tokens,
                     goes_on=self.hub_goes_on,
+                    asked=self.hub_asked,
                     log_function=_silent,
                 )
             )
@@ -114,9 +120,10 @@ class Http:
             overview=Overview(self.broker.registry, self.broker.views.cluster_views),
             access=Access(auth, [SPAWNER], self.broker.hub),
             site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
+            gate=Gate(),
         )
         options = {"service": self.service}
-        application = web.Application(
+        self.application = web.Application(
             [
                 *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
                 (PREFIX + "metrics", Metrics, options),
@@ -128,12 +135,12 @@ class Http:
             cookie_secret=b"secret",
             log_function=_silent,
         )
-        self.listener = Listener(application, SHARE * self.max_per_source, self.max_per_source, self.proxies)
+        self.listener = ApiListener(self.application, self.service.gate, self.proxies)
         self.url = self._listen(self.listener)
         # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
         self._folder = tempfile.TemporaryDirectory(prefix="gpushare-")
-        unix = f"{self._folder.name}/api.sock"
-        self.servers[-1].add_socket(bind_unix_socket(unix))
+        unix = self.unix = f"{self._folder.name}/api.sock"
+        self.servers[-1].add_socket(bind_unix_socket(unix, backlog=BACKLOG))
         self.by_socket = httpx.AsyncClient(
             base_url=f"http://localhost{PREFIX}api/v1/",
             transport=httpx.AsyncHTTPTransport(uds=unix),
@@ -143,8 +150,15 @@ class Http:
         self.api = f"{self.url}{PREFIX}api/v1"
         self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=PATIENCE_S)
 
+    def listen_tls(self, folder: Path) -> str:
+        """Listen with TLS too, by a certificate in ``folder``; return its URL."""
+        tls = tls_context(folder / "api-certificate.pem", folder / "api-key.pem")
+        server = ApiListener(self.application, self.service.gate, self.proxies, ssl_options=tls)
+        return self._listen(server).replace("http:", "https:")
+
     def _listen(self, server: httpserver.HTTPServer) -> str:
-        socket, port = bind_unused_port()
+        (socket,) = bind_sockets(0, "127.0.0.1", backlog=BACKLOG)
+        port = socket.getsockname()[1]
         server.add_socket(socket)
         self.servers.append(server)
         return f"http://127.0.0.1:{port}"
@@ -153,6 +167,7 @@ class Http:
         await self.client.aclose()
         await self.by_socket.aclose()
         self._folder.cleanup()
+        self.service.gate.stop()
         for server in self.servers:
             server.stop()
             await server.close_all_connections()

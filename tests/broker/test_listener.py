@@ -1,4 +1,4 @@
-"""Connections have a bound, and idle ones an end."""
+"""Which connections a server keeps: the rules, and the HTTP server that follows them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,143 @@ import contextlib
 import os
 import resource
 import socket
+from pathlib import Path
 
-import httpx
 import pytest
-from tornado import web
-from tornado.testing import bind_unused_port
+from tornado import iostream, web
+from tornado.netutil import bind_sockets
 
-from jupyter_gpushare.broker.http import listener
-from jupyter_gpushare.broker.http.listener import Listener, connections_allowed
-from jupyter_gpushare.broker.http.peers import source_of
+from jupyter_gpushare import listener
+from jupyter_gpushare.channel import unix_url
+from jupyter_gpushare.client import BrokerClient
+from jupyter_gpushare.connections import IDLE_S, PROOF_S, Connections
+from jupyter_gpushare.listener import HUB, Gate, Listener, connections_allowed
+from jupyter_gpushare.peers import holder_of, source_of
+from jupyter_gpushare.protocol import wire
+from tests.broker.http_site import PREFIX, Http
+from tests.broker.site import Site
+
+
+def few(unproven: int = 4, proven: int = 4, reserve: int = 0, cancels: bool = True) -> Connections[str]:
+    return Connections(unproven=unproven, proven=proven, reserves={HUB: reserve}, cancels=cancels)
+
+
+def opened(connections: Connections[str], *keys: str) -> list[str | None]:
+    """Open connections, of which the letter is the holder, one a second; return those that gave way."""
+    return [connections.admit(key, key[0], float(at)) for at, key in enumerate(keys)]
+
+
+def proven(connections: Connections[str], *keys: str) -> list[str | None]:
+    found = []
+    for key in keys:
+        assert connections.admit(key, "x", 0.0) is None
+        found.append(connections.prove(key, HUB if key.startswith("hub") else key[0]))
+    return found
+
+
+def test_the_oldest_idle_connection_of_the_largest_holder_gives_way():
+    connections = few()
+    assert opened(connections, "b1", "a1", "a2", "a3", "c1", "c2") == 4 * [None] + ["a1", "a2"]
+    assert len(connections) == 4
+
+
+def test_one_that_was_used_a_moment_ago_gives_way_later():
+    connections = few()
+    opened(connections, "b1", "a1", "a2", "a3")
+    assert connections.busy("a1")
+    connections.idle("a1", 5.0)
+    assert connections.admit("c1", "c", 6.0) == "a2"
+
+
+def test_one_with_a_request_in_progress_gives_way_only_where_its_holder_has_no_other():
+    connections = few()
+    opened(connections, "b1", "a1", "a2", "a3")
+    assert connections.busy("a1")
+    assert connections.busy("a2")
+    assert connections.admit("c1", "c", 6.0) == "a3"
+    assert not connections.busy("a3")
+
+
+@pytest.mark.parametrize(("cancels", "gave_way"), [(True, "a1"), (False, "c1")])
+def test_requests_in_progress_give_way_only_in_a_server_that_can_cancel_them(cancels, gave_way):
+    connections = few(cancels=cancels)
+    opened(connections, "b1", "a1", "a2", "a3")
+    for key in ("a1", "a2", "a3"):
+        connections.busy(key)
+    assert connections.admit("c1", "c", 6.0) == gave_way
+
+
+def test_the_largest_holder_cuts_no_request_of_its_own_to_begin_another():
+    connections = few()
+    opened(connections, "a1", "a2", "a3", "a4")
+    for key in ("a1", "a2", "a3", "a4"):
+        connections.busy(key)
+    assert connections.admit("a5", "a", 6.0) == "a5"
+
+
+def test_what_is_proven_takes_no_place_of_what_is_not_and_the_other_way_round():
+    connections = few(unproven=2, proven=2)
+    assert proven(connections, "a1", "a2", "a3") == [None, None, "a1"]
+    assert opened(connections, "b1", "b2", "b3") == [None, None, "b1"]
+    assert connections.count("a", is_proven=True) == 2
+
+
+def test_the_reserve_of_the_hub_is_counted_for_what_it_proves():
+    connections = few(reserve=2)
+    assert proven(connections, "hub1", "hub2", "a1", "a2") == 4 * [None]
+    # Two of the Hub's are within its reserve, so one of a user's gives way, of whichever user.
+    assert proven(connections, "b1", "c1") == ["a1", "a2"]
+    # A third is not.
+    assert proven(connections, "hub3") == ["hub1"]
+
+
+def test_a_user_with_one_connection_keeps_it_beside_one_with_many():
+    connections = few()
+    assert proven(connections, "b1", "a1", "a2", "a3", "a4", "a5") == [None, None, None, None, "a1", "a2"]
+    assert connections.of("b1")
+
+
+def test_an_unproven_connection_has_a_time_for_its_head_and_one_in_all():
+    connections = few()
+    connections.admit("silent", "a", 0.0)
+    connections.admit("shakes", "b", 0.0, shakes_hands=True)
+    connections.admit("asks", "c", 0.0)
+    connections.admit("proves", "d", 0.0)
+    connections.busy("asks")
+    connections.prove("proves", "d")
+    assert connections.expired(IDLE_S - 0.1) == []
+    assert connections.expired(IDLE_S) == ["silent"]
+    connections.idle("shakes", 5.0)
+    assert connections.expired(5.0 + IDLE_S) == ["shakes"]
+    connections.idle("asks", PROOF_S - 0.5)
+    assert connections.expired(PROOF_S) == ["asks"]
+    assert connections.expired(1e9) == []
+    assert len(connections) == 1
+
+
+def test_one_that_gave_way_proves_nothing_any_more():
+    connections = few(unproven=1)
+    opened(connections, "a1", "b1")
+    assert connections.prove("a1", "ada") == "a1"
+    assert not connections.busy("a1")
+    connections.close("a1")
+    assert len(connections) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "holder"),
+    [
+        ("uid 1000", "uid 1000"),
+        ("uid 1000 by socket", "uid 1000"),
+        ("203.0.113.7", "203.0.113.7"),
+        ("2001:db8:0:7::1", "2001:db8:0:7::/64"),
+    ],
+)
+def test_a_user_is_one_holder_by_each_way_and_a_machine_by_each_of_its_addresses(source, holder):
+    assert holder_of(source) == holder
+
+
+# ---- the HTTP server -----------------------------------------------------------
 
 
 class Hello(web.RequestHandler):
@@ -23,69 +151,11 @@ class Hello(web.RequestHandler):
         self.write("hello")
 
 
-@pytest.fixture
-async def port():
-    server = Listener(web.Application([("/", Hello)]), max_connections=2, max_per_source=2)
-    listening, number = bind_unused_port()
+def listens(handler: type[web.RequestHandler] = Hello) -> tuple[Listener, int]:
+    server = Listener(web.Application([("/", handler)]), Gate())
+    (listening,) = bind_sockets(0, "127.0.0.1")
     server.add_socket(listening)
-    yield number
-    await server.end()
-
-
-async def test_connections_beyond_the_bound_are_refused_until_others_close(port):
-    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-    for reader, writer in held:
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"200" in await reader.readline()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    assert await reader.read() == b""
-    for _, each in (*held, (reader, writer)):
-        each.close()
-    async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
-        while True:
-            try:
-                answer = await client.get(f"http://127.0.0.1:{port}/")
-                break
-            except httpx.TransportError:
-                await asyncio.sleep(0.05)
-    assert answer.text == "hello"
-
-
-async def test_one_source_cannot_take_every_connection(monkeypatch):
-    sources = {}
-    monkeypatch.setattr(listener, "source_of", lambda connection: sources[connection.getpeername()[1]])
-    server = Listener(web.Application([("/", Hello)]), max_connections=12, max_per_source=2)
-    listening, port = bind_unused_port()
-    server.add_socket(listening)
-    opened = contextlib.ExitStack()
-
-    async def answer_to(source):
-        """The first bytes that a new connection reads, none when it is refused; and the connection."""
-        ours = opened.enter_context(socket.socket())
-        ours.setblocking(False)
-        ours.bind(("127.0.0.1", 0))
-        sources[ours.getsockname()[1]] = source
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.sock_connect(ours, ("127.0.0.1", port))
-            await loop.sock_sendall(ours, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            return await loop.sock_recv(ours, 12), ours
-        except ConnectionError:
-            return b"", ours
-
-    good = b"HTTP/1.1 200"
-    with opened:
-        async with asyncio.timeout(30):
-            first, held = await answer_to("ada")
-            assert first == good
-            assert (await answer_to("ada"))[0] == good
-            assert (await answer_to("ada"))[0] == b""
-            assert (await answer_to("bo"))[0] == good
-            held.close()
-            while (await answer_to("ada"))[0] != good:
-                await asyncio.sleep(0.05)
-    server.stop()
-    await server.close_all_connections()
+    return server, listening.getsockname()[1]
 
 
 @pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
@@ -100,17 +170,50 @@ async def test_a_program_of_this_machine_is_known_by_its_user(here):
             assert source_of(accepted) == f"uid {os.geteuid()}"
 
 
-async def test_a_connection_that_only_sits_there_is_closed(monkeypatch):
-    monkeypatch.setattr(listener, "IDLE_S", 0.1)
-    server = Listener(web.Application([("/", Hello)]), max_connections=2, max_per_source=2)
-    listening, port = bind_unused_port()
-    server.add_socket(listening)
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_a_connection_that_proves_nothing_is_closed(monkeypatch, sent):
+    monkeypatch.setattr(listener, "source_of", lambda _: "203.0.113.7")
+    monkeypatch.setattr(listener, "KEEP_S", 600.0)
+    server, port = listens()
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await reader.read() == b""
+        writer.write(sent)
+        answer = await reader.read()
+    assert answer.endswith(b"hello") if len(sent) > 1 else answer == b""
     writer.close()
-    server.stop()
-    await server.close_all_connections()
+    await server.end()
+
+
+async def test_a_loop_that_was_late_closes_nothing_that_it_has_not_read(monkeypatch):
+    gate, now = Gate(), 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
+        gate.admit(stream, "a", is_proven=False)
+        now = 60.0
+        gate._tick()
+        assert not stream.closed()
+        for _ in range(int(IDLE_S / 0.25)):
+            gate.stop()
+            now += 0.25
+            gate._tick()
+        assert stream.closed()
+    gate.stop()
+
+
+async def test_our_client_goes_on_after_its_idle_connection_gave_way(tmp_path: Path):
+    http = Http(Site(tmp_path))
+    await http.open()
+    client = BrokerClient(unix_url(Path(http.unix), f"{PREFIX}api/v1"), "bo", retry_s=0.0)
+    try:
+        await client.get("status", wire.Status)
+        for stream in list(http.service.gate.connections._entries):
+            stream.close()
+        job = await client.post("jobs", wire.JobRequest(command=["true"]), wire.Job)
+        assert list(http.broker.registry.jobs) == [job.id]
+    finally:
+        await client.close()
+        await http.close()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +222,7 @@ async def test_a_connection_that_only_sits_there_is_closed(monkeypatch):
         ((1024, 524_288), 2_128, 2_000),
         ((1024, resource.RLIM_INFINITY), 2_128, 2_000),
         ((1024, 1024), 1024, 896),
-        ((100, 100), 100, 1),
+        ((100, 100), 100, 4),
         ((524_288, 524_288), None, 2_000),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 2_000),
     ],
@@ -143,9 +246,7 @@ async def test_at_its_end_no_long_poll_waits_any_more():
             asked.set()
             await gone.wait()
 
-    server = Listener(web.Application([("/", News)]), max_connections=2, max_per_source=2)
-    listening, port = bind_unused_port()
-    server.add_socket(listening)
+    server, port = listens(News)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     async with asyncio.timeout(30):

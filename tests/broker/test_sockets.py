@@ -105,7 +105,7 @@ def test_a_broker_that_bound_its_port_itself_says_so(brokers):
 
 
 def test_a_port_that_is_not_allowed_is_no_port_in_use(tmp_path, monkeypatch):
-    def denied(port: int, host: str) -> None:
+    def denied(port: int, host: str, backlog: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(sockets, "bind_sockets", denied)

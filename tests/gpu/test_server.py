@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS
 from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES
 from tests.gpu.machine import GIB, PATIENCE_S, Client, Machine, Refused, until
 
@@ -82,16 +83,14 @@ def test_a_line_without_end_is_cut_off(machine: Machine) -> None:
     assert client.line(5) == b""
 
 
-def test_more_connections_than_allowed_are_told_so(machine: Machine) -> None:
+def test_more_requests_in_progress_than_allowed_are_told_so(machine: Machine) -> None:
     many: list[Client] = []
 
     def fills() -> bool:
         """Connections that were closed a moment ago may still count."""
-        client = machine.client()
         with contextlib.suppress(Refused):
-            client.ask("hello")
-            many.append(client)
-        return len(many) == 32
+            many.append(machine.watch())
+        return len(many) == MAX_CONNECTIONS
 
     until(fills, "as many as allowed")
     with pytest.raises(Refused) as refused:
@@ -99,8 +98,18 @@ def test_more_connections_than_allowed_are_told_so(machine: Machine) -> None:
     assert refused.value.kind == "busy"
     many.pop().close()
     until(lambda: _answers(machine), "there is room again")
-    for client in many:
-        assert client.ask("hello")
+
+
+def test_an_idle_connection_gives_way_to_a_new_one(machine: Machine) -> None:
+    watch = machine.watch()
+    idle = []
+    for _ in range(2 * MAX_CONNECTIONS):
+        idle.append(machine.client())
+        assert idle[-1].ask("hello")
+    assert idle[0].line() == b""
+    machine.lease("ada")
+    assert idle[-1].ask("suspend", lease="ada")
+    assert watch.event("phase", "ada")
 
 
 def _answers(machine: Machine) -> bool:

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare import connections
 from jupyter_gpushare.backends.helper_client import Connection, HelperClient, NodeAddress
 from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.service import options
 from jupyter_gpushare.gpu.service import tcp as tcp_module
 from jupyter_gpushare.gpu.service.lines import Lines
-from jupyter_gpushare.gpu.service.tcp import MAX_HANDSHAKES, MAX_PER_ADDRESS, Endpoint, TcpServer
+from jupyter_gpushare.gpu.service.peers import MAX_UNPROVEN
+from jupyter_gpushare.gpu.service.tcp import Endpoint, TcpServer
 from jupyter_gpushare.protocol import helper, sealed
 from tests.gpu.machine import Machine
 from tests.ports import free_ports
@@ -197,22 +199,6 @@ async def test_a_frame_that_was_changed_on_the_way_ends_the_connection(echo: Ech
     assert echo.heard in ([], [b"suspend"])  # never changed, never twice, and nothing after it
 
 
-async def test_a_flood_from_one_address_keeps_no_broker_out(echo: Echo) -> None:
-    idle = []
-    try:
-        for _ in range(60):
-            peer = socket.socket()
-            peer.bind(("127.0.0.2", 0))
-            peer.connect(("127.0.0.1", echo.server.port))
-            idle.append(peer)
-        assert await said(echo.address(), b"one\n") == [b"one\n"]
-        threads = [thread for thread in threading.enumerate() if thread.name == "tcp"]
-        assert len(threads) <= MAX_PER_ADDRESS + 1
-    finally:
-        for peer in idle:
-            peer.close()
-
-
 @contextlib.contextmanager
 def silent_peers(port: int, count: int) -> Iterator[None]:
     """Peers of as many addresses that are connected and send nothing."""
@@ -224,21 +210,11 @@ def silent_peers(port: int, count: int) -> Iterator[None]:
         yield
 
 
-async def test_silent_peers_of_many_addresses_keep_no_broker_out(
+async def test_a_connection_that_is_served_gives_way_to_none_that_is_not(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_S", 600.0)
-    with silent_peers(echo.server.port, 2 * MAX_HANDSHAKES):
-        for _ in range(3):
-            assert await said(echo.address(), b"one\n") == [b"one\n"]
-
-
-async def test_a_connection_that_is_served_never_gives_way(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_S", 600.0)
     connection = await echo.address().connect()
-    with silent_peers(echo.server.port, 2 * MAX_HANDSHAKES):
+    with silent_peers(echo.server.port, 2 * MAX_UNPROVEN):
         assert await said(echo.address(), b"one\n") == [b"one\n"]
         await connection.send(b"two\n")
         assert await connection.receive() == b"two\n"
@@ -251,12 +227,12 @@ async def test_a_system_without_threads_refuses_a_connection_and_serves_the_next
     started = threading.Thread.start
 
     def fails(thread: threading.Thread) -> None:
-        if thread.name == "tcp":
+        if thread.name == "peer":
             raise RuntimeError("can't start new thread")
         started(thread)
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    for _ in range(2 * MAX_PER_ADDRESS):
+    for _ in range(2 * MAX_UNPROVEN):
         with pytest.raises(HelperError, match="no device helper"):
             await said(echo.address(), b"one\n")
     monkeypatch.setattr(threading.Thread, "start", started)
@@ -271,15 +247,15 @@ def test_handshakes_are_bounded_over_all_addresses(echo: Echo) -> None:
             peer.bind((f"127.0.1.{number + 1}", 0))
             peer.connect(("127.0.0.1", echo.server.port))
             idle.append(peer)
-        until(lambda: [t.name for t in threading.enumerate()].count("tcp") > 0)
-        assert [t.name for t in threading.enumerate()].count("tcp") <= MAX_HANDSHAKES
+        until(lambda: [t.name for t in threading.enumerate()].count("peer") > 0)
+        assert [t.name for t in threading.enumerate()].count("peer") <= MAX_UNPROVEN
     finally:
         for peer in idle:
             peer.close()
 
 
 def test_a_peer_that_sends_byte_by_byte_has_one_deadline(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(connections, "IDLE_S", 0.5)
     with socket.create_connection(("127.0.0.1", echo.server.port), timeout=30) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = 0
@@ -309,16 +285,6 @@ def tls(tmp_path: Path) -> Iterator[tuple[Echo, ssl.SSLContext]]:
     server.close()
 
 
-async def test_peers_that_are_silent_in_tls_keep_no_broker_out(
-    tls: tuple[Echo, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_S", 600.0)
-    server, trusted = tls
-    address = NodeAddress(host="127.0.0.1", port=server.server.port, node="n1", secret=SECRET, tls=trusted)
-    with silent_peers(server.server.port, 2 * MAX_HANDSHAKES):
-        assert await said(address, b"one\n") == [b"one\n"]
-
-
 def test_a_peer_that_is_slow_in_tls_has_one_deadline_for_tls_and_challenge(
     tls: tuple[Echo, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,14 +292,14 @@ def test_a_peer_that_is_slow_in_tls_has_one_deadline_for_tls_and_challenge(
     deadlines: list[float] = []
     lines = tcp_module.SealedLines
 
-    def recorded(peer: socket.socket, secret: bytes, name: str, deadline: float) -> Lines:
+    def recorded(peer: socket.socket, secret: bytes, name: str, hello_by: float, deadline: float) -> Lines:
         deadlines.append(deadline)
-        return lines(peer, secret, name, deadline)
+        return lines(peer, secret, name, hello_by, deadline)
 
     monkeypatch.setattr(tcp_module, "SealedLines", recorded)
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_S", 600.0)
+    monkeypatch.setattr(connections, "PROOF_S", 600.0)
     with socket.create_connection(("127.0.0.1", server.server.port), timeout=30) as peer:
-        until(lambda: server.server._handshakes._open, "it was accepted")
+        until(lambda: len(server.server._peers._connections), "it was accepted")
         began_tls_at = time.monotonic()
         with trusted.wrap_socket(peer):
             until(lambda: deadlines, "TLS is done")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import prometheus_client
 from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
-from tornado import web
+from tornado import iostream, web
 
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.lending_control import LendingControl
@@ -41,6 +41,7 @@ from jupyter_gpushare.errors import (
     TooLarge,
     TooMany,
 )
+from jupyter_gpushare.listener import Gate
 from jupyter_gpushare.protocol import wire
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ class Service:
     overview: Overview
     access: Access
     site: Site
+    gate: Gate
     limits: CallerLimits = field(default_factory=CallerLimits)
 
 
@@ -235,8 +237,20 @@ class Base(HubOAuthenticated, Guarded):
             else:
                 token = auth.get_token(self, in_cookie=False)
                 model = await self.model_of(token, cached=self.is_hint)
-            self._identity = self.service.access.identity(model)
+            identity = self._identity = self.service.access.identity(model)
+            self.prove(f"{'service' if identity.is_service else 'user'} {identity.user}")
+            if self.stream.closed():
+                raise web.Finish  # no caller waits for the answer, and nothing has been done
         return self._identity
+
+    @property
+    def stream(self) -> iostream.IOStream:
+        """The connection of the request."""
+        return self.request.connection.stream  # type: ignore[union-attr,no-any-return]
+
+    def prove(self, holder: str) -> None:
+        """Count the connection for ``holder``, which a verified token names."""
+        self.service.gate.prove(self.stream, holder)
 
     async def model_of(self, token: str | None, *, cached: bool) -> dict[str, Any] | None:
         """Return the Hub's model of a token; None: it knows none such."""

@@ -9,20 +9,12 @@ read from its end: the first address that is no proxy's is the client's.
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jupyter_gpushare.peers import Address, address_of, machine_of, our_users
+
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address | None
-
-_LOOPBACK = "127.0.0.0/8"
-# The part of an IPv6 address that a site gives to one machine, which chooses the rest (RFC 6177).
-_IPV6_BITS = 64
-
-
-def _our_processes() -> frozenset[str]:
-    return frozenset(f"uid {uid}" for uid in (0, os.geteuid()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,7 @@ class Proxies:
     """
 
     networks: tuple[_Network, ...] = ()
-    sources: frozenset[str] = field(default_factory=_our_processes)
+    sources: frozenset[str] = field(default_factory=our_users)
 
     @classmethod
     def at(cls, addresses: Iterable[str]) -> Proxies:
@@ -45,40 +37,24 @@ class Proxies:
         """
         return cls(tuple(ipaddress.ip_network(each, strict=False) for each in addresses))
 
+    def trusts(self, source: str) -> bool:
+        """Return whether ``source`` is a proxy."""
+        return source in self.sources or self._has(address_of(source))
+
     def client(self, source: str, forwarded: str) -> str:
         """Return the client of a request from ``source``; empty: the source is the client.
 
         A machine counts as one, whichever of its loopback or IPv6 addresses it uses.
         """
-        address = _address(source)
-        if source not in self.sources and not self._has(address):
+        if not self.trusts(source):
             return ""
         client = ""
         for text in reversed(forwarded.split(",") if forwarded else ()):
-            address = _address(text.strip())
-            client = _machine(address)
+            address = address_of(text.strip())
+            client = machine_of(address)
             if not self._has(address):
                 break
         return client
 
-    def _has(self, address: _Address) -> bool:
+    def _has(self, address: Address) -> bool:
         return address is not None and any(address in each for each in self.networks)
-
-
-def _address(text: str) -> _Address:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    # Node writes IPv4 clients of a socket for both families as ::ffff:203.0.113.7.
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _machine(address: _Address) -> str:
-    if address is None:
-        return "unknown"
-    if address.is_loopback:
-        return _LOOPBACK
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, _IPV6_BITS), strict=False))
-    return str(address)

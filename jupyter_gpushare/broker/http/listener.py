@@ -1,39 +1,28 @@
-"""HTTP server with limits on connections: in total, per source, per client, and on idle ones.
+"""HTTP server of the broker: its connections, and the requests of each client behind a proxy.
 
-A source is a user of this machine (`peers`) or another machine.  The total leaves
-file descriptors for the database and the device helper.  Its last part is reserved
-for root and the broker's user: the Hub and its proxy.  Requests that come through a
-proxy are counted by their client as well (`clients`), from their head until they
-are answered: one client's slow requests leave the proxy's share to others.
+Connections follow the rules of `connections`; the Hub's proxy is proven by its uid or by the configured
+address.  Requests that come through a proxy are counted for their client (`clients`), from their head until
+they are answered: one client's slow requests leave the proxy's share to others.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import resource
 from collections.abc import Awaitable
 from math import ceil
 from typing import Any
 
-from tornado import httpserver, httputil, iostream, web
+from tornado import httputil, iostream, web
 
 from jupyter_gpushare.broker.http.clients import Proxies
-from jupyter_gpushare.broker.http.peers import source_of
 from jupyter_gpushare.errors import TooMany
+from jupyter_gpushare.listener import HUB, Gate, Listener
+from jupyter_gpushare.peers import source_of
 from jupyter_gpushare.protocol import wire
 
-log = logging.getLogger("gpushare.broker")
-
-MAX_CONNECTIONS = 2_000
-# One source, such as a user or the machine of the Hub's proxy, has at most 1/SHARE of the connections,
-# and one client behind a proxy at most 1/SHARE of that.
-SHARE = 4
-# File descriptors for everything else: database, helper, Hub, log.
-_OTHER_FILES = 128
-# Deadlines: for an idle connection or the head of a request, and for a body.
-IDLE_S = 20.0
-BODY_S = 15.0
+# Requests in progress of one client behind a proxy.
+MAX_PER_CLIENT = 125
+# Holder of a proxy's connection while a request of this client is in progress.
+_CLIENT = "client "
 # On every answer, JSON and CSV too: all users' servers are one origin with this service, unless the Hub has
 # subdomains, and a frame of the same origin can be read and clicked by the page around it.
 GUARDS = {
@@ -42,80 +31,33 @@ GUARDS = {
 }
 
 
-def connections_allowed(listeners: int = 1) -> int:
-    """Raise the soft limit of open files to the need; return the connections that each listener may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS * listeners + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return (
-        MAX_CONNECTIONS
-        if soft == resource.RLIM_INFINITY
-        else max(1, min(MAX_CONNECTIONS, (soft - _OTHER_FILES) // listeners))
-    )
-
-
-class Listener(httpserver.HTTPServer):
-    """HTTP server that closes new connections beyond ``max_connections`` or ``max_per_source``.
-
-    Requests of one client behind ``proxies`` beyond its share are answered 429.
-    """
+class ApiListener(Listener):
+    """HTTP server that answers 429 to requests of one client behind ``proxies`` beyond `MAX_PER_CLIENT`."""
 
     def initialize(  # type: ignore[override]
-        self,
-        application: web.Application,
-        max_connections: int,
-        max_per_source: int,
-        proxies: Proxies | None = None,
-        **options: Any,
+        self, application: web.Application, gate: Gate, proxies: Proxies | None = None, **options: Any
     ) -> None:
         super().initialize(
             application,
+            gate,
             max_body_size=wire.MAX_BODY_BYTES,
             max_buffer_size=4 * wire.MAX_BODY_BYTES,
-            idle_connection_timeout=IDLE_S,
-            body_timeout=BODY_S,
             **options,
         )
-        self._max_connections = max_connections
-        self._max_per_source = max_per_source
-        uids = {0, os.geteuid()}
-        self._reserved_for = {f"uid {uid}{way}" for uid in uids for way in ("", " by socket")}
-        self._max_per_client = max(1, max_per_source // SHARE)
         self._proxies = proxies or Proxies()
-        self._sources: dict[iostream.IOStream, str] = {}
-        self._clients: dict[iostream.IOStream, str] = {}  # of requests through a proxy, until answered
-        self._full = ""  # the source that reached its limit last, for the log
 
-    def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
-        """Serve a connection, or close it where its source has as many as it may."""
-        try:
-            source = source_of(stream.socket)
-        except OSError:
-            return stream.close()  # the peer has disconnected
-        full = ""
-        is_ours = source in self._reserved_for
-        # The last 1/SHARE is reserved for the Hub and its proxy.
-        most = self._max_connections if is_ours else max(1, self._max_connections - self._max_per_source)
-        if len(self._sources) >= most:
-            full = "all"
-        elif sum(each == source for each in self._sources.values()) >= self._max_per_source:
-            full = source
-        if full and full != self._full:
-            log.warning("%d connections are open, by %s: more are refused", len(self._sources), full)
-        self._full = full
-        if full:
-            return stream.close()
-        self._sources[stream] = source
-        super().handle_stream(stream, address)
+    def is_hub(self, source: str) -> bool:
+        """Return whether the kernel, or the configuration, says that a source is the Hub or its proxy."""
+        return super().is_hub(source) or self._proxies.trusts(source)
 
     def start_request(
         self, server_conn: object, request_conn: httputil.HTTPConnection
     ) -> httputil.HTTPMessageDelegate:
         """Return what takes the next request of a connection; its last one has been answered."""
         stream: iostream.IOStream = request_conn.stream  # type: ignore[attr-defined]
-        self._clients.pop(stream, None)
+        entry = self.gate.connections.of(stream)
+        if entry is not None and entry.holder.startswith(_CLIENT):
+            self.gate.count_for(stream, HUB)
         return _Counted(self, stream, request_conn, super().start_request(server_conn, request_conn))
 
     def take(self, stream: iostream.IOStream, forwarded: str) -> None:
@@ -124,27 +66,21 @@ class Listener(httpserver.HTTPServer):
         Raises:
             TooMany: that client has as many requests as it may; nothing is counted.
         """
-        client = self._proxies.client(self._sources.get(stream, ""), forwarded)
+        if not forwarded or stream.closed():
+            return
+        try:
+            client = self._proxies.client(source_of(stream.socket), forwarded)
+        except OSError:
+            return  # the peer has disconnected
         if not client:
             return
-        if sum(each == client for each in self._clients.values()) >= self._max_per_client:
+        if self.gate.connections.count(_CLIENT + client, is_proven=True) >= MAX_PER_CLIENT:
             raise TooMany(
                 "at most %1 requests of one machine are answered at once: wait for one of them to end",
-                self._max_per_client,
+                MAX_PER_CLIENT,
                 retry_after_s=1.0,
             )
-        self._clients[stream] = client
-
-    async def end(self) -> None:
-        """Stop listening, and close all connections, long polls included."""
-        self.stop()
-        await self.close_all_connections()
-
-    def on_close(self, server_conn: Any) -> None:
-        """Count a connection as closed."""
-        self._sources.pop(server_conn.stream, None)
-        self._clients.pop(server_conn.stream, None)
-        super().on_close(server_conn)
+        self.gate.count_for(stream, _CLIENT + client)
 
 
 class _Counted(httputil.HTTPMessageDelegate):
@@ -152,7 +88,7 @@ class _Counted(httputil.HTTPMessageDelegate):
 
     def __init__(
         self,
-        listener: Listener,
+        listener: ApiListener,
         stream: iostream.IOStream,
         connection: httputil.HTTPConnection,
         application: httputil.HTTPMessageDelegate,

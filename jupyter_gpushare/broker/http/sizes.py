@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jupyter_gpushare.broker.http.access import JOBS_SCOPE
 from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.http.peers import socket_uid
 from jupyter_gpushare.errors import NotAllowed, NotFound
+from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol import wire
 
 
@@ -38,7 +38,7 @@ class ServerGpu(Base):
         """
         identity = await self.identify()
         identity.require(JOBS_SCOPE)
-        uid = socket_uid(self.request.connection.stream.socket)  # type: ignore[union-attr]
+        uid = socket_uid(self.stream.socket)
         if identity.server is None or uid is None:
             raise NotAllowed("a server asks for its GPU itself: choose Get a GPU in JupyterLab")
         gain = self.body(wire.GpuGain)

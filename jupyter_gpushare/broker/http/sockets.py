@@ -23,6 +23,7 @@ from typing import Self
 
 from tornado.netutil import bind_sockets, bind_unix_socket
 
+from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import StoreError
 
 # The parent that bound the descriptors below: only its own child takes them.
@@ -130,7 +131,7 @@ def bind(addresses: Addresses, without: Iterable[str] = ()) -> list[socket.socke
 
 def _bind_tcp(host: str, port: int) -> list[socket.socket]:
     try:
-        return bind_sockets(port, host)
+        return bind_sockets(port, host, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             said = f"port {port} on {host} is in use: stop what listens there, or"
@@ -150,7 +151,7 @@ def _bind_unix(path: Path) -> socket.socket:
             raise StoreError(
                 f"{path.parent} is writable for others, who could replace {path.name}: chmod go-w"
             )
-        return bind_unix_socket(str(path), mode=0o666)
+        return bind_unix_socket(str(path), mode=0o666, backlog=BACKLOG)
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} cannot be listened on: {error}") from None
 

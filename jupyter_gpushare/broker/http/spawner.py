@@ -9,9 +9,10 @@ from tornado import iostream
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.http.peers import source_of
 from jupyter_gpushare.broker.views.waiting_sessions import spawn_wait
 from jupyter_gpushare.errors import NotAllowed, RequestError
+from jupyter_gpushare.listener import HUB
+from jupyter_gpushare.peers import source_of
 from jupyter_gpushare.protocol import wire
 
 # Source of the spawner's faults in `Faults`, and the most that is kept of one.
@@ -32,8 +33,8 @@ class Spawner(Base):
         Raises:
             NotAllowed: it has not, or came over plain TCP, whose port another process may hold.
         """
-        stream = self.request.connection.stream  # type: ignore[union-attr]
-        if stream.socket.family != socket.AF_UNIX and not isinstance(stream, iostream.SSLIOStream):
+        is_by_socket = self.stream.socket.family == socket.AF_UNIX
+        if not is_by_socket and not isinstance(self.stream, iostream.SSLIOStream):
             raise NotAllowed(
                 "the spawner's token is taken over the broker's unix socket or TLS, not over plain HTTP: "
                 "set c.GPUShareMixin.broker_url to unix:// or https://",
@@ -41,6 +42,7 @@ class Spawner(Base):
             )
         if not self.is_spawner():
             raise NotAllowed("only the Hub's spawner may ask this", reason=wire.NOT_THE_SPAWNER)
+        self.prove(HUB)
 
     def is_spawner(self) -> bool:
         """Return whether the request has the spawner's token."""
@@ -99,7 +101,7 @@ class SpawnerFault(Spawner):
 
     def is_spawner(self) -> bool:
         """Return whether root or the broker's own user asks, over the unix socket, or the spawner's token."""
-        source = source_of(self.request.connection.stream.socket)  # type: ignore[union-attr]
+        source = source_of(self.stream.socket)
         return source in {f"uid {uid} by socket" for uid in (0, os.geteuid())} or super().is_spawner()
 
     async def post(self) -> None:

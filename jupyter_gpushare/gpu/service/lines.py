@@ -92,8 +92,12 @@ class PlainLines:
 class SealedLines:
     """Lines of which each is one frame of `protocol.sealed`."""
 
-    def __init__(self, peer: socket.socket, secret: bytes, name: str, deadline: float) -> None:
-        """Shake hands as the server ``name``, before ``deadline`` (monotonic).
+    def __init__(
+        self, peer: socket.socket, secret: bytes, name: str, hello_by: float, deadline: float
+    ) -> None:
+        """Shake hands as the server ``name``.
+
+        The peer's hello arrives by ``hello_by``, its proof by ``deadline`` (both monotonic).
 
         Raises:
             SealError: the peer does not know the secret.
@@ -102,7 +106,7 @@ class SealedLines:
         """
         self._peer = peer
         handshake = sealed.ServerHandshake(secret, name)
-        challenge = handshake.challenge(_exactly(peer, sealed.HELLO_BYTES, deadline))
+        challenge = handshake.challenge(_exactly(peer, sealed.HELLO_BYTES, hello_by))
         peer.settimeout(_left_s(deadline))
         peer.sendall(challenge)
         self._session = handshake.accept(_exactly(peer, sealed.PROOF_BYTES, deadline))

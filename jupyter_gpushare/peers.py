@@ -7,6 +7,8 @@ For unix sockets SO_PEERCRED does (unix(7)).
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
 import struct
 from contextlib import suppress
@@ -24,15 +26,53 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ANSWER_BYTES = 4096
 _WAIT_S = 1.0
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address | None
+_LOOPBACK = "127.0.0.0/8"
+# The part of an IPv6 address that a site gives to one machine, which chooses the rest (RFC 6177).
+_IPV6_BITS = 64
+_BY_SOCKET = " by socket"
+
 
 def source_of(connection: socket.socket) -> str:
     """Return the source: ``uid 1000``, ``uid 1000 by socket``, or the address of another machine."""
     if (uid := socket_uid(connection)) is not None:
-        return f"uid {uid} by socket"
+        return f"uid {uid}{_BY_SOCKET}"
     peer = connection.getpeername()
     with suppress(OSError, struct.error):
         return f"uid {_uid_of(connection.family, peer, connection.getsockname())}"
     return str(peer[0])
+
+
+def our_users() -> frozenset[str]:
+    """Return root and this process's user, as `holder_of` names them."""
+    return frozenset(f"uid {uid}" for uid in (0, os.geteuid()))
+
+
+def holder_of(source: str) -> str:
+    """Return which user or machine a connection from ``source`` is counted for, whichever way it came."""
+    address = address_of(source)
+    return source.removesuffix(_BY_SOCKET) if address is None else machine_of(address)
+
+
+def address_of(text: str) -> Address:
+    """Return an address, an IPv4 one also where it is written as IPv6; None: it is none."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    # Node writes IPv4 clients of a socket for both families as ::ffff:203.0.113.7.
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def machine_of(address: Address) -> str:
+    """Return one name for all addresses of a machine."""
+    if address is None:
+        return "unknown"
+    if address.is_loopback:
+        return _LOOPBACK
+    if address.version == 6:
+        return str(ipaddress.ip_network((address, _IPV6_BITS), strict=False))
+    return str(address)
 
 
 def socket_uid(connection: socket.socket) -> int | None:

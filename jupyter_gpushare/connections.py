@@ -1,0 +1,188 @@
+"""Which connections a server keeps: one set of rules for all listeners.
+
+| class    | which connections                             | how many        | until                        |
+|----------|-----------------------------------------------|-----------------|------------------------------|
+| unproven | no token, secret or uid has been verified yet | ``unproven``    | 2 s idle after the handshake,|
+|          |                                               |                 | 10 s in all                  |
+| proven   | all others                                    | ``proven``      | the server's own idle limit  |
+
+Each connection is counted for a holder: the peer's uid or address while it is unproven, then the user or
+service that it proved to be.  The two classes never take each other's slots.  In a full class the oldest
+idle connection of the largest holder gives way to a new one.  A holder's reserve is not counted in that
+comparison, so that connections within it are the last to give way.
+
+A connection is idle between two requests, and until the head of a request is complete.  One with a
+request in progress gives way only where the largest holder has no idle one, and only in a server that can
+cancel a request.  In all other cases the new connection is the one that is closed.
+
+No I/O, no clock: times are seconds of any clock that only advances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+# Of an unproven connection: between its handshake and the head of a request, and in all.
+IDLE_S = 2.0
+PROOF_S = 10.0
+# Length of the kernel's queue of connections to be accepted; net.core.somaxconn caps it.
+BACKLOG = 4_096
+
+
+@dataclass(slots=True)
+class Entry:
+    """One connection; changed by `Connections` alone."""
+
+    holder: str
+    is_proven: bool
+    opened_at: float
+    expires_at: float  # unless it proves something by then
+    is_busy: bool = False
+
+
+class Connections(Generic[K]):
+    """Open connections of one server, by class and holder."""
+
+    def __init__(
+        self, *, unproven: int, proven: int, reserves: Mapping[str, int] | None = None, cancels: bool
+    ) -> None:
+        """Allow so many connections of each class; ``reserves`` are connections by holder.
+
+        ``cancels``: whether a request in progress ends when its connection is closed.
+        """
+        self._most = {False: unproven, True: proven}
+        self._reserves = reserves or {}
+        self._cancels = cancels
+        self._entries: dict[K, Entry] = {}
+        # By class and holder; within a holder the connection comes first that was used least recently.
+        self._held: dict[bool, dict[str, dict[K, Entry]]] = {False: {}, True: {}}
+        self._counts = {False: 0, True: 0}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def of(self, key: K) -> Entry | None:
+        """Return what is known of a connection; None: it is not counted (any more)."""
+        return self._entries.get(key)
+
+    def largest(self) -> str:
+        """Return the holder with the most connections; empty: there are none."""
+        counts = Counter(each.holder for each in self._entries.values())
+        return max(counts, key=lambda each: counts[each], default="")
+
+    def count(self, holder: str, *, is_proven: bool) -> int:
+        """Return the number of connections that ``holder`` has in a class."""
+        return len(self._held[is_proven].get(holder, ()))
+
+    def admit(
+        self, key: K, holder: str, now: float, *, is_proven: bool = False, shakes_hands: bool = False
+    ) -> K | None:
+        """Count a new connection; return the one to close, or None.
+
+        That can be ``key`` itself.  The one to close is no longer counted.  One that ``shakes_hands`` is
+        not idle until `idle` is called for it.
+        """
+        expires_at = math.inf if is_proven else now + (PROOF_S if shakes_hands else IDLE_S)
+        self._add(key, Entry(holder, is_proven, now, expires_at))
+        return self._make_way(key)
+
+    def prove(self, key: K, holder: str) -> K | None:
+        """Count a connection as proven, for ``holder``; return the one to close, as `admit`.
+
+        A connection that is not counted (any more) is the one to close.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return key
+        if entry.is_proven and entry.holder == holder:
+            return None
+        self._remove(key)
+        entry.holder, entry.is_proven, entry.expires_at = holder, True, math.inf
+        self._add(key, entry)
+        return self._make_way(key)
+
+    def busy(self, key: K) -> bool:
+        """Count a request as begun; False: the connection has given way, so the request is not read."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        entry.is_busy = True
+        if not entry.is_proven:
+            entry.expires_at = entry.opened_at + PROOF_S
+        return True
+
+    def idle(self, key: K, now: float) -> None:
+        """Count the request, or the handshake, of a connection as ended."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.is_busy = False
+        if not entry.is_proven:
+            entry.expires_at = min(entry.opened_at + PROOF_S, now + IDLE_S)
+        mine = self._held[entry.is_proven][entry.holder]
+        mine[key] = mine.pop(key)
+
+    def expired(self, now: float) -> list[K]:
+        """Return the connections that have proven nothing in time; they are no longer counted."""
+        over = [
+            key
+            for mine in self._held[False].values()
+            for key, entry in mine.items()
+            if entry.expires_at <= now
+        ]
+        for key in over:
+            self._remove(key)
+        return over
+
+    def close(self, key: K) -> None:
+        """Count a connection as closed, if it is counted."""
+        if key in self._entries:
+            self._remove(key)
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether any connection can expire."""
+        return self._counts[False] > 0
+
+    def _add(self, key: K, entry: Entry) -> None:
+        self._entries[key] = entry
+        self._held[entry.is_proven].setdefault(entry.holder, {})[key] = entry
+        self._counts[entry.is_proven] += 1
+
+    def _remove(self, key: K) -> None:
+        entry = self._entries.pop(key)
+        of_class = self._held[entry.is_proven]
+        del of_class[entry.holder][key]
+        if not of_class[entry.holder]:
+            del of_class[entry.holder]
+        self._counts[entry.is_proven] -= 1
+
+    def _make_way(self, new: K) -> K | None:
+        is_proven = self._entries[new].is_proven
+        if self._counts[is_proven] <= self._most[is_proven]:
+            return None
+        found = self._to_close(new)
+        self._remove(found)
+        return found
+
+    def _to_close(self, new: K) -> K:
+        entry = self._entries[new]
+        of_class = self._held[entry.is_proven]
+
+        def size(holder: str) -> tuple[int, bool]:
+            mine = of_class[holder]
+            has_idle = any(not each.is_busy for key, each in mine.items() if key != new)
+            return len(mine) - self._reserves.get(holder, 0), has_idle
+
+        largest = max(of_class, key=size)
+        others = {key: each for key, each in of_class[largest].items() if key != new}
+        idle = next((key for key, each in others.items() if not each.is_busy), None)
+        if idle is not None:
+            return idle
+        return next(iter(others)) if others and self._cancels and largest != entry.holder else new

@@ -1,0 +1,139 @@
+"""The helper's connections, each served by a thread of its own, by the rules of `connections`.
+
+A connection that gives way is shut down, and its thread has `ENDS_S` to end before the next connection is
+accepted: so there are hardly more threads than connections.  A request in progress cannot be cancelled,
+and never gives way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from jupyter_gpushare.connections import Connections
+from jupyter_gpushare.gpu.service.lines import Closed, Lines
+
+log = logging.getLogger(__name__)
+
+# Connections that have not shown yet that they may ask, or that are told that they may not.
+MAX_UNPROVEN = 16
+ENDS_S = 1.0
+
+
+class Peers:
+    """Connections of one listener and their threads; only one thread calls `serve`."""
+
+    def __init__(self, most: int) -> None:
+        self._guard = threading.Lock()
+        self._connections: Connections[socket.socket] = Connections(
+            unproven=MAX_UNPROVEN, proven=most, cancels=False
+        )
+        self._threads: dict[socket.socket, threading.Thread] = {}
+
+    def serve(
+        self, peer: socket.socket, holder: str, talk: Callable[[], None], *, is_proven: bool = False
+    ) -> bool:
+        """Run ``talk`` in a thread, and close ``peer`` at its end; False: there is no place for it.
+
+        In the latter case ``peer`` stays open.
+        """
+        with self._guard:
+            given_way = self._connections.admit(
+                peer, holder, time.monotonic(), is_proven=is_proven, shakes_hands=True
+            )
+            thread = self._shut(given_way) if given_way is not peer else None
+        if given_way is peer:
+            return False
+        if thread is not None:
+            thread.join(ENDS_S)
+        started = threading.Thread(target=self._run, args=(peer, talk), name="peer", daemon=True)
+        with self._guard:
+            self._threads[peer] = started
+        try:
+            started.start()
+        except RuntimeError as error:  # the system has no more
+            log.error("a connection is refused: %s", error)
+            self._leave(peer)
+        return True
+
+    def prove(self, peer: socket.socket, holder: str) -> bool:
+        """Count a connection as proven; False: there is no place for it."""
+        with self._guard:
+            given_way = self._connections.prove(peer, holder)
+            if given_way is not None and given_way is not peer:
+                self._shut(given_way)
+        return given_way is not peer
+
+    def expires_at(self, peer: socket.socket) -> float:
+        """Return by when (monotonic) an unproven connection has to go on; the past: it has given way."""
+        with self._guard:
+            entry = self._connections.of(peer)
+        return entry.expires_at if entry is not None else 0.0
+
+    def counted(self, peer: socket.socket, lines: Lines) -> Lines:
+        """Return the lines of a connection, which is idle while it waits for the next one."""
+        return _Counted(self, peer, lines)
+
+    def idle(self, peer: socket.socket) -> None:
+        """Count the request, or the handshake, of a connection as ended."""
+        with self._guard:
+            self._connections.idle(peer, time.monotonic())
+
+    def busy(self, peer: socket.socket) -> None:
+        """Count a request as begun.
+
+        Raises:
+            Closed: the connection has given way.
+        """
+        with self._guard:
+            if not self._connections.busy(peer):
+                raise Closed
+
+    def stop(self) -> None:
+        """Shut every connection down."""
+        with self._guard:
+            for peer in self._threads:
+                self._shut(peer)
+
+    def _run(self, peer: socket.socket, talk: Callable[[], None]) -> None:
+        try:
+            talk()
+        except (OSError, Closed):
+            pass  # the peer is gone, or too slow
+        finally:
+            self._leave(peer)
+
+    def _leave(self, peer: socket.socket) -> None:
+        with self._guard:
+            self._connections.close(peer)
+            self._threads.pop(peer, None)
+        peer.close()
+
+    def _shut(self, peer: socket.socket | None) -> threading.Thread | None:
+        """End the connection that gives way; returns its thread."""
+        if peer is None:
+            return None
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(peer, socket.SHUT_RDWR)  # below TLS, which another thread may be in
+        return self._threads.get(peer)
+
+
+class _Counted:
+    """Lines of a connection that is idle between an answer and the next request."""
+
+    def __init__(self, peers: Peers, peer: socket.socket, lines: Lines) -> None:
+        self._peers = peers
+        self._peer = peer
+        self._lines = lines
+        self.write = lines.write
+        self.is_open = lines.is_open
+
+    def read(self) -> bytes:
+        self._peers.idle(self._peer)
+        line = self._lines.read()
+        self._peers.busy(self._peer)
+        return line

@@ -1,0 +1,203 @@
+"""HTTP server that keeps connections by the rules of `connections`.
+
+Root and the user of this process are proven by the kernel (`peers`): the Hub and its proxy.  All other
+connections are unproven until a handler has verified a token and calls `Gate.prove`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import resource
+from collections.abc import Awaitable
+from typing import Any
+
+from tornado import httpserver, httputil, iostream, web
+
+from jupyter_gpushare.connections import Connections
+from jupyter_gpushare.peers import holder_of, our_users, source_of
+
+log = logging.getLogger("gpushare.listener")
+
+MAX_CONNECTIONS = 2_000
+# File descriptors for everything else: database, helper, Hub, log.
+_OTHER_FILES = 128
+# Of the connections, one part is for unproven ones, and one part of the others is the reserve of the Hub.
+_PARTS = 4
+# Holder of connections of the Hub, its spawner and its proxy.
+HUB = "the Hub"
+# Deadlines: for a proven connection between two requests, and for a body.
+KEEP_S = 20.0
+BODY_S = 15.0
+_TICK_S = 0.25
+_LOG_EVERY_S = 60.0
+
+
+def connections_allowed(wanted: int = MAX_CONNECTIONS) -> int:
+    """Raise the soft limit of open files to the need; return how many connections this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < files:
+        soft = files if hard == resource.RLIM_INFINITY else min(files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(_PARTS, min(wanted, soft - _OTHER_FILES))
+
+
+class Gate:
+    """Connections of all HTTP listeners of this process, and the timer of the unproven ones."""
+
+    def __init__(self, most: int = MAX_CONNECTIONS) -> None:
+        part = max(1, most // _PARTS)
+        self.connections: Connections[iostream.IOStream] = Connections(
+            unproven=part, proven=max(1, most - part), reserves={HUB: part}, cancels=True
+        )
+        # Clock of the unproven: seconds in which the loop ran.  One that is late has read no head meanwhile.
+        self._ran_s = 0.0
+        self._ticked_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged_at = -math.inf
+
+    def admit(self, stream: iostream.IOStream, holder: str, *, is_proven: bool) -> None:
+        """Count a new connection; closes one, which can be this one, where there are too many."""
+        shakes_hands = isinstance(stream, iostream.SSLIOStream)
+        self._close(
+            self.connections.admit(
+                stream, holder, self._now(), is_proven=is_proven, shakes_hands=shakes_hands
+            )
+        )
+        if self._timer is None and self.connections.has_unproven:
+            self._start()
+        if shakes_hands and not stream.closed():
+            stream.wait_for_handshake().add_done_callback(lambda _: self.idle(stream))  # type: ignore[attr-defined]
+
+    def prove(self, stream: iostream.IOStream, holder: str) -> None:
+        """Count an unproven connection for the user or service that a verified token names."""
+        entry = self.connections.of(stream)
+        if entry is not None and not entry.is_proven:
+            self.count_for(stream, holder)
+
+    def count_for(self, stream: iostream.IOStream, holder: str) -> None:
+        """Count a connection as proven, for ``holder`` from now on."""
+        self._close(self.connections.prove(stream, holder))
+
+    def busy(self, stream: iostream.IOStream) -> bool:
+        """Count a request as begun; False: its connection is being closed."""
+        return self.connections.busy(stream)
+
+    def idle(self, stream: iostream.IOStream) -> None:
+        """Count the request, or the handshake, of a connection as ended."""
+        self.connections.idle(stream, self._now())
+
+    def stop(self) -> None:
+        """End the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ticked_at = loop.time()
+        self._timer = loop.call_later(_TICK_S, self._tick)
+
+    def _now(self) -> float:
+        since_s = asyncio.get_running_loop().time() - self._ticked_at if self._timer is not None else 0.0
+        return self._ran_s + min(since_s, _TICK_S)
+
+    def _tick(self) -> None:
+        since_s = asyncio.get_running_loop().time() - self._ticked_at
+        self._ran_s += min(since_s, _TICK_S)
+        if since_s < 2 * _TICK_S:  # else what has arrived meanwhile is read first
+            for stream in self.connections.expired(self._ran_s):
+                stream.close()
+        self._timer = None
+        if self.connections.has_unproven:
+            self._start()
+
+    def _close(self, stream: iostream.IOStream | None) -> None:
+        if stream is None:
+            return
+        stream.close()
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = now
+            log.warning(
+                "%d connections are open: idle ones of %s give way to new ones",
+                len(self.connections),
+                self.connections.largest(),
+            )
+
+
+class Listener(httpserver.HTTPServer):
+    """HTTP server with a `Gate` that counts its connections."""
+
+    def initialize(self, application: web.Application, gate: Gate, **options: Any) -> None:  # type: ignore[override]
+        super().initialize(application, idle_connection_timeout=KEEP_S, body_timeout=BODY_S, **options)
+        self.gate = gate
+
+    def is_hub(self, source: str) -> bool:
+        """Return whether the kernel proves that a source is the Hub or its proxy."""
+        return holder_of(source) in our_users()
+
+    def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
+        """Serve a connection for which there is a place."""
+        try:
+            source = source_of(stream.socket)
+        except OSError:
+            return stream.close()  # the peer has disconnected
+        is_hub = self.is_hub(source)
+        self.gate.admit(stream, HUB if is_hub else holder_of(source), is_proven=is_hub)
+        if not stream.closed():
+            super().handle_stream(stream, address)
+
+    def start_request(
+        self, server_conn: object, request_conn: httputil.HTTPConnection
+    ) -> httputil.HTTPMessageDelegate:
+        """Return what takes the next request of a connection; its last one has been answered."""
+        stream: iostream.IOStream = request_conn.stream  # type: ignore[attr-defined]
+        entry = self.gate.connections.of(stream)
+        if entry is not None and entry.is_busy:
+            self.gate.idle(stream)
+        return _Noted(self.gate, stream, super().start_request(server_conn, request_conn))
+
+    async def end(self) -> None:
+        """Stop listening, and close all connections, long polls included."""
+        self.stop()
+        self.gate.stop()
+        await self.close_all_connections()
+
+    def on_close(self, server_conn: Any) -> None:
+        """Count a connection as closed."""
+        self.gate.connections.close(server_conn.stream)
+        super().on_close(server_conn)
+
+
+class _Noted(httputil.HTTPMessageDelegate):
+    """Request that makes its connection busy once its head is complete."""
+
+    def __init__(
+        self, gate: Gate, stream: iostream.IOStream, application: httputil.HTTPMessageDelegate
+    ) -> None:
+        self._gate = gate
+        self._stream = stream
+        self._application: httputil.HTTPMessageDelegate | None = application
+
+    def headers_received(
+        self,
+        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
+        headers: httputil.HTTPHeaders,
+    ) -> Awaitable[None] | None:
+        """Count the request as begun and pass its head on, unless its connection has given way."""
+        if not self._gate.busy(self._stream):
+            self._application = None
+        return self._application.headers_received(start_line, headers) if self._application else None
+
+    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
+        return self._application.data_received(chunk) if self._application else None
+
+    def finish(self) -> None:
+        if self._application:
+            self._application.finish()
+
+    def on_connection_close(self) -> None:
+        if self._application:
+            self._application.on_connection_close()
