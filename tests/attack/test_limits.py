@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import functools
 import io
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from jupyter_gpushare.broker.app import _Formatter
 from jupyter_gpushare.broker.http import base
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.rates import Rate, Turns
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import TooMany
@@ -60,7 +61,7 @@ async def test_six_threads_of_one_user_submit_one_after_the_other_beside_other_u
     let_bo_go.set()
     await six
     assert most == {"ada": 1, "bo": 1}
-    assert not http.service.limits.submits._locks
+    assert not http.service.limits.submits._slots
 
 
 async def test_a_submitted_job_is_answered_without_a_plan_where_planning_takes_long(http: Http, monkeypatch):
@@ -173,6 +174,50 @@ async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, m
         while http.service.limits.bodies:
             await asyncio.sleep(0.02)
     await http.submit("bo")
+
+
+async def test_of_many_requests_at_once_each_users_first_one_is_answered_first(http: Http, monkeypatch):
+    asked = []
+    status = http.service.views.status
+
+    def counted(_, user, *rest, **more):
+        asked.append(user)
+        return status(user, *rest, **more)
+
+    monkeypatch.setattr(type(http.service.views), "status", counted)
+    head = f"GET {PREFIX}api/v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: token "
+    port = int(http.url.rpartition(":")[2])
+    opened = [(user, await asyncio.open_connection("127.0.0.1", port)) for user in 100 * ["bo"] + ["ada"]]
+    async with asyncio.timeout(30):
+        for _ in range(2):  # first each token becomes known
+            asked.clear()
+            for user, (_, writer) in opened:
+                writer.write(f"{head}{user}\r\n\r\n".encode())
+            for _, (reader, _) in opened:
+                answer = await reader.readuntil(b"\r\n\r\n")
+                length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+                await reader.readexactly(length)
+    for _, (_, writer) in opened:
+        writer.close()
+    assert len(asked) == 101
+    assert asked.index("ada") <= 2
+
+
+async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_others(http: Http):
+    http.service.limits.checks = Turns(at_once=4, most=20)
+    proxied = {"X-Forwarded-For": "203.0.113.66"}
+    ask = functools.partial(http.ask, "GET", "status", "hub-waits", headers=proxied)
+    waiting = [asyncio.create_task(ask()) for _ in range(30)]
+    async with asyncio.timeout(30):
+        while sum(each.done() for each in waiting) < 10 or http.hub_asked["hub-waits"] < 4:
+            await asyncio.sleep(0.02)
+    refused = [each.result() for each in waiting if each.done()]
+    assert {(each.status_code, each.headers["Retry-After"]) for each in refused} == {(429, "1")}
+    assert http.hub_asked["hub-waits"] == 4
+    other = {"X-Forwarded-For": "203.0.113.7"}
+    assert (await http.ask("GET", "status", "ada", headers=other)).status_code == 200
+    http.hub_goes_on.set()
+    assert {each.status_code for each in await asyncio.gather(*waiting)} == {401, 429}
 
 
 async def test_a_flood_of_changes_is_no_flood_to_the_hub(http: Http, monkeypatch):

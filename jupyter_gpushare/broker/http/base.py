@@ -92,6 +92,11 @@ class CallerLimits:
     # Of a user: each spawn page of a session that waits asks every 5 s.
     waits: Rate = field(default_factory=lambda: Rate(per_s=2.0, burst=20))
     submits: Turns = field(default_factory=Turns)
+    # Of a user: one request in each round of the event loop, so that the answers to many requests of one
+    # user are computed in between those to others.
+    rounds: Turns = field(default_factory=Turns)
+    # Of a peer: questions to the Hub about tokens.
+    checks: Turns = field(default_factory=lambda: Turns(at_once=4))
     # Of a user: each reads up to `MAX_USAGE_DAYS`, or all that ended, of the database.
     scans: Rate = field(default_factory=lambda: Rate(per_s=1.0, burst=10))
 
@@ -229,16 +234,19 @@ class Base(HubOAuthenticated, Guarded):
         Raises:
             NotAllowed: no valid token, or one without access.
             BrokerUnavailable: the Hub does not answer.
+            TooMany: too many requests of the user, or of the same peer, wait.
         """
         if self._identity is None:
             auth = self.service.access.hub_auth
             if self.request.method == "GET":
-                model = await self.ask_hub(auth.get_user(self, sync=False))
+                model = await self.ask_hub(lambda: auth.get_user(self, sync=False))
             else:
                 token = auth.get_token(self, in_cookie=False)
                 model = await self.model_of(token, cached=self.is_hint)
             identity = self._identity = self.service.access.identity(model)
             self.prove(f"{'service' if identity.is_service else 'user'} {identity.user}")
+            async with self.service.limits.rounds.of(identity.user):
+                await asyncio.sleep(0)
             if self.stream.closed():
                 raise web.Finish  # no caller waits for the answer, and nothing has been done
         return self._identity
@@ -257,17 +265,20 @@ class Base(HubOAuthenticated, Guarded):
         if not token:
             return None
         auth = self.service.access.hub_auth
-        return await self.ask_hub(auth.user_for_token(token, use_cache=cached, sync=False))
+        return await self.ask_hub(lambda: auth.user_for_token(token, use_cache=cached, sync=False))
 
-    async def ask_hub(self, awaitable: Awaitable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    async def ask_hub(self, ask: Callable[[], Awaitable[dict[str, Any] | None]]) -> dict[str, Any] | None:
         """Return what the Hub answers.
 
         Raises:
             NotAllowed: it does not know the token.
             BrokerUnavailable: it does not answer.
+            TooMany: too many requests of the same peer wait for the Hub.
         """
+        entry = self.service.gate.connections.of(self.stream)
         try:
-            return await awaitable
+            async with self.service.limits.checks.of(entry.holder if entry else ""):
+                return await ask()
         except web.HTTPError as error:
             if error.status_code >= 500:
                 raise BrokerUnavailable("the Hub does not answer, so no token can be checked") from None

@@ -138,7 +138,7 @@ class AdminPage(Page):
         )
         self.request.arguments = form
         auth = self.hub_auth
-        if not await self.ask_hub(auth.get_user(self, sync=False)):
+        if not await self.ask_hub(lambda: auth.get_user(self, sync=False)):
             raise NotAllowed("log in again: the form was not sent by this page", reason="login")
         if not getattr(self, "_token_authenticated", False) and not any(form.get("_xsrf", ())):
             raise NotAllowed("the form was not sent by this page")

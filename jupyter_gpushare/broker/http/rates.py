@@ -1,4 +1,4 @@
-"""Limits per caller: a token bucket for its rate, and one costly request at a time."""
+"""Limits per caller: a token bucket for its rate, and turns for its costly requests."""
 
 from __future__ import annotations
 
@@ -44,20 +44,29 @@ class Rate:
 
 
 class Turns:
-    """Costly requests of one caller run one after the other, so that more threads get no larger share."""
+    """Costly steps of one caller run one after the other, so that more connections get no larger share."""
 
-    def __init__(self) -> None:
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._callers: Counter[str] = Counter()  # running and waiting requests
+    def __init__(self, at_once: int = 1, most: int = 128) -> None:
+        """Let ``at_once`` steps of a caller run while others wait, ``most`` in all."""
+        self._at_once = at_once
+        self._most = most
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._callers: Counter[str] = Counter()  # running and waiting steps
 
     @contextlib.asynccontextmanager
     async def of(self, caller: str) -> AsyncIterator[None]:
-        """Wait for the end of the caller's earlier requests; the caller's requests bound how many wait."""
+        """Wait for the end of the caller's earlier steps.
+
+        Raises:
+            TooMany: as many of them run and wait as may.
+        """
+        if self._callers[caller] >= self._most:
+            raise TooMany("at most %1 of your requests wait at once", self._most, retry_after_s=1.0)
         self._callers[caller] += 1
         try:
-            async with self._locks.setdefault(caller, asyncio.Lock()):
+            async with self._slots.setdefault(caller, asyncio.Semaphore(self._at_once)):
                 yield
         finally:
             self._callers[caller] -= 1
             if not self._callers[caller]:
-                del self._callers[caller], self._locks[caller]
+                del self._callers[caller], self._slots[caller]
