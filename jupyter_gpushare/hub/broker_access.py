@@ -75,7 +75,7 @@ def report_fault(url: str, message: str) -> None:
     async def report() -> None:
         with contextlib.suppress(GpuShareError):  # the Hub's log has it too
             client = connection(url, token=_UNKNOWN, certificate="", timeout_s=_REPORT_S)
-            await client.post("spawner/fault", SpawnFault(message=message), type(None))
+            await client.post("spawner/fault", SpawnFault(message=message), type(None), repeatable=True)
 
     _begin(report())
 
