@@ -15,6 +15,14 @@ def iso(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def exact(moment: datetime | None) -> str:
+    """Return a time with its microseconds, to be compared: one without a zone is UTC, None an empty text."""
+    if moment is None:
+        return ""
+    aware = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    return aware.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 def iso_now() -> str:
     """Return the present time as text."""
     return iso(datetime.now(UTC))

@@ -22,17 +22,17 @@ from jupyter_gpushare.protocol.helper import Event, Inventory, MoveResult, Sampl
 class HubError(GpuShareError):
     """The Hub refused, or does not answer.
 
-    ``permanent``: the same request for this server will fail again; the text says why.
+    ``unknown_user``: the Hub has no user of this name.
     ``not_now``: the Hub started nothing, for a reason that is not this server's
     fault: a limit of the Hub, or a token that the Hub does not accept.
     ``remedy``: the Hub refuses the broker itself, and this is what the administrator has to set.
     """
 
     def __init__(
-        self, message: str, *, permanent: bool = False, not_now: bool = False, remedy: str = ""
+        self, message: str, *, unknown_user: bool = False, not_now: bool = False, remedy: str = ""
     ) -> None:
         super().__init__(message)
-        self.permanent = permanent
+        self.unknown_user = unknown_user
         self.not_now = not_now
         self.remedy = remedy
 
@@ -43,6 +43,15 @@ class ServerKey:
 
     user: str
     server: str  # "" is the default server
+
+
+@dataclass(frozen=True, slots=True)
+class HubUser:
+    """A user as the Hub has it now."""
+
+    name: str
+    created: str  # when the Hub made it (`wall_clock.exact`); empty: the Hub does not say
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +213,7 @@ class Hub(abc.ABC):
         A server that already starts or runs is accepted.
 
         Raises:
-            HubError: refused (``permanent``, ``not_now``), or no answer.
+            HubError: refused (``unknown_user``, ``not_now``), or no answer.
         """
 
     @abc.abstractmethod
@@ -234,11 +243,19 @@ class Hub(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def groups(self, user: str) -> tuple[str, ...]:
-        """Return the groups of a user; empty for an unknown user.
+    async def user(self, name: str) -> HubUser | None:
+        """Return a user; None: the Hub has none of this name.
 
         Raises:
             HubError: no answer.
+        """
+
+    @abc.abstractmethod
+    async def users(self) -> list[HubUser]:
+        """Return all users; one may be missing when others were deleted meanwhile.
+
+        Raises:
+            HubError: the list is incomplete, or no answer.
         """
 
     @abc.abstractmethod

@@ -7,14 +7,17 @@ delete:servers``.
 from __future__ import annotations
 
 import ssl
+from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
 from jupyter_gpushare.protocol.wire import TICKET_OPTION
+from jupyter_gpushare.wall_clock import exact
 
 T = TypeVar("T")
 
@@ -42,8 +45,13 @@ class _Server(msgspec.Struct):
 
 class _User(msgspec.Struct):
     name: str
+    created: datetime | None = None
     groups: list[str] = []
     servers: dict[str, _Server] = {}
+
+    @property
+    def seen(self) -> HubUser:
+        return HubUser(self.name, exact(self.created), tuple(self.groups))
 
 
 def _decoded(response: httpx.Response, kind: type[T]) -> T:
@@ -89,8 +97,8 @@ class HubClient(Hub):
             trust_env=False,
             verify=tls or True,
         )
-        # The last list of users with servers, by page, with the Hub's tag of that answer.
-        self._pages: dict[int, tuple[str, list[_User]]] = {}
+        # The last lists of users, by state and page, with the Hub's tag of that answer.
+        self._pages: dict[tuple[str, int], tuple[str, list[_User]]] = {}
         self._shows_names = False  # as the Hub's last answer said: it may be upgraded at any time
 
     async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
@@ -117,7 +125,7 @@ class HubClient(Hub):
         """Ask the Hub to start a named server.
 
         Raises:
-            HubError: ``permanent`` for an unknown user; ``not_now`` at a limit of the Hub or of the
+            HubError: ``unknown_user``; ``not_now`` at a limit of the Hub or of the
                 user's named servers, or when the Hub does not accept the token.
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
@@ -133,7 +141,7 @@ class HubClient(Hub):
         is_off = response.status_code == 400 and _NAMED_SERVERS_OFF in said
         raise HubError(
             f"the Hub did not start {key.server}: {said}",
-            permanent=response.status_code == 404,
+            unknown_user=response.status_code == 404,
             not_now=response.status_code in _NOT_NOW or "maximum" in said or is_off,
             remedy=_remedy(response.status_code, said),
         )
@@ -155,27 +163,41 @@ class HubClient(Hub):
         Raises:
             HubError: the list could not be read completely.
         """
-        found: set[ServerKey] = set()
+        users = [user async for user in self._list("active")]
+        return frozenset(
+            ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped
+        )
+
+    async def users(self) -> list[HubUser]:
+        """Return all users.
+
+        Raises:
+            HubError: the list could not be read completely.
+        """
+        return [user.seen async for user in self._list("")]
+
+    async def _list(self, state: str) -> AsyncIterator[_User]:
         for page in range(_MAX_PAGES):
-            users = await self._page(page)
-            found |= {ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped}
+            users = await self._page(state, page)
+            for user in users:
+                yield user
             if len(users) < _PAGE:
-                return frozenset(found)
+                return
         raise HubError("the Hub has more users than the broker reads")
 
-    async def _page(self, number: int) -> list[_User]:
-        """Return a page of the users with servers.
+    async def _page(self, state: str, number: int) -> list[_User]:
+        """Return a page of the users, with ``state`` "active" of those with servers.
 
         The Hub answers 304 where nothing changed since the last look, which it logs for debugging only.
 
         Raises:
             HubError: no answer, or a refusal.
         """
-        tag, known = self._pages.get(number, ("", []))
+        tag, known = self._pages.get((state, number), ("", []))
         response = await self._ask(
             "GET",
             "users",
-            params={"state": "active", "offset": number * _PAGE, "limit": _PAGE},
+            params={"state": state, "offset": number * _PAGE, "limit": _PAGE},
             headers={"If-None-Match": tag} if tag else {},
         )
         if response.status_code == 304:
@@ -183,7 +205,7 @@ class HubClient(Hub):
         if response.status_code != 200:
             raise self._refusal("the Hub did not list its servers", response)
         users = _decoded(response, list[_User])
-        self._pages[number] = (response.headers.get("Etag", ""), users)
+        self._pages[state, number] = (response.headers.get("Etag", ""), users)
         return users
 
     async def has_server(self, key: ServerKey) -> bool:
@@ -196,14 +218,14 @@ class HubClient(Hub):
         server = found.servers.get(key.server) if found else None
         return server is not None and not server.stopped
 
-    async def groups(self, user: str) -> tuple[str, ...]:
-        """Return the groups of a user; empty for an unknown user.
+    async def user(self, name: str) -> HubUser | None:
+        """Return a user; None: the Hub has none of this name.
 
         Raises:
             HubError: no answer.
         """
-        found = await self._user(user)
-        return tuple(found.groups) if found else ()
+        found = await self._user(name)
+        return found.seen if found else None
 
     async def server_url(self, key: ServerKey) -> str:
         """Return the URL of a server with a slash at its end; empty when it does not run.

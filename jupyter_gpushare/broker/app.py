@@ -303,13 +303,24 @@ class GPUShareBroker(Settings):
         views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
         queue = QueueEdits(registry, engine, request_policy)
-        admission = ServerAdmission(registry, engine, effects.devices, effects, request_policy)
+        admission = ServerAdmission(
+            registry, engine, effects.devices, effects, request_policy, loop.ownership
+        )
         describe = functools.cache(lambda: openapi.describe(prefix))
         return Service(
-            control=Control(registry, request_policy, requests, queue, admission, loop.lending, loop.faults),
+            control=Control(
+                registry,
+                request_policy,
+                requests,
+                queue,
+                admission,
+                loop.lending,
+                loop.faults,
+                loop.ownership,
+            ),
             views=views,
             overview=Overview(registry, views.cluster_views),
-            access=Access(hub_auth, self._spawner_tokens(), loop.hub),
+            access=Access(hub_auth, self._spawner_tokens(), loop.hub, loop.ownership),
             site=Site(prefix, describe, metrics.collectors(registry), sockets_inherited=inherited),
             gate=Gate(connections_allowed()),
         )

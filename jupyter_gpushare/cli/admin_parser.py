@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jupyter_gpushare.cli import administer, drains, export, processes
+from jupyter_gpushare.cli import administer, drains, export, owners, processes
 from jupyter_gpushare.cli.administer import MODES
 from jupyter_gpushare.cli.options import Parser, add_verb, count
 
@@ -37,6 +37,7 @@ def add_admin_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     lending.add_argument("mode", nargs="?", choices=[*MODES, "default"])
     _add_acts(settings)
     _add_drains(settings)
+    _add_owners(settings)
     _add_usage(settings)
     _add_export(settings)
     quota = add_verb(
@@ -120,6 +121,33 @@ def _add_drains(settings: argparse._SubParsersAction[Parser]) -> None:
         "pid", nargs="?", type=int, metavar="PID", help="as `gpushare admin release` shows it"
     )
     release.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_owners(settings: argparse._SubParsersAction[Parser]) -> None:
+    add_verb(
+        settings,
+        "owners",
+        owners.owners,
+        "owners of sessions and jobs that are absent from the Hub, or were made anew",
+        "gpushare admin owners --json",
+    )
+    adopt = add_verb(
+        settings,
+        "adopt",
+        owners.adopt,
+        "give what belongs to such an owner to a user of the Hub",
+        "gpushare admin adopt ada              to the ada of the Hub now",
+        "gpushare admin adopt ada --to lovelace",
+        "gpushare admin adopt --all            each to the present user of the name",
+    )
+    adopt.add_argument("--to", metavar="USER", help="another name at the Hub")
+    end = add_verb(
+        settings, "end", owners.end, "fail the waiting jobs of such an owner", "gpushare admin end ada"
+    )
+    end.add_argument("--yes", action="store_true", help="do not ask")
+    for verb in (adopt, end):
+        verb.add_argument("name", nargs="?", metavar="OWNER", help="as `gpushare admin owners` shows it")
+        verb.add_argument("--all", action="store_true", help="all of them")
 
 
 def _add_export(settings: argparse._SubParsersAction[Parser]) -> None:

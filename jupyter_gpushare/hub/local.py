@@ -40,6 +40,8 @@ def _contents(paths: Mapping[str, str]) -> tuple[bytes, bytes]:
 class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, LocalProcessSpawner):
     """Local processes with the uid of the system user of the same name."""
 
+    own_uid = True
+
     def server_uid(self) -> int:
         return uid_of(self.user.name)
 

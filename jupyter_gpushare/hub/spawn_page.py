@@ -8,7 +8,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, NotSetUp, RequestError, TooMany
@@ -31,6 +31,12 @@ class SpawnPage(BrokerAccess):
     """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
 
     offers_timeout_s: float
+
+    user: Any  # from the spawner class that this one is combined with
+
+    # Whether `server_uid` is that of a system user, who is the user's alone: what was queued by another
+    # system user of the same name does not start.
+    own_uid: ClassVar[bool] = False
 
     @abstractmethod
     def server_uid(self) -> int:
@@ -68,7 +74,13 @@ class SpawnPage(BrokerAccess):
         try:
             wanted = None if live == _LEAVE else options.read({options.KEY: _decoded(live)})
             body = SpawnRequest(
-                user=user, server=server, groups=groups, uid=self.server_uid(), options=wanted
+                user=user,
+                server=server,
+                groups=groups,
+                uid=self.server_uid(),
+                options=wanted,
+                created=self.user.created,
+                own_uid=self.own_uid,
             )
             async with asyncio.timeout(self.offers_timeout_s):
                 client = self._broker_client()

@@ -231,6 +231,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
                 groups=groups,
                 uid=self.server_uid(),
                 options=request,
+                created=self.user.created,
+                own_uid=self.own_uid,
                 admin=bool(self.user.admin),
                 not_nodes=self.excluded_nodes(),
                 may_gain=self.may_gain(),
@@ -395,7 +397,9 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         user, server, _ = self._identity()
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                stop = SpawnStop(user=user, server=server, not_nodes=self.excluded_nodes())
+                stop = SpawnStop(
+                    user=user, server=server, created=self.user.created, not_nodes=self.excluded_nodes()
+                )
                 client = self._broker_client()
                 await self._answer(
                     client.post("spawner/stop", stop, type(None), repeatable=True, await_start=False)

@@ -28,6 +28,8 @@ def escaped(server: str) -> str:
 class SystemdUnits(GPUShareMixin):
     """Goes before SystemdSpawner or a class that derives from it."""
 
+    own_uid = True
+
     # From SystemdSpawner.
     dynamic_users: bool
     isolate_devices: bool

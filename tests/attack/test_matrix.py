@@ -50,6 +50,9 @@ GET    trace/cells                       401  401  403  403  403  403  403  200 
 PUT    devices/nlp/drain                 401  401  403  403  403  403  403  404  403  401
 DELETE devices/nlp/drain                 401  401  403  403  403  403  403  404  403  401
 DELETE devices/nlp/processes/1-1         401  401  403  403  403  403  403  404  403  401
+GET    owners                            401  401  403  403  403  403  403  200  403  401
+PUT    owners/nlp                        401  401  403  403  403  403  403  404  403  401
+DELETE owners/nlp                        401  401  403  403  403  403  403  404  403  401
 PUT    projects/nlp                      401  401  403  403  403  403  403  200  403  401
 DELETE projects/nlp                      401  401  403  403  403  403  403  200  403  401
 POST   leases/{lease}/stay-asleep        401  401  403  409  409  404  404  409  404  401
@@ -88,6 +91,7 @@ BODIES = {
     "keep": {"minutes": 5},
     "size": {"gpus": "0.5"},
     "nlp": {"quota": 0.5},
+    "PUT owners/nlp": {"to": None},
     "start": START,
     "wait": START | {"options": {"gpus": 1}},
     "fault": {"message": "no token"},

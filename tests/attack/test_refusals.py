@@ -48,6 +48,8 @@ async def test_a_refusal_changes_nothing_and_says_what_to_do(
     set_policy(http, monkeypatch, max_jobs_per_user=1, keep_minutes_per_day=0.0)
     if path == "spawner/start":
         body = {"user": "bo", "server": "x", "groups": ["nlp"], "uid": 1000, "options": None} | body
+    for user in ("ada", "bo", "root"):
+        await http.ask("GET", "status", user)  # the broker knows these users from now on
     before = stored(http)
     answer = await http.ask(
         method, path.format(job=job.id, lease=f"j{job.id}"), identity, **({"json": body} if body else {})

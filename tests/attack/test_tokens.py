@@ -34,10 +34,7 @@ async def test_a_lost_scope_and_a_lost_group_count_at_once_for_changes(http: Htt
     monkeypatch.setattr(access, "_GROUPS_S", 300.0)
     assert (await http.ask("GET", "offers", "bo")).status_code == 200
 
-    async def no_groups(_user):
-        return ()
-
-    monkeypatch.setattr(http.service.access._hub, "groups", no_groups)
+    http.site.groups["bo"] = ()
     answer = await http.refused("POST", "jobs", "bo", json={"command": ["true"], "project": "nlp"})
     assert answer.status == 404
 

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -368,9 +369,13 @@ class HubContract:
         await bench.hub.stop_server(self.KEY)
         assert await bench.hub.servers() == frozenset()
 
-    async def test_groups_are_those_of_the_user_and_none_of_an_unknown_one(self, bench: HubBench) -> None:
-        assert await bench.hub.groups("bo") == ("nlp",)
-        assert await bench.hub.groups("nobody-knows") == ()
+    async def test_a_user_has_groups_and_a_moment_and_an_unknown_one_is_none(self, bench: HubBench) -> None:
+        user = await bench.hub.user("bo")
+        assert user is not None
+        assert user.groups == ("nlp",)
+        assert datetime.fromisoformat(user.created) < datetime.now(UTC)
+        assert user in await bench.hub.users()
+        assert await bench.hub.user("nobody-knows") is None
         assert not await bench.hub.has_server(ServerKey("nobody-knows", ""))
 
 

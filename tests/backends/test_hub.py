@@ -10,7 +10,7 @@ import pytest
 from tornado import httpserver, web
 from tornado.testing import bind_unused_port
 
-from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
 from jupyter_gpushare.backends.hub import HubClient, _remedy
 
 JOB = ServerKey("bo", "jabcdefghij-1")
@@ -27,6 +27,7 @@ class FakeHub:
         self.version = "6.1.1"
         self.users: list[dict[str, Any]] | None = None
         self.statuses: list[int] = []
+        self.state = "active"  # of the users in the list
 
 
 class _Any(web.RequestHandler):
@@ -43,7 +44,7 @@ class _Any(web.RequestHandler):
         self.hub.asked.append((self.request.method or "", self.request.path, body))
         if self.hub.users is not None:
             offset, limit = int(self.get_argument("offset")), int(self.get_argument("limit"))
-            assert self.get_argument("state") == "active"
+            assert self.get_argument("state") == self.hub.state
             self.finish(json.dumps(self.hub.users[offset : offset + limit]))
             return
         self.set_status(self.hub.status)
@@ -101,11 +102,11 @@ async def test_a_user_with_all_the_servers_that_the_hub_allows_waits(hub):
     hub.status, hub.body = 400, {"status": 400, "message": said}
     with pytest.raises(HubError, match="maximum of 3") as refused:
         await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
-    assert (refused.value.permanent, refused.value.not_now) == (False, True)
+    assert (refused.value.unknown_user, refused.value.not_now) == (False, True)
 
 
 @pytest.mark.parametrize(
-    ("status", "permanent", "not_now"),
+    ("status", "unknown_user", "not_now"),
     [
         (404, True, False),  # there is no such user
         (400, False, False),
@@ -116,11 +117,11 @@ async def test_a_user_with_all_the_servers_that_the_hub_allows_waits(hub):
         (503, False, True),
     ],
 )
-async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, permanent, not_now):
+async def test_a_refused_start_says_why_and_whether_to_ask_again(hub, status, unknown_user, not_now):
     hub.status, hub.body = status, {"status": status, "message": "because"}
     with pytest.raises(HubError, match="because") as refused:
         await hub.client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
-    assert (refused.value.permanent, refused.value.not_now) == (permanent, not_now)
+    assert (refused.value.unknown_user, refused.value.not_now) == (unknown_user, not_now)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b"null"])
@@ -194,17 +195,39 @@ async def test_a_list_that_makes_no_sense_is_an_error_of_the_hub(hub):
     with pytest.raises(HubError, match="not understood"):
         await hub.client.servers()
     with pytest.raises(HubError, match="not understood"):
-        await hub.client.groups("bo")
+        await hub.client.user("bo")
 
 
-async def test_groups_are_those_of_the_user_and_none_for_an_unknown_one(hub):
-    hub.status, hub.body = 200, {"name": "bo", "groups": ["nlp", "x"], "servers": {}}
-    assert await hub.client.groups("bo") == ("nlp", "x")
+@pytest.mark.parametrize(
+    ("said", "created"),
+    [
+        ("2026-11-22T03:05:09.123456Z", "2026-11-22T03:05:09.123456Z"),
+        ("2026-11-22T03:05:09.120Z", "2026-11-22T03:05:09.120000Z"),
+        ("2026-11-22T03:05:09", "2026-11-22T03:05:09.000000Z"),
+        ("2026-11-22T04:05:09.123456+01:00", "2026-11-22T03:05:09.123456Z"),
+        (None, ""),
+    ],
+)
+async def test_a_user_has_groups_and_the_moment_at_which_the_hub_made_it(hub, said, created):
+    hub.status, hub.body = 200, {"name": "bo", "created": said, "groups": ["nlp", "x"], "servers": {}}
+    assert await hub.client.user("bo") == HubUser("bo", created, ("nlp", "x"))
     hub.status = 404
-    assert await hub.client.groups("bo") == ()
+    assert await hub.client.user("bo") is None
     hub.status = 500
     with pytest.raises(HubError):
-        await hub.client.groups("bo")
+        await hub.client.user("bo")
+    hub.status, hub.body = 200, {"name": "bo", "created": "last week"}
+    with pytest.raises(HubError, match="not understood"):
+        await hub.client.user("bo")
+
+
+async def test_all_users_are_read_page_by_page(hub):
+    hub.state = ""
+    hub.users = [{"name": f"u{n}", "created": "2026-11-22T03:05:09.123456Z"} for n in range(401)]
+    users = await hub.client.users()
+    assert [user.name for user in users] == [f"u{n}" for n in range(401)]
+    assert [user.name for user in await hub.client.users()] == [user.name for user in users]
+    assert hub.statuses[3:] == [304, 304, 304]
 
 
 async def test_where_a_server_is_reached_is_what_the_hub_says(hub):
@@ -222,7 +245,7 @@ async def test_a_hub_that_is_not_there_is_an_error_that_passes():
     client = HubClient("http://127.0.0.1:1/hub/api", "secret")
     with pytest.raises(HubError, match="does not answer") as failed:
         await client.start_server(JOB, "train.py (job abcdefghij)", "7.mac")
-    assert not failed.value.permanent
+    assert not failed.value.unknown_user
     await client.close()
 
 

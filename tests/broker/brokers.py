@@ -65,7 +65,12 @@ class Broker:
         )
         self.queue = QueueEdits(self.registry, self.engine, self.request_policy)
         self.admission = ServerAdmission(
-            self.registry, self.engine, self.devices, self.loop.effects, self.request_policy
+            self.registry,
+            self.engine,
+            self.devices,
+            self.loop.effects,
+            self.request_policy,
+            self.loop.ownership,
         )
         self.views = Views(self.registry, self.engine, forecast, self.loop.faults)
         self._running: asyncio.Task[None] | None = None

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
 
 if TYPE_CHECKING:
     from tests.broker.brokers import Broker
@@ -32,6 +32,8 @@ class SiteHub(Hub):
     async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         self.site.shown[key] = shown
         await self.broker.devices.effect("start_server", key.server)
+        if await self.user(key.user) is None:
+            raise HubError(f"the Hub did not start {key.server}: no such user", unknown_user=True)
         if key not in self.site.servers:
             self.site.servers[key] = "spawn"
             self.site.later(self.site.spawn_job(key, ticket))
@@ -62,8 +64,14 @@ class SiteHub(Hub):
     async def has_server(self, key: ServerKey) -> bool:
         return key in await self.servers()
 
-    async def groups(self, user: str) -> tuple[str, ...]:
-        return self.site.groups.get(user, ())
+    async def user(self, name: str) -> HubUser | None:
+        return next((user for user in await self.users() if user.name == name), None)
+
+    async def users(self) -> list[HubUser]:
+        if self.broker.dead.is_set():
+            await asyncio.Event().wait()
+        names = self.site.groups.keys() - self.site.deleted
+        return [HubUser(name, self.site.made_at(name), self.site.groups[name]) for name in sorted(names)]
 
     async def server_url(self, key: ServerKey) -> str:
         here = f"https://{key.user}.hub.test/user/{key.user}/{key.server}/"

@@ -115,10 +115,11 @@ class Http:
                 self.broker.admission,
                 self.broker.loop.lending,
                 self.broker.loop.faults,
+                self.broker.loop.ownership,
             ),
             views=self.broker.views,
             overview=Overview(self.broker.registry, self.broker.views.cluster_views),
-            access=Access(auth, [SPAWNER], self.broker.hub),
+            access=Access(auth, [SPAWNER], self.broker.hub, self.broker.loop.ownership),
             site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
             gate=Gate(),
         )

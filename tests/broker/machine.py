@@ -11,7 +11,7 @@ from jupyter_gpushare.protocol.helper import Phase
 GB = 10**9
 DEVICE_BYTES = 80 * GB
 RESERVE_BYTES = 2 * GB
-GROUPS = {"ada": ("vision",), "bo": ("nlp",), "cy": ("vision", "nlp"), "eve": ()}
+GROUPS = {"ada": ("vision",), "bo": ("nlp",), "cy": ("vision", "nlp"), "eve": (), "root": ()}
 
 
 @dataclass

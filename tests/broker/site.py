@@ -14,6 +14,7 @@ import functools
 import itertools
 import signal
 import tempfile
+import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
@@ -58,6 +59,8 @@ class Site:
         self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
+        self.made: dict[str, str] = {}  # when the Hub made users, where it is another time than at first
+        self.deleted: set[str] = set()  # users of `groups` that the Hub does not have
         self.held: dict[str, Held] = {}
         self.servers: dict[ServerKey, str] = {}
         self.shown: dict[ServerKey, str] = {}  # what the Hub's pages call them
@@ -91,6 +94,14 @@ class Site:
     def wall(self) -> str:
         moment = datetime.fromtimestamp(1_700_000_000 + self.now, UTC)
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def made_at(self, name: str) -> str:
+        """When the Hub made a user, as it says it: no two at the same moment."""
+        return self.made.get(name, f"2026-01-01T00:00:00.{zlib.crc32(name.encode()) % 999_999 + 1:06}Z")
+
+    def moment(self, name: str) -> datetime | None:
+        """When the Hub made a user, as its spawner says it."""
+        return datetime.fromisoformat(at) if (at := self.made_at(name)) else None
 
     # ---- brokers
 
@@ -153,6 +164,7 @@ class Site:
     ) -> Held:
         """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
         request = spawn(user, size, server=server, project=project)
+        request = wire.replace(request, created=self.moment(user))
         grant = await self.ask(lambda b: b.admission.start(request))
         self.servers[ServerKey(user, server)] = "ready"
         held = self.held[grant.lease]
@@ -233,7 +245,8 @@ class Site:
     async def spawn_job(self, key: ServerKey, ticket: str) -> None:
         """What the Hub does once it took the request to start a job's server."""
         await asyncio.sleep(self.spawn_s)
-        request = wire.replace(spawn(key.user, None, server=key.server), ticket=ticket)
+        request = spawn(key.user, None, server=key.server, groups=self.groups.get(key.user, ()))
+        request = wire.replace(request, ticket=ticket, created=self.moment(key.user))
         try:
             grant = await self.ask(lambda b: b.admission.start(request))
         except RequestError:  # refused: our spawner has no lease to give back
@@ -324,5 +337,5 @@ def spawn(
 ) -> wire.SpawnRequest:
     options = None if size is None else wire.GpuRequest(fraction=size, project=project)
     return wire.SpawnRequest(
-        user=user, server=server, groups=list(groups or GROUPS[user]), uid=1000, options=options
+        user=user, server=server, groups=list(groups or GROUPS.get(user, ())), uid=1000, options=options
     )

@@ -38,10 +38,10 @@ async def test_a_hub_that_does_not_answer_is_503_not_401(http):
 
 
 async def test_groups_that_cannot_be_read_are_503(http, monkeypatch):
-    async def groups(_user):
+    async def user(_name):
         raise HubError("the Hub does not answer")
 
-    monkeypatch.setattr(http.broker.hub, "groups", groups)
+    monkeypatch.setattr(http.broker.hub, "user", user)
     assert (await http.refused("GET", "offers")).status == 503
 
 

@@ -248,6 +248,10 @@ class Hub:
     def ensure_user(self, user: str) -> None:
         self.api("POST", f"users/{user}", {})
 
+    def made_at(self, user: str) -> str:
+        """When the Hub made a user: its spawner says the same moment, without a zone."""
+        return str(self.api("GET", f"users/{user}").json()["created"]).removesuffix("Z")
+
     def user_token(self, user: str) -> str:
         self.ensure_user(user)
         return str(self.api("POST", f"users/{user}/tokens", {}).json()["token"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -135,6 +136,7 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
     monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
     monkeypatch.setattr(spawner, "_broker_client", lambda: client)
     monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
+    spawner.user = SimpleNamespace(created=None)
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 30.0)
     await spawner._release()
     assert asked == ["/api/v1/spawner/stop"] * 2
@@ -163,6 +165,7 @@ async def test_only_a_refusal_that_lasts_ends_the_wait_of_a_page(monkeypatch, st
     spawner.log = logging.getLogger("spawner")
     monkeypatch.setattr(spawner, "_broker_client", lambda: client)
     monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
+    spawner.user = SimpleNamespace(created=None)
     monkeypatch.setattr(spawner, "server_uid", lambda: 1000)
     place = await spawner._place_in_queue(quote('{"gpus": 1}'))
     assert place.state == state
@@ -178,6 +181,7 @@ async def test_the_log_says_that_a_broker_did_not_answer_in_time(monkeypatch, ca
     spawner.log = logging.getLogger("spawner")
     monkeypatch.setattr(spawner, "_broker_client", Silent)
     monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
+    spawner.user = SimpleNamespace(created=None)
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 0.01)
     await spawner._release()
     assert caplog.messages == ["user=ada server= release not delivered: no answer in time"]

@@ -27,6 +27,8 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "groups": ["vision"],
         "uid": os.getuid(),
         "options": {"fraction": "1/2", "memory": None, "gpus": None, "profile": None, "project": "vision"},
+        "created": hub.made_at("ada"),
+        "own_uid": False,
         "admin": False,
         "not_nodes": [],
         "may_gain": True,
@@ -181,7 +183,8 @@ def test_the_lease_is_given_back_when_the_server_is_stopped(hub: Hub) -> None:
     hub.start_server("ada", {"fraction": "1/2"})
     hub.stop_server("ada")
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
-    assert hub.broker.of("spawner/stop")[0].body == {"user": "ada", "server": "", "not_nodes": []}
+    stop = {"user": "ada", "server": "", "created": hub.made_at("ada"), "not_nodes": []}
+    assert hub.broker.of("spawner/stop")[0].body == stop
 
 
 def test_the_lease_is_given_back_when_the_server_dies(hub: Hub) -> None:

@@ -18,6 +18,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
 from jupyter_gpushare.broker.control.loop import is_job_server
+from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.resizes import Resizes
 from jupyter_gpushare.broker.engine import Engine, Explanation, StartPhase
@@ -29,6 +30,7 @@ from jupyter_gpushare.core.model import Grant, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import exact
 
 log = logging.getLogger("gpushare.broker")
 
@@ -55,8 +57,10 @@ class ServerAdmission:
         devices: Devices,
         effects: Effects,
         request_policy: RequestPolicy,
+        ownership: Ownership,
     ) -> None:
         self.registry = registry
+        self.ownership = ownership
         self.engine = engine
         self.devices = devices
         self.effects = effects
@@ -73,6 +77,7 @@ class ServerAdmission:
             RequestError: it must not start; the text is for the user.
             StoreError: the database failed; the broker ends.
         """
+        await self.ownership.meet_start(request)
         if is_job_server(request.server):
             return await self._start_job_server(request)
         await self._give_up(request.user, request.server)
@@ -146,6 +151,7 @@ class ServerAdmission:
             RequestError: it can never start, too many wait, or no session waits on this engine; the text
                 is for the user.
         """
+        await self.ownership.meet_start(request)
         queue = self.registry.session_queue
         size = request.options.size() if request.options else None
         if size is None:
@@ -322,7 +328,8 @@ class ServerAdmission:
     async def stop(self, request: wire.SpawnStop) -> None:
         """Release the lease of a server that has ended for any reason; a repeated call changes nothing."""
         await self._give_up(request.user, request.server)
-        record = self.registry.by_server(request.user, request.server)
+        user = self.ownership.find(request.user, exact(request.created)) or request.user
+        record = self.registry.by_server(user, request.server)
         if record is None or record.state is State.STOPPING:
             await self.registry.journal.durable()
             return
@@ -362,14 +369,22 @@ class ServerAdmission:
     async def _start_job_server(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
         record = self.registry.by_handle(request.server)
         job = self.registry.job_of(record) if record is not None else None
-        if (
-            record is None
-            or job is None
-            or record.lease.user != request.user
-            or record.state is not State.GRANTED
-        ):
+        if record is None or job is None or record.state is not State.GRANTED:
             raise _not_expected(request)
+        if record.lease.user != request.user:
+            owner = self.registry.owners.of.get(record.lease.user)
+            if owner is None or owner.name != request.user:
+                raise _not_expected(request)
+            refused = Conflict("job %1 is of an earlier user of this name", job.id, reason="other_owner")
+            await self.effects.start_failed(record, str(refused), is_owner_unknown=True)
+            raise refused
         self._check_ticket(request, record)
+        if record.lease.project not in self.registry.policy.projects_of(request.groups):
+            refused = Conflict(
+                "%1 is no member of project %2", request.user, record.lease.project, reason="not_a_member"
+            )
+            await self.effects.start_failed(record, str(refused))
+            raise refused
         if record.uid != request.uid:
             record = await self.registry.edit(record, OwnedBy(uid=request.uid))
         else:

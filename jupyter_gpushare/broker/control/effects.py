@@ -305,8 +305,8 @@ class Effects:
                 await self._hub_busy(record, str(error))
                 return
             # The answer may have been lost after the Hub began the start.
-            if error.permanent or not await self._may_still_start(record, key):
-                await self.start_failed(record, str(error), for_good=error.permanent)
+            if error.unknown_user or not await self._may_still_start(record, key):
+                await self.start_failed(record, str(error), is_owner_unknown=error.unknown_user)
                 return
         else:
             self._hub_backoff_s = 1.0
@@ -356,9 +356,10 @@ class Effects:
         """
         self._outdated.add(record.handle)
 
-    async def start_failed(self, record: LeaseRecord, reason: str, *, for_good: bool = False) -> None:
+    async def start_failed(self, record: LeaseRecord, reason: str, *, is_owner_unknown: bool = False) -> None:
         """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it.
 
+        ``is_owner_unknown``: this is no such failure; whether it ends is said by `Ownership`.
         If something of it may be on the machine, the attempt is stopped first.
         """
         registry = self.registry
@@ -369,14 +370,16 @@ class Effects:
             await registry.advance(record, Stopping(reason=reason))
             return
         await self.devices.drop(record.handle)
-        tries = record.tries + 1
-        if for_good or tries >= MAX_TRIES:
+        tries = record.tries + (not is_owner_unknown)
+        if tries >= MAX_TRIES:
             await self.finish(
                 record, "failed", messages.text("job.not_started", messages.reason_text(reason))
             )
             return
         registry.observations[record.id].retry_at = registry.clock() + 2.0**tries
         await registry.advance(record, StartFailed(reason=reason, tries=tries))
+        if is_owner_unknown:
+            registry.owners.doubt(record.lease.user)
 
     async def _end_job(self, record: LeaseRecord) -> None:
         """Stop a job that has reported its end or has no processes left."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import Devices, Hub, HubError, HubUser, ServerKey
 from jupyter_gpushare.broker.state.faults import Faults
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol.helper import ErrorKind
@@ -80,8 +80,11 @@ class FencedHub(Hub):
     async def has_server(self, key: ServerKey) -> bool:
         return await self._noted("hub-user", self._hub.has_server(key))
 
-    async def groups(self, user: str) -> tuple[str, ...]:
-        return await self._noted("hub-user", self._hub.groups(user))
+    async def user(self, name: str) -> HubUser | None:
+        return await self._noted("hub-user", self._hub.user(name))
+
+    async def users(self) -> list[HubUser]:
+        return await self._noted("hub-read", self._hub.users())
 
     async def server_url(self, key: ServerKey) -> str:
         return await self._noted("hub-user", self._hub.server_url(key))

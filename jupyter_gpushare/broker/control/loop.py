@@ -23,6 +23,7 @@ from jupyter_gpushare.broker.control.fenced_hub import FencedHub
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.metering import Metering
 from jupyter_gpushare.broker.control.observer import Observer
+from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.control.time_limit import TimeLimits
 from jupyter_gpushare.broker.engine import Engine
@@ -62,6 +63,7 @@ class Loop:
         self.observer = Observer(registry, devices)
         self.announcer = announcer or Announcer()
         self.effects = Effects(registry, devices, self.hub, self.observer, self.announcer, tickets)
+        self.ownership = Ownership(registry, self.hub, self.effects)
         self.lending = LendingControl(registry, engine)
         self.time_limits = TimeLimits(registry, self.announcer)
         self._metering = Metering(registry, engine)
@@ -82,6 +84,7 @@ class Loop:
             "deciding": self._deciding,
             "reconciling_servers": self._reconciling_servers,
             "removing_servers": self._removing_servers,
+            "looking_for_owners": self.ownership.watch,
         }
         async with asyncio.TaskGroup() as group:
             for name, part in parts.items():

@@ -77,6 +77,7 @@ class RequestService:
             RequestError: it cannot be accepted; the text says what to change.
         """
         registry = self.registry
+        owner = registry.owners.of.get(user)
         if key is not None:
             if not 1 <= len(key) <= 255 or "\0" in key:
                 raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
@@ -89,6 +90,8 @@ class RequestService:
         self.request_policy.check_priority(project, request.priority)
         await self.request_policy.known()
         # No other task runs from here until the job is in the registry.
+        if owner is not None and owner.is_other(registry.owners.of.get(user, owner).created):
+            raise NotAllowed("the Hub has another user of this name by now: log in again", reason="login")
         mine = (j for j in registry.jobs.values() if j.user == user and j.idempotency_key == key)
         if key is not None and (same := next(mine, None)) is not None:
             await registry.journal.durable()

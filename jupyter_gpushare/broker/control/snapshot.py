@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -50,7 +50,7 @@ def cluster(
         projects=projects(registry, engine),
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
-            *registry.index.waiting(registry.hub_backoff_until, partial(_with_retry, registry)),
+            *registry.index.waiting(_version(registry), partial(_startable, registry)),
             *(registry.session_queue.leases() if engine.queues_sessions else ()),
             *extra,
         ),
@@ -84,8 +84,8 @@ def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
     if len(known) < 2 or not registry.policy.fairness_horizon_s:
         return
     index, devices = registry.index, tuple(registry.devices.for_planner())
-    version = index.changes, registry.hub_backoff_until
-    leases = partial(map, partial(_with_retry, registry), index.all.values())
+    version = index.changes, _version(registry)
+    leases = partial(_startable, registry, index.all.values())
     registry.fairness.update(known, devices, version, leases, now)
 
 
@@ -112,6 +112,18 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         idle_timeout_s=_own_timeout_s(registry, record),
         notice_s=config.notice_s if config is not None else None,
     )
+
+
+def _version(registry: Registry) -> object:
+    """Return what `_startable` depends on beside the leases."""
+    return registry.hub_backoff_until, registry.owners.absent
+
+
+def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[Lease]:
+    """Yield leases as planned, without the waiting jobs of absent owners."""
+    for record in records:
+        if record.state is not State.PENDING or record.lease.user not in registry.owners.absent:
+            yield _with_retry(registry, record)
 
 
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:

@@ -8,10 +8,14 @@
 
 The Hub decides on groups and on the right to administer.  Groups are read with
 the broker's own token and cached for `_GROUPS_S`; writes read them anew.
+
+A token is of one user for ever, whatever the user is called; the Hub's answer about it
+lacks when that user was made, so the broker asks once per token (`control.ownership`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import time
 from collections.abc import Sequence
@@ -20,7 +24,8 @@ from typing import Any
 
 from jupyterhub.services.auth import HubOAuth
 
-from jupyter_gpushare.backends.base import Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
+from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, HelperError, NotAllowed
 
 JOBS_SCOPE = "custom:gpushare:jobs"
@@ -35,9 +40,10 @@ _SERVER_SCOPE = "access:servers!server="
 class Identity:
     """The caller of a request, as the Hub knows it."""
 
-    user: str
+    user: str  # what is kept under (`records.Owner`): the name, unless another user has it
     scopes: frozenset[str]
     is_service: bool = False
+    created: str = ""  # when the Hub made the user
 
     @property
     def admin(self) -> bool:
@@ -64,48 +70,76 @@ class Identity:
 class Access:
     """Identities, groups and server addresses from the Hub, with short caches."""
 
-    def __init__(self, hub_auth: HubOAuth, spawner_tokens: Sequence[str], hub: Hub) -> None:
+    def __init__(
+        self, hub_auth: HubOAuth, spawner_tokens: Sequence[str], hub: Hub, ownership: Ownership
+    ) -> None:
         self.hub_auth = hub_auth
         self.spawner_tokens = tuple(spawner_tokens)  # any of them is the spawner's
         self._hub = hub
-        self._groups: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._ownership = ownership
+        # When the user of a token was made, by its SHA-256: the Hub gives ids of deleted tokens again.
+        self._created: dict[bytes, str] = {}
+        self._groups: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}
 
-    def identity(self, model: dict[str, Any] | None) -> Identity:
-        """Return the identity for the Hub's model of a token.
+    async def identity(self, model: dict[str, Any] | None, token: str | None) -> Identity:
+        """Return the identity for ``token``, and the Hub's model of it.
 
         Raises:
             NotAllowed: no valid token, or one without access to this service.
+            BrokerUnavailable: the Hub does not answer.
         """
-        if model is None:
+        if model is None or token is None:
             raise NotAllowed(
                 "this needs a valid token of the Hub (its Token page makes one) or a login", reason="login"
             )
         scopes = frozenset(model.get("scopes", ()))
         if not self.hub_auth.check_scopes(self.hub_auth.access_scopes, model):
             raise NotAllowed("your token has no access to the GPU service (access:services!service=...)")
-        return Identity(user=model["name"], scopes=scopes, is_service=model.get("kind") == "service")
+        name = str(model["name"])
+        if model.get("kind") == "service":  # which may have the name of a user
+            return Identity(user=f"service/{name}", scopes=scopes, is_service=True)
+        created = self._created.get(key := hashlib.sha256(token.encode()).digest())
+        user = None if created is None else self._ownership.find(name, created)
+        if created is None or user is None:
+            there = await self._user(name)
+            if there is None:
+                raise NotAllowed("the Hub has no such user any more: log in again", reason="login")
+            await self._ownership.meet(name, there.created)
+            if len(self._created) >= _MAX_CACHED:
+                self._created.clear()
+            created = self._created.setdefault(key, there.created)
+            user = self._ownership.find(name, created) or name
+        return Identity(user=user, scopes=scopes, created=created)
+
+    async def _user(self, name: str) -> HubUser | None:
+        try:
+            return await self._hub.user(name)
+        except HubError as error:
+            raise BrokerUnavailable(str(error)) from None
 
     def is_spawner(self, authorization: str) -> bool:
         """Return whether the header holds the spawner's token (compared in constant time)."""
         given = authorization.partition(" ")[2].encode()
         return any(hmac.compare_digest(given, token.encode()) for token in self.spawner_tokens)
 
-    async def groups(self, user: str, *, fresh: bool = False) -> tuple[str, ...]:
+    async def groups(self, identity: Identity, *, fresh: bool = False) -> tuple[str, ...]:
         """Return the Hub groups of a user, of the last `_GROUPS_S` seconds unless ``fresh``.
+
+        None for a service, and for a user that is no more the one of this name.
 
         Raises:
             BrokerUnavailable: the Hub does not answer.
         """
-        known = self._groups.get(user)
+        if identity.is_service:
+            return ()
+        known = self._groups.get(key := (identity.user, identity.created))
         if not fresh and known is not None and time.monotonic() - known[0] < _GROUPS_S:
             return known[1]
-        try:
-            groups = await self._hub.groups(user)
-        except HubError as error:
-            raise BrokerUnavailable(str(error)) from None
+        there = await self._user(identity.user)
+        groups = there.groups if there is not None and there.created == identity.created else ()
         if len(self._groups) >= _MAX_CACHED:
             self._groups.clear()
-        self._groups[user] = (time.monotonic(), groups)
+        self._groups[key] = (time.monotonic(), groups)
         return groups
 
     async def stop_server(self, key: ServerKey) -> None:

@@ -7,6 +7,7 @@ from jupyter_gpushare.broker.control.administration import end_process
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.views import trace
+from jupyter_gpushare.broker.views.owners import owners
 from jupyter_gpushare.protocol import wire
 
 
@@ -38,6 +39,31 @@ class UnleasedProcess(Base):
         control = self.control
         await end_process(control.registry, control.admission.devices, name, process, identity.user)
         self.answer(self.service.views.devices(admin=True))
+
+
+class Owners(Base):
+    """Owners of leases that are absent from the Hub, or were made anew."""
+
+    async def get(self) -> None:
+        (await self.identify()).require(ADMIN_SCOPE)
+        self.answer(owners(self.control.registry))
+
+
+class Owner(Base):
+    """Give what belongs to an absent owner to a user of the Hub; delete fails the jobs that wait."""
+
+    async def put(self, name: str) -> None:
+        identity = await self.identify()
+        identity.require(ADMIN_SCOPE)
+        to = (self.body(wire.Adoption) if self.content else wire.Adoption()).to
+        await self.control.ownership.adopt(name, to, identity.user)
+        self.answer(owners(self.control.registry))
+
+    async def delete(self, name: str) -> None:
+        identity = await self.identify()
+        identity.require(ADMIN_SCOPE)
+        await self.control.ownership.end(name, identity.user)
+        self.answer(owners(self.control.registry))
 
 
 class Trace(Base):

@@ -21,6 +21,7 @@ from tornado import iostream, web
 
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
@@ -67,6 +68,7 @@ class Control:
     admission: ServerAdmission
     lending: LendingControl
     faults: Faults
+    ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Base(HubOAuthenticated, Guarded):
         """
         # Before the Hub is asked anew: a flood of requests must not become one to the Hub.
         token = self.hub_auth.get_token(self, in_cookie=False)
-        user = self.service.access.identity(await self.model_of(token, cached=True)).user
+        user = (await self.service.access.identity(await self.model_of(token, cached=True), token)).user
         # A slow body holds a connection, and all users come through the proxy's.
         bodies = self.service.limits.bodies
         if bodies[user] >= _MAX_BODIES:
@@ -238,12 +240,15 @@ class Base(HubOAuthenticated, Guarded):
         """
         if self._identity is None:
             auth = self.service.access.hub_auth
+            token = auth.get_token(self, in_cookie=False)
             if self.request.method == "GET":
                 model = await self.ask_hub(lambda: auth.get_user(self, sync=False))
+                if not getattr(self, "_token_authenticated", False):  # the cookie counts, whatever else came
+                    cookie = self.get_secure_cookie(auth.cookie_name)
+                    token = None if cookie is None else cookie.decode()
             else:
-                token = auth.get_token(self, in_cookie=False)
                 model = await self.model_of(token, cached=self.is_hint)
-            identity = self._identity = self.service.access.identity(model)
+            identity = self._identity = await self.service.access.identity(model, token)
             self.prove(f"{'service' if identity.is_service else 'user'} {identity.user}")
             async with self.service.limits.rounds.of(identity.user):
                 await asyncio.sleep(0)

@@ -17,13 +17,10 @@ from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identit
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
+from jupyter_gpushare.broker.state.transitions import Stopping
 from jupyter_gpushare.broker.views import chargeback, history
 from jupyter_gpushare.broker.views.waiting_sessions import waiting_sessions
-from jupyter_gpushare.errors import (
-    NotAllowed,
-    NotFound,
-    TooMany,
-)
+from jupyter_gpushare.errors import NotAllowed, NotFound, TooMany
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
@@ -71,7 +68,9 @@ class Status(Base):
                 waiting[identity.user] -= 1
                 if not waiting[identity.user]:
                     del waiting[identity.user]
-        groups = () if identity.is_service else await self.service.access.groups(identity.user)
+            self._identity = None  # another user may have the name by now
+            identity = await self.identify()
+        groups = await self.service.access.groups(identity)
         views, user = self.service.views, identity.user
         status = views.status(user, groups, admin=identity.admin)
         left, waits = keep_left(registry, user), waiting_sessions(views, user)
@@ -86,7 +85,7 @@ class Offers(Base):
 
     async def get(self) -> None:
         identity = await self.identify()
-        groups = await self.service.access.groups(identity.user)
+        groups = await self.service.access.groups(identity)
         project = self.control.request_policy.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
         sizes = ("gpus", "memory", "profile")
@@ -120,9 +119,9 @@ class Jobs(Base):
         identity = await self.identify()
         identity.require(JOBS_SCOPE)
         request = self.body(wire.JobRequest)
-        groups = await self.service.access.groups(identity.user, fresh=True)
         key = self.request.headers.get("Idempotency-Key")
         async with self.service.limits.submits.of(identity.user):
+            groups = await self.service.access.groups(identity, fresh=True)
             job = await self.control.requests.submit(identity.user, groups, request, key)
             await self.service.views.forecast.renew()
             self.answer(self.service.views.job(job, is_new=True), 201)
@@ -157,7 +156,7 @@ class Job(Base):
             self.answer(self.service.views.job(job))
             return
         identity.require(JOBS_SCOPE)
-        groups = await self.service.access.groups(identity.user, fresh=True)
+        groups = await self.service.access.groups(identity, fresh=True)
         self.answer(self.service.views.job(await self.control.queue.change(job, groups, change)))
 
 
@@ -188,8 +187,8 @@ class JobRetry(Base):
         identity = await self.identify()
         identity.require(JOBS_SCOPE)
         job = await self.control.requests.job(identity.user, job_id)
-        groups = await self.service.access.groups(identity.user, fresh=True)
         async with self.service.limits.submits.of(identity.user):
+            groups = await self.service.access.groups(identity, fresh=True)
             again = await self.control.requests.retry(job, groups)
             await self.service.views.forecast.renew()
             self.answer(self.service.views.job(again, is_new=True), 201)
@@ -290,6 +289,8 @@ async def act(
             await requests.lend(record)
         case "stop" if job is not None:
             await requests.cancel(job)
+        case "stop" if record.lease.user in registry.owners.absent:  # the Hub would stop that of another user
+            await registry.advance(record, Stopping())
         case "stop":
             await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
         case _:
@@ -318,7 +319,7 @@ class Projects(Base):
 
     async def get(self) -> None:
         identity = await self.identify()
-        groups = () if identity.is_service else await self.service.access.groups(identity.user)
+        groups = await self.service.access.groups(identity)
         self.answer(wire.Projects(projects=self.service.views.projects(groups, everyone=identity.admin)))
 
 

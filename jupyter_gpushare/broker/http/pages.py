@@ -120,7 +120,8 @@ class AdminPage(Page):
 
     async def authorize(self) -> None:
         token = self.hub_auth.get_token(self)
-        self.service.access.identity(await self.model_of(token, cached=True)).require(ADMIN_SCOPE)
+        model = await self.model_of(token, cached=True)
+        (await self.service.access.identity(model, token)).require(ADMIN_SCOPE)
 
     async def identify_writer(self) -> Identity:
         """Return the administrator behind a form: a token, or a login with the XSRF token in the body.
@@ -142,7 +143,8 @@ class AdminPage(Page):
             raise NotAllowed("log in again: the form was not sent by this page", reason="login")
         if not getattr(self, "_token_authenticated", False) and not any(form.get("_xsrf", ())):
             raise NotAllowed("the form was not sent by this page")
-        identity = self.service.access.identity(await self.model_of(auth.get_token(self), cached=False))
+        token = auth.get_token(self)
+        identity = await self.service.access.identity(await self.model_of(token, cached=False), token)
         identity.require(ADMIN_SCOPE)
         return identity
 
@@ -247,7 +249,7 @@ class AdminPage(Page):
     async def _show(self, identity: Identity, wrong: str = "") -> None:
         self.current_user = identity.user  # else making the token asks the Hub once more, and waits
         views, overview, registry = self.service.views, self.service.overview, self.control.registry
-        groups = () if identity.is_service else await self.service.access.groups(identity.user)
+        groups = await self.service.access.groups(identity)
         user = None if identity.admin else identity.user
         asked, tables = self._asked(), Tables(registry, views)
         past = await overview.past(asked.period)

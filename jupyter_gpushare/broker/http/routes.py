@@ -81,6 +81,13 @@ ROUTES: tuple[Route, ...] = (
         {"put": wire.DrainRequest},
     ),
     Route("devices/{name}/processes/{process}", administer.UnleasedProcess, {"delete": wire.Devices}, {}),
+    Route("owners", administer.Owners, {"get": wire.Owners}, {}),
+    Route(
+        "owners/{name}",
+        administer.Owner,
+        {"put": wire.Owners, "delete": wire.Owners},
+        {"put": wire.Adoption},
+    ),
     Route("history", handlers.History, {"get": wire.History}, {}),
     Route("usage", handlers.Usage, {"get": wire.Usage}, {}),
     Route("trace/{trace}", administer.Trace, {"get": wire.Trace}, {}),

@@ -42,7 +42,7 @@ class ServerGpu(Base):
         if identity.server is None or uid is None:
             raise NotAllowed("a server asks for its GPU itself: choose Get a GPU in JupyterLab")
         gain = self.body(wire.GpuGain)
-        groups = await self.service.access.groups(identity.user, fresh=True)
+        groups = await self.service.access.groups(identity, fresh=True)
         options = wire.GpuRequest(project=gain.project)
         request = wire.SpawnRequest(
             user=identity.user, server=identity.server, groups=list(groups), uid=uid, options=options

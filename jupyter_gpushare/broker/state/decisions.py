@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import DecisionRecord, LeaseRecord
@@ -24,6 +25,12 @@ class Decisions:
         self.counted: Counter[tuple[str, str]] = Counter()  # by action and reason, for metrics
         self._wall = wall
         self._seq = self.latest[-1].seq if self.latest else 0
+
+    def move_owner(self, old: str, new: str) -> None:
+        """Let the entries about one owner's leases be those of another."""
+        for number, entry in enumerate(self.latest):
+            if entry.user == old:
+                self.latest[number] = replace(entry, user=new)
 
     def made_way_for(self, lease_id: str) -> tuple[str, ...]:
         """Return the actions on other leases for this one since its last grant, of the latest entries."""

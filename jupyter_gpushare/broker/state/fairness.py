@@ -49,6 +49,19 @@ class FairnessTracker:
             self._users.recount(leases())
             self._users_counted = version
 
+    def move_owner(self, old: str, new: str) -> UserService:
+        """Let what one owner received be what another did; returns what to store."""
+        if self._users is not None:
+            self.stored_users = _by_project(self._users.service_gpu_s())
+        moved: dict[User, float] = {}
+        for project, users in self.stored_users.gpu_s.items():
+            for user, service in users.items():
+                key = project, new if user == old else user
+                moved[key] = moved.get(key, 0.0) + service
+        self.drop_users()
+        self.stored_users = _by_project(moved)
+        return self.stored_users
+
     def drop_users(self) -> None:
         """Forget the users' levels: the order in force has none.  What is stored counts from there on."""
         self._users = self._users_counted = None
@@ -85,10 +98,15 @@ class FairnessTracker:
                 self.stored = lags
                 found.append(lags)
         if self._users is not None:
-            services: dict[str, dict[str, float]] = {}
-            for (project, user), service in self._users.service_gpu_s().items():
-                services.setdefault(project, {})[user] = round(service, 1)
-            if services != self.stored_users.gpu_s:
-                self.stored_users = UserService(gpu_s=services)
-                found.append(self.stored_users)
+            services = _by_project(self._users.service_gpu_s())
+            if services != self.stored_users:
+                self.stored_users = services
+                found.append(services)
         return found
+
+
+def _by_project(services: Mapping[User, float]) -> UserService:
+    found: dict[str, dict[str, float]] = {}
+    for (project, user), service in services.items():
+        found.setdefault(project, {})[user] = round(service, 1)
+    return UserService(gpu_s=found)

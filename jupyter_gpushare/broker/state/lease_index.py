@@ -7,7 +7,7 @@ ones keeps its result until a number here changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from jupyter_gpushare.broker.state.records import LeaseRecord
@@ -26,7 +26,7 @@ class LeaseIndex:
         self.placed: Mapping[str, LeaseRecord] = MappingProxyType(self._placed)
         self.changes = 0  # of any lease
         self._queue_changes = 0
-        self._kept: tuple[tuple[int, float], tuple[Lease, ...]] = (-1, 0.0), ()
+        self._kept: tuple[object, tuple[Lease, ...]] = None, ()
 
     def put(self, record: LeaseRecord) -> None:
         """Add a lease, or replace it."""
@@ -49,12 +49,14 @@ class LeaseIndex:
         for id in list(self._all):
             self.drop(id)
 
-    def waiting(self, not_before: float, as_planned: Callable[[LeaseRecord], Lease]) -> tuple[Lease, ...]:
-        """Return what ``as_planned`` makes of each waiting job.
+    def waiting(
+        self, version: object, as_planned: Callable[[Iterable[LeaseRecord]], Iterable[Lease]]
+    ) -> tuple[Lease, ...]:
+        """Return what ``as_planned`` makes of the waiting jobs.
 
-        Made anew after a change of the queue or of ``not_before``, on which it may depend.
+        Made anew after a change of the queue or of ``version``, on which it may depend.
         """
-        key = self._queue_changes, not_before
+        key = self._queue_changes, version
         if self._kept[0] != key:
-            self._kept = key, tuple(map(as_planned, self._queued.values()))
+            self._kept = key, tuple(as_planned(self._queued.values()))
         return self._kept[1]

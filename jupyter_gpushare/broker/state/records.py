@@ -151,6 +151,58 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A user of the Hub: a name, and the moment at which the Hub made the user.
+
+    ``user`` is what leases, jobs, use and decisions of this owner are kept under: the name, or
+    for an earlier user of that name `former`, which no name at the Hub can be (it has a slash).
+    """
+
+    user: str
+    name: str
+    created: str = ""  # as the Hub says it (`wall_clock.exact`); empty: not known
+    uid: int = -1  # of the system user of that name; -1: there is none, or it is not known
+    held: bool = False  # an administrator says what becomes of its waiting jobs
+
+    @property
+    def is_former(self) -> bool:
+        """Whether the name has another owner now, or none."""
+        return self.user != self.name
+
+    def with_known(self, created: str, uid: int = -1) -> Owner:
+        """Return the owner with what was not known before."""
+        return replace(self, created=self.created or created, uid=uid if self.uid == -1 else self.uid)
+
+    def is_other(self, created: str, uid: int = -1) -> bool:
+        """Return whether a user of this name is another one; what is not known differs from nothing."""
+        is_uid_other = uid != self.uid and -1 not in (uid, self.uid)
+        return is_uid_other or (created != self.created and "" not in (created, self.created))
+
+
+def former(name: str, created: str, uid: int = -1) -> str:
+    """Return what is kept under when the name has another owner: ``ada/2026-11-22T03:05:09.123456Z``.
+
+    ``uid`` where the other owner was made at the same moment.
+    """
+    return f"{name[:200]}/{created or 'unknown'}" + ("" if uid == -1 else f"/{uid}")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerMoved:
+    """What was kept under ``old`` is kept under ``new`` from now on; the row of the owner ``old`` goes."""
+
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerForgotten:
+    """The row of an owner goes; what is kept under ``user`` stays."""
+
+    user: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
     """An entry of the decision log."""
 

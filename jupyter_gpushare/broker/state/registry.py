@@ -20,6 +20,7 @@ from jupyter_gpushare.broker.state.decisions import Decisions
 from jupyter_gpushare.broker.state.devices import DeviceState
 from jupyter_gpushare.broker.state.fairness import FairnessTracker
 from jupyter_gpushare.broker.state.journal import Journal
+from jupyter_gpushare.broker.state.known_owners import KnownOwners
 from jupyter_gpushare.broker.state.lease_index import LeaseIndex
 from jupyter_gpushare.broker.state.lending_switch import LendingSwitch
 from jupyter_gpushare.broker.state.notifications import Notifications
@@ -75,15 +76,12 @@ class Registry:
         self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
         self.decisions = Decisions(wall)
-        self.overrides: dict[str, ProjectOverride] = {}
+        self.overrides, self.owners = dict[str, ProjectOverride](), KnownOwners()
         self.fairness = FairnessTracker(Lags(), UserService())
         self.lending_switch = LendingSwitch(policy.lending)
-        self.suspensions = SuspensionCounts()
-        self._sums_kept_at = clock()
-        self.wake_times = WakeTimes()
-        self.meter = Meter(clock())
-        self.tally = Tally()
-        self.devices = DeviceState()
+        self.suspensions, self._sums_kept_at = SuspensionCounts(), clock()
+        self.wake_times, self.meter = WakeTimes(), Meter(clock())
+        self.tally, self.devices = Tally(), DeviceState()
         self.session_queue = SessionQueue()
         self.usage = Usage(self.devices.model_name, clock())
         self.hub_backoff_until = float("-inf")  # no job is started before
@@ -132,6 +130,7 @@ class Registry:
         lags, self.lending_switch.override, self.suspensions, self.devices.drains, users = loaded.meta
         self.fairness = FairnessTracker(lags, users)
         self.usage.load(loaded.usage)
+        self.owners.load(loaded.owners)
 
     # ---- changes -------------------------------------------------------------
 
@@ -168,7 +167,7 @@ class Registry:
             self._cache(record)
         for each in also:
             if isinstance(each, JobRecord):
-                self._cache_job(each)
+                self.cache_job(each)
         await self.journal.commit(*changed, *also)
         await self.notify()
         return changed
@@ -181,7 +180,7 @@ class Registry:
             StoreError: the database failed; the broker ends.
         """
         self.journal.check()
-        self._cache_job(job)
+        self.cache_job(job)
         await self.journal.commit(job)
         await self.notify()
 
@@ -196,7 +195,7 @@ class Registry:
             observation.progress_stored_at = now
             await self.put_job(job)
         elif (job.done, job.total) != (self.jobs[job.id].done, self.jobs[job.id].total):
-            self._cache_job(job)
+            self.cache_job(job)
             self.notifications.add()  # nothing to decide
 
     async def add(self, record: LeaseRecord, job: JobRecord) -> None:
@@ -208,7 +207,7 @@ class Registry:
         """
         self.journal.check()
         self._open(record)
-        self._cache_job(job)
+        self.cache_job(job)
         await self.journal.commit(record, job)
         await self.notify()
 
@@ -304,7 +303,7 @@ class Registry:
         if job is not None:
             if ran:
                 job = replace(job, ran_s=job.ran_s + max(0.0, now - record.entered_at))
-            self._cache_job(job)
+            self.cache_job(job)
             also.append(job)
         also += self._count_lent({*record.lease.devices, *changed.lease.devices})
         also += map(self.usage.count, self.usage.of(record, self.iso_now(), record.uncounted_s(now)))
@@ -401,7 +400,8 @@ class Registry:
             log.info("lease=%s wants its GPU back", record.handle)
             await self.notify()
 
-    def _cache_job(self, job: JobRecord) -> None:
+    def cache_job(self, job: JobRecord) -> None:
+        """Keep a job that the caller stores, and of the ended ones the newest."""
         self._jobs[job.id] = job
         if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
             return

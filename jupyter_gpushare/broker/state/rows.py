@@ -16,6 +16,9 @@ from jupyter_gpushare.broker.state.records import (
     LeaseRecord,
     MachineUse,
     MetaValue,
+    Owner,
+    OwnerForgotten,
+    OwnerMoved,
     ProjectOverride,
     UsageAddition,
     UsageRecord,
@@ -30,6 +33,7 @@ from jupyter_gpushare.broker.state.tables import (
     machine,
     meta,
     meta_row,
+    owners,
     packed,
     projects,
     usage,
@@ -55,6 +59,9 @@ Change = (
     LeaseRecord
     | JobRecord
     | DecisionRecord
+    | Owner
+    | OwnerForgotten
+    | OwnerMoved
     | ProjectOverride
     | UsageRecord
     | UsageAddition
@@ -95,6 +102,15 @@ def write(connection: Connection, change: Change) -> None:
             return
         case LeaseRecord():
             table, row, key = leases, lease_row(change), "id"
+        case OwnerMoved():
+            _move_owner(connection, change)
+            return
+        case OwnerForgotten():
+            connection.execute(owners.delete().where(owners.c.user == change.user))
+            return
+        case Owner():
+            row = {f.name: getattr(change, f.name) for f in fields(change)}
+            table, key = owners, "user"
         case JobRecord():
             table, row, key = jobs, job_row(change), "id"
         case DecisionRecord():
@@ -147,6 +163,20 @@ def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> Non
     if records:
         changed = leases.update().where(leases.c.id == sa.bindparam("known_id"))
         connection.execute(changed, [{**lease_row(each), "known_id": each.id} for each in records])
+
+
+def _move_owner(connection: Connection, moved: OwnerMoved) -> None:
+    """Write `OwnerMoved`: sums of one day are added up; a moved job loses a key that another has."""
+    mine, theirs = jobs.c.user == moved.old, jobs.c.user == moved.new
+    taken = sa.select(jobs.c.idempotency_key).where(theirs, jobs.c.idempotency_key.is_not(None))
+    doubled = jobs.update().where(mine, jobs.c.idempotency_key.in_(taken))
+    connection.execute(doubled.values(idempotency_key=None))
+    for table in (leases, jobs, decisions, cells):
+        connection.execute(table.update().where(table.c.user == moved.old).values(user=moved.new))
+    for row in connection.execute(usage.select().where(usage.c.user == moved.old)).mappings().all():
+        write(connection, UsageAddition(UsageRecord(**{**row, "user": moved.new})))
+    connection.execute(usage.delete().where(usage.c.user == moved.old))
+    connection.execute(owners.delete().where(owners.c.user == moved.old))
 
 
 def _forget_days(connection: Connection) -> None:

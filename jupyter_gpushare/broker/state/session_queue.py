@@ -118,6 +118,11 @@ class SessionQueue:
             if len(self._barred) > MAX_PLACES:
                 del self._barred[next(iter(self._barred))]
 
+    def forget(self, user: str) -> None:
+        """Give up all places of a user; another one may have the name now."""
+        self._places = {key: place for key, place in self._places.items() if key[0] != user}
+        self._barred = {key: until for key, until in self._barred.items() if key[0] != user}
+
     def reserve(self, grant: Grant, now: float) -> bool:
         """Reserve what a decision grants to a place; False: it is of no place."""
         key = next((key for key, place in self._places.items() if place.lease.id == grant.lease), None)

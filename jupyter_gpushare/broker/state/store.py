@@ -43,6 +43,7 @@ from jupyter_gpushare.broker.state.records import (
     LeaseRecord,
     MachineUse,
     MetaValues,
+    Owner,
     ProjectOverride,
     UsageRecord,
 )
@@ -57,6 +58,7 @@ from jupyter_gpushare.broker.state.tables import (
     machine,
     meta,
     meta_values,
+    owners,
     projects,
     usage,
     usage_select,
@@ -89,6 +91,7 @@ class Loaded:
     jobs: tuple[JobRecord, ...]  # living ones and the newest ended ones
     decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
     overrides: tuple[ProjectOverride, ...]
+    owners: tuple[Owner, ...]
     usage: tuple[UsageRecord, ...]  # of the newest `WEEK_DAYS` days with any
     meta: MetaValues
     boot_id: str  # the boot that the stored monotonic moments belong to
@@ -219,6 +222,7 @@ class Store:
                 overrides=tuple(
                     ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
                 ),
+                owners=tuple(Owner(**row) for row in connection.execute(owners.select()).mappings()),
                 usage=tuple(UsageRecord(**row) for row in connection.execute(week).mappings()),
                 meta=meta_values(partial(read_meta, connection)),
                 boot_id=read_meta(connection, "boot_id") or "",

@@ -133,6 +133,15 @@ decisions = sa.Table(
     sa.Column("texts", sa.Text, nullable=False, server_default="[]"),  # JSON
     sa.Index("decisions_by_user", "user", "at"),
 )
+owners = sa.Table(
+    "owners",
+    metadata,
+    sa.Column("user", sa.String(255), primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("created", sa.String(40), nullable=False),
+    sa.Column("uid", sa.BigInteger, nullable=False),
+    sa.Column("held", sa.Boolean, nullable=False),
+)
 projects = sa.Table(
     "projects",
     metadata,

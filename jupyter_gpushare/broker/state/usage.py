@@ -99,6 +99,22 @@ class Usage:
         for use in self.sums.values():
             self._kept_s[use.day, use.user, use.project] += use.kept_s
 
+    def move_owner(self, old: str, new: str) -> None:
+        """Let the use of one owner be that of another; the database does the same (`OwnerMoved`)."""
+        for key in [key for key in self.sums if key[1] == old]:
+            use = replace(self.sums.pop(key), user=new)
+            before = self.sums.get(_key(use))
+            self.sums[_key(use)] = use if before is None else before.plus(use)
+            if key in self._unstored:
+                self._unstored.remove(key)
+                self._unstored.add(_key(use))
+        for day, user, project in [key for key in self._kept_s if key[1] == old]:
+            self._kept_s[day, new, project] += self._kept_s.pop((day, user, project))
+        self._stretches = deque(
+            (replace(each, user=new) if each.user == old else each for each in self._stretches),
+            maxlen=_MAX_STRETCHES,
+        )
+
     def kept_s(self, day: str, user: str, project: str) -> float:
         """Return for how long a user kept idle sessions of a project, seconds of a day's budget."""
         return self._kept_s.get((day, user, project), 0.0)

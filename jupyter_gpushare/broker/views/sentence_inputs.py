@@ -206,6 +206,8 @@ class SentenceInputs:
 
     def _why_waiting(self, view: ClusterView, record: LeaseRecord) -> messages.Texts:
         lease, job = record.lease, self._registry.job_of(record)
+        if lease.user in self._registry.owners.absent:
+            return (messages.text("waiting.owner_gone"),)
         starts = _range(self._forecast.start(record.id))
         starts_in = () if starts is None else (messages.text("job.starts_in", starts),)
         if view.at < record.entered_at:  # it is not in the view

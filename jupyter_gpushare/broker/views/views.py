@@ -16,6 +16,7 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views import job_order
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.drains import drain_of
+from jupyter_gpushare.broker.views.owners import held
 from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
 from jupyter_gpushare.broker.views.unleased import unleased_on
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
@@ -400,6 +401,8 @@ class Views:
             reasons.append(
                 "The disk of the broker's database is full: what changes something is refused (507)."
             )
+        held_jobs, held_said = held(self.registry)
+        reasons += held_said
         measured = {d.uuid: d for d in devices.measured}
         found = devices.inventory.devices if devices.inventory is not None else ()
         now_found = (measured.get(device.uuid, device) for device in found)
@@ -420,6 +423,7 @@ class Views:
             version=__version__,
             epoch=self.registry.store.epoch,
             reasons=reasons,
+            held_jobs=held_jobs,
             sample_age_s=None if devices.sample is None else round(max(0.0, now - devices.sampled_at), 1),
         )
 

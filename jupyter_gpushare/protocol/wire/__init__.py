@@ -68,6 +68,7 @@ from jupyter_gpushare.protocol.wire.spawner import (
 from jupyter_gpushare.protocol.wire.status import (
     NO_SUCH_PATH,
     ActivityReport,
+    Adoption,
     DayUse,
     Decision,
     Decisions,
@@ -86,6 +87,8 @@ from jupyter_gpushare.protocol.wire.status import (
     LeaseStatus,
     Lending,
     LendingChange,
+    Owner,
+    Owners,
     ProcessUse,
     ProjectChange,
     Projects,

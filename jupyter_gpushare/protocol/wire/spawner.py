@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind
@@ -56,6 +57,8 @@ class SpawnRequest(Message, frozen=True):
     groups: list[str]
     uid: int  # of the server's processes
     options: GpuRequest | None = None
+    created: datetime | None = None  # when the Hub made the user; None: not known
+    own_uid: bool = False  # ``uid`` is that of a system user, of this user alone
     admin: bool = False
     not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
     may_gain: bool = False  # without a GPU, it can get one while it runs: its processes run beside the broker
@@ -67,6 +70,7 @@ class SpawnStop(Message, frozen=True):
 
     user: str
     server: str
+    created: datetime | None = None  # as in `SpawnRequest`
     not_nodes: list[str] = []  # as in `SpawnRequest`: for the next try of a job
 
 

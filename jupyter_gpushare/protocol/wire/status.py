@@ -397,6 +397,29 @@ class Trace(Answer, frozen=True):
     since: str  # wall clock of the first row; empty: there is none
 
 
+class Owner(Answer, frozen=True):
+    """An owner of leases that is absent from the Hub, or was made anew."""
+
+    name: str
+    user: str  # as in `Job.user`: the name, or with the moment at which the Hub made the user
+    created: str  # that moment; empty: not known
+    jobs: int  # that wait
+    others: int  # sessions, and jobs that do not wait
+    held: bool  # the jobs wait until an administrator adopts or ends them; else they fail at the next look
+
+
+class Owners(Answer, frozen=True):
+    """Answer to ``GET owners``."""
+
+    owners: list[Owner]
+
+
+class Adoption(Message, frozen=True):
+    """Body of ``PUT owners/{name}``: the user that gets the jobs; null: the present user of the name."""
+
+    to: str | None = None
+
+
 class Health(Answer, frozen=True):
     """Answer to ``GET health``: whether the broker can decide and act."""
 
@@ -407,3 +430,4 @@ class Health(Answer, frozen=True):
     # A parent holds the broker's sockets open while it restarts; else its port is free for that time.
     sockets_inherited: bool = True
     sample_age_s: float | None = None  # age of the last measurement of the GPUs; None: there is none
+    held_jobs: int = 0  # of owners that are absent from the Hub: an administrator adopts or ends them

@@ -1,0 +1,610 @@
+"""A name is not a person: what becomes of jobs, use and rights when users go, are made anew or renamed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tornado.web import create_signed_value
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
+from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control.ownership import AGAIN_S, LOOK_S
+from jupyter_gpushare.broker.state.keep_budget import keep_left
+from jupyter_gpushare.broker.state.records import (
+    MACHINE,
+    JobRecord,
+    Owner,
+    OwnerForgotten,
+    OwnerMoved,
+    UsageRecord,
+    UserService,
+    former,
+)
+from jupyter_gpushare.broker.state.transitions import Started
+from jupyter_gpushare.broker.views.owners import owners
+from jupyter_gpushare.errors import Conflict, NotFound
+from jupyter_gpushare.protocol import wire
+from tests.broker import stored
+from tests.broker.brokers import Broker
+from tests.broker.http_site import ACCESS, Http, person
+from tests.broker.site import Site, spawn
+from tests.broker.virtual_time import in_virtual_time, until
+
+NEW = "2026-11-22T03:05:09.123456Z"
+
+
+async def emptied(site: Site) -> Broker:
+    """A broker that knows the Hub's users and starts nothing."""
+    broker = await site.start_broker()
+    await until(lambda: broker.registry.owners.of, 10)
+    await draining.drain(broker.registry, broker.engine, MACHINE, None, "root")
+    return broker
+
+
+async def open_again(broker: Broker) -> None:
+    await draining.undrain(broker.registry, MACHINE, "root")
+
+
+def made_anew(site: Site, *names: str) -> None:
+    for number, name in enumerate(names):
+        site.made[name] = NEW.replace("456Z", f"{456 + number}Z")
+
+
+async def one_of(users: Callable[[], Awaitable[list[HubUser]]], name: str) -> HubUser | None:
+    return next((user for user in await users() if user.name == name), None)
+
+
+def users_of(broker: Broker, *jobs: JobRecord) -> list[str]:
+    return [broker.job(job).user for job in jobs]
+
+
+# ---- users that go -----------------------------------------------------------
+
+
+@in_virtual_time
+async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_twice(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job, other = await site.submit("ada"), await site.submit("bo")
+        began = site.now
+        site.deleted.add("ada")
+        await until(lambda: broker.registry.owners.absent == {"ada"}, LOOK_S + 10)
+        first = site.now
+        assert broker.seen(job).state == "queued"
+        assert broker.seen(job).reason == "Does not start: the Hub does not have its owner now."
+        await until(lambda: broker.job(job).result, AGAIN_S + 10)
+        assert AGAIN_S <= site.now - first <= AGAIN_S + 2
+        assert site.now - began <= LOOK_S + AGAIN_S + 10
+        seen = broker.seen(job)
+        assert (seen.state, seen.attempt) == ("failed", 0)
+        assert seen.reason == "It did not start: the Hub does not have its owner ada any more."
+        assert seen.user == former("ada", site.made_at("ada"))
+        assert not broker.views.health().held_jobs
+        await open_again(broker)
+        await until(lambda: broker.job(other).result, 120)
+        assert broker.seen(other).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_user_that_the_hub_misses_once_loses_nothing(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        site.deleted.add("ada")
+        await until(lambda: "ada" in broker.registry.owners.absent, LOOK_S + 10)
+        site.deleted.clear()
+        await asyncio.sleep(AGAIN_S + 5)
+        assert not broker.registry.owners.absent
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_list_that_misses_a_user_is_not_believed_without_asking_for_the_name(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job, users = await site.submit("ada"), broker.hub.users
+
+        async def without_ada():
+            return [user for user in await users() if user.name != "ada"]
+
+        monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
+        monkeypatch.setattr(broker.hub, "users", without_ada)
+        await asyncio.sleep(2 * LOOK_S)
+        assert broker.seen(job).state == "queued"
+
+
+@in_virtual_time
+async def test_a_list_that_lacks_most_users_holds_nothing(tmp_path, monkeypatch):
+    """The broker's scope may list some users only."""
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job, users = await site.submit("ada"), broker.hub.users
+        monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
+
+        async def two():
+            return (await users())[-2:]
+
+        monkeypatch.setattr(broker.hub, "users", two)
+        await asyncio.sleep(2 * LOOK_S)
+        assert not broker.registry.owners.absent
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_hub_that_does_not_answer_loses_no_one(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada")
+
+        async def refused():
+            raise HubError("the Hub does not answer")
+
+        monkeypatch.setattr(broker.hub, "users", refused)
+        await asyncio.sleep(3 * LOOK_S)
+        assert broker.seen(job).state == "queued"
+        assert not broker.registry.owners.absent
+
+
+@in_virtual_time
+async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        site.deleted.add("ada")
+        job = await site.submit("ada")
+        began = site.now
+        await until(lambda: "ada" in broker.registry.owners.absent, 10)
+        await until(lambda: broker.job(job).result, AGAIN_S + 10)
+        assert site.now - began >= AGAIN_S
+        assert broker.seen(job).state == "failed"
+        assert not site.started
+
+
+# ---- users that are made anew --------------------------------------------------
+
+
+@in_virtual_time
+async def test_the_next_user_of_a_name_has_nothing_of_the_last_one(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        registry = broker.registry
+        job, old = await site.submit("ada", key="mine"), former("ada", site.made_at("ada"))
+        kept = UsageRecord(day=registry.iso_now()[:10], user="ada", project="vision", kept_s=600.0)
+        await registry.journal.commit(registry.usage.count(replace(kept, used_gpu_s=60.0)))
+        left = keep_left(registry, "ada")
+        made_anew(site, "ada")
+        await broker.loop.ownership.meet("ada", NEW)
+        assert broker.views.jobs("ada", limit=9) == []
+        assert broker.views.leases("ada") == []
+        assert keep_left(registry, "ada") == left + 10
+        with pytest.raises(NotFound):
+            await broker.requests.job("ada", job.id)
+        new = await site.submit("ada", key="mine")
+        assert new.id != job.id
+        assert users_of(broker, job, new) == [old, "ada"]
+        await open_again(broker)
+        await until(lambda: broker.job(new).result, 120)
+        assert site.started == {new.id: 1}
+        await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+        assert broker.seen(job).state == "failed"
+        sums = {use.user: use.used_gpu_s for use in registry.usage.sums.values() if use.kept_s}
+        assert sums == {old: 60.0}
+        assert set(registry.owners.of) == {"ada", "bo", "cy", "eve", "root"}
+
+
+@in_virtual_time
+async def test_a_user_made_anew_while_a_job_starts_does_not_run_it(tmp_path):
+    async with Site(tmp_path) as site:
+        site.spawn_s = 3.0
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        job = await site.submit("ada")
+        await until(lambda: ServerKey("ada", f"j{job.id}-1") in site.servers, 10)
+        made_anew(site, "ada")
+        await until(lambda: broker.state(job) == "pending", 60)
+        assert broker.job(job).user != "ada"
+        assert broker.lease(job).tries == 0
+        await until(lambda: broker.job(job).result, AGAIN_S + 20)
+        assert broker.seen(job).state == "failed"
+        assert not site.started
+
+
+@in_virtual_time
+async def test_a_user_that_is_there_again_has_everything_again(tmp_path):
+    """As after the Hub ran with another database for a while."""
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada", key="mine")
+        first = site.made_at("ada")
+        await broker.loop.ownership.meet("ada", NEW)
+        second = await site.submit("ada", key="mine")
+        await broker.loop.ownership.meet("ada", first)
+        assert users_of(broker, job, second) == ["ada", former("ada", NEW)]
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+        assert site.started == {job.id: 1}
+
+
+@in_virtual_time
+async def test_an_answer_of_the_hub_that_came_late_is_put_right_at_the_next_look(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        first = site.made_at("ada")
+        made_anew(site, "ada")
+        await broker.loop.ownership.meet("ada", NEW)
+        job = await site.submit("ada")
+        await broker.loop.ownership.meet("ada", first)  # what was asked before she was made anew
+        assert users_of(broker, job) == [former("ada", NEW)]
+        assert broker.loop.ownership.find("ada", NEW) == former("ada", NEW)
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, LOOK_S + 60)
+        assert (broker.seen(job).user, broker.seen(job).state) == ("ada", "succeeded")
+        await asyncio.sleep(LOOK_S + AGAIN_S)
+        assert not broker.registry.owners.absent
+
+
+@in_virtual_time
+async def test_a_session_of_an_earlier_user_is_not_the_next_ones(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        first, held = former("ada", site.made_at("ada")), await site.session("ada", "1/2")
+        await until(lambda: broker.state(held.handle) == "running", 30)
+        site.servers.clear()  # the Hub has another database; the process lives on
+        made_anew(site, "ada")
+        await site.session("ada", "1/2")
+        assert {record.lease.user for record in broker.registry.leases.values()} == {first, "ada"}
+        (mine,) = broker.views.leases("ada")
+        assert mine.id != held.handle.partition("-")[0]
+        (owner,) = owners(broker.registry).owners
+        assert (owner.user, owner.jobs, owner.others) == (first, 0, 1)
+
+
+@in_virtual_time
+async def test_another_system_user_of_the_name_starts_nothing_until_an_administrator_says_so(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        await broker.loop.ownership.meet("ada", site.made_at("ada"), 1000)
+        job = await site.submit("ada")
+        await broker.loop.ownership.meet("ada", site.made_at("ada"), 1001)
+        await open_again(broker)
+        await asyncio.sleep(2 * LOOK_S)
+        assert broker.seen(job).state == "queued"
+        assert broker.views.health().held_jobs == 1
+        await broker.loop.ownership.adopt("ada", None, "root")
+        await until(lambda: broker.job(job).result, 120)
+        assert (broker.seen(job).state, broker.seen(job).user) == ("succeeded", "ada")
+        assert broker.views.health().held_jobs == 0
+
+
+# ---- another database of the Hub -----------------------------------------------
+
+
+async def another_database(site: Site) -> tuple[Broker, JobRecord, JobRecord]:
+    """All users of the Hub were made anew while jobs of two of them waited."""
+    broker = await emptied(site)
+    jobs = await site.submit("ada"), await site.submit("bo")
+    made_anew(site, "ada", "bo", "cy", "eve", "root")
+    await until(lambda: broker.views.health().held_jobs == 2, LOOK_S + 10)
+    return broker, *jobs
+
+
+@in_virtual_time
+async def test_where_many_owners_go_at_once_nothing_fails(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, *jobs = await another_database(site)
+        await open_again(broker)
+        await broker.loop.ownership.meet("ada", site.made_at("ada"))
+        await asyncio.sleep(3 * LOOK_S)
+        assert [broker.seen(job).state for job in jobs] == ["queued", "queued"]
+        assert not site.started
+        health = broker.views.health()
+        assert health.status == "degraded"
+        (said,) = health.reasons
+        assert said.startswith("2 owners of waiting jobs are gone from the Hub, or were made anew")
+        assert "ada" not in said, "it needs no token"
+        shown = {(x.name, x.jobs, x.held, x.others == 0) for x in owners(broker.registry).owners}
+        assert shown == {("ada", 1, True, True), ("bo", 1, True, True)}
+        await broker.end()
+        broker = await site.start_broker()
+        await asyncio.sleep(2 * LOOK_S)
+        assert [broker.seen(job).state for job in jobs] == ["queued", "queued"]
+
+
+@in_virtual_time
+async def test_owners_that_are_back_are_not_held(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, *jobs = await another_database(site)
+        await open_again(broker)
+        site.made.clear()
+        await until(lambda: all(broker.job(job).result for job in jobs), LOOK_S + 60)
+        assert [broker.seen(job).state for job in jobs] == ["succeeded", "succeeded"]
+        assert broker.views.health().reasons == []
+
+
+@in_virtual_time
+async def test_an_administrator_adopts_or_ends_what_is_held(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, adas, bos = await another_database(site)
+        ownership = broker.loop.ownership
+        with pytest.raises(NotFound):
+            await ownership.adopt("zoe", None, "root")
+        with pytest.raises(Conflict, match="no user 'zoe'"):
+            await ownership.adopt("bo", "zoe", "root")
+        with pytest.raises(NotFound):
+            await ownership.end("zoe", "root")
+        await ownership.adopt("ada", "cy", "root")
+        await ownership.end("bo", "root")
+        assert (broker.seen(adas).user, broker.seen(bos).state) == ("cy", "failed")
+        notes = [entry.sentence for entry in broker.registry.decisions.latest if entry.action == "owner"]
+        assert notes == [
+            "root gave what belongs to ada, an absent owner, to cy.",
+            "root ended the waiting jobs of bo, an absent owner.",
+        ]
+        await open_again(broker)
+        await until(lambda: broker.job(adas).result, 120)
+        assert broker.seen(adas).state == "succeeded"
+        assert owners(broker.registry) == wire.Owners(owners=[])
+
+
+@in_virtual_time
+async def test_one_of_a_few_owners_may_go_and_so_may_a_tenth(tmp_path):
+    async with Site(tmp_path) as site:
+        site.groups |= {f"u{n}": ("nlp",) for n in range(25)}
+        broker = await emptied(site)
+        jobs = [await site.submit(f"u{n}") for n in range(3)]
+        site.deleted |= {"u0", "u1", "u2"}  # of 30
+        await until(lambda: all(broker.job(job).result for job in jobs), LOOK_S + AGAIN_S + 10)
+        assert {broker.seen(job).state for job in jobs} == {"failed"}
+        more = [await site.submit(f"u{n}") for n in range(3, 6)]
+        site.deleted |= {"u3", "u4", "u5"}  # of 27
+        await asyncio.sleep(2 * LOOK_S)
+        assert {broker.seen(job).state for job in more} == {"queued"}
+        assert broker.views.health().held_jobs == 3
+
+
+# ---- users that are renamed ----------------------------------------------------
+
+
+def rename(site: Site, old: str, new: str) -> None:
+    site.groups[new], site.made[new] = site.groups[old], site.made_at(old)
+    site.deleted.add(old)
+
+
+@in_virtual_time
+async def test_everything_moves_with_a_user_that_is_renamed(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        rename(site, "ada", "lovelace")
+        await until(lambda: broker.job(job).user == "lovelace", LOOK_S + 10)
+        site.deleted.clear()  # another ada
+        made_anew(site, "ada")
+        await broker.loop.ownership.meet("ada", NEW)
+        assert broker.views.jobs("ada", limit=9) == []
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, 120)
+        assert broker.seen(job).state == "succeeded"
+
+
+@in_virtual_time
+async def test_a_user_that_comes_with_another_name_is_known_at_once(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        rename(site, "ada", "lovelace")
+        await broker.loop.ownership.meet("lovelace", site.made_at("lovelace"))
+        assert users_of(broker, job) == ["lovelace"]
+        assert "ada" not in broker.registry.owners.of
+
+
+@in_virtual_time
+async def test_a_renamed_user_keeps_everything_though_another_has_the_old_name(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job, moment = await site.submit("ada"), site.made_at("ada")
+        made_anew(site, "ada")
+        await broker.loop.ownership.meet("ada", NEW)
+        site.groups["lovelace"], site.made["lovelace"] = ("vision",), moment
+        await until(lambda: broker.job(job).user == "lovelace", LOOK_S + 10)
+
+
+@pytest.mark.parametrize("moment", ["2026-11-22T03:05:09.000000Z", ""])
+@in_virtual_time
+async def test_a_moment_that_several_users_may_have_is_no_proof_of_a_rename(tmp_path, moment):
+    async with Site(tmp_path) as site:
+        site.made["ada"] = moment
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        site.groups["lovelace"], site.made["lovelace"] = ("vision",), moment
+        site.deleted.add("ada")
+        await broker.loop.ownership.meet("lovelace", moment)
+        await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+        assert broker.seen(job).state == "failed"
+        assert broker.seen(job).user.startswith("ada/")
+
+
+# ---- projects, and databases of earlier versions ---------------------------------
+
+
+@in_virtual_time
+async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("cy", project="nlp")
+        site.groups["cy"] = ("vision",)
+        await open_again(broker)
+        await until(lambda: broker.job(job).result, 120)
+        assert not site.started
+        assert broker.seen(job).reason == "It could not be started: cy is no member of project nlp"
+        (reason,) = broker.seen(job).reason_texts
+        assert reason.args == [messages.text("reason.not_a_member", "cy", "nlp")]
+
+
+@in_virtual_time
+async def test_rows_of_an_earlier_version_belong_to_the_users_of_the_first_look(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        jobs = await site.submit("ada"), await site.submit("bo")
+        await broker.loop.ownership.change(*map(OwnerForgotten, list(broker.registry.owners.of)))
+        await broker.end()
+        site.deleted.add("bo")
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        assert broker.registry.owners.of["ada"].created == site.made_at("ada")
+        await until(lambda: broker.job(jobs[1]).result, LOOK_S + AGAIN_S + 10)
+        assert [broker.seen(job).state for job in jobs] == ["queued", "failed"]
+
+
+async def test_what_moves_to_another_owner_is_added_to_what_is_there(database):
+    store = database()
+    try:
+        moved = replace(stored.USAGE, user="old"), replace(stored.USAGE, user="old", day="2025-01-03")
+        job = replace(stored.JOB, user="old")
+        theirs = replace(stored.JOB, id="bcdefghijk", user="bö")
+        lease = replace(stored.LEASE, lease=replace(stored.LEASE.lease, user="old"))
+        await store.commit([stored.USAGE, *moved, job, theirs, lease, replace(stored.DECISION, user="old")])
+        await store.commit([Owner(user="old", name="old"), Owner(user="bö", name="bö", held=True)])
+        await store.commit([Owner(user="bö", name="bö", created=NEW, uid=4_000_000_000)])
+        await store.commit([OwnerMoved("old", "bö")])
+        found = store.load()
+        assert found.owners == (Owner(user="bö", name="bö", created=NEW, uid=4_000_000_000),)
+        assert found.leases == (stored.LEASE,)
+        assert found.decisions == (stored.DECISION,)
+        assert {each.id: each.idempotency_key for each in found.jobs} == {job.id: None, theirs.id: "k"}
+        assert {each.user for each in found.jobs} == {"bö"}
+        assert {use.day: use for use in found.usage} == {
+            "2025-01-02": stored.USAGE.plus(stored.USAGE),
+            "2025-01-03": replace(stored.USAGE, day="2025-01-03"),
+        }
+    finally:
+        store.close()
+
+
+@in_virtual_time
+async def test_memory_and_database_agree_about_what_moved(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        registry = broker.registry
+        for user in ("ada", "bo"):
+            await site.submit(user, key="mine")
+            kept = UsageRecord(day=registry.iso_now()[:10], user=user, project="vision", kept_s=60.0)
+            await registry.journal.commit(registry.usage.count(kept))
+        registry.fairness.drop_users()
+        registry.fairness.stored_users = UserService(gpu_s={"vision": {"ada": 7.0, "bo": 5.0}})
+        await broker.loop.ownership.change(OwnerMoved("ada", "bo"))
+        found = registry.store.load()
+        assert {job.id: job for job in found.jobs} == dict(registry.jobs)
+        assert {record.id: record for record in found.leases} == dict(registry.leases)
+        assert set(found.usage) == set(registry.usage.sums.values())
+        assert (
+            found.meta.users == registry.fairness.stored_users == UserService(gpu_s={"vision": {"bo": 12.0}})
+        )
+        assert keep_left(registry, "bo") == registry.policy.keep_minutes_per_day - 2
+        assert {owner.user: owner for owner in found.owners} == registry.owners.of
+
+
+# ---- over HTTP -------------------------------------------------------------------
+
+
+async def ids(http: Http, identity: str) -> list[str]:
+    return [job["id"] for job in (await http.ask("GET", "jobs", identity)).json()["jobs"]]
+
+
+async def test_tokens_are_of_their_user_though_another_has_the_name(http):
+    job = await http.submit("bo")
+    http.site.made["bo"] = NEW
+    http.tokens["next"] = person("bo", "custom:gpushare:jobs")
+    assert await ids(http, "next") == []
+    assert await ids(http, "bo") == [job.id]
+    assert (await http.refused("GET", f"jobs/{job.id}", "next")).status == 404
+    answer = await http.refused("POST", "jobs", "bo", json={"command": ["true"]})
+    assert (answer.status, len(http.broker.registry.jobs)) == (403, 1)
+    mine = await http.submit("next")
+    assert await ids(http, "next") == [mine.id]
+
+
+async def test_a_poll_that_waits_tells_nothing_of_the_next_user(http):
+    await http.submit("bo")
+    last = http.broker.registry.notifications.seq
+    poll = asyncio.create_task(http.ask("GET", f"status?after={last}&wait=25", "bo"))
+    while not http.service.limits.waiting:
+        await asyncio.sleep(0.01)
+    await http.broker.loop.ownership.meet("bo", NEW)
+    new = await http.broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["true"]), None)
+    seen = (await poll).json()
+    assert new.id not in {job["id"] for job in seen["jobs"]}
+    assert seen["user"] == former("bo", http.site.made_at("bo"))
+
+
+async def test_a_login_counts_whatever_token_stands_in_the_address(http):
+    """A link may put one into the addresses that two users open."""
+    http.tokens["adas"] = person("ada")
+
+    async def seen_by(token: str) -> str:
+        cookie = create_signed_value("secret", "service-gpushare", token).decode()
+        headers = {"Cookie": f"service-gpushare={cookie}", "Sec-Fetch-Mode": "navigate"}
+        answer = await http.ask("GET", "status?token=anything", None, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["user"])
+
+    assert [await seen_by("bo"), await seen_by("adas"), await seen_by("bo")] == ["bo", "ada", "bo"]
+
+
+async def test_a_token_of_a_user_that_the_hub_does_not_have_is_refused(http):
+    http.site.deleted.add("bo")
+    answer = await http.refused("GET", "status", "bo")
+    assert (answer.status, answer.reason) == (401, "login")
+
+
+async def test_a_service_with_the_name_of_a_user_sees_nothing_of_the_user(http):
+    job = await http.submit("bo")
+    scopes = [ACCESS, "custom:gpushare:jobs"]
+    http.tokens["service"] = {"kind": "service", "name": "bo", "scopes": scopes}
+    assert await ids(http, "service") == []
+    assert (await http.refused("DELETE", f"jobs/{job.id}", "service")).status == 404
+    assert (await http.refused("POST", "jobs", "service", json={"command": ["true"]})).status == 403
+
+
+async def test_an_administrator_stops_a_session_of_an_absent_owner(http):
+    request = wire.replace(spawn("bo", "1/2"), created=http.site.moment("bo"))
+    grant = await http.broker.admission.start(request)
+    await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    http.site.made["bo"] = NEW
+    http.tokens["next"] = person("bo", "custom:gpushare:jobs")
+    path = f"leases/{grant.lease.partition('-')[0]}/stop"
+    assert (await http.refused("POST", path, "next")).status == 404
+    answer = await http.ask("POST", path, "root")
+    assert answer.json()["state"] == "stopping"
+    assert not any(effect.startswith("stop_server") for effect in http.site.effects)
+
+
+async def test_owners_are_for_administrators(http):
+    job = await http.submit("bo")
+    http.site.made["bo"] = NEW
+    await http.broker.loop.ownership.meet("bo", NEW)
+    for method, path in [("GET", "owners"), ("PUT", "owners/bo"), ("DELETE", "owners/bo")]:
+        assert (await http.refused(method, path, "ada", json={})).status == 403
+    (owner,) = (await http.ask("GET", "owners", "root")).json()["owners"]
+    assert (owner["name"], owner["jobs"], owner["held"]) == ("bo", 1, False)
+    assert owner["user"] == former("bo", owner["created"])
+    refused: Any = await http.refused("PUT", "owners/bo", "root", json={"to": "zoe"})
+    assert (refused.status, refused.message) == (
+        409,
+        "the Hub has no user 'zoe': name another, or add it there",
+    )
+    assert (await http.refused("DELETE", "owners/cy", "root")).status == 404
+    answer = await http.ask("PUT", "owners/bo", "root")
+    assert answer.json() == {"owners": []}
+    assert http.broker.registry.jobs[job.id].user == "bo"
