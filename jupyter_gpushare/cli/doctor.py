@@ -350,10 +350,10 @@ def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | 
 
 def _names_device(visible: str, devices: Sequence[str]) -> bool:
     """Return whether the first entry is a device of a lease; where it is none, programs see no device."""
-    first = visible.partition(",")[0].strip()
-    if first.isdecimal():
-        return int(first) < len(devices)
-    return first != "" and sum(device.startswith(first) for device in devices) == 1
+    first = visible.partition(",")[0]
+    if number := re.match(r"\s*\+?(\d{1,3})", first):
+        return int(number[1]) < len(devices)
+    return len(first) >= len("GPU-") and sum(device.startswith(first) for device in devices) == 1
 
 
 def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:

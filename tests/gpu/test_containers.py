@@ -335,7 +335,7 @@ def test_a_container_has_its_lease_without_the_pids_of_the_machine_and_is_watche
         assert [ada.do("check"), hidden.do("check")] == ["ok", "ok"]
 
 
-def test_containers_without_a_lease_make_room_for_new_ones(
+def test_containers_of_ended_leases_are_forgotten_first(
     tmp_path: Path, leases: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = Containers(leases, tmp_path / "containers", "boot")
@@ -350,7 +350,7 @@ def test_containers_without_a_lease_make_room_for_new_ones(
 
 
 @needs_root
-def test_a_process_whose_first_thread_has_ended_stays_in_its_container() -> None:
+def test_a_process_stays_in_its_container_after_its_first_thread() -> None:
     """With cgroup v1 such a process shows no cgroup of its own."""
     code = (
         "import ctypes, threading, time\n"

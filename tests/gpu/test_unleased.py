@@ -184,7 +184,7 @@ def child_of(pid: int) -> int:
     return int(children.read_text().split()[0])
 
 
-def test_a_lost_record_of_another_user_spares_nobody(scene: Scene) -> None:
+def test_a_lost_record_spares_no_other_user(scene: Scene) -> None:
     scene.holders.lose_record(OTHER)
     scene.begin()
     scene.minutes()
@@ -225,7 +225,7 @@ def test_a_process_in_a_container_without_a_lease_lives_on(scene: Scene) -> None
 
 @needs_root
 @pytest.mark.parametrize("uid", [0, OTHER], ids=["root", "other"])
-def test_whoever_runs_in_a_container_that_had_a_lease_is_stopped(
+def test_every_process_of_a_container_that_had_a_lease_is_stopped(
     scene: Scene, uid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scene.processes, "had_lease", lambda process: True)

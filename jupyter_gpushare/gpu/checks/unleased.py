@@ -10,7 +10,7 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * it is in no container, or in one that has or had a lease (`containers`);
 * no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
 
-A process in a user namespace, which may give it another uid, is of the user who made that too.
+A process in a user namespace, which may give it another uid, also belongs to the maker of that namespace.
 All users of containers may have one uid.  So what runs in a container that had a lease is never of a
 system user, and every lease on the device is another user's.
 
@@ -282,7 +282,7 @@ class UnleasedProcesses:
 
 
 def _users(process: Process) -> set[int]:
-    """The user of a process, and the one who made its user namespace."""
+    """The user of a process, and the maker of its user namespace."""
     maker = procfs.maker(process.pid, "user")
     return {process.uid} if maker in (None, 0) else {process.uid, maker}
 

@@ -44,7 +44,21 @@ static int index_of(nvmlDevice_t device)
 
 /* ---- which devices there are ---- */
 
-/* The GPU of the device at an index of the limit page. */
+/* A GPU of the machine by its place in the limit page. */
+static int search_gpu(uint32_t index, nvmlDevice_t *gpu)
+{
+    int (*ask_count)(unsigned *) = real_of(HOOK_nvmlDeviceGetCount_v2);
+    int (*ask)(unsigned, nvmlDevice_t *) = real_of(HOOK_nvmlDeviceGetHandleByIndex_v2);
+    unsigned count = 0;
+    if (ask_count && ask && !ask_count(&count))
+        for (unsigned i = 0; i < count; i++)
+            if (!ask(i, gpu) && index_of(*gpu) == (int)index)
+                return NVML_SUCCESS;
+    return NVML_ERROR_NOT_FOUND;
+}
+
+/* The GPU of the device at an index of the limit page.  By its UUID NVML may look at other GPUs first, and
+ * fail on one that this process may not open. */
 static int find_gpu(uint32_t index, nvmlDevice_t *gpu)
 {
     static void *_Atomic kept;
@@ -55,16 +69,22 @@ static int find_gpu(uint32_t index, nvmlDevice_t *gpu)
     if (!lease_uuid(index, uuid))
         return NVML_ERROR_INVALID_ARGUMENT;
     int result = ask(uuid, gpu);
+    if (*uuid != 'M')
+        return result && !search_gpu(index, gpu) ? NVML_SUCCESS : result;
     get_parent *ask_parent = (get_parent *)plain_function(&kept, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle");
-    return result || *uuid != 'M' || !ask_parent ? result : ask_parent(*gpu, gpu);
+    return result || !ask_parent ? result : ask_parent(*gpu, gpu);
 }
 
 /* The number of a GPU of the lease; false for a MIG instance, and for what is not the lease's. */
 static bool number_of(nvmlDevice_t device, unsigned *number)
 {
+    char uuid[LEASE_UUID_BYTES];
     nvmlDevice_t gpu;
-    for (uint32_t i = 0; i < GPUSHARE_DEVICES; i++)
-        if (!find_gpu(i, &gpu) && gpu == device)
+    int index = index_of(device);
+    if (index >= 0)
+        return lease_uuid((uint32_t)index, uuid) && *uuid != 'M' && (*number = (unsigned)index, true);
+    for (uint32_t i = 0; lease_uuid(i, uuid); i++)
+        if (*uuid == 'M' && !find_gpu(i, &gpu) && gpu == device)
             return *number = i, true;
     return false;
 }

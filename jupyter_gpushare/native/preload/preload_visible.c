@@ -4,9 +4,11 @@
  *   - The devices are those of the limit page, in its order.  Without a page there are none.
  *   - CUDA_VISIBLE_DEVICES chooses among them.  A number is an index in the page; a UUID, or its
  *     beginning, is one of the page's.  The list ends before the first other entry.
- *   - A process without the variable, or that began before its lease, sees all devices.
+ *   - A process without the variable, or with an empty one from before its lease, sees all devices.
  *   - The driver reads the variable in cuInit.  While that call runs, the entry of the environment is
  *     replaced by one with UUIDs.  Of a UUID list the driver keeps the order, whatever CUDA_DEVICE_ORDER says.
+ *     What another thread sets during the call counts for the driver as it is: a number is the machine's,
+ *     and the library denies every allocation on a device that is not the lease's.
  *
  * Facts (CUDA Programming Guide 13.4, "CUDA Environment Variables"; torch/cuda/__init__.py,
  * _parse_visible_devices, from pytorch PR 84879 and 92315): the driver reads a number as strtoul(3)
@@ -42,7 +44,7 @@ static char *replaced; /* the entry that `chosen` stands for */
 
 static char **find_entry(void)
 {
-    for (char **at = environ; at && *at; at++)
+    for (char **at = __environ; at && *at; at++)
         if (!strncmp(*at, NAME, VALUE_AT))
             return at;
     return NULL;
@@ -54,22 +56,6 @@ void visible_load(void)
     char **at = lease_is_reserved() ? find_entry() : NULL;
     if (at && !(*at)[VALUE_AT])
         *at = all;
-}
-
-/* Adds `all` to the environment.  Other threads may go on reading the old one, so it is not freed. */
-static void add_entry(void)
-{
-    size_t count = 0;
-    while (environ && environ[count])
-        count++;
-    char **more = malloc((count + 2) * sizeof *more);
-    if (!more)
-        return;
-    more[0] = all;
-    if (count)
-        memcpy(more + 1, environ, count * sizeof *more);
-    more[count + 1] = NULL;
-    __atomic_store_n(&environ, more, __ATOMIC_RELEASE);
 }
 
 /* A number as strtoul(3) reads it, GPUSHARE_DEVICES for each that is larger; -1: it is none. */
@@ -133,20 +119,23 @@ static void show(void)
         if (!all[VALUE_AT])
             show_all();
         if (!at)
-            add_entry();
+            putenv(all);
         return;
     }
-    replaced = *at;
+    if (*at != chosen)
+        replaced = *at;
     list_devices(replaced + VALUE_AT, chosen + VALUE_AT);
-    __atomic_store_n(at, chosen, __ATOMIC_RELEASE);
+    if (!chosen[VALUE_AT])
+        strcpy(chosen + VALUE_AT, "-1"); /* a child that starts meanwhile sees none either */
+    putenv(chosen);
 }
 
 /* A program that has set the variable meanwhile keeps what it set. */
 static void put_back(void)
 {
-    char **at = find_entry();
-    if (at && *at == chosen)
-        __atomic_store_n(at, replaced, __ATOMIC_RELEASE);
+    char **at = find_entry(), *ours = chosen;
+    if (at)
+        __atomic_compare_exchange_n(at, &ours, replaced, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 
 void visible_in_child(void)
