@@ -26,9 +26,8 @@ ended: that raises `OSError`, and the caller changes nothing.
 
 Environment and arguments lie in the process's own memory, and a process can keep a reader of
 them waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup, its
-parent or `claim` says; if none of them does, it may belong to any lease of its user
-(`unread`), and none of these that is on the same devices may be taken as ended.  No scan
-waits for it longer than `own_memory.LOOK_S`, and none waits for another scan.
+parent or `claim` says.  If none of them does, it may belong to any lease of its user, and none of
+these on the same devices may be taken as ended.  No scan waits longer than `own_memory.LOOK_S`.
 
 A scan must be cheap, because it runs every second: the names and inodes in /proc
 are one directory read; only a (pid, inode) that is new is opened, or one younger
@@ -47,6 +46,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,7 +174,7 @@ class Processes:
             before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
         fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
         looked = self._look(fresh, before, set(owners.values()), within_s)
-        inside = sorted((p for p, _ in looked if self._containers.decides(p.container)), key=_age)
+        inside = sorted((p for p, _ in looked if self.is_contained(p)), key=attrgetter("start_ticks"))
         self._containers.learn([(p.container, p.key) for p in inside], owners)
         with self._guard:
             if number > self._latest:  # else a scan that began later has seen more
@@ -297,25 +297,20 @@ class Processes:
         # Parents first, so that a whole new tree finds its lease in one scan.
         for process, read_at in sorted(looked, key=lambda each: each[0].start_ticks):
             self._known[process.pid] = _Known(present[process.pid], self._placed(process), read_at)
-        self.unread = tuple(
-            known.process
-            for known in self._known.values()
-            if known.process.unread
-            and not known.process.lease
-            and not self._containers.decides(known.process.container)
-        )
+        unread = (known.process for known in self._known.values() if known.process.unread)
+        self.unread = tuple(each for each in unread if not each.lease and not self.is_contained(each))
 
     def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
         """Whether neither a process's memory nor its mounts need a further look."""
         if known.process.pid in self.on_devices and not self._owner(known.process, owners):
             return False
         container, age_s = known.process.container, time.monotonic() - known.process.started_at
-        is_new = self._containers.decides(container) and not self._containers.lease_of(container)
+        is_new = self.is_contained(known.process) and not self._containers.lease_of(container)
         return known.is_settled(owners) and not (is_new and age_s < CONTAINER_SETTLES_S)
 
     def _owner(self, process: Process, owners: Mapping[str, int]) -> str:
         """Return the lease that a process belongs to; empty: none."""
-        if self._containers.decides(process.container):
+        if self.is_contained(process):
             lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
         if self._containers.has(process.lease):  # users of containers may have one uid
@@ -394,10 +389,6 @@ def leader(processes: tuple[Process, ...]) -> Process | None:
         if process.carries == process.lease and process.parent not in pids:
             return process
     return processes[0] if processes else None
-
-
-def _age(process: Process) -> int:
-    return process.start_ticks
 
 
 def _of_kernel(pid: int, now: float, own_container: str = "") -> Process | None:
