@@ -21,8 +21,10 @@ from jupyter_gpushare.wall_clock import exact
 
 T = TypeVar("T")
 
-# Users per page of the list; the Hub's own default limit is 200.
+# Users per page of the list; the Hub may give fewer (`c.JupyterHub.api_page_max_limit`).
 _PAGE = 200
+# With this the Hub says where its next page begins.
+_PAGINATED = "application/jupyterhub-pagination+json"
 _MAX_PAGES = 500
 # 401, 403: token not accepted or without a scope; 429: too many spawns; 503: the Hub starts or stops.
 _NOT_NOW = (401, 403, 429, 503)
@@ -43,6 +45,14 @@ class _Server(msgspec.Struct):
     full_url: str | None = None  # with a host: always set when each user has a subdomain
 
 
+class _Next(msgspec.Struct):
+    offset: int
+
+
+class _Pagination(msgspec.Struct):
+    next: _Next | None = None
+
+
 class _User(msgspec.Struct):
     name: str
     created: datetime | None = None
@@ -52,6 +62,11 @@ class _User(msgspec.Struct):
     @property
     def seen(self) -> HubUser:
         return HubUser(self.name, exact(self.created), tuple(self.groups))
+
+
+class _Page(msgspec.Struct):
+    items: list[_User]
+    pagination: _Pagination = msgspec.field(name="_pagination")
 
 
 def _decoded(response: httpx.Response, kind: type[T]) -> T:
@@ -97,8 +112,8 @@ class HubClient(Hub):
             trust_env=False,
             verify=tls or True,
         )
-        # The last lists of users, by state and page, with the Hub's tag of that answer.
-        self._pages: dict[tuple[str, int], tuple[str, list[_User]]] = {}
+        # The last lists of users, by state and offset, with the Hub's tag of that answer.
+        self._pages: dict[tuple[str, int], tuple[str, _Page]] = {}
         self._shows_names = False  # as the Hub's last answer said: it may be upgraded at any time
 
     async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
@@ -177,15 +192,17 @@ class HubClient(Hub):
         return [user.seen async for user in self._list("")]
 
     async def _list(self, state: str) -> AsyncIterator[_User]:
-        for page in range(_MAX_PAGES):
-            users = await self._page(state, page)
-            for user in users:
+        offset = 0
+        for _ in range(_MAX_PAGES):
+            page = await self._page(state, offset)
+            for user in page.items:
                 yield user
-            if len(users) < _PAGE:
+            if page.pagination.next is None:
                 return
+            offset = page.pagination.next.offset
         raise HubError("the Hub has more users than the broker reads")
 
-    async def _page(self, state: str, number: int) -> list[_User]:
+    async def _page(self, state: str, offset: int) -> _Page:
         """Return a page of the users, with ``state`` "active" of those with servers.
 
         The Hub answers 304 where nothing changed since the last look, which it logs for debugging only.
@@ -193,20 +210,20 @@ class HubClient(Hub):
         Raises:
             HubError: no answer, or a refusal.
         """
-        tag, known = self._pages.get((state, number), ("", []))
+        tag, known = self._pages.get((state, offset), ("", None))
         response = await self._ask(
             "GET",
             "users",
-            params={"state": state, "offset": number * _PAGE, "limit": _PAGE},
-            headers={"If-None-Match": tag} if tag else {},
+            params={"state": state, "offset": offset, "limit": _PAGE},
+            headers={"Accept": _PAGINATED} | ({"If-None-Match": tag} if tag else {}),
         )
-        if response.status_code == 304:
+        if response.status_code == 304 and known is not None:
             return known
         if response.status_code != 200:
             raise self._refusal("the Hub did not list its servers", response)
-        users = _decoded(response, list[_User])
-        self._pages[state, number] = (response.headers.get("Etag", ""), users)
-        return users
+        page = _decoded(response, _Page)
+        self._pages[state, offset] = (response.headers.get("Etag", ""), page)
+        return page
 
     async def has_server(self, key: ServerKey) -> bool:
         """Return whether a server is not stopped.

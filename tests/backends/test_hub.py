@@ -28,6 +28,7 @@ class FakeHub:
         self.users: list[dict[str, Any]] | None = None
         self.statuses: list[int] = []
         self.state = "active"  # of the users in the list
+        self.page_max = 200  # its `api_page_max_limit`
 
 
 class _Any(web.RequestHandler):
@@ -43,9 +44,15 @@ class _Any(web.RequestHandler):
         body = json.loads(self.request.body) if self.request.body else None
         self.hub.asked.append((self.request.method or "", self.request.path, body))
         if self.hub.users is not None:
-            offset, limit = int(self.get_argument("offset")), int(self.get_argument("limit"))
+            offset = int(self.get_argument("offset"))
+            limit = min(int(self.get_argument("limit")), self.hub.page_max)
             assert self.get_argument("state") == self.hub.state
-            self.finish(json.dumps(self.hub.users[offset : offset + limit]))
+            assert self.request.headers["Accept"] == "application/jupyterhub-pagination+json"
+            # As `paginated_model` of jupyterhub/apihandlers/base.py.
+            end, total = offset + limit, len(self.hub.users)
+            follows = {"offset": end, "limit": limit, "url": "http://hub/"} if end < total else None
+            pagination = {"offset": offset, "limit": limit, "total": total, "next": follows}
+            self.finish(json.dumps({"items": self.hub.users[offset:end], "_pagination": pagination}))
             return
         self.set_status(self.hub.status)
         body = self.hub.body
@@ -228,6 +235,13 @@ async def test_all_users_are_read_page_by_page(hub):
     assert [user.name for user in users] == [f"u{n}" for n in range(401)]
     assert [user.name for user in await hub.client.users()] == [user.name for user in users]
     assert hub.statuses[3:] == [304, 304, 304]
+
+
+async def test_a_hub_with_small_pages_is_read_to_the_end(hub):
+    hub.state, hub.page_max = "", 50
+    hub.users = [{"name": f"u{n}"} for n in range(101)]
+    assert [user.name for user in await hub.client.users()] == [f"u{n}" for n in range(101)]
+    assert len(hub.asked) == 3
 
 
 async def test_where_a_server_is_reached_is_what_the_hub_says(hub):

@@ -91,7 +91,7 @@ class _HubUser(web.RequestHandler):
     def get(self, name: str = "") -> None:
         server = {"name": "", "ready": True}
         user = person("user0") | {"groups": [PROJECTS[0]], "servers": {"": server}}
-        self.write(json.dumps([user] if name == "s" else user))
+        self.write(json.dumps({"items": [user], "_pagination": {"next": None}} if name == "s" else user))
 
     def post(self, name: str = "") -> None:
         self.set_status(429)  # until the session holds the GPU: "too many spawns"
