@@ -27,7 +27,7 @@ def adopt(args: argparse.Namespace) -> int:
         answer = client.get("owners", wire.Owners)
         for name in _names(args, answer):
             try:
-                answer = client.put(_path(name), wire.Adoption(to=args.to), wire.Owners, repeatable=True)
+                answer = client.put(_path(name), wire.Adoption(to=args.to), wire.Owners)
             except RequestError as error:
                 if not args.all:
                     raise
@@ -45,7 +45,7 @@ def end(args: argparse.Namespace) -> int:
         if names and not args.yes and not confirmed(args, f"Fail the waiting jobs {whose}?"):
             return EXIT_REFUSED
         for name in names:
-            answer = client.delete(_path(name), wire.Owners, repeatable=True)
+            answer = client.delete(_path(name), wire.Owners)
     return _print(args, answer)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 MADE = "2026-11-22T03:05:09.123456Z"
 
 
@@ -50,6 +52,15 @@ def test_jobs_are_ended_after_a_question(gpushare, broker):
     assert all(seen.method == "GET" for seen in broker.seen)
     assert gpushare("admin", "end", "ada", "--yes").code == 0
     assert gpushare("admin", "end", "--all", "--yes").code == 0
+
+
+@pytest.mark.parametrize(("method", "words"), [("PUT", ["adopt"]), ("DELETE", ["end", "--yes"])])
+def test_a_change_whose_answer_was_lost_is_not_sent_again(gpushare, broker, method, words):
+    """The second answer would be that no such owner is absent."""
+    broker.answer("GET owners", owners("ada"))
+    broker.answer(f"{method} owners/ada", {"status": 503, "reason": "unavailable", "message": "later"}, 503)
+    assert gpushare("admin", *words, "ada").code != 0
+    assert [seen.method for seen in broker.seen].count(method) == 1
 
 
 def test_one_owner_is_named_or_all(gpushare, broker):
