@@ -14,6 +14,7 @@ from tornado.web import create_signed_value
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
 from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control.effects import MAX_TRIES
 from jupyter_gpushare.broker.control.ownership import AGAIN_S, LOOK_S
 from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import (
@@ -513,6 +514,34 @@ async def test_memory_and_database_agree_about_what_moved(tmp_path):
         )
         assert keep_left(registry, "bo") == registry.policy.keep_minutes_per_day - 2
         assert {owner.user: owner for owner in found.owners} == registry.owners.of
+
+
+# ---- what has a bound -----------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_404_at_starts_of_a_user_that_the_hub_has_ends_the_job_after_its_tries(tmp_path, monkeypatch):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        asked: list[str] = []
+        users = broker.hub.users
+
+        async def refused(*_: object) -> None:
+            asked.append("start")
+            raise HubError("404: Not Found", unknown_user=True)
+
+        async def listed() -> list[HubUser]:
+            asked.append("list")
+            return await users()
+
+        monkeypatch.setattr(broker.hub, "start_server", refused)
+        monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
+        monkeypatch.setattr(broker.hub, "users", listed)
+        job = await site.submit("ada")
+        await until(lambda: broker.job(job).result, 200)
+        assert broker.seen(job).state == "failed"
+        assert asked == ["start"] * MAX_TRIES
 
 
 # ---- over HTTP -------------------------------------------------------------------

@@ -306,7 +306,9 @@ class Effects:
                 return
             # The answer may have been lost after the Hub began the start.
             if error.unknown_user or not await self._may_still_start(record, key):
-                await self.start_failed(record, str(error), is_owner_unknown=error.unknown_user)
+                # Something before the Hub, or a hook of it, may have answered 404.
+                is_owner_unknown = error.unknown_user and await self.hub.user(key.user) is None
+                await self.start_failed(record, str(error), is_owner_unknown=is_owner_unknown)
                 return
         else:
             self._hub_backoff_s = 1.0
