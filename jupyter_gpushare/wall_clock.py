@@ -23,6 +23,21 @@ def exact(moment: datetime | None) -> str:
     return aware.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
+def is_whole_second(moment: str) -> bool:
+    """Return whether a text of `exact` has no part of a second."""
+    return moment.endswith(".000000Z")
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two texts of `exact` are one moment.
+
+    Some databases keep whole seconds, cut off (MariaDB) or rounded (MySQL): within 1 s of one is the same.
+    """
+    if is_whole_second(one) == is_whole_second(other) or not (one and other):
+        return one == other
+    return seconds_between(one, other) + seconds_between(other, one) <= 1.0
+
+
 def iso_now() -> str:
     """Return the present time as text."""
     return iso(datetime.now(UTC))

@@ -29,7 +29,7 @@ from jupyter_gpushare.broker.state.records import (
 )
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.broker.views.owners import owners
-from jupyter_gpushare.errors import Conflict, NotFound
+from jupyter_gpushare.errors import Conflict, DiskFull, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
 from tests.broker import stored
 from tests.broker.brokers import Broker
@@ -516,6 +516,99 @@ async def test_memory_and_database_agree_about_what_moved(tmp_path):
         assert {owner.user: owner for owner in found.owners} == registry.owners.of
 
 
+# ---- users that are renamed to names that others had ---------------------------
+
+GONE = ("ada", "bo", "cy")
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["at a look", "at a start"])
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"bo": "ada"},  # bo was deleted
+        {"bo": "ada", "zed": "bo"},
+        {"ada": "bo", "bo": "ada"},
+        {"ada": "cy", "bo": "ada", "cy": "bo"},
+    ],
+    ids=["deleted", "chain", "swap", "circle"],
+)
+@in_virtual_time
+async def test_a_rename_to_a_known_name_merges_no_two_users(tmp_path, now, is_met):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        jobs = {name: await site.submit(name, project="nlp" if name == "bo" else "vision") for name in GONE}
+        moments = {name: site.made_at(name) for name in GONE}
+        site.deleted |= set(GONE) - {"cy"}
+        for name, before in now.items():
+            site.deleted.discard(name)
+            site.groups[name], site.made[name] = ("vision", "nlp"), moments[before]
+        if is_met:
+            await broker.loop.ownership.meet("bo", moments["ada"])
+            assert users_of(broker, jobs["ada"]) == ["bo"]
+        await asyncio.sleep(LOOK_S + AGAIN_S + 10)
+        names = {before: name for name, before in now.items()} | ({} if "cy" in now else {"cy": "cy"})
+        expected = [names.get(name, former(name, moments[name])) for name in GONE]
+        assert users_of(broker, *jobs.values()) == expected
+        states = ["queued" if name in names else "failed" for name in GONE]
+        assert [broker.seen(job).state for job in jobs.values()] == states
+        assert set(broker.registry.owners.of) == site.groups.keys() - site.deleted
+
+
+@in_virtual_time
+async def test_the_last_of_many_users_with_one_moment_inherits_from_none(tmp_path):
+    """JupyterHub gave all users of a database without moments the same (its migration 99a28a4418e1)."""
+    async with Site(tmp_path) as site:
+        site.made |= dict.fromkeys(("ada", "bo"), NEW)
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        site.deleted.add("ada")
+        assert broker.loop.ownership.find("zed", NEW) is None
+        await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+        assert broker.seen(job).user == former("ada", NEW)
+
+
+# ---- how databases keep moments, and Hubs that keep none -------------------------
+
+
+@pytest.mark.parametrize("kept", ["2026-11-22T03:05:09.000000Z", "2026-11-22T03:05:10.000000Z"])
+@in_virtual_time
+async def test_a_database_of_whole_seconds_makes_no_one_another_user(tmp_path, kept):
+    """A Hub says microseconds until it starts anew; then MariaDB has cut them off, and MySQL has rounded."""
+    async with Site(tmp_path) as site:
+        site.made["ada"] = "2026-11-22T03:05:09.500001Z"
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        made_at, site.made["ada"] = site.made["ada"], kept
+        await asyncio.sleep(LOOK_S + AGAIN_S)
+        assert users_of(broker, job) == ["ada"]
+        assert broker.registry.owners.of["ada"].created == kept
+        assert broker.loop.ownership.find("ada", made_at) == "ada"
+        site.made["ada"] = "2026-11-22T03:05:12.000000Z"
+        await broker.loop.ownership.meet("ada", site.made["ada"])
+        assert users_of(broker, job) == [former("ada", kept)]
+
+
+async def test_a_token_keeps_its_groups_when_the_hub_says_whole_seconds(http):
+    http.site.made["bo"] = NEW
+    await http.submit("bo")
+    http.site.made["bo"] = NEW.replace("123456", "000000")
+    await http.submit("bo")
+
+
+@in_virtual_time
+async def test_health_says_when_the_hub_does_not_date_its_users(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        assert broker.views.health().status == "ok"
+        site.made["ada"] = ""
+        await asyncio.sleep(LOOK_S + 10)
+        (said,) = broker.views.health().reasons
+        assert said.endswith("the scope read:users.")
+        site.made.clear()
+        await asyncio.sleep(LOOK_S + 10)
+        assert broker.views.health().status == "ok"
+
+
 # ---- what has a bound -----------------------------------------------------------
 
 
@@ -542,6 +635,160 @@ async def test_a_404_at_starts_of_a_user_that_the_hub_has_ends_the_job_after_its
         await until(lambda: broker.job(job).result, 200)
         assert broker.seen(job).state == "failed"
         assert asked == ["start"] * MAX_TRIES
+
+
+@in_virtual_time
+async def test_held_owners_stay_only_as_long_as_they_have_leases(tmp_path):
+    """As where guests come and go, many at once."""
+    async with Site(tmp_path) as site:
+        site.groups |= {f"u{n}": ("nlp",) for n in range(20)}
+        broker = await emptied(site)
+        registry = broker.registry
+        job = await site.submit("u0", key="mine")
+        kept = UsageRecord(day=registry.iso_now()[:10], user="u1", project="nlp", used_gpu_s=60.0)
+        await registry.journal.commit(registry.usage.count(kept))
+        site.deleted |= {f"u{n}" for n in range(20)}
+        await until(lambda: broker.views.health().held_jobs == 1, LOOK_S + 10)
+        assert set(registry.owners.of) == {"ada", "bo", "cy", "eve", "root", "u0"}
+        assert {owner.user for owner in registry.store.load().owners} == set(registry.owners.of)
+        assert [use.user for use in registry.usage.sums.values()] == [former("u1", site.made_at("u1"))]
+        await broker.requests.cancel(await broker.requests.job("u0", job.id))
+        await asyncio.sleep(LOOK_S + 10)
+        assert "u0" not in registry.owners.of
+        site.deleted.clear()
+        await asyncio.sleep(LOOK_S + 10)
+        assert [use.user for use in registry.usage.sums.values()] == ["u1"]
+        assert users_of(broker, job) == ["u0"]
+
+
+@in_virtual_time
+async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that_goes(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        await open_again(broker)
+        await site.session("bo", "1/2")
+        site.deleted.add("bo")
+        await asyncio.sleep(LOOK_S + 2 * AGAIN_S)
+        assert former("bo", site.made_at("bo")) in broker.registry.owners.of
+        await draining.drain(broker.registry, broker.engine, MACHINE, None, "root")
+        job = await site.submit("ada")
+        site.deleted.add("ada")
+        await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+        assert broker.views.health().held_jobs == 0
+
+
+@in_virtual_time
+async def test_a_user_that_was_failed_has_the_history_when_the_hub_has_it_again(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        job = await site.submit("ada")
+        site.deleted.add("ada")
+        await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+        assert users_of(broker, job) == [former("ada", site.made_at("ada"))]
+        site.deleted.clear()
+        await asyncio.sleep(LOOK_S + 10)
+        assert users_of(broker, job) == ["ada"]
+
+
+@in_virtual_time
+async def test_what_moves_loses_its_keys_also_beside_jobs_that_memory_forgot(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        registry = broker.registry
+        job, other = await site.submit("ada", key="mine"), await site.submit("bo", key="mine")
+        registry._jobs.pop(other.id)
+        registry.index.drop(other.lease_id)
+        await broker.loop.ownership.change(OwnerMoved("ada", "bo"))
+        await registry.put_job(broker.job(job))
+        assert users_of(broker, job) == ["bo"]
+        found = {each.id: each.idempotency_key for each in registry.store.load().jobs}
+        assert found == {job.id: None, other.id: "mine"}
+
+
+# ---- what administrators adopt -----------------------------------------------------
+
+
+@in_virtual_time
+async def test_jobs_are_adopted_only_into_projects_of_the_new_owner(tmp_path):
+    """After a new database users may exist before their groups do."""
+    async with Site(tmp_path) as site:
+        broker, adas, _ = await another_database(site)
+        await open_again(broker)
+        site.groups["ada"] = ()
+        with pytest.raises(Conflict, match="ada is no member of project vision, in which jobs wait"):
+            await broker.loop.ownership.adopt("ada", None, "root")
+        await asyncio.sleep(60)
+        assert broker.seen(adas).state == "queued"
+        site.groups["ada"] = ("vision",)
+        await broker.loop.ownership.adopt("ada", None, "root")
+        await until(lambda: broker.job(adas).result, 120)
+        assert broker.seen(adas).state == "succeeded"
+
+
+@in_virtual_time
+async def test_no_two_sessions_of_one_server_are_adopted(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        first, held = former("ada", site.made_at("ada")), await site.session("ada", "1/2")
+        await until(lambda: broker.state(held.handle) == "running", 30)
+        site.servers.clear()
+        made_anew(site, "ada")
+        again = await site.session("ada", "1/2")
+        with pytest.raises(Conflict, match="ada would have two sessions of the server without a name: stop"):
+            await broker.loop.ownership.adopt("ada", None, "root")
+        users = [broker.lease(each.handle).lease.user for each in (held, again)]
+        assert users == [first, "ada"]
+
+
+@in_virtual_time
+async def test_nothing_is_adopted_while_the_disk_is_full(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, *_ = await another_database(site)
+        site.groups["zoe"] = ("vision",)
+        broker.registry.journal.is_disk_full = True
+        with pytest.raises(DiskFull):
+            await broker.loop.ownership.adopt("ada", "zoe", "root")
+        broker.registry.journal.is_disk_full = False
+
+
+# ---- names that look like what is kept under --------------------------------------
+
+
+@pytest.mark.parametrize("name", ["service/gpu", f"bo/{NEW}", "a/b"])
+async def test_a_name_with_a_slash_is_no_user_here(http, name):
+    """JupyterHub 5.5 lets administrators give a user any name."""
+    http.site.groups[name] = ("nlp",)
+    http.tokens["slash"] = person(name, "custom:gpushare:jobs")
+    answer = await http.refused("GET", "status", "slash")
+    assert (answer.status, answer.message) == (
+        403,
+        f"the name {name!r} has a slash: the GPU service knows no such user",
+    )
+    with pytest.raises(NotAllowed, match="has a slash"):
+        await http.broker.admission.start(spawn(name, "1/2"))
+    await http.broker.loop.ownership.look()
+    assert name not in http.broker.registry.owners.of
+
+
+@in_virtual_time
+async def test_owners_of_an_earlier_version_that_the_hub_lacks_leave_nothing_to_a_namesake(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await emptied(site)
+        jobs = [await site.submit(name) for name in ("ada", "bo", "cy")]
+        await broker.requests.cancel(jobs[2])
+        await broker.loop.ownership.change(*map(OwnerForgotten, list(broker.registry.owners.of)))
+        await broker.end()
+        site.deleted |= {"bo", "cy"}
+        broker = await site.start_broker()
+        await until(lambda: broker.registry.owners.of, 10)
+        site.deleted.clear()
+        made_anew(site, "bo", "cy")
+        await broker.loop.ownership.meet("bo", site.made_at("bo"))
+        await broker.loop.ownership.meet("cy", site.made_at("cy"))
+        assert users_of(broker, *jobs) == ["ada", former("bo", ""), former("cy", "")]
+        await until(lambda: broker.job(jobs[1]).result, LOOK_S + AGAIN_S + 10)
+        assert [broker.seen(job).state for job in jobs] == ["queued", "failed", "cancelled"]
 
 
 # ---- over HTTP -------------------------------------------------------------------

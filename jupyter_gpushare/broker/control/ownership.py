@@ -3,13 +3,15 @@
 * What belongs to the present user of a name is kept under the name.  When another user gets it,
   everything of the earlier one is moved aside at once (`records.former`): the new user neither sees
   nor runs nor inherits it.  When the earlier user is back, as after a restored database, it moves back.
-* A user with another name and the very same moment was renamed, if the old name has gone:
-  everything moves to the new name.  Whole seconds (a MySQL database) are no such moment.
+* A user who was not known, with the very same moment as one owner of another name, was renamed, if the
+  old name has gone: everything moves to the new name.  Whole seconds (a MySQL database) are no such
+  moment, and neither is one that several have (of a Hub that is older than these moments).
 * `Ownership.look` compares all owners with the Hub's users, every `LOOK_S`, and `AGAIN_S` after one
   was absent: from the list, and when asked for by name.  After two such looks the waiting jobs fail.
 * All users of the Hub are owners once they were seen.  When more than a tenth of them and more than
   one, or all, are absent at one look, the Hub has another database.  Then nothing fails: the jobs are
   held until an administrator gives them to a user (`adopt`) or ends them (`end`), or the owners are back.
+  Absent owners without a lease are forgotten, so that the table has a bound; their history stays aside.
 * Jobs of absent, held or former owners do not start (`KnownOwners.absent`).
 """
 
@@ -19,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from jupyter_gpushare import messages
@@ -28,9 +30,9 @@ from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.state.records import Owner, OwnerForgotten, OwnerMoved, UserService, former
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.rows import Change
-from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotFound
+from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.wall_clock import exact
+from jupyter_gpushare.wall_clock import exact, is_same, is_whole_second
 
 log = logging.getLogger("gpushare.broker")
 
@@ -38,6 +40,8 @@ LOOK_S = 300.0
 AGAIN_S = 60.0
 # More owners than this and than a tenth do not go by chance.
 _FEW = 1
+# Since when an owner is absent whose jobs were failed.
+_LONG_AGO = float("-inf")
 # When so many are absent in the list, not all are asked for by name.
 _ASKED = 50
 
@@ -50,18 +54,20 @@ class Ownership:
         self._hub = hub
         self._effects = effects
         self._absent_since: dict[str, float] = {}  # by `Owner.user`
+        self._has_looked = False
         self._changing = asyncio.Lock()  # held from a question to the Hub to what follows from it
 
     # ---- users that come -----------------------------------------------------
 
     def find(self, name: str, created: str) -> str | None:
         """Return the `Owner.user` of a user that was made at ``created``; None: the name is not known."""
-        owners = self._registry.owners.of
-        owner = owners.get(name)
+        owner = self._registry.owners.of.get(name)
+        if not _is_name(name):
+            return former(name, created)  # nothing is of such a user
         if owner is not None and not owner.is_other(created):
             return name
         # The Hub's answer about a token may be of before a rename.
-        if _is_exact(created) and (same := next((x for x in owners.values() if x.created == created), None)):
+        if same := self._only_one_made(created):
             return same.user
         return None if owner is None else former(name, created)
 
@@ -70,9 +76,12 @@ class Ownership:
 
         Raises:
             BrokerUnavailable: the Hub does not answer, and has to be asked about a rename.
+            NotAllowed: the name has a slash, as what is kept under has (`records.former`).
             DiskFull: another user had the name, and that cannot be stored.
             StoreError: the database failed; the broker ends.
         """
+        if not _is_name(name):
+            raise NotAllowed("the name %1 has a slash: the GPU service knows no such user", repr(name[:60]))
         known = self._registry.owners.of.get(name)
         if known is not None and known == known.with_known(created, uid) and not known.is_other(created, uid):
             return  # also while the Hub is looked at
@@ -83,53 +92,75 @@ class Ownership:
                 raise BrokerUnavailable(str(error)) from None
 
     async def _meet(self, name: str, created: str, uid: int = -1) -> None:
-        registry, known = self._registry, self._registry.owners.of.get(name)
-        if known is None:
-            if registry.journal.is_disk_full:
-                return  # noted at the next time
-            before = registry.owners.of.get(former(name, created)) or await self._renamed_to(name, created)
-            moves = () if before is None else (OwnerMoved(before.user, name),)
-            await self.change(*moves, Owner(user=name, name=name, created=created, uid=uid))
-            self._show()
-        elif known.is_other(created, uid):
-            await self._replace(known, created, uid)
-        elif (same := known.with_known(created, uid)) != known and not registry.journal.is_disk_full:
-            await self.change(same)
-
-    async def _replace(self, known: Owner, created: str, uid: int) -> None:
-        """Move aside what belongs to the earlier user of a name, and back what belongs to this one."""
-        name, is_uid_other = known.name, not known.is_other(created)
-        aside = former(name, known.created, known.uid if is_uid_other else -1)
-        back = former(name, created, uid if is_uid_other else -1)
-        log.warning("user=%s is another one: made at %s, before at %s", name, created, known.created)
-        self._absent_since.setdefault(aside, self._absent_since.pop(name, self._registry.clock()))
-        # Another uid alone is seen at one user after the other, however many have one.
-        earlier = replace(known, user=aside, held=known.held or is_uid_other)
-        has_leases = any(record.lease.user == name for record in self._registry.leases.values())
-        await self.change(
-            OwnerMoved(name, aside),
-            OwnerMoved(back, name),
-            *((earlier,) if has_leases or not earlier.held else ()),
-            Owner(user=name, name=name, created=created, uid=uid),
-        )
-        self._show()
-
-    async def _renamed_to(self, name: str, created: str) -> Owner | None:
-        """Return the owner that had another name before; None: there is none.
+        """Note a user of the Hub; who was not known under this name may have had another one.
 
         Raises:
             HubError: the Hub does not answer.
         """
-        same = [
-            owner
+        registry, known = self._registry, self._registry.owners.of.get(name)
+        if known is not None and not known.is_other(created, uid):
+            if (same := known.with_known(created, uid)) != known and not registry.journal.is_disk_full:
+                await self.change(same)
+            return
+        if known is None and registry.journal.is_disk_full:
+            return  # noted at the next time
+        is_uid_other = known is not None and not known.is_other(created)
+        earlier = self._former(name, created, uid if is_uid_other else -1)
+        if not is_uid_other and earlier not in registry.owners.of:
+            earlier = await self._renamed_to(name, created) or earlier
+        if known is not None:
+            moves = self._aside(known, is_uid_other=is_uid_other)
+        else:
+            # Of a user who went before the broker knew moments; all others were met at the first look.
+            moves = (OwnerMoved(name, former(name, "")),) if self._has_looked else ()
+        await self.change(
+            *moves, OwnerMoved(earlier, name), Owner(user=name, name=name, created=created, uid=uid)
+        )
+        self._absent_since.pop(earlier, None)
+        self._show()
+
+    def _aside(self, known: Owner, *, is_uid_other: bool) -> tuple[Owner | OwnerMoved, ...]:
+        """Return the changes that move aside what belongs to the earlier user of a name."""
+        name = known.name
+        aside = former(name, known.created, known.uid if is_uid_other else -1)
+        log.warning("user=%s is another one than that made at %s", name, known.created)
+        self._absent_since.setdefault(aside, self._absent_since.pop(name, self._registry.clock()))
+        # Another uid alone is seen at one user after the other, however many have one.
+        earlier = replace(known, user=aside, held=known.held or is_uid_other)
+        is_kept = name in self._users_of_leases() or not earlier.held
+        return OwnerMoved(name, aside), *((earlier,) if is_kept else ())
+
+    def _former(self, name: str, created: str, uid: int) -> str:
+        """Return what is kept under of a user who had the name before (`records.former`)."""
+        known = (
+            owner.user
             for owner in self._registry.owners.of.values()
-            if owner.created == created and owner.name != name and _is_exact(created)
-        ]
-        if len(same) != 1:
+            if owner.name == name
+            and owner.user == former(name, owner.created, uid)
+            and is_same(owner.created, created)
+        )
+        return next(known, former(name, created, uid))
+
+    async def _renamed_to(self, name: str, created: str) -> str | None:
+        """Return the `Owner.user` of the owner that had another name before; None: there is none.
+
+        Raises:
+            HubError: the Hub does not answer.
+        """
+        owner = self._only_one_made(created)
+        if owner is None or owner.name == name:
             return None
-        (owner,) = same
         there = None if owner.is_former else await self._hub.user(owner.name)
-        return owner if there is None or owner.is_other(there.created) else None
+        return owner.user if there is None or owner.is_other(there.created) else None
+
+    def _only_one_made(self, created: str) -> Owner | None:
+        """Return the only owner that was made at a moment; None: there are several, or none."""
+        same = [owner for owner in self._registry.owners.of.values() if owner.created == created]
+        is_exact = bool(created) and not is_whole_second(created)
+        return same[0] if is_exact and len(same) == 1 else None
+
+    def _users_of_leases(self) -> set[str]:
+        return {record.lease.user for record in self._registry.leases.values()}
 
     async def meet_start(self, request: wire.SpawnRequest) -> None:
         """Note the owner of a server that is about to start, as `meet` does."""
@@ -148,7 +179,8 @@ class Ownership:
             yield
             with contextlib.suppress(TimeoutError):
                 # A timer may be a moment early.
-                async with asyncio.timeout(AGAIN_S + 1 if self._absent_since else LOOK_S):
+                is_new = any(since != _LONG_AGO for since in self._absent_since.values())
+                async with asyncio.timeout(AGAIN_S + 1 if is_new else LOOK_S):
                     await doubted.wait()
 
     async def look(self) -> None:
@@ -161,8 +193,9 @@ class Ownership:
         """
         async with self._changing:
             registry, now = self._registry, self._registry.clock()
-            users = {user.name: user for user in await self._hub.users()}
-            await self._find_again(users)
+            users = {user.name: user for user in await self._hub.users() if _is_name(user.name)}
+            registry.owners.are_undated = any(not user.created for user in users.values())
+            await self._meet_all(users)
             absent = [x for x in registry.owners.of.values() if not x.held and not self._is_in(users, x)]
             asked = absent[:_ASKED] if self._are_many(absent) else absent
             gone = [owner for owner in asked if await self._is_gone(owner)]
@@ -173,49 +206,61 @@ class Ownership:
                 await self.change(*(replace(owner, held=True) for owner in absent))
                 log.error("%d owners are gone from the Hub at once: their jobs are held", len(absent))
                 self._absent_since.clear()
-            # Users of rows of an earlier version are adopted as the Hub has them at the first look.
-            new = {
-                *users,
-                *(record.lease.user for record in registry.leases.values()),
-            } - registry.owners.of.keys()
-            made = {name: users[name].created if name in users else "" for name in new}
-            await self.change(*(Owner(user=x, name=x, created=at) for x, at in made.items()))
             for owner in absent:
                 if now - self._absent_since.get(owner.user, now) >= AGAIN_S:
                     await self._end(owner)
+            await self._forget_idle()
             self._show()
 
-    async def _find_again(self, users: Mapping[str, HubUser]) -> None:
-        """Note the owners that are back, or have another name."""
-        registry = self._registry
+    async def _meet_all(self, users: Mapping[str, HubUser]) -> None:
+        """Note all users of the list, and those owners of leases that only a database of names knows."""
+        registry, is_first = self._registry, not self._registry.owners.of
         made = Counter(user.created for user in users.values())
-        names = {user.created: user.name for user in users.values() if made[user.created] == 1}
-        for owner in list(registry.owners.of.values()):
-            renamed = names.get(owner.created, owner.name)
-            if registry.owners.of.get(owner.user) != owner:
-                continue  # it was moved with another
-            if self._is_in(users, owner):
-                await self._meet(owner.name, users[owner.name].created)
-                back = registry.owners.of.get(owner.name)
-                if back is not None and back.held:
-                    await self.change(replace(back, held=False))
-            elif renamed != owner.name and _is_exact(owner.created):
-                to = replace(owner, user=renamed, name=renamed, held=False)
-                await self.change(OwnerMoved(owner.user, renamed), to)
+        unknown = [user for user in users.values() if user.name not in registry.owners.of]
+        # A moment that many users share says of none that it was renamed.
+        new = [user for user in unknown if is_first or made[user.created] > 1]
+        moves = () if is_first else (OwnerMoved(former(user.name, user.created), user.name) for user in new)
+        await self.change(
+            *moves, *(Owner(user=user.name, name=user.name, created=user.created) for user in new)
+        )
+        for user in users.values():
+            await self._meet(user.name, user.created)
+        back = [registry.owners.of[name] for name in users if name in registry.owners.of]
+        await self.change(*(replace(owner, held=False) for owner in back if owner.held))
+        for name in self._users_of_leases() - registry.owners.of.keys():
+            if _is_name(name) and (there := await self._hub.user(name)):
+                await self._meet(name, there.created)
+            else:
+                aside = former(name, "")
+                await self.change(OwnerMoved(name, aside), Owner(user=aside, name=name))
+        self._has_looked = True
+
+    async def _forget_idle(self) -> None:
+        """Forget the held owners without a lease, so that rows have a bound; their history moves aside."""
+        busy = self._users_of_leases()
+        idle = [x for x in self._registry.owners.of.values() if x.held and x.user not in busy]
+        for owner in idle:
+            moves = () if owner.is_former else (OwnerMoved(owner.user, former(owner.name, owner.created)),)
+            await self.change(*moves, OwnerForgotten(owner.user))
 
     def _is_in(self, users: Mapping[str, HubUser], owner: Owner) -> bool:
         return (there := users.get(owner.name)) is not None and self._is_back(owner, there)
 
     def _is_back(self, owner: Owner, there: HubUser) -> bool:
         """Return whether the Hub's user of this name is this owner; only the uid of another may differ."""
+        if owner.is_former and not owner.created and there.created:
+            return False  # gone before the broker knew when it was made
         now = self._registry.owners.of.get(owner.name)
         is_uid_other = owner.is_former and now is not None and not now.is_other(there.created)
         return not owner.is_other(there.created) and not is_uid_other
 
     def _are_many(self, absent: list[Owner]) -> bool:
-        """Return whether so many have gone that the Hub has another database."""
-        known = sum(not owner.held for owner in self._registry.owners.of.values())
-        return bool(absent) and (len(absent) > max(_FEW, known / 10) or len(absent) == known)
+        """Return whether so many have gone that the Hub has another database; who went long ago is none."""
+        known, gone = (
+            sum(not x.held and self._absent_since.get(x.user) != _LONG_AGO for x in owners)
+            for owners in (self._registry.owners.of.values(), absent)
+        )
+        return gone > 0 and (gone > max(_FEW, known / 10) or gone == known)
 
     async def _is_gone(self, owner: Owner) -> bool:
         there = await self._hub.user(owner.name)
@@ -229,8 +274,8 @@ class Ownership:
         aside = owner.user if owner.is_former else former(owner.name, owner.created)
         self._absent_since.pop(owner.user, None)
         moves = () if owner.is_former else (OwnerMoved(owner.user, aside),)
-        if any(record.lease.user in (owner.user, aside) for record in registry.leases.values()):
-            self._absent_since[aside] = registry.clock() - AGAIN_S
+        if {owner.user, aside} & self._users_of_leases():
+            self._absent_since[aside] = _LONG_AGO
             await self.change(*moves, replace(owner, user=aside, held=False))
         else:
             await self.change(*moves, OwnerForgotten(owner.user))
@@ -249,6 +294,8 @@ class Ownership:
         registry = self._registry
         registry.journal.check()
         stored: list[Change] = [*changes]
+        moved = {change.old for change in changes if isinstance(change, OwnerMoved)}
+        is_seen = bool(moved and moved & (self._users_of_leases() | {x.user for x in registry.jobs.values()}))
         for change in changes:
             match change:
                 case Owner():
@@ -260,23 +307,24 @@ class Ownership:
         if note is not None:
             stored.append(registry.decisions.add(None, "owner", note))
         await registry.journal.commit(*stored)
-        if len(stored) > len(changes):  # else readers see the same as before
+        if is_seen or note is not None:  # else readers see the same as before
             await registry.notify()
 
     def _move(self, old: str, new: str) -> UserService:
         """Let everything of one owner belong to another, in memory; returns what else is to be stored."""
         registry = self._registry
-        for record in [r for r in registry.leases.values() if r.lease.user == old]:
+        records = [record for record in registry.leases.values() if record.lease.user == old]
+        jobs = [job for job in registry.jobs.values() if job.user == old]
+        for record in records:
             registry.index.put(replace(record, lease=replace(record.lease, user=new)))
-        keys = {job.idempotency_key for job in registry.jobs.values() if job.user == new}
-        for job in [job for job in registry.jobs.values() if job.user == old]:
-            key = None if job.idempotency_key in keys else job.idempotency_key
-            registry.cache_job(replace(job, user=new, idempotency_key=key))
+        for job in jobs:
+            registry.cache_job(replace(job, user=new, idempotency_key=None))
+        if records or jobs:
+            log.info("what was of user=%s is of user=%s now", old, new)
         registry.session_queue.forget(old)
         registry.decisions.move_owner(old, new)
         registry.usage.move_owner(old, new)
         registry.owners.of.pop(old, None)
-        log.info("what was of user=%s is of user=%s now", old, new)
         return registry.fairness.move_owner(old, new)
 
     def _show(self) -> None:
@@ -297,17 +345,18 @@ class Ownership:
 
         Raises:
             BrokerUnavailable: the Hub does not answer.
-            Conflict: the Hub has no such user.
+            Conflict: the Hub has no such user, or it may not have what is given: the text says why.
             NotFound: no owner of this name is absent.
             DiskFull: nothing is changed.
             StoreError: the database failed; the broker ends.
         """
         registry, target = self._registry, to or name
         async with self._changing:
+            registry.journal.check()
             self._absent(name)
             try:
                 there = await self._hub.user(target)
-                if there is None:
+                if there is None or not _is_name(target):
                     raise Conflict("the Hub has no user %1: name another, or add it there", repr(target[:60]))
                 await self._meet(target, there.created)
             except HubError as error:
@@ -317,11 +366,36 @@ class Ownership:
             found = [
                 x for x in registry.owners.of.values() if x.name == name and x.user in registry.owners.absent
             ]
+            self._check_adoption({owner.user for owner in found}, target, there.groups)
             moves = [OwnerMoved(owner.user, target) for owner in found if owner.user != target]
             await self.change(*moves, replace(registry.owners.of[target], held=False), note=note)
             for owner in found:
                 self._absent_since.pop(owner.user, None)
             self._show()
+
+    def _check_adoption(self, owners: set[str], target: str, groups: Sequence[str]) -> None:
+        """Return if a user can have what belongs to these owners.
+
+        Raises:
+            Conflict: the user lacks a project of the jobs, or two would be of one server.
+        """
+        registry = self._registry
+        mine = registry.policy.projects_of(groups)
+        waiting = {r.lease.project for r in registry.index.queued.values() if r.lease.user in owners}
+        if lacks := sorted(waiting.difference(mine)):
+            raise Conflict(
+                "%1 is no member of project %2, in which jobs wait: add %1 to its group first",
+                target,
+                ", ".join(lacks),
+            )
+        placed = registry.index.placed.values()
+        servers = Counter(r.server for r in placed if r.lease.user in {*owners, target} and not r.is_job)
+        if doubled := sorted(name for name, number in servers.items() if number > 1):
+            raise Conflict(
+                "%1 would have two sessions of the server %2: stop one of them first",
+                target,
+                repr(doubled[0]) if doubled[0] else "without a name",
+            )
 
     async def end(self, name: str, by: str) -> None:
         """Fail the waiting jobs of the absent owners of a name.
@@ -348,5 +422,5 @@ class Ownership:
         return found
 
 
-def _is_exact(created: str) -> bool:
-    return bool(created) and not created.endswith(".000000Z")
+def _is_name(name: str) -> bool:
+    return "/" not in name

@@ -27,6 +27,7 @@ from jupyterhub.services.auth import HubOAuth
 from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, HelperError, NotAllowed
+from jupyter_gpushare.wall_clock import is_same
 
 JOBS_SCOPE = "custom:gpushare:jobs"
 ADMIN_SCOPE = "custom:gpushare:admin"
@@ -85,7 +86,7 @@ class Access:
         """Return the identity for ``token``, and the Hub's model of it.
 
         Raises:
-            NotAllowed: no valid token, or one without access to this service.
+            NotAllowed: no valid token, one without access to this service, or a name with a slash.
             BrokerUnavailable: the Hub does not answer.
         """
         if model is None or token is None:
@@ -136,7 +137,7 @@ class Access:
         if not fresh and known is not None and time.monotonic() - known[0] < _GROUPS_S:
             return known[1]
         there = await self._user(identity.user)
-        groups = there.groups if there is not None and there.created == identity.created else ()
+        groups = there.groups if there is not None and is_same(there.created, identity.created) else ()
         if len(self._groups) >= _MAX_CACHED:
             self._groups.clear()
         self._groups[key] = (time.monotonic(), groups)

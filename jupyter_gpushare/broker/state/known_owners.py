@@ -14,6 +14,7 @@ class KnownOwners:
     def __init__(self) -> None:
         self.of: dict[str, Owner] = {}  # by `Owner.user`
         self.absent: frozenset[str] = frozenset()
+        self.are_undated = False  # the Hub does not say of all users when it made them
         self.doubted = asyncio.Event()  # the Hub may not have an owner
 
     def load(self, stored: Iterable[Owner]) -> None:

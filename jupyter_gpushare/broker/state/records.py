@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.messages import Texts
-from jupyter_gpushare.wall_clock import seconds_between
+from jupyter_gpushare.wall_clock import is_same, is_whole_second, seconds_between
 
 ENDED = frozenset({State.RELEASED, State.FAILED})
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -170,13 +170,16 @@ class Owner:
         return self.user != self.name
 
     def with_known(self, created: str, uid: int = -1) -> Owner:
-        """Return the owner with what was not known before."""
-        return replace(self, created=self.created or created, uid=uid if self.uid == -1 else self.uid)
+        """Return the owner with what was not known before, and the moment as the Hub's database keeps it."""
+        is_newer = not self.created or is_whole_second(created)
+        return replace(
+            self, created=created if is_newer else self.created, uid=uid if self.uid == -1 else self.uid
+        )
 
     def is_other(self, created: str, uid: int = -1) -> bool:
         """Return whether a user of this name is another one; what is not known differs from nothing."""
         is_uid_other = uid != self.uid and -1 not in (uid, self.uid)
-        return is_uid_other or (created != self.created and "" not in (created, self.created))
+        return is_uid_other or ("" not in (created, self.created) and not is_same(created, self.created))
 
 
 def former(name: str, created: str, uid: int = -1) -> str:

@@ -166,11 +166,8 @@ def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> Non
 
 
 def _move_owner(connection: Connection, moved: OwnerMoved) -> None:
-    """Write `OwnerMoved`: sums of one day are added up; a moved job loses a key that another has."""
-    mine, theirs = jobs.c.user == moved.old, jobs.c.user == moved.new
-    taken = sa.select(jobs.c.idempotency_key).where(theirs, jobs.c.idempotency_key.is_not(None))
-    doubled = jobs.update().where(mine, jobs.c.idempotency_key.in_(taken))
-    connection.execute(doubled.values(idempotency_key=None))
+    """Write `OwnerMoved`: sums of one day are added up; moved jobs lose their keys, which others may have."""
+    connection.execute(jobs.update().where(jobs.c.user == moved.old).values(idempotency_key=None))
     for table in (leases, jobs, decisions, cells):
         connection.execute(table.update().where(table.c.user == moved.old).values(user=moved.new))
     for row in connection.execute(usage.select().where(usage.c.user == moved.old)).mappings().all():

@@ -27,6 +27,16 @@ def owners(registry: Registry) -> wire.Owners:
     return wire.Owners(owners=[owner for owner in found if owner.jobs or owner.others])
 
 
+def undated(registry: Registry) -> list[str]:
+    """Return a sentence if the Hub does not say when its users were made."""
+    if not registry.owners.are_undated:
+        return []
+    return [
+        "The Hub does not say of all users when it made them: whoever gets the name of such a user gets the "
+        "jobs and sessions too. Give the broker's role in c.JupyterHub.load_roles the scope read:users."
+    ]
+
+
 def held(registry: Registry) -> tuple[int, list[str]]:
     """Return how many jobs are held until an administrator decides, and a sentence if there are any."""
     found = [owner.jobs for owner in owners(registry).owners if owner.held and owner.jobs]

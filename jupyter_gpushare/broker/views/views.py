@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views import job_order
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.drains import drain_of
-from jupyter_gpushare.broker.views.owners import held
+from jupyter_gpushare.broker.views.owners import held, undated
 from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
 from jupyter_gpushare.broker.views.unleased import unleased_on
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
@@ -402,7 +402,7 @@ class Views:
                 "The disk of the broker's database is full: what changes something is refused (507)."
             )
         held_jobs, held_said = held(self.registry)
-        reasons += held_said
+        reasons += [*held_said, *undated(self.registry)]
         measured = {d.uuid: d for d in devices.measured}
         found = devices.inventory.devices if devices.inventory is not None else ()
         now_found = (measured.get(device.uuid, device) for device in found)
