@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS
+from jupyter_gpushare.gpu.service.lines import Lines
+from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS, Server
 from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES
 from tests.gpu.machine import GIB, PATIENCE_S, Client, Machine, Refused, until
 
@@ -98,6 +100,29 @@ def test_more_requests_in_progress_than_allowed_are_told_so(machine: Machine) ->
     assert refused.value.kind == "busy"
     many.pop().close()
     until(lambda: _answers(machine), "there is room again")
+
+
+def test_a_connection_that_may_be_silent_for_ever_gives_way_to_no_other(tmp_path: Path) -> None:
+    def echo(lines: Lines) -> None:
+        while True:
+            lines.write(lines.read() + b"\n")
+
+    server = Server(tmp_path / "seats.sock", frozenset(), echo, 2, idle_s=None)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for _ in range(3):
+            peers.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            peers[-1].settimeout(PATIENCE_S)
+            peers[-1].connect(str(tmp_path / "seats.sock"))
+            peers[-1].sendall(b"one\n")
+            answer = peers[-1].recv(1024)
+            assert answer == b"one\n" if len(peers) < 3 else b'"busy"' in answer
+        peers[0].sendall(b"two\n")
+        assert peers[0].recv(1024) == b"two\n"
+        server.stop()
+    thread.join()
 
 
 def test_an_idle_connection_gives_way_to_a_new_one(machine: Machine) -> None:

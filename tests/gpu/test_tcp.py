@@ -205,7 +205,7 @@ def silent_peers(port: int, count: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for number in range(count):
             peer = stack.enter_context(socket.socket())
-            peer.bind((f"127.0.1.{number + 1}", 0))
+            peer.bind((f"127.0.{1 + number // 200}.{1 + number % 200}", 0))
             peer.connect(("127.0.0.1", port))
         yield
 
@@ -242,9 +242,9 @@ async def test_a_system_without_threads_refuses_a_connection_and_serves_the_next
 def test_handshakes_are_bounded_over_all_addresses(echo: Echo) -> None:
     idle = []
     try:
-        for number in range(40):
+        for number in range(MAX_UNPROVEN + 24):
             peer = socket.socket()
-            peer.bind((f"127.0.1.{number + 1}", 0))
+            peer.bind((f"127.0.{1 + number // 200}.{1 + number % 200}", 0))
             peer.connect(("127.0.0.1", echo.server.port))
             idle.append(peer)
         until(lambda: [t.name for t in threading.enumerate()].count("peer") > 0)

@@ -87,8 +87,12 @@ class Server:
 
     def _serve(self, peer: socket.socket) -> None:
         lines = PlainLines(peer, self._idle_s)
-        # A peer that may be silent for ever never gives way: its connection itself is its request.
-        self._talk(lines if self._idle_s is None else self._peers.counted(peer, lines))
+        if self._idle_s is None:
+            # A peer that may be silent for ever never gives way: its connection itself is its request.
+            self._peers.busy(peer)
+            self._talk(lines)
+        else:
+            self._talk(self._peers.counted(peer, lines))
 
 
 def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:
