@@ -92,8 +92,9 @@ class _Private(HubOAuthenticated, web.RequestHandler):
     async def prepare(self) -> None:
         # Fetched here and cached by HubAuth: get_current_user would block the event loop.
         user = await self.hub_auth.get_user(self, sync=False)
-        if user is not None:
-            self._gate.prove(self.request.connection.stream, user["name"])  # type: ignore[union-attr]
+        if user is not None and self.hub_auth.check_scopes(self.hub_auth.access_scopes, user):
+            stream = self.request.connection.stream  # type: ignore[union-attr]
+            self._gate.prove(stream, f"{user.get('kind', 'user')} {user['name']}")
 
     def offset(self) -> int:
         given = self.get_query_argument("offset", "0")
