@@ -11,9 +11,14 @@ service that it proved to be.  The two classes never take each other's slots.  I
 idle connection of the largest holder gives way to a new one.  A holder's reserve is not counted in that
 comparison, so that connections within it are the last to give way.
 
+So a holder's last connections are its reserve too: a holder with n of them gives way only where none has
+more.  With 1,500 places and a reserve of 500 for the Hub, 4 connections stay with each of 249 other holders,
+whatever one of them opens.
+
 A connection is idle between two requests, and until the head of a request is complete.  One with a
 request in progress gives way only where the largest holder has no idle one, and only in a server that can
-cancel a request.  In all other cases the new connection is the one that is closed.
+cancel a request.  A proven holder cuts off no request of its own that way: its new connection is the one
+that is closed.  An unproven holder can be an address of many, so its oldest connection gives way.
 
 No I/O, no clock: times are seconds of any clock that only advances.
 """
@@ -43,7 +48,9 @@ class Entry:
     is_proven: bool
     opened_at: float
     expires_at: float  # unless it proves something by then
+    admitted_for: str  # its first holder
     is_busy: bool = False
+    user: str = ""  # whose request is in progress
 
 
 class Connections(Generic[K]):
@@ -63,6 +70,9 @@ class Connections(Generic[K]):
         # By class and holder; within a holder the connection comes first that was used least recently.
         self._held: dict[bool, dict[str, dict[K, Entry]]] = {False: {}, True: {}}
         self._counts = {False: 0, True: 0}
+        self._requests: Counter[str] = Counter()  # in progress, by user
+        # Holder of the connection that gave way last; empty: none has.
+        self.gave_way = ""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,25 +81,28 @@ class Connections(Generic[K]):
         """Return what is known of a connection; None: it is not counted (any more)."""
         return self._entries.get(key)
 
-    def largest(self) -> str:
-        """Return the holder with the most connections; empty: there are none."""
-        counts = Counter(each.holder for each in self._entries.values())
-        return max(counts, key=lambda each: counts[each], default="")
-
     def count(self, holder: str, *, is_proven: bool) -> int:
         """Return the number of connections that ``holder`` has in a class."""
         return len(self._held[is_proven].get(holder, ()))
+
+    def requests(self, user: str) -> int:
+        """Return the number of requests of ``user`` that are in progress, as `begin` counts them."""
+        return self._requests[user]
+
+    def with_requests(self) -> list[K]:
+        """Return the connections with a request in progress."""
+        return [key for key, entry in self._entries.items() if entry.is_busy]
 
     def admit(
         self, key: K, holder: str, now: float, *, is_proven: bool = False, shakes_hands: bool = False
     ) -> K | None:
         """Count a new connection; return the one to close, or None.
 
-        That can be ``key`` itself.  The one to close is no longer counted.  One that ``shakes_hands`` is
-        not idle until `idle` is called for it.
+        That can be ``key`` itself.  The one to close is no longer counted.  One that ``shakes_hands`` has
+        the whole time for a proof until `idle` is called for it; it gives way as an idle one does.
         """
         expires_at = math.inf if is_proven else now + (PROOF_S if shakes_hands else IDLE_S)
-        self._add(key, Entry(holder, is_proven, now, expires_at))
+        self._add(key, Entry(holder, is_proven, now, expires_at, holder))
         return self._make_way(key)
 
     def prove(self, key: K, holder: str) -> K | None:
@@ -117,12 +130,25 @@ class Connections(Generic[K]):
             entry.expires_at = entry.opened_at + PROOF_S
         return True
 
+    def begin(self, key: K, user: str, most: int) -> bool:
+        """Count the request of a connection for ``user``, until it ends; False: ``most`` are in progress."""
+        entry = self._entries.get(key)
+        if entry is None or entry.user == user:
+            return True
+        if self._requests[user] >= most:
+            return False
+        self._end(entry)
+        entry.user = user
+        self._requests[user] += 1
+        return True
+
     def idle(self, key: K, now: float) -> None:
         """Count the request, or the handshake, of a connection as ended."""
         entry = self._entries.get(key)
         if entry is None:
             return
         entry.is_busy = False
+        self._end(entry)
         if not entry.is_proven:
             entry.expires_at = min(entry.opened_at + PROOF_S, now + IDLE_S)
         mine = self._held[entry.is_proven][entry.holder]
@@ -155,8 +181,16 @@ class Connections(Generic[K]):
         self._held[entry.is_proven].setdefault(entry.holder, {})[key] = entry
         self._counts[entry.is_proven] += 1
 
+    def _end(self, entry: Entry) -> None:
+        if entry.user:
+            self._requests[entry.user] -= 1
+            if not self._requests[entry.user]:
+                del self._requests[entry.user]
+            entry.user = ""
+
     def _remove(self, key: K) -> None:
         entry = self._entries.pop(key)
+        self._end(entry)
         of_class = self._held[entry.is_proven]
         del of_class[entry.holder][key]
         if not of_class[entry.holder]:
@@ -168,6 +202,7 @@ class Connections(Generic[K]):
         if self._counts[is_proven] <= self._most[is_proven]:
             return None
         found = self._to_close(new)
+        self.gave_way = self._entries[found].holder
         self._remove(found)
         return found
 
@@ -185,4 +220,5 @@ class Connections(Generic[K]):
         idle = next((key for key, each in others.items() if not each.is_busy), None)
         if idle is not None:
             return idle
-        return next(iter(others)) if others and self._cancels and largest != entry.holder else new
+        can_cut_off = self._cancels and (largest != entry.holder or not entry.is_proven)
+        return next(iter(others)) if others and can_cut_off else new

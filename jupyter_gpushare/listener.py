@@ -2,6 +2,9 @@
 
 Root and the user of this process are proven by the kernel (`peers`): the Hub and its proxy.  All other
 connections are unproven until a handler has verified a token and calls `Gate.prove`.
+
+An answer that its peer does not read is not kept for ever: the connection is closed after `UNREAD_S`
+without progress.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ HUB = "the Hub"
 # Deadlines: for a proven connection between two requests, and for a body.
 KEEP_S = 20.0
 BODY_S = 15.0
+# Of an answer: between two pieces that the peer takes.
+UNREAD_S = 15.0
 _TICK_S = 0.25
 _LOG_EVERY_S = 60.0
 
@@ -45,15 +50,18 @@ def connections_allowed(wanted: int = MAX_CONNECTIONS) -> int:
 
 
 class Gate:
-    """Connections of all HTTP listeners of this process, and the timer of the unproven ones."""
+    """Connections of all HTTP listeners of this process, and the timer of the unproven and the busy ones."""
 
     def __init__(self, most: int = MAX_CONNECTIONS) -> None:
         part = max(1, most // _PARTS)
         self.connections: Connections[iostream.IOStream] = Connections(
             unproven=part, proven=max(1, most - part), reserves={HUB: part}, cancels=True
         )
-        # Clock of the unproven: seconds in which the loop ran.  One that is late has read no head meanwhile.
+        # Clock of all deadlines: seconds in which the loop ran.  One that is late has read no head meanwhile.
         self._ran_s = 0.0
+        self._was_late = False
+        # Answers that are being sent: bytes sent on the connection in all, and since when it is so many.
+        self._unread: dict[iostream.IOStream, tuple[int, float]] = {}
         self._ticked_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._logged_at = -math.inf
@@ -72,9 +80,12 @@ class Gate:
             stream.wait_for_handshake().add_done_callback(lambda _: self.idle(stream))  # type: ignore[attr-defined]
 
     def prove(self, stream: iostream.IOStream, holder: str) -> None:
-        """Count an unproven connection for the user or service that a verified token names."""
+        """Count an unproven connection for the user or service that a verified token names.
+
+        One with the Hub's token is the Hub's, whatever it was proven to be before.
+        """
         entry = self.connections.of(stream)
-        if entry is not None and not entry.is_proven:
+        if entry is not None and (holder == HUB or not entry.is_proven):
             self.count_for(stream, holder)
 
     def count_for(self, stream: iostream.IOStream, holder: str) -> None:
@@ -83,6 +94,8 @@ class Gate:
 
     def busy(self, stream: iostream.IOStream) -> bool:
         """Count a request as begun; False: its connection is being closed."""
+        if self._timer is None:
+            self._start()
         return self.connections.busy(stream)
 
     def idle(self, stream: iostream.IOStream) -> None:
@@ -106,12 +119,25 @@ class Gate:
     def _tick(self) -> None:
         since_s = asyncio.get_running_loop().time() - self._ticked_at
         self._ran_s += min(since_s, _TICK_S)
-        if since_s < 2 * _TICK_S:  # else what has arrived meanwhile is read first
-            for stream in self.connections.expired(self._ran_s):
+        # What has arrived meanwhile is read first; a loop that is late each time waits once only.
+        self._was_late = since_s >= 2 * _TICK_S and not self._was_late
+        busy = self.connections.with_requests()
+        if not self._was_late:
+            for stream in [*self.connections.expired(self._ran_s), *self._stalled(busy)]:
                 stream.close()
         self._timer = None
-        if self.connections.has_unproven:
+        if busy or self.connections.has_unproven:
             self._start()
+
+    def _stalled(self, busy: list[iostream.IOStream]) -> list[iostream.IOStream]:
+        """Return the connections of which the peer has taken nothing of an answer for `UNREAD_S`."""
+        last, self._unread = self._unread, {}
+        for stream in busy:
+            if stream.writing():
+                sent = stream._total_write_done_index  # Tornado tells of it in no other way
+                before = last.get(stream, (-1, 0.0))
+                self._unread[stream] = before if before[0] == sent else (sent, self._ran_s)
+        return [stream for stream, (_, since) in self._unread.items() if self._ran_s - since >= UNREAD_S]
 
     def _close(self, stream: iostream.IOStream | None) -> None:
         if stream is None:
@@ -121,9 +147,9 @@ class Gate:
         if now - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = now
             log.warning(
-                "%d connections are open: idle ones of %s give way to new ones",
+                "%d connections are open: one of %s gives way to a new one",
                 len(self.connections),
-                self.connections.largest(),
+                self.connections.gave_way,
             )
 
 
@@ -134,9 +160,9 @@ class Listener(httpserver.HTTPServer):
         super().initialize(application, idle_connection_timeout=KEEP_S, body_timeout=BODY_S, **options)
         self.gate = gate
 
-    def is_hub(self, source: str) -> bool:
-        """Return whether the kernel proves that a source is the Hub or its proxy."""
-        return holder_of(source) in our_users()
+    def proven_holder(self, source: str) -> str:
+        """Return whom a source is proven to be before it sends anything; empty: nothing is proven."""
+        return HUB if holder_of(source) in our_users() else ""
 
     def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
         """Serve a connection for which there is a place."""
@@ -144,8 +170,8 @@ class Listener(httpserver.HTTPServer):
             source = source_of(stream.socket)
         except OSError:
             return stream.close()  # the peer has disconnected
-        is_hub = self.is_hub(source)
-        self.gate.admit(stream, HUB if is_hub else holder_of(source), is_proven=is_hub)
+        holder = self.proven_holder(source)
+        self.gate.admit(stream, holder or holder_of(source), is_proven=bool(holder))
         if not stream.closed():
             super().handle_stream(stream, address)
 

@@ -14,13 +14,14 @@ from tornado import iostream, web
 from tornado.netutil import bind_sockets
 
 from jupyter_gpushare import listener
+from jupyter_gpushare.broker.http import listener as http_listener
 from jupyter_gpushare.channel import unix_url
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.connections import IDLE_S, PROOF_S, Connections
-from jupyter_gpushare.listener import HUB, Gate, Listener, connections_allowed
+from jupyter_gpushare.listener import HUB, UNREAD_S, Gate, Listener, connections_allowed
 from jupyter_gpushare.peers import holder_of, source_of
 from jupyter_gpushare.protocol import wire
-from tests.broker.http_site import PREFIX, Http
+from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
 
 
@@ -73,12 +74,48 @@ def test_requests_in_progress_give_way_only_in_a_server_that_can_cancel_them(can
     assert connections.admit("c1", "c", 6.0) == gave_way
 
 
-def test_the_largest_holder_cuts_no_request_of_its_own_to_begin_another():
+def test_a_proven_holder_cuts_no_request_of_its_own_to_begin_another():
+    connections = few()
+    proven(connections, "a1", "a2", "a3", "a4")
+    for key in ("a1", "a2", "a3", "a4"):
+        connections.busy(key)
+    assert proven(connections, "a5") == ["a5"]
+
+
+def test_a_crowd_with_requests_in_progress_shuts_no_new_one_out_before_it_can_prove_something():
     connections = few()
     opened(connections, "a1", "a2", "a3", "a4")
     for key in ("a1", "a2", "a3", "a4"):
         connections.busy(key)
-    assert connections.admit("a5", "a", 6.0) == "a5"
+    assert connections.admit("a-hub", "a", 6.0) == "a1"
+    assert connections.gave_way == "a"
+    assert connections.prove("a-hub", HUB) is None
+
+
+@pytest.mark.parametrize("crowd_is_first", [True, False])
+@pytest.mark.parametrize(("users", "each", "hub"), [(300, 5, 0), (248, 4, 600)])
+def test_users_with_few_connections_keep_4_beside_one_with_1000(users, each, hub, crowd_is_first):
+    connections = few(unproven=500, proven=1_500, reserve=500)
+    holders = [f"user {n}" for n in range(users) for _ in range(each)]
+    crowd = ["crowd"] * 1_000
+    for key, holder in enumerate([HUB] * hub + (crowd + holders if crowd_is_first else holders + crowd)):
+        connections.admit(f"{key}", holder, 0.0, is_proven=True)
+    assert min(connections.count(holder, is_proven=True) for holder in holders) >= 4
+    assert connections.count("crowd", is_proven=True) <= 5
+    assert len(connections) == 1_500
+
+
+def test_requests_of_a_user_are_counted_until_they_end_on_whatever_connection():
+    connections = few(unproven=3, proven=2)
+    proven(connections, "a1", "a2")
+    opened(connections, "b1")
+    assert [connections.begin(key, "ada", 2) for key in ("a1", "a1", "a2", "b1")] == [True, True, True, False]
+    connections.idle("a1", 1.0)
+    assert connections.requests("ada") == 1
+    assert connections.begin("b1", "ada", 2)
+    connections.close("b1")
+    assert proven(connections, "c1") == ["a2"]
+    assert connections.requests("ada") == 0
 
 
 def test_what_is_proven_takes_no_place_of_what_is_not_and_the_other_way_round():
@@ -199,6 +236,66 @@ async def test_a_loop_that_was_late_closes_nothing_that_it_has_not_read(monkeypa
             gate._tick()
         assert stream.closed()
     gate.stop()
+
+
+async def test_a_loop_that_is_late_each_time_closes_what_proves_nothing_all_the_same(monkeypatch):
+    gate, now = Gate(), 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
+        gate.admit(stream, "a", is_proven=False)
+        for _ in range(2 * int(IDLE_S / 0.25)):
+            gate.stop()
+            now += 1.0
+            gate._tick()
+        assert stream.closed()
+    gate.stop()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_an_answer_is_kept_for_a_peer_only_while_it_reads(monkeypatch, reads):
+    gate, now = Gate(), 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
+        gate.admit(stream, HUB, is_proven=True)
+        gate.busy(stream)
+        sent = stream.write(bytes(16 << 20))
+        for _ in range(4 * int(2 * UNREAD_S)):
+            gate.stop()
+            now += 0.25
+            gate._tick()
+            if reads:
+                theirs.recv(50_000)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        assert stream.closed() is not reads
+        assert stream.writing() is reads
+        stream.close()
+        with contextlib.suppress(iostream.StreamClosedError):
+            await sent
+    gate.stop()
+
+
+async def test_a_proxy_takes_nothing_of_the_reserve_of_the_hub_without_its_token(tmp_path: Path, monkeypatch):
+    for module in (listener, http_listener):
+        monkeypatch.setattr(module, "source_of", lambda _: "203.0.113.7")
+    http = Http(Site(tmp_path), proxies=["203.0.113.0/24"])
+    await http.open()
+    try:
+        gate = http.service.gate
+        assert (await http.by_socket.get("openapi.json")).status_code == 200
+        assert gate.connections.count("proxy 203.0.113.7", is_proven=True) == 1
+        forwarded = {"X-Forwarded-For": "198.51.100.1"}
+        for _ in range(2):
+            assert (await http.by_socket.get("openapi.json", headers=forwarded)).status_code == 200
+        async with asyncio.timeout(30):
+            while gate.connections.count("proxy 203.0.113.7", is_proven=True) != 1:
+                await asyncio.sleep(0.02)
+        assert (await http.ask("GET", "spawner/offers?group=nlp", SPAWNER)).status_code == 200
+        assert gate.connections.count(HUB, is_proven=True) == 1
+    finally:
+        await http.close()
 
 
 async def test_our_client_goes_on_after_its_idle_connection_gave_way(tmp_path: Path):

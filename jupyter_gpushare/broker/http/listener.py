@@ -1,8 +1,9 @@
 """HTTP server of the broker: its connections, and the requests of each client behind a proxy.
 
-Connections follow the rules of `connections`; the Hub's proxy is proven by its uid or by the configured
-address.  Requests that come through a proxy are counted for their client (`clients`), from their head until
-they are answered: one client's slow requests leave the proxy's share to others.
+Connections follow the rules of `connections`.  A proxy at a configured address is proven, as a holder of its
+own: what else has such an address takes nothing of the Hub's reserve.  Requests that come through a proxy are
+counted for their client (`clients`), from their head until they are answered: one client's slow requests
+leave the proxy's share to others.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tornado import httputil, iostream, web
 
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.errors import TooMany
-from jupyter_gpushare.listener import HUB, Gate, Listener
-from jupyter_gpushare.peers import source_of
+from jupyter_gpushare.listener import Gate, Listener
+from jupyter_gpushare.peers import holder_of, source_of
 from jupyter_gpushare.protocol import wire
 
 # Requests in progress of one client behind a proxy.
@@ -46,9 +47,10 @@ class ApiListener(Listener):
         )
         self._proxies = proxies or Proxies()
 
-    def is_hub(self, source: str) -> bool:
-        """Return whether the kernel, or the configuration, says that a source is the Hub or its proxy."""
-        return super().is_hub(source) or self._proxies.trusts(source)
+    def proven_holder(self, source: str) -> str:
+        """Return whom the kernel, or the configuration, says that a source is; empty: neither does."""
+        is_proxy = self._proxies.trusts(source)
+        return super().proven_holder(source) or (f"proxy {holder_of(source)}" if is_proxy else "")
 
     def start_request(
         self, server_conn: object, request_conn: httputil.HTTPConnection
@@ -57,7 +59,7 @@ class ApiListener(Listener):
         stream: iostream.IOStream = request_conn.stream  # type: ignore[attr-defined]
         entry = self.gate.connections.of(stream)
         if entry is not None and entry.holder.startswith(_CLIENT):
-            self.gate.count_for(stream, HUB)
+            self.gate.count_for(stream, entry.admitted_for)
         return _Counted(self, stream, request_conn, super().start_request(server_conn, request_conn))
 
     def take(self, stream: iostream.IOStream, forwarded: str) -> None:
