@@ -333,7 +333,7 @@ class GPUShareBroker(Settings):
         return web.Application(
             [
                 *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
-                (f"{top}/oauth_callback", OAuthCallback),
+                (f"{top}/oauth_callback", OAuthCallback, options),
                 (f"{top}/metrics", Metrics, options),
                 (f"{top}/?", AdminPage, options),
                 (f"{top}/decisions.csv", DecisionsCsv, options),

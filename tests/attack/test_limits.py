@@ -8,6 +8,7 @@ import functools
 import io
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare import listener
 from jupyter_gpushare.broker.app import _Formatter
-from jupyter_gpushare.broker.http import base
+from jupyter_gpushare.broker.http import base, handlers
 from jupyter_gpushare.broker.http.rates import Rate, Turns
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.client import BrokerClient
@@ -154,7 +156,8 @@ def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_
 
 
 async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, monkeypatch):
-    monkeypatch.setattr(base, "_MAX_BODIES", 2)
+    requests = http.service.gate.connections.requests
+    monkeypatch.setattr(base, "_MAX_REQUESTS", 2)
     port = int(http.url.rpartition(":")[2])
     head = f"POST {PREFIX}api/v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n"
     head += "Content-Length: 9\r\n\r\n"
@@ -163,7 +166,7 @@ async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, m
         slow.append(await asyncio.open_connection("127.0.0.1", port))
         slow[-1][1].write(head.encode())
     async with asyncio.timeout(10):
-        while http.service.limits.bodies["bo"] < 2:
+        while requests("user bo") < 2:
             await asyncio.sleep(0.02)
     refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
@@ -171,7 +174,7 @@ async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, m
     for _, writer in slow:
         writer.close()
     async with asyncio.timeout(10):
-        while http.service.limits.bodies:
+        while requests("user bo"):
             await asyncio.sleep(0.02)
     await http.submit("bo")
 
@@ -218,6 +221,106 @@ async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_other
     assert (await http.ask("GET", "status", "ada", headers=other)).status_code == 200
     http.hub_goes_on.set()
     assert {each.status_code for each in await asyncio.gather(*waiting)} == {401, 429}
+
+
+async def test_unknown_tokens_keep_no_user_waiting_whose_token_is_known(http: Http):
+    http.service.limits.checks = Turns(at_once=4, most=8)
+    http.service.access.hub_auth.cache_max_age = 300
+    ask = functools.partial(http.ask, "GET", "status", headers={"X-Forwarded-For": "203.0.113.66"})
+    assert (await ask("ada")).status_code == 200
+    waiting = [asyncio.create_task(ask("hub-waits")) for _ in range(12)]
+    async with asyncio.timeout(30):
+        while sum(each.done() for each in waiting) < 4:
+            await asyncio.sleep(0.02)
+    assert (await ask("ada")).status_code == 200
+    http.hub_goes_on.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_the_hub_is_not_asked_for_callers_that_have_left(http: Http):
+    port, checks = int(http.url.rpartition(":")[2]), http.service.limits.checks
+    head = f"GET {PREFIX}api/v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: token hub-waits-"
+    writers = []
+    async with asyncio.timeout(30):
+        for n in range(10):
+            writers.append((await asyncio.open_connection("127.0.0.1", port))[1])
+            writers[-1].write(f"{head}{n}\r\n\r\n".encode())
+        while sum(checks._callers.values()) < 10 or http.hub_asked.total() < 4:
+            await asyncio.sleep(0.02)
+        for writer in writers:
+            writer.close()
+        while len(http.service.gate.connections):
+            await asyncio.sleep(0.02)
+        http.hub_goes_on.set()
+        while checks._callers:
+            await asyncio.sleep(0.02)
+    assert http.hub_asked.total() == 4
+
+
+async def test_logins_of_one_peer_wait_for_the_hub_and_nobody_else_does(http: Http):
+    http.service.limits.checks = Turns(at_once=4, most=20)
+    path, proxied = f"{http.url}{PREFIX}oauth_callback?code=c&state=s", {"X-Forwarded-For": "203.0.113.66"}
+    waiting = [asyncio.create_task(http.ask("GET", path, "hub-waits", headers=proxied)) for _ in range(30)]
+    async with asyncio.timeout(30):
+        while sum(each.done() for each in waiting) < 10 or http.hub_asked["hub-waits"] < 4:
+            await asyncio.sleep(0.02)
+    assert {each.result().status_code for each in waiting if each.done()} == {429}
+    assert (await http.ask("GET", "status", "ada")).status_code == 200
+    http.hub_goes_on.set()
+    assert {each.status_code for each in await asyncio.gather(*waiting)} == {403, 429}
+
+
+async def test_answers_that_a_user_does_not_read_are_few_and_not_kept(http: Http, monkeypatch):
+    monkeypatch.setattr(base, "_MAX_REQUESTS", 2)
+
+    async def large(self):
+        await self.identify()
+        self.finish(bytes(16 << 20))
+
+    monkeypatch.setattr(handlers.Devices, "get", large)
+    requests = http.service.gate.connections.requests
+    head = f"GET {PREFIX}api/v1/devices HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n\r\n"
+    deaf = []
+    for _ in range(2):
+        deaf.append(socket.create_connection(("127.0.0.1", int(http.url.rpartition(":")[2]))))
+        deaf[-1].sendall(head.encode())
+    async with asyncio.timeout(30):
+        while requests("user bo") < 2:
+            await asyncio.sleep(0.02)
+        refused = await http.ask("GET", "status", "bo")
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert (await http.ask("GET", "status", "ada")).status_code == 200
+        monkeypatch.setattr(listener, "UNREAD_S", 0.5)
+        while requests("user bo"):
+            await asyncio.sleep(0.02)
+    assert (await http.ask("GET", "status", "bo")).status_code == 200
+    for each in deaf:
+        each.close()
+
+
+async def test_requests_without_a_token_are_answered_in_between_those_of_others(http: Http, monkeypatch):
+    http.service.access.hub_auth.cache_max_age = 300
+    assert (await http.ask("GET", "status", "ada")).status_code == 200
+    answered, answer = [], base.Base.answer
+
+    def noted(self, *args, **options):
+        answered.append(self.request.path.rpartition("/")[2])
+        answer(self, *args, **options)
+
+    monkeypatch.setattr(base.Base, "answer", noted)
+    port, forwarded = int(http.url.rpartition(":")[2]), "X-Forwarded-For: 203.0.113.66\r\n"
+    paths = 33 * ["health", "openapi.json", "no-such"] + ["status"]
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in paths]
+    async with asyncio.timeout(30):
+        for path, (_, writer) in zip(paths, opened, strict=True):
+            whose = "Authorization: token ada\r\n" if path == "status" else forwarded
+            writer.write(f"GET {PREFIX}api/v1/{path} HTTP/1.1\r\nHost: x\r\n{whose}\r\n".encode())
+        for reader, _ in opened:
+            await reader.readuntil(b"\r\n\r\n")
+    for _, writer in opened:
+        writer.close()
+    assert len(answered) == 100
+    assert answered.index("status") <= 10
 
 
 async def test_a_flood_of_changes_is_no_flood_to_the_hub(http: Http, monkeypatch):

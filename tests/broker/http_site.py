@@ -17,7 +17,7 @@ from tornado.netutil import bind_sockets, bind_unix_socket
 
 from jupyter_gpushare.broker.http import metrics, openapi
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
-from jupyter_gpushare.broker.http.base import Control, Service
+from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
 from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.broker.http.clients import Proxies
@@ -64,7 +64,7 @@ class _HubUser(web.RequestHandler):
         self.application.settings["asked"][token] += 1
         if token == "hub-is-down":
             raise web.HTTPError(503)
-        if token == "hub-waits":
+        if token.startswith("hub-waits"):
             await self.application.settings["goes_on"].wait()
         if token not in known:
             raise web.HTTPError(403)
@@ -77,7 +77,7 @@ class Http:
     def __init__(self, site: Site, proxies: Sequence[str] = ()) -> None:
         self.site = site
         self.proxies = Proxies.at(proxies)
-        self.hub_goes_on = asyncio.Event()  # with the answer about the token "hub-waits"
+        self.hub_goes_on = asyncio.Event()  # with the answers about tokens "hub-waits..."
         self.hub_asked: Counter[str] = Counter()  # by token
         self.tokens = dict(TOKENS)
         self.servers: list[httpserver.HTTPServer] = []
@@ -127,6 +127,7 @@ class Http:
         self.application = web.Application(
             [
                 *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
+                (PREFIX + "oauth_callback", OAuthCallback, options),
                 (PREFIX + "metrics", Metrics, options),
                 (PREFIX + "?", AdminPage, options),
                 (PREFIX + "decisions.csv", DecisionsCsv, options),

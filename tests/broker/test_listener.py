@@ -298,6 +298,18 @@ async def test_a_proxy_takes_nothing_of_the_reserve_of_the_hub_without_its_token
         await http.close()
 
 
+async def test_the_form_of_an_administrator_proves_its_connection(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(listener, "source_of", lambda _: "203.0.113.7")
+    http = Http(Site(tmp_path))
+    await http.open()
+    try:
+        form, token = {"lending": "default"}, {"Authorization": "token root"}
+        assert (await http.client.post(f"{http.url}{PREFIX}", data=form, headers=token)).status_code == 303
+        assert http.service.gate.connections.count("user root", is_proven=True) == 1
+    finally:
+        await http.close()
+
+
 async def test_our_client_goes_on_after_its_idle_connection_gave_way(tmp_path: Path):
     http = Http(Site(tmp_path))
     await http.open()

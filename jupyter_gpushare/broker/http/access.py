@@ -58,6 +58,11 @@ class Identity:
         user, slash, server = next(iter(names)).partition("/") if len(names) == 1 else ("", "", "")
         return server if slash and user == self.user else None
 
+    @property
+    def holder(self) -> str:
+        """Whom connections and requests are counted for; no user's name is another holder's."""
+        return self.user if self.is_service else f"user {self.user}"
+
     def require(self, scope: str) -> None:
         """Return if the token has ``scope``.
 
@@ -111,6 +116,12 @@ class Access:
             created = self._created.setdefault(key, there.created)
             user = self._ownership.find(name, created) or name
         return Identity(user=user, scopes=scopes, created=created)
+
+    def knows(self, token: str, session: str = "") -> bool:
+        """Return whether the Hub's answer about a token is cached, so that the Hub is not asked."""
+        # The key of `HubAuth.user_for_token`.
+        key = f"token:{session}:{hashlib.sha256(token.encode('utf8', 'replace')).hexdigest()}"
+        return key in self.hub_auth.cache
 
     async def _user(self, name: str) -> HubUser | None:
         try:

@@ -8,9 +8,11 @@ broker hold no body, and a body above the limit is refused by its announced leng
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, TypeVar
@@ -51,8 +53,8 @@ T = TypeVar("T")
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # A caller that repeats refused changes in a loop is slowed down to one in this time per connection.
 _REFUSAL_S = 0.5
-# Of one user; a page or a command has a few.
-_MAX_BODIES = 32
+# In progress, of one user: until the last byte of the answer is sent.  A page or a command has a few.
+_MAX_REQUESTS = 32
 # Fetch Metadata (W3C): what a browser says that it loads a page into.
 _FRAMES = frozenset(("iframe", "frame", "embed", "object", "fencedframe"))
 
@@ -86,7 +88,6 @@ class CallerLimits:
     """What each caller may do at once and within a second."""
 
     waiting: Counter[str] = field(default_factory=Counter)  # long polls, by user
-    bodies: Counter[str] = field(default_factory=Counter)  # requests being read and answered, by user
     # Of a server about itself: a job's runner reports every 2 s, a server extension every second.
     reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
     # Of a user: each is a commit to the disk, which all users wait for in turn.
@@ -94,8 +95,8 @@ class CallerLimits:
     # Of a user: each spawn page of a session that waits asks every 5 s.
     waits: Rate = field(default_factory=lambda: Rate(per_s=2.0, burst=20))
     submits: Turns = field(default_factory=Turns)
-    # Of a user: one request in each round of the event loop, so that the answers to many requests of one
-    # user are computed in between those to others.
+    # Of a user, or of a peer without a token: one request in each round of the event loop, so that the
+    # answers to many requests of one caller are computed in between those to others.
     rounds: Turns = field(default_factory=Turns)
     # Of a peer: questions to the Hub about tokens.
     checks: Turns = field(default_factory=lambda: Turns(at_once=4))
@@ -134,8 +135,50 @@ class Guarded(web.RequestHandler):
             raise NotAllowed("the GPU service is not shown inside other pages", reason="framed")
 
 
-class OAuthCallback(Guarded, HubOAuthCallbackHandler):
+class Limited(Guarded):
+    """Requests whose callers take turns."""
+
+    service: Service
+
+    @property
+    def stream(self) -> iostream.IOStream:
+        """The connection of the request."""
+        return self.request.connection.stream  # type: ignore[union-attr,no-any-return]
+
+    @property
+    def holder(self) -> str:
+        """Whom the connection is counted for."""
+        entry = self.service.gate.connections.of(self.stream)
+        return entry.holder if entry else ""
+
+    def stop_if_closed(self) -> None:
+        """Return if somebody waits for the answer.
+
+        Raises:
+            web.Finish: the connection is closed.
+        """
+        if self.stream.closed():
+            raise web.Finish
+
+    @asynccontextmanager
+    async def may_ask_hub(self) -> AsyncIterator[None]:
+        """Wait until the peer may ask the Hub about a token.
+
+        Raises:
+            TooMany: too many requests of the same peer wait for the Hub.
+            web.Finish: the caller has left.
+        """
+        async with self.service.limits.checks.of(self.holder):
+            self.stop_if_closed()
+            yield
+
+
+class OAuthCallback(Limited, HubOAuthCallbackHandler):
     """The Hub's answer to a login."""
+
+    def initialize(self, service: Service) -> None:
+        self.service = service
+        self.hub_auth = service.access.hub_auth
 
     async def prepare(self) -> None:
         """Refuse to be shown inside another page.
@@ -148,9 +191,23 @@ class OAuthCallback(Guarded, HubOAuthCallbackHandler):
         except NotAllowed as error:
             raise web.HTTPError(403, str(error)) from None
 
+    async def get(self) -> None:
+        """End the login.
+
+        Raises:
+            web.HTTPError: 429, too many requests of the same peer wait for the Hub.
+        """
+        try:
+            async with self.may_ask_hub():
+                # Else JupyterHub's handler asks for it in its own way, and the loop waits for the Hub.
+                self.current_user = await self.hub_auth.get_user(self, sync=False)
+                await super().get()  # type: ignore[misc]
+        except TooMany as error:
+            raise web.HTTPError(429, str(error)) from None
+
 
 @web.stream_request_body
-class Base(HubOAuthenticated, Guarded):
+class Base(HubOAuthenticated, Limited):
     """Identity, errors as `wire.ErrorAnswer`, JSON in and out."""
 
     # Whether the request only hints: then what the Hub said of the token a while ago suffices.
@@ -158,7 +215,6 @@ class Base(HubOAuthenticated, Guarded):
 
     _identity: Identity | None = None
     _is_prepared = False  # the body is read next
-    _reads_for = ""  # the user of the body that is being read
     content = b""  # the body, once it has been read
 
     def initialize(self, service: Service) -> None:
@@ -196,36 +252,21 @@ class Base(HubOAuthenticated, Guarded):
         Raises:
             NotAllowed: no valid token, or one without access.
             BrokerUnavailable: the Hub does not answer.
-            TooMany: too many of the user's bodies are being read, or too many changes at once.
+            TooMany: too many of the user's requests are in progress, or too many changes at once.
         """
         # Before the Hub is asked anew: a flood of requests must not become one to the Hub.
         token = self.hub_auth.get_token(self, in_cookie=False)
-        user = (await self.service.access.identity(await self.model_of(token, cached=True), token)).user
+        identity = await self.service.access.identity(await self.model_of(token, cached=True), token)
         # A slow body holds a connection, and all users come through the proxy's.
-        bodies = self.service.limits.bodies
-        if bodies[user] >= _MAX_BODIES:
-            raise TooMany("at most %1 of your requests are read at once", _MAX_BODIES, retry_after_s=1.0)
-        bodies[user] += 1
-        self._reads_for = user
+        self.prove(identity.holder)
+        self.begin(identity.holder)
         try:
             if not self.is_hint:
-                self.service.limits.changes.take(user)
+                self.service.limits.changes.take(identity.user)
         except TooMany:
             await asyncio.sleep(_REFUSAL_S)
             raise
         await self.identify()
-
-    def on_finish(self) -> None:
-        """Count the request as answered."""
-        if self._reads_for:
-            self.service.limits.bodies[self._reads_for] -= 1
-            self.service.limits.bodies += Counter()  # forgets those at zero
-            self._reads_for = ""
-
-    def on_connection_close(self) -> None:
-        """Count a request as answered once its caller has left."""
-        super().on_connection_close()
-        self.on_finish()
 
     async def identify(self) -> Identity:
         """Return the caller's identity.
@@ -242,48 +283,90 @@ class Base(HubOAuthenticated, Guarded):
             auth = self.service.access.hub_auth
             token = auth.get_token(self, in_cookie=False)
             if self.request.method == "GET":
-                model = await self.ask_hub(lambda: auth.get_user(self, sync=False))
+                model = await self.logged_in()
                 if not getattr(self, "_token_authenticated", False):  # the cookie counts, whatever else came
                     cookie = self.get_secure_cookie(auth.cookie_name)
                     token = None if cookie is None else cookie.decode()
             else:
                 model = await self.model_of(token, cached=self.is_hint)
-            identity = self._identity = await self.service.access.identity(model, token)
-            self.prove(f"{'service' if identity.is_service else 'user'} {identity.user}")
-            async with self.service.limits.rounds.of(identity.user):
-                await asyncio.sleep(0)
-            if self.stream.closed():
-                raise web.Finish  # no caller waits for the answer, and nothing has been done
+            self._identity = await self.service.access.identity(model, token)
+            await self.meet(self._identity)
         return self._identity
 
-    @property
-    def stream(self) -> iostream.IOStream:
-        """The connection of the request."""
-        return self.request.connection.stream  # type: ignore[union-attr,no-any-return]
+    async def meet(self, identity: Identity) -> None:
+        """Count the connection and the request for the caller, and wait for the caller's turn.
+
+        Raises:
+            TooMany: too many requests of the caller wait, or are in progress.
+            web.Finish: the caller has left, and nothing has been done.
+        """
+        self.prove(identity.holder)
+        await self.turn(identity.holder)
+        self.begin(identity.holder)
+
+    async def turn(self, caller: str = "") -> None:
+        """Wait for the turn of a caller; empty: of whom the connection is counted for.
+
+        Raises:
+            TooMany: too many requests of that caller wait.
+            web.Finish: the caller has left, and nothing has been done.
+        """
+        async with self.service.limits.rounds.of(caller or self.holder):
+            await asyncio.sleep(0)
+        self.stop_if_closed()
+
+    def begin(self, caller: str) -> None:
+        """Count the request for ``caller`` until its answer is sent, or its connection closed.
+
+        Raises:
+            TooMany: as many of the caller's are in progress as may be; nothing is counted.
+        """
+        if not self.service.gate.connections.begin(self.stream, caller, _MAX_REQUESTS):
+            raise TooMany(
+                "at most %1 of your requests are answered at once: wait for one of them to end",
+                _MAX_REQUESTS,
+                retry_after_s=1.0,
+            )
 
     def prove(self, holder: str) -> None:
         """Count the connection for ``holder``, which a verified token names."""
         self.service.gate.prove(self.stream, holder)
 
-    async def model_of(self, token: str | None, *, cached: bool) -> dict[str, Any] | None:
-        """Return the Hub's model of a token; None: it knows none such."""
-        if not token:
-            return None
-        auth = self.service.access.hub_auth
-        return await self.ask_hub(lambda: auth.user_for_token(token, use_cache=cached, sync=False))
-
-    async def ask_hub(self, ask: Callable[[], Awaitable[dict[str, Any] | None]]) -> dict[str, Any] | None:
-        """Return what the Hub answers.
+    async def logged_in(self) -> dict[str, Any] | None:
+        """Return the Hub's model of the token, else of the login; None: neither is valid.
 
         Raises:
-            NotAllowed: it does not know the token.
+            NotAllowed, BrokerUnavailable, TooMany: as `model_of` says.
+        """
+        auth = self.hub_auth
+        session, cookie = auth.get_session_id(self), self.get_secure_cookie(auth.cookie_name)
+        for token in (auth.get_token(self, in_cookie=False), cookie.decode() if cookie else None):
+            if await self.model_of(token, cached=True, session=session):
+                break
+        user: dict[str, Any] | None = await auth.get_user(self, sync=False)  # all it asks for is cached now
+        return user
+
+    async def model_of(self, token: str | None, *, cached: bool, session: str = "") -> dict[str, Any] | None:
+        """Return the Hub's model of a token; None: it knows none such.
+
+        Raises:
+            NotAllowed: the Hub refuses to look.
             BrokerUnavailable: it does not answer.
             TooMany: too many requests of the same peer wait for the Hub.
         """
-        entry = self.service.gate.connections.of(self.stream)
+        if not token:
+            return None
+        access = self.service.access
+        ask = functools.partial(
+            access.hub_auth.user_for_token, token, use_cache=cached, session_id=session, sync=False
+        )
         try:
-            async with self.service.limits.checks.of(entry.holder if entry else ""):
-                return await ask()
+            if cached and access.knows(token, session):
+                model: dict[str, Any] | None = await ask()
+                return model
+            async with self.may_ask_hub():
+                model = await ask()
+                return model
         except web.HTTPError as error:
             if error.status_code >= 500:
                 raise BrokerUnavailable("the Hub does not answer, so no token can be checked") from None

@@ -411,6 +411,7 @@ class Health(Base):
     """Whether the broker works; needs no token."""
 
     async def get(self) -> None:
+        await self.turn()
         health = wire.replace(
             self.service.views.health(), sockets_inherited=self.service.site.sockets_inherited
         )
@@ -421,6 +422,7 @@ class OpenApi(Base):
     """This interface, described."""
 
     async def get(self) -> None:
+        await self.turn()
         self.answer(self.service.site.openapi())
 
 
@@ -440,8 +442,9 @@ class NoSuchPath(Base):
         """Refuse before a body is read.
 
         Raises:
-            NotAllowed: as `refuse_frames` says.
+            NotAllowed, TooMany: as `refuse_frames` and `turn` say.
             NotFound: in every other case.
         """
         self.refuse_frames()
+        await self.turn()
         raise NotFound("there is no such path: see openapi.json", reason=wire.NO_SUCH_PATH)

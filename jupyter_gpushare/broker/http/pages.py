@@ -121,7 +121,9 @@ class AdminPage(Page):
     async def authorize(self) -> None:
         token = self.hub_auth.get_token(self)
         model = await self.model_of(token, cached=True)
-        (await self.service.access.identity(model, token)).require(ADMIN_SCOPE)
+        identity = await self.service.access.identity(model, token)
+        identity.require(ADMIN_SCOPE)
+        self.prove(identity.holder)
 
     async def identify_writer(self) -> Identity:
         """Return the administrator behind a form: a token, or a login with the XSRF token in the body.
@@ -139,13 +141,14 @@ class AdminPage(Page):
         )
         self.request.arguments = form
         auth = self.hub_auth
-        if not await self.ask_hub(lambda: auth.get_user(self, sync=False)):
+        if not await self.logged_in():
             raise NotAllowed("log in again: the form was not sent by this page", reason="login")
         if not getattr(self, "_token_authenticated", False) and not any(form.get("_xsrf", ())):
             raise NotAllowed("the form was not sent by this page")
         token = auth.get_token(self)
         identity = await self.service.access.identity(await self.model_of(token, cached=False), token)
         identity.require(ADMIN_SCOPE)
+        await self.meet(identity)
         return identity
 
     async def post(self) -> None:

@@ -405,7 +405,7 @@ export const CATALOGUE: {
   'ask for one of "fraction", "memory", "gpus" and "profile", not for %1 of them': (trans, args) => trans.__('ask for one of "fraction", "memory", "gpus" and "profile", not for %1 of them', ...args),
   'at most %1 environment variables, 100,000 characters together': (trans, args) => trans.__('at most %1 environment variables, 100,000 characters together', ...args),
   'at most %1 of these a second: wait before the next one': (trans, args) => trans.__('at most %1 of these a second: wait before the next one', ...args),
-  'at most %1 of your requests are read at once': (trans, args) => trans.__('at most %1 of your requests are read at once', ...args),
+  'at most %1 of your requests are answered at once: wait for one of them to end': (trans, args) => trans.__('at most %1 of your requests are answered at once: wait for one of them to end', ...args),
   'at most %1 of your requests wait at once': (trans, args) => trans.__('at most %1 of your requests wait at once', ...args),
   'at most %1 requests of one machine are answered at once: wait for one of them to end': (trans, args) => trans.__('at most %1 requests of one machine are answered at once: wait for one of them to end', ...args),
   'by is a list of user, project, gpu and one of day and month, like user,month': (trans, args) => trans.__('by is a list of user, project, gpu and one of day and month, like user,month', ...args),
