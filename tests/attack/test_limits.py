@@ -223,7 +223,7 @@ async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_other
     assert {each.status_code for each in await asyncio.gather(*waiting)} == {401, 429}
 
 
-async def test_unknown_tokens_keep_no_user_waiting_whose_token_is_known(http: Http):
+async def test_unknown_tokens_keep_no_user_with_a_known_token_waiting(http: Http):
     http.service.limits.checks = Turns(at_once=4, most=8)
     http.service.access.hub_auth.cache_max_age = 300
     ask = functools.partial(http.ask, "GET", "status", headers={"X-Forwarded-For": "203.0.113.66"})
@@ -257,7 +257,7 @@ async def test_the_hub_is_not_asked_for_callers_that_have_left(http: Http):
     assert http.hub_asked.total() == 4
 
 
-async def test_logins_of_one_peer_wait_for_the_hub_and_nobody_else_does(http: Http):
+async def test_logins_of_one_peer_alone_wait_for_the_hub(http: Http):
     http.service.limits.checks = Turns(at_once=4, most=20)
     path, proxied = f"{http.url}{PREFIX}oauth_callback?code=c&state=s", {"X-Forwarded-For": "203.0.113.66"}
     waiting = [asyncio.create_task(http.ask("GET", path, "hub-waits", headers=proxied)) for _ in range(30)]
@@ -313,8 +313,8 @@ async def test_requests_without_a_token_are_answered_in_between_those_of_others(
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in paths]
     async with asyncio.timeout(30):
         for path, (_, writer) in zip(paths, opened, strict=True):
-            whose = "Authorization: token ada\r\n" if path == "status" else forwarded
-            writer.write(f"GET {PREFIX}api/v1/{path} HTTP/1.1\r\nHost: x\r\n{whose}\r\n".encode())
+            header = "Authorization: token ada\r\n" if path == "status" else forwarded
+            writer.write(f"GET {PREFIX}api/v1/{path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         for reader, _ in opened:
             await reader.readuntil(b"\r\n\r\n")
     for _, writer in opened:

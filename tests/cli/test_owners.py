@@ -55,7 +55,7 @@ def test_jobs_are_ended_after_a_question(gpushare, broker):
 
 
 @pytest.mark.parametrize(("method", "words"), [("PUT", ["adopt"]), ("DELETE", ["end", "--yes"])])
-def test_a_change_whose_answer_was_lost_is_not_sent_again(gpushare, broker, method, words):
+def test_a_change_is_not_sent_again_when_its_answer_was_lost(gpushare, broker, method, words):
     """The second answer would be that no such owner is absent."""
     broker.answer("GET owners", owners("ada"))
     broker.answer(f"{method} owners/ada", {"status": 503, "reason": "unavailable", "message": "later"}, 503)

@@ -1,4 +1,4 @@
-"""The runner's pages: whom a connection is counted for."""
+"""The runner's pages: the holder of a connection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(listener, "source_of", lambda _: "203.0.113.7")
     monkeypatch.setattr(HubOAuth, "user_for_token", known)
-    # Without JupyterHub's thread for this, whose event loop nobody closes.
+    # Without JupyterHub's thread for this: its event loop is never closed.
     monkeypatch.setattr(HubOAuth, "_synchronize", lambda _, __, handler: handler._cached_hub_user)
     record = Record(id="j1", attempt=1, name="x", command=[], state="running", log="")
     server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=tmp_path, seen=lambda: None)

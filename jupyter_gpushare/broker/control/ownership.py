@@ -3,8 +3,8 @@
 * What belongs to the present user of a name is kept under the name.  When another user gets it,
   everything of the earlier one is moved aside at once (`records.former`): the new user neither sees
   nor runs nor inherits it.  When the earlier user is back, as after a restored database, it moves back.
-* A user who was not known, with the very same moment as one owner of another name, was renamed, if the
-  old name has gone: everything moves to the new name.  Whole seconds (a MySQL database) are no such
+* A new name with the very same moment as one owner of another name is a rename, if the old name has
+  gone: everything moves to the new name.  Whole seconds (a MySQL database) are no such
   moment, and neither is one that several have (of a Hub that is older than these moments).
 * `Ownership.look` compares all owners with the Hub's users, every `LOOK_S`, and `AGAIN_S` after one
   was absent: from the list, and when asked for by name.  After two such looks the waiting jobs fail.
@@ -40,7 +40,7 @@ LOOK_S = 300.0
 AGAIN_S = 60.0
 # More owners than this and than a tenth do not go by chance.
 _FEW = 1
-# Since when an owner is absent whose jobs were failed.
+# Since when an owner is absent after its jobs were failed.
 _LONG_AGO = float("-inf")
 # When so many are absent in the list, not all are asked for by name.
 _ASKED = 50
@@ -92,7 +92,7 @@ class Ownership:
                 raise BrokerUnavailable(str(error)) from None
 
     async def _meet(self, name: str, created: str, uid: int = -1) -> None:
-        """Note a user of the Hub; who was not known under this name may have had another one.
+        """Note a user of the Hub; one that is new under this name may have had another name.
 
         Raises:
             HubError: the Hub does not answer.
@@ -111,7 +111,7 @@ class Ownership:
         if known is not None:
             moves = self._aside(known, is_uid_other=is_uid_other)
         else:
-            # Of a user who went before the broker knew moments; all others were met at the first look.
+            # Of a user that went before the broker knew moments; all others were met at the first look.
             moves = (OwnerMoved(name, former(name, "")),) if self._has_looked else ()
         await self.change(
             *moves, OwnerMoved(earlier, name), Owner(user=name, name=name, created=created, uid=uid)
@@ -131,7 +131,7 @@ class Ownership:
         return OwnerMoved(name, aside), *((earlier,) if is_kept else ())
 
     def _former(self, name: str, created: str, uid: int) -> str:
-        """Return what is kept under of a user who had the name before (`records.former`)."""
+        """Return the key of a user that had the name before (`records.former`)."""
         known = (
             owner.user
             for owner in self._registry.owners.of.values()
@@ -255,7 +255,7 @@ class Ownership:
         return not owner.is_other(there.created) and not is_uid_other
 
     def _are_many(self, absent: list[Owner]) -> bool:
-        """Return whether so many have gone that the Hub has another database; who went long ago is none."""
+        """Return whether so many have gone that the Hub has another database, without those of long ago."""
         known, gone = (
             sum(not x.held and self._absent_since.get(x.user) != _LONG_AGO for x in owners)
             for owners in (self._registry.owners.of.values(), absent)

@@ -60,7 +60,7 @@ class Identity:
 
     @property
     def holder(self) -> str:
-        """Whom connections and requests are counted for; no user's name is another holder's."""
+        """The holder of connections and requests; no user's name is another holder's."""
         return self.user if self.is_service else f"user {self.user}"
 
     def require(self, scope: str) -> None:

@@ -136,7 +136,7 @@ class Guarded(web.RequestHandler):
 
 
 class Limited(Guarded):
-    """Requests whose callers take turns."""
+    """Requests of callers that take turns."""
 
     service: Service
 
@@ -147,12 +147,12 @@ class Limited(Guarded):
 
     @property
     def holder(self) -> str:
-        """Whom the connection is counted for."""
+        """The holder of the connection; empty: it is not counted any more."""
         entry = self.service.gate.connections.of(self.stream)
         return entry.holder if entry else ""
 
     def stop_if_closed(self) -> None:
-        """Return if somebody waits for the answer.
+        """Return if the caller waits for the answer.
 
         Raises:
             web.Finish: the connection is closed.
@@ -305,7 +305,7 @@ class Base(HubOAuthenticated, Limited):
         self.begin(identity.holder)
 
     async def turn(self, caller: str = "") -> None:
-        """Wait for the turn of a caller; empty: of whom the connection is counted for.
+        """Wait for the turn of a caller; empty: of the holder of the connection.
 
         Raises:
             TooMany: too many requests of that caller wait.

@@ -19,7 +19,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Peers whose X-Forwarded-For is believed.
+    """Peers with an X-Forwarded-For that is believed.
 
     ``sources`` are users of this machine as `peers.source_of` names them: by default root and
     the broker's user, over TCP.  ``networks`` are addresses of further proxies.

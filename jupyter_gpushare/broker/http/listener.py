@@ -48,7 +48,7 @@ class ApiListener(Listener):
         self._proxies = proxies or Proxies()
 
     def proven_holder(self, source: str) -> str:
-        """Return whom the kernel, or the configuration, says that a source is; empty: neither does."""
+        """Return the holder that the kernel, or the configuration, proves for a source; empty: none."""
         is_proxy = self._proxies.trusts(source)
         return super().proven_holder(source) or (f"proxy {holder_of(source)}" if is_proxy else "")
 
