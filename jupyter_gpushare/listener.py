@@ -197,14 +197,10 @@ class Listener(httpserver.HTTPServer):
         super().on_close(server_conn)
 
 
-class _Noted(httputil.HTTPMessageDelegate):
-    """Request that makes its connection busy once its head is complete."""
+class Passed(httputil.HTTPMessageDelegate):
+    """Request that is passed on to the application, unless that was set to None."""
 
-    def __init__(
-        self, gate: Gate, stream: iostream.IOStream, application: httputil.HTTPMessageDelegate
-    ) -> None:
-        self._gate = gate
-        self._stream = stream
+    def __init__(self, application: httputil.HTTPMessageDelegate) -> None:
         self._application: httputil.HTTPMessageDelegate | None = application
 
     def headers_received(
@@ -212,9 +208,7 @@ class _Noted(httputil.HTTPMessageDelegate):
         start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
         headers: httputil.HTTPHeaders,
     ) -> Awaitable[None] | None:
-        """Count the request as begun and pass its head on, unless its connection has given way."""
-        if not self._gate.busy(self._stream):
-            self._application = None
+        """Pass the head on."""
         return self._application.headers_received(start_line, headers) if self._application else None
 
     def data_received(self, chunk: bytes) -> Awaitable[None] | None:
@@ -227,3 +221,24 @@ class _Noted(httputil.HTTPMessageDelegate):
     def on_connection_close(self) -> None:
         if self._application:
             self._application.on_connection_close()
+
+
+class _Noted(Passed):
+    """Request that makes its connection busy once its head is complete."""
+
+    def __init__(
+        self, gate: Gate, stream: iostream.IOStream, application: httputil.HTTPMessageDelegate
+    ) -> None:
+        super().__init__(application)
+        self._gate = gate
+        self._stream = stream
+
+    def headers_received(
+        self,
+        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
+        headers: httputil.HTTPHeaders,
+    ) -> Awaitable[None] | None:
+        """Count the request as begun and pass its head on, unless its connection has given way."""
+        if not self._gate.busy(self._stream):
+            self._application = None
+        return super().headers_received(start_line, headers)

@@ -124,7 +124,8 @@ def _check_of_hub(hub: Any) -> None:
     except SettingRefused as error:  # each start would fail with it
         hub.log.critical("%s", error)
         sys.exit(1)
-    except Exception:  # of a class that is not ours; `check_class` logs it
+    except Exception:  # of a class that is not ours
+        check_class(hub.spawner_class, hub.config)  # the log says why nothing is checked
         return
     if said := check_class(hub.spawner_class, hub.config):
         hub.log.critical("%s A training job would replace its owner's session.", said)

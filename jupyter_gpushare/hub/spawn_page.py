@@ -15,7 +15,7 @@ from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, NotSetUp,
 from jupyter_gpushare.hub import options, picker
 from jupyter_gpushare.hub.broker_access import BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
-from jupyter_gpushare.protocol.wire import Offers, SpawnRequest, SpawnWait
+from jupyter_gpushare.protocol.wire import GpuRequest, Offers, SpawnRequest, SpawnWait
 
 # Names of servers that run jobs; their command comes from the broker.
 JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
@@ -68,20 +68,25 @@ class SpawnPage(BrokerAccess):
         handler = getattr(self, "handler", None)
         return "" if handler is None else str(handler.request.headers.pop(_LIVE_HEADER, ""))
 
+    def _request(self, wanted: GpuRequest | None) -> SpawnRequest:
+        """Return what the broker is told of this server and its owner; ``wanted`` None: no GPU."""
+        user, server, groups = self._identity()
+        return SpawnRequest(
+            user=user,
+            server=server,
+            groups=groups,
+            uid=self.server_uid(),
+            options=wanted,
+            created=self.user.created,
+            own_uid=self.own_uid,
+        )
+
     async def _place_in_queue(self, live: str) -> picker.Place | None:
         """Keep the place of this server in the queue of sessions, or give it up; None: it has none."""
-        user, server, groups = self._identity()
+        user = self._identity()[0]
         try:
             wanted = None if live == _LEAVE else options.read({options.KEY: _decoded(live)})
-            body = SpawnRequest(
-                user=user,
-                server=server,
-                groups=groups,
-                uid=self.server_uid(),
-                options=wanted,
-                created=self.user.created,
-                own_uid=self.own_uid,
-            )
+            body = self._request(wanted)
             async with asyncio.timeout(self.offers_timeout_s):
                 client = self._broker_client()
                 if wanted is None:

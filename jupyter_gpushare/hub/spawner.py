@@ -37,7 +37,7 @@ from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
 from jupyter_gpushare.hub.memory import MemoryForSleep
 from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, NOT_SET_UP, SHARED_RESOURCE, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
-from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnRequest, SpawnStop, encode
+from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnStop, encode, replace
 
 # Scope that permits submitting jobs, defined by the site (see jupyterhub_config.py).
 JOBS_SCOPE = "custom:gpushare:jobs"
@@ -222,17 +222,11 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         Raises:
             SpawnException: refused, for a reason the user can read.
         """
-        user, server, groups = self._identity()
+        user, server, _ = self._identity()
         needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
         try:
-            body = SpawnRequest(
-                user=user,
-                server=server,
-                groups=groups,
-                uid=self.server_uid(),
-                options=request,
-                created=self.user.created,
-                own_uid=self.own_uid,
+            body = replace(
+                self._request(request),
                 admin=bool(self.user.admin),
                 not_nodes=self.excluded_nodes(),
                 may_gain=self.may_gain(),

@@ -203,6 +203,15 @@ def test_a_hub_with_such_a_setting_does_not_start(caplog):
     assert "are not apart from each other" in caplog.text
 
 
+def test_a_class_that_cannot_be_looked_at_is_named_in_the_log(caplog):
+    class Broken(GPUShareDockerSpawner):
+        def __init__(self, **_: object) -> None:
+            raise RuntimeError("not outside a start")
+
+    distinct._check_of_hub(SimpleNamespace(spawner_class=Broken, config=Config(), log=None))
+    assert "Broken not checked at the Hub's start: not outside a start" in caplog.text
+
+
 def test_a_function_of_the_site_that_joins_a_namespace_starts_no_container(hub, docker):
     refused = hub.start_server("ada", {"fraction": "1/2"}, name="joined")
     assert refused.status_code == 503, hub.log()[-4000:]

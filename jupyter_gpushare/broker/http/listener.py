@@ -16,7 +16,7 @@ from tornado import httputil, iostream, web
 
 from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.errors import TooMany
-from jupyter_gpushare.listener import Gate, Listener
+from jupyter_gpushare.listener import Gate, Listener, Passed
 from jupyter_gpushare.peers import holder_of, source_of
 from jupyter_gpushare.protocol import wire
 
@@ -85,7 +85,7 @@ class ApiListener(Listener):
         self.gate.count_for(stream, _CLIENT + client)
 
 
-class _Counted(httputil.HTTPMessageDelegate):
+class _Counted(Passed):
     """Request that the application gets once it is counted for its client."""
 
     def __init__(
@@ -95,10 +95,10 @@ class _Counted(httputil.HTTPMessageDelegate):
         connection: httputil.HTTPConnection,
         application: httputil.HTTPMessageDelegate,
     ) -> None:
+        super().__init__(application)
         self._listener = listener
         self._stream = stream
         self._connection = connection
-        self._application: httputil.HTTPMessageDelegate | None = application
 
     def headers_received(
         self,
@@ -112,7 +112,7 @@ class _Counted(httputil.HTTPMessageDelegate):
             self._application = None
             self._refuse(error)
             return None
-        return self._application.headers_received(start_line, headers) if self._application else None
+        return super().headers_received(start_line, headers)
 
     def _refuse(self, error: TooMany) -> None:
         body = wire.encode(wire.ErrorAnswer.of(error, error.status, error.reason))
@@ -129,14 +129,3 @@ class _Counted(httputil.HTTPMessageDelegate):
             httputil.ResponseStartLine("HTTP/1.1", error.status, "Too Many Requests"), head, body
         )
         self._connection.finish()
-
-    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
-        return self._application.data_received(chunk) if self._application else None
-
-    def finish(self) -> None:
-        if self._application:
-            self._application.finish()
-
-    def on_connection_close(self) -> None:
-        if self._application:
-            self._application.on_connection_close()
