@@ -27,8 +27,8 @@ CHP_VERSION := 5.3.0
 UI_BUILDER := jupyter-builder>=1.2,<2
 # The oldest that the JupyterLab extension has to work in.
 OLDEST := jupyterlab==4.5.7 notebook~=7.5.0
-# The oldest Hub: the one of the Kubernetes chart.
-OLDEST_HUB := jupyterhub==5.5.0
+# The oldest Hub and KubeSpawner: those of the Kubernetes chart (tests/helm/hub_image.txt).
+OLDEST_HUB := jupyterhub==5.5.0 jupyterhub-kubespawner==7.0.0
 NODE_MIN := 20
 ARM_CC := aarch64-linux-gnu-gcc
 UI := jupyter_gpushare/ui

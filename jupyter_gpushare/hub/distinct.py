@@ -25,7 +25,7 @@ from jupyter_gpushare.hub.refusals import SettingRefused
 _log = logging.getLogger(__name__)
 
 # Attribute of a spawner with the name of what its server runs in, and what makes it distinct.
-# SystemdSpawner 1.0.2, DockerSpawner 14.0, KubeSpawner 7.1.
+# SystemdSpawner 1.0.2, DockerSpawner 14.0, KubeSpawner 7.0.
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "unit_name": (
