@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import pwd
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from jupyterhub import orm
+from jupyterhub.auth import LocalAuthenticator
 from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner
+from jupyterhub.utils import maybe_future
 
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub.compat import keep_failure_count
@@ -79,3 +85,39 @@ class GPUShareSimpleSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, 
 
     def may_gain(self) -> bool:
         return True
+
+
+def warn_of_unknown_users() -> None:
+    """Have the Hub of this process start though its configuration names users that the system lacks.
+
+    JupyterHub ends where ``load_groups`` or ``load_roles`` names one (``LocalAuthenticator.add_user``): a
+    user that was removed, or every user while the machine's directory service is away.
+    """
+    app = sys.modules.get("jupyterhub.app")
+    inner = getattr(app and app.JupyterHub, "_get_or_create_user", None)
+    if app is None or inner is None:
+        return
+
+    @functools.wraps(inner)
+    async def _get_or_create_user(hub: Any, username: str, hint: str) -> Any:
+        try:
+            return await inner(hub, username, hint)
+        except KeyError:
+            # It is in the database by then.
+            user, known = orm.User.find(hub.db, username), hub.authenticator
+            is_ours = issubclass(hub.spawner_class, GPUShareLocalSpawner) and user is not None
+            if not is_ours or not isinstance(known, LocalAuthenticator):
+                raise
+            if await maybe_future(known.system_user_exists(user)):
+                raise
+            hub.log.warning(
+                "The configuration names the user %s (%s), and the system has no such user: "
+                "remove the name, or make the user.",
+                *(username, hint),
+            )
+            return user
+
+    app.JupyterHub._get_or_create_user = _get_or_create_user
+
+
+warn_of_unknown_users()

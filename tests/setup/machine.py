@@ -61,7 +61,11 @@ def environment(folder: Path) -> Path:
     venv.create(folder, with_pip=True)
     # A folder named in a .pth file comes last, and its own .pth files are not read.
     (packages_of(folder) / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for program, module in (("jupyterhub", "jupyterhub"), ("jupyterhub-singleuser", "jupyterhub.singleuser")):
+    for program, module in (
+        ("jupyterhub", "jupyterhub"),
+        ("jupyterhub-singleuser", "jupyterhub.singleuser"),
+        ("certipy", "certipy"),
+    ):
         path = folder / "bin" / program
         path.write_text(f'#!/bin/sh\nexec {folder}/bin/python -m {module} "$@"\n')
         path.chmod(0o755)
@@ -96,6 +100,7 @@ class Site(Reached, Systemd):
             "User=gpushare": "User=root",
             "Group=gpushare": "Group=root",
             "-o gpushare -g gpushare": "-o root -g root",
+            "-g gpushare": "-g root",
             "GPUSHARE_BROKER_UID=985": "GPUSHARE_BROKER_UID=0",
             "idle_timeout = 900": "idle_timeout = 2",
         }
@@ -133,6 +138,13 @@ class Site(Reached, Systemd):
     def play(self, page: str, chapter: str, folder: Path = Path("/"), number: int = 0) -> str:
         """Run one block of a chapter's commands where the services run; return what they print."""
         return self.shell(f"cd {folder}\n" + self.here(block(page, chapter, "bash", number)))
+
+    def play_as(self, page: str, chapter: str, **variables: str) -> str:
+        """Run a chapter's commands, whose first line sets variables, with these values of them."""
+        first, _, commands = block(page, chapter, "bash").partition("\n")
+        assert all(f"{name}=" in first for name in variables)
+        values = "\n".join(f"{name}={value}" for name, value in variables.items())
+        return self.shell(f"{values}\n{self.here(commands)}")
 
     def shell(self, commands: str) -> str:
         """Run commands where the services run; return what they print."""

@@ -24,6 +24,7 @@ weights.fill(seed=42)
 print(weights.is_intact())
 """
 INTACT = "print(weights.is_intact())"
+LEVEL = "LC_MESSAGES=C\n"  # another variable of the broker
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +103,14 @@ def test_both_secrets_are_replaced_without_a_failed_start(site: Site, ada: Perso
     assert old != new
     assert (offers(site, old), offers(site, new) != 403) == (403, True)
 
-    api_token = (secrets / "broker.env").read_text().partition("=")[2].strip()
+    variables = secrets / "broker.env"
+    api_token = variables.read_text().partition("=")[2].strip()
+    with variables.open("a") as file:
+        file.write(LEVEL)
     said = site.play("operations", "Replace both secrets", number=1)
     assert "fail" not in said
+    assert variables.read_text().endswith(LEVEL)
+    assert variables.stat().st_mode & 0o777 == 0o600
     until(lambda: site.is_well(jupyter_gpushare.__version__), "broker and Hub know the new token")
     answer = httpx.get(f"{site.hub_url}/hub/api/user", headers={"Authorization": f"token {api_token}"})
     assert answer.status_code == 403
