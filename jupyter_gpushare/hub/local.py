@@ -105,7 +105,7 @@ def warn_of_unknown_users() -> None:
         except KeyError:
             # It is in the database by then.
             user, known = orm.User.find(hub.db, username), hub.authenticator
-            is_ours = issubclass(hub.spawner_class, GPUShareLocalSpawner) and user is not None
+            is_ours = issubclass(hub.spawner_class, GPUShareMixin) and user is not None
             if not is_ours or not isinstance(known, LocalAuthenticator):
                 raise
             if await maybe_future(known.system_user_exists(user)):
