@@ -169,7 +169,7 @@ class HelperError(GpuShareError):
 
 
 class StoreError(GpuShareError):
-    """The database cannot be opened, is in use, or comes from a newer version."""
+    """The database cannot be opened, is in use, or has the schema of another version."""
 
 
 class Superseded(StoreError):

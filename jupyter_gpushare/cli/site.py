@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jupyter_gpushare import channel, native
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.examine import database_trouble, stored_overrides
 from jupyter_gpushare.broker.state.policy import Policy, beyond_machine, parse_project
+from jupyter_gpushare.broker.state.schema import database_trouble, stored_overrides
 from jupyter_gpushare.cli import site_services as services
 from jupyter_gpushare.cli.checks import Check, Result
 from jupyter_gpushare.cli.checks import fail as _fail

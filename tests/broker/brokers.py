@@ -130,8 +130,8 @@ class SteppingStore(Store):
         sa.event.listen(self._engine, "connect", lambda c, _: c.execute("PRAGMA synchronous=OFF").close())
         self._engine.dispose()
 
-    def _migrate(self) -> None:
-        """The file is a copy of one that was migrated."""
+    def _upgrade(self) -> None:
+        """The file is a copy of one with the newest schema."""
 
     async def commit(self, changes: Sequence[Change]) -> None:
         if not changes:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 import traceback
 from dataclasses import fields, replace
-from pathlib import Path
 
-import alembic.autogenerate
-import alembic.command
-import alembic.config
-import alembic.migration
 import pytest
 import sqlalchemy as sa
 
@@ -19,7 +13,6 @@ from jupyter_gpushare.broker.state import store as store_module
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store
-from jupyter_gpushare.broker.state.tables import metadata
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import DiskFull, StoreError
@@ -135,24 +128,6 @@ def test_the_boot_of_the_last_broker_is_told(database):
     store.close()
 
 
-def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
-    opened(tmp_path).close()
-    with sqlite3.connect(tmp_path / "b.sqlite") as connection:
-        connection.execute("update alembic_version set version_num = '9999'")
-    connection.close()
-    with pytest.raises(StoreError, match="newer version"):
-        opened(tmp_path)
-    with sqlite3.connect(tmp_path / "b.sqlite") as connection:
-        assert connection.execute("select version_num from alembic_version").fetchall() == [("9999",)]
-    connection.close()
-
-
-def test_a_file_that_is_no_database_is_refused(tmp_path):
-    (tmp_path / "b.sqlite").write_bytes(b"not a database at all" * 500)
-    with pytest.raises(StoreError, match="cannot be used"):
-        opened(tmp_path)
-
-
 @pytest.mark.parametrize("memory", ["sqlite://", "sqlite:///:memory:"])
 def test_a_database_in_memory_is_refused(memory):
     with pytest.raises(StoreError, match="must be a file"):
@@ -162,14 +137,6 @@ def test_a_database_in_memory_is_refused(memory):
 def test_others_cannot_read_the_database(tmp_path):
     opened(tmp_path).close()
     assert (tmp_path / "b.sqlite").stat().st_mode & 0o077 == 0
-
-
-def test_migrations_give_exactly_the_tables_of_the_code(database):
-    store = database()
-    with store._engine.connect() as connection:
-        context = alembic.migration.MigrationContext.configure(connection, opts={"compare_type": True})
-        assert alembic.autogenerate.compare_metadata(context, metadata) == []
-    store.close()
 
 
 async def test_a_broker_that_another_one_followed_can_store_nothing_more(database):
@@ -289,9 +256,3 @@ async def test_a_job_is_found_by_its_owner_however_long_ago_it_ended(database):
     assert await store.job(JOB.id, "ada") is None
     assert await store.job("another", None) is None
     store.close()
-
-
-def test_migrations_are_one_row_without_a_number_twice():
-    folder = Path(store_module.__file__).parent / "migrations" / "versions"
-    numbers = sorted(path.name.partition("_")[0] for path in folder.glob("[0-9]*.py"))
-    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]

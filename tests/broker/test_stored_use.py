@@ -6,13 +6,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from datetime import date, timedelta
-from pathlib import Path
 
-import alembic.command
-import alembic.config
-import sqlalchemy as sa
-
-from jupyter_gpushare.broker.state import store as store_module
 from jupyter_gpushare.broker.state.records import UsageRecord
 from jupyter_gpushare.broker.state.usage import Amounts, UsageQuery
 from tests.waiting import PATIENCE_S
@@ -93,23 +87,4 @@ async def test_use_is_added_up_by_what_is_asked_for(database):
     assert (ada, none) == (
         [(("A",), Amounts(1.0, 0.75, 0.25, 2.5)), (("B",), Amounts(1.0, 0.75, 0.25, 2.5))],
         [],
-    )
-
-
-def test_use_of_an_earlier_version_is_kept_without_a_model(database):
-    store = database()
-    with store._engine.begin() as connection:
-        config = alembic.config.Config()
-        config.set_main_option("script_location", str(Path(store_module.__file__).parent / "migrations"))
-        config.attributes["connection"] = connection
-        alembic.command.downgrade(config, "0016")
-        row = {"day": "2025-01-02", "user": "bo", "project": "nlp", "used": 1.5}
-        said = 'INSERT INTO usage (day, "user", project, used_gpu_s, lent_gpu_s, saved_gib_s, kept_s)'
-        connection.execute(sa.text(f"{said} VALUES (:day, :user, :project, :used, 2, 3, 4)"), row)
-    store.close()
-    store = database()
-    (kept,) = store.load().usage
-    store.close()
-    assert kept == UsageRecord(
-        day="2025-01-02", user="bo", project="nlp", used_gpu_s=1.5, lent_gpu_s=2, saved_gib_s=3, kept_s=4
     )

@@ -258,7 +258,7 @@ BROKEN = {
         lambda s: s.folder.chmod(0o777), "socket-folder", "chmod go-w"),
     "a broker's token that others can read": (
         lambda s: (s.folder / "state/spawner-token").chmod(0o644), "spawner-token", "chmod 600"),
-    "a database of a newer version": (newer_database, "database", "comes from a newer version"),
+    "a database of a newer version": (newer_database, "database", "it has the schema 9999"),
     "a broken database": (
         lambda s: (s.folder / "state/broker.sqlite").write_bytes(b"x" * 4096), "database", "not a database"),
     "no service": (hub('{"name": "gpushare", "url"', '{"name": "x", "url"'), "service", "knows no service"),

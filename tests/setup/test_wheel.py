@@ -82,7 +82,7 @@ def test_type_checkers_use_its_annotations(names):
 
 
 def test_it_brings_the_migrations_of_the_database(names):
-    assert any(name.startswith("jupyter_gpushare/broker/state/migrations/versions/0001") for name in names)
+    assert any(name.startswith("jupyter_gpushare/broker/state/migrations/versions/v1_") for name in names)
 
 
 def test_jupyter_server_finds_the_extension(installed):

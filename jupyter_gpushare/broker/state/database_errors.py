@@ -20,7 +20,7 @@ def is_disk_full(error: sa.exc.SQLAlchemyError) -> bool:
     return is_sqlite or getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
 
 
-def brief(error: sa.exc.SQLAlchemyError) -> str:
+def brief(error: Exception) -> str:
     """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
     cause = getattr(error, "orig", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

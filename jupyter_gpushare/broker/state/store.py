@@ -29,13 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import alembic.command
-import alembic.config
-import alembic.migration
-import alembic.script
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from jupyter_gpushare.broker.state import schema
 from jupyter_gpushare.broker.state.database_errors import brief, is_disk_full
 from jupyter_gpushare.broker.state.records import (
     DecisionRecord,
@@ -68,7 +65,6 @@ from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import DiskFull, StoreError
 from jupyter_gpushare.wall_clock import iso_now
 
-MIGRATIONS = Path(__file__).parent / "migrations"
 # PostgreSQL advisory lock: the letters "gpus".
 _LOCK_KEY = 0x67707573
 # A lock of one 64-bit key shows its low half as objid (PostgreSQL manual, view pg_locks).
@@ -101,7 +97,7 @@ class Store:
     """The open database.
 
     Raises:
-        StoreError: in use by another broker, from a newer version, or broken.
+        StoreError: in use by another broker, with the schema of another version, or broken.
     """
 
     def __init__(self, url: str, boot_id: str) -> None:
@@ -111,10 +107,6 @@ class Store:
         self._is_full = False  # in the store's thread alone
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._scans = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-scans")
-        if self._url.get_backend_name() == "sqlite":
-            if not self._url.database or self._url.database == ":memory:":
-                raise StoreError("the broker's database must be a file: jobs would be lost with its process")
-            self._lock_sqlite(Path(self._url.database))
         postgresql = self._url.get_backend_name() == "postgresql"
         connect_args = {"application_name": _holder()} if postgresql else {}
         try:
@@ -123,14 +115,14 @@ class Store:
                 self._url, pool_pre_ping=True, hide_parameters=True, connect_args=connect_args
             )
             self._open()
-            self._migrate()
+            self._upgrade()
             with self._engine.begin() as connection:
                 epoch = read_meta(connection, "epoch")
                 self.epoch = int(epoch or 0) + 1
                 write_meta(connection, "epoch", str(self.epoch))
                 if read_meta(connection, "boot_id") is None:
                     write_meta(connection, "boot_id", boot_id)
-        except sa.exc.SQLAlchemyError as error:
+        except (OSError, sa.exc.SQLAlchemyError) as error:
             self.close()
             raise StoreError(f"the database {self._url!r} cannot be used: {brief(error)}") from None
         except StoreError:
@@ -157,9 +149,11 @@ class Store:
 
     def _open(self) -> None:
         if self._url.get_backend_name() == "sqlite":
+            if not self._url.database or self._url.database == ":memory:":
+                raise StoreError("the broker's database must be a file: jobs would be lost with its process")
+            self._lock_sqlite(Path(self._url.database))
+            schema.begin_explicitly(self._engine)
             sa.event.listen(self._engine, "connect", _sqlite_pragmas)
-            if self._url.database:
-                Path(self._url.database).touch(mode=0o600)
         else:
             self._lock_connection = self._engine.connect()
             got = self._lock_connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))).scalar()
@@ -168,20 +162,10 @@ class Store:
                 holder = self._lock_connection.execute(_LOCK_HOLDER, {"key": _LOCK_KEY}).scalar()
                 raise StoreError(f"another broker uses this database ({holder or 'unknown'}): stop it first")
 
-    def _migrate(self) -> None:
-        config = alembic.config.Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        script = alembic.script.ScriptDirectory.from_config(config)
-        with self._engine.begin() as connection:
-            current = alembic.migration.MigrationContext.configure(connection).get_current_revision()
-            known = {revision.revision for revision in script.walk_revisions()}
-            if current is not None and current not in known:
-                raise StoreError(
-                    f"the database comes from a newer version (schema {current}; this one knows "
-                    f"{script.get_current_head()}): install that version again, or restore a backup"
-                )
-            config.attributes["connection"] = connection
-            alembic.command.upgrade(config, "head")
+    def _upgrade(self) -> None:
+        if trouble := schema.database_trouble(self._url):
+            raise StoreError(f"the broker's database {self._url!r}: {trouble}")
+        schema.upgrade(self._engine)
 
     # ---- reading -------------------------------------------------------------
 

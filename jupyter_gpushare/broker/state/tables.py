@@ -49,15 +49,15 @@ leases = sa.Table(
     sa.Column("fraction_milli", sa.Integer, nullable=False),
     sa.Column("device_count", sa.Integer, nullable=False),
     sa.Column("memory_bytes", sa.BigInteger, nullable=False),
-    sa.Column("profile", sa.String(32), nullable=False, server_default=""),
+    sa.Column("profile", sa.String(32), nullable=False),
     sa.Column("devices", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("held_milli", sa.Integer, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("survival", sa.String(16), nullable=False),
-    sa.Column("borrow", sa.Boolean, nullable=False, server_default=sa.true()),
+    sa.Column("borrow", sa.Boolean, nullable=False),
     sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
     sa.Column("queued_at", sa.Float, nullable=False),
-    sa.Column("waits_since_at", sa.Float, nullable=False, server_default="0"),
+    sa.Column("waits_since_at", sa.Float, nullable=False),
     sa.Column("granted_at", sa.Float, nullable=False),
     sa.Column("keep_until_at", sa.Float, nullable=False),
     sa.Column("borrowed", sa.Boolean, nullable=False),
@@ -66,24 +66,24 @@ leases = sa.Table(
     sa.Column("saved_bytes", sa.BigInteger, nullable=False),
     sa.Column("attained_gpu_s", sa.Float, nullable=False),
     sa.Column("attained_at", sa.Float),  # null: not running
-    sa.Column("turns", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("turns", sa.Integer, nullable=False),
     sa.Column("cancelled", sa.Boolean, nullable=False),
     sa.Column("uid", sa.BigInteger, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("since_at", sa.String(40), nullable=False),
     sa.Column("entered_at", sa.Float, nullable=False),
-    sa.Column("counted_at", sa.Float, nullable=False, server_default="0"),
+    sa.Column("counted_at", sa.Float, nullable=False),
     sa.Column("why", sa.String(64), nullable=False),
     sa.Column("requeue", sa.Boolean, nullable=False),
     sa.Column("note", sa.Text, nullable=False),
-    sa.Column("given_to", sa.String(255), nullable=False, server_default=""),
+    sa.Column("given_to", sa.String(255), nullable=False),
     sa.Column("suspend_reason", sa.Text, nullable=False),
     sa.Column("limits", sa.Text, nullable=False),  # JSON: bytes per UUID
     sa.Column("tries", sa.Integer, nullable=False),
-    sa.Column("lost", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("never_sleep", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("settled", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("unprepared", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("lost", sa.Boolean, nullable=False),
+    sa.Column("never_sleep", sa.Boolean, nullable=False),
+    sa.Column("settled", sa.Integer, nullable=False),
+    sa.Column("unprepared", sa.Boolean, nullable=False),
     sa.Index("leases_by_server", "user", "server"),
 )
 jobs = sa.Table(
@@ -106,7 +106,7 @@ jobs = sa.Table(
     sa.Column("exit_code", sa.Integer),
     sa.Column("stopped", sa.Boolean, nullable=False),
     sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("reason_texts", sa.Text, nullable=False, server_default="[]"),  # JSON
+    sa.Column("reason_texts", sa.Text, nullable=False),  # JSON
     sa.Column("attempts", sa.Integer, nullable=False),
     sa.Column("failures", sa.Integer, nullable=False),
     sa.Column("preemptions", sa.Integer, nullable=False),
@@ -115,7 +115,7 @@ jobs = sa.Table(
     sa.Column("total", sa.Float),
     sa.Column("measure", sa.Text),  # JSON object; null: it reported no progress
     sa.Column("idempotency_key", sa.String(255)),
-    sa.Column("request_digest", sa.String(64), nullable=False, server_default=""),
+    sa.Column("request_digest", sa.String(64), nullable=False),
     sa.UniqueConstraint("user", "idempotency_key", name="one_job_per_key"),
 )
 decisions = sa.Table(
@@ -130,7 +130,7 @@ decisions = sa.Table(
     sa.Column("why", sa.String(64), nullable=False),
     sa.Column("for_lease", sa.String(64)),
     sa.Column("sentence", sa.Text, nullable=False),
-    sa.Column("texts", sa.Text, nullable=False, server_default="[]"),  # JSON
+    sa.Column("texts", sa.Text, nullable=False),  # JSON
     sa.Index("decisions_by_user", "user", "at"),
 )
 owners = sa.Table(
