@@ -1,11 +1,6 @@
-"""Alembic's entry: runs migrations on the connection the store hands over."""
+"""Alembic's entry: runs migrations on the connection that `schema` hands over, in its transaction."""
 
 from alembic import context
 
-from jupyter_gpushare.broker.state.tables import metadata
-
-context.configure(
-    connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True
-)
-with context.begin_transaction():
-    context.run_migrations()
+context.configure(connection=context.config.attributes["connection"])
+context.run_migrations()

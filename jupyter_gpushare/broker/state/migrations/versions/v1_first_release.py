@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "v1"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
