@@ -99,6 +99,12 @@ def execute(url: str, *statements: str) -> None:
     engine.dispose()
 
 
+def filled(url: str) -> None:
+    store = Store(url, "boot")
+    store._write(tuple(RECORDS))
+    store.close()
+
+
 def is_open_to_the_next(url: str) -> bool:
     """Whether a broker opens the database; PostgreSQL keeps the lock of one that was killed for a moment."""
     try:
@@ -178,23 +184,61 @@ def test_a_place_where_no_file_can_be_is_named(tmp_path):
             Store(f"sqlite:///{path}", "boot")
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("sqlite://", "must be a file"),
+        ("sqlite:///:memory:", "must be a file"),
+        ("mysql://db/gpushare", "is sqlite or postgresql, not mysql"),
+        ("broker.sqlite", "is a URL of SQLAlchemy"),
+        ("postgresql+no_such_driver://db/gpushare", "no_such_driver"),
+    ],
+)
+def test_a_url_that_no_broker_can_use_is_refused(url, says):
+    with pytest.raises(StoreError, match=says):
+        Store(url, "boot")
+    assert says in schema.database_trouble(url)
+
+
 # ---- made --------------------------------------------------------------------
 
 
-def test_what_a_broken_start_left_behind_is_no_part_of_a_new_database(tmp_path):
+def test_what_a_killed_start_left_behind_is_no_part_of_a_new_database(tmp_path):
     path = tmp_path / "b.sqlite"
-    old = Store(f"sqlite:///{path}", "old boot")
-    old._write(tuple(RECORDS))
-    for name in ("b.sqlite.new", "kept-wal"):
-        shutil.copy(f"{path}-wal", tmp_path / name)
-    old.close()
-    path.write_bytes(b"")  # as `touch` leaves it
-    (tmp_path / "kept-wal").rename(f"{path}-wal")
+    filled(f"sqlite:///{path}")
+    path.rename(f"{path}.new")
+    path.touch()
     store = Store(f"sqlite:///{path}", "boot")
-    assert (store.epoch, store.load().boot_id, store.load().leases) == (1, "boot", ())
+    assert (store.epoch, store.load().leases) == (1, ())
     store.close()
     assert {each.name for each in tmp_path.iterdir()} == {"b.sqlite", "b.sqlite.lock"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("put_back", [True, False])
+def test_no_database_is_made_beside_what_another_stored_last(tmp_path, put_back):
+    path, kept = tmp_path / "b.sqlite", tmp_path / "kept.sqlite"
+    filled(url := f"sqlite:///{path}")
+    with sqlite3.connect(path) as writer:
+        writer.execute("INSERT INTO meta VALUES ('last', '1')")
+        writer.commit()
+        # As a killed broker leaves them: the last commit is in the WAL alone.
+        shutil.copy(path, kept)
+        shutil.copy(f"{path}-wal", tmp_path / "kept-wal")
+    writer.close()
+    path.unlink()
+    (tmp_path / "kept-wal").rename(f"{path}-wal")
+    with pytest.raises(StoreError, match=r"b\.sqlite-wal has what was stored last"):
+        Store(url, "boot")
+    assert "b.sqlite-wal" in schema.database_trouble(url)
+    if put_back:
+        kept.rename(path)
+    else:
+        (tmp_path / "b.sqlite-wal").rename(tmp_path / "away")
+    Store(url, "boot").close()
+    with sqlite3.connect(path) as reader:
+        assert len(reader.execute("SELECT * FROM meta WHERE key = 'last'").fetchall()) == put_back
+    reader.close()
 
 
 def test_a_link_to_a_database_stays_a_link(tmp_path):
@@ -206,12 +250,6 @@ def test_a_link_to_a_database_stays_a_link(tmp_path):
 
 
 # ---- upgraded ----------------------------------------------------------------
-
-
-def filled(url: str) -> None:
-    store = Store(url, "boot")
-    store._write(tuple(RECORDS))
-    store.close()
 
 
 def test_a_next_schema_keeps_what_is_stored_and_the_old_version_refuses_it(

@@ -128,12 +128,6 @@ def test_the_boot_of_the_last_broker_is_told(database):
     store.close()
 
 
-@pytest.mark.parametrize("memory", ["sqlite://", "sqlite:///:memory:"])
-def test_a_database_in_memory_is_refused(memory):
-    with pytest.raises(StoreError, match="must be a file"):
-        Store(memory, "boot")
-
-
 def test_others_cannot_read_the_database(tmp_path):
     opened(tmp_path).close()
     assert (tmp_path / "b.sqlite").stat().st_mode & 0o077 == 0

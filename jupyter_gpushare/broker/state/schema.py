@@ -26,16 +26,37 @@ from sqlalchemy.engine import Connection
 from jupyter_gpushare.broker.state.database_errors import brief
 from jupyter_gpushare.broker.state.records import ProjectOverride
 from jupyter_gpushare.broker.state.tables import projects
+from jupyter_gpushare.errors import StoreError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
-def database_trouble(url: str | sa.URL) -> str:
-    """Return why no broker could use a database; empty: one could, or makes it."""
+def url_of(text: str) -> sa.URL:
+    """Return the parsed URL of a database.
+
+    Raises:
+        StoreError: a broker can use none of this kind.
+    """
     try:
-        with _connected(sa.make_url(url)) as connection:
-            return "" if connection is None else _unknown_schema(connection)
-    except sa.exc.SQLAlchemyError as error:
+        url = sa.make_url(text)
+    except sa.exc.ArgumentError:
+        raise StoreError("GPUShareBroker.db_url is a URL of SQLAlchemy, such as sqlite:////path") from None
+    if url.get_backend_name() not in ("sqlite", "postgresql"):
+        raise StoreError(f"GPUShareBroker.db_url is sqlite or postgresql, not {url.get_backend_name()}")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise StoreError("the broker's database must be a file: jobs would be lost with its process")
+    return url
+
+
+def database_trouble(text: str) -> str:
+    """Return why no broker could use the database of a URL; empty: one could, or makes it."""
+    try:
+        url = url_of(text)
+        with _connected(url) as connection:
+            return _left_behind(url) if connection is None else _unknown_schema(connection)
+    except StoreError as error:
+        return str(error)
+    except (OSError, sa.exc.SQLAlchemyError) as error:
         return f"it cannot be used: {brief(error)}"
     except ImportError as error:
         return f"it cannot be used: {error}: install the package of its driver"
@@ -52,7 +73,7 @@ def stored_overrides(url: str) -> dict[str, ProjectOverride]:
                 return {}
             rows = connection.execute(sa.select(projects)).mappings()
             return {row["name"]: ProjectOverride(**row) for row in rows}
-    except (sa.exc.SQLAlchemyError, ImportError):
+    except (OSError, sa.exc.SQLAlchemyError, ImportError):
         return {}
 
 
@@ -95,9 +116,6 @@ def _make_file(url: sa.URL) -> None:
         with engine.begin() as connection:
             _migrate(connection)
         _sync(new)
-        # SQLite would take them for this file's own; it deletes them itself beside an empty file.
-        for rest in ("-wal", "-shm", "-journal"):
-            Path(f"{path}{rest}").unlink(missing_ok=True)
         new.rename(path)
         _sync(path.parent)
     finally:
@@ -124,6 +142,18 @@ def is_to_be_made(url: sa.URL) -> bool:
     return url.get_backend_name() == "sqlite" and (not path.exists() or path.stat().st_size == 0)
 
 
+def _left_behind(url: sa.URL) -> str:
+    path = os.path.realpath(url.database or "")
+    for rest in (Path(f"{path}-wal"), Path(f"{path}-journal")):
+        # SQLite would delete it, with the commits in it.
+        if rest.exists() and rest.stat().st_size:
+            return (
+                f"it is missing or empty, and {rest.name} has what was stored last: put the database back, "
+                f"or move {rest.name} away too"
+            )
+    return ""
+
+
 @contextmanager
 def _connected(url: sa.URL) -> Iterator[Connection | None]:
     """Connect to a database; None: it is to be made."""
@@ -140,7 +170,7 @@ def _connected(url: sa.URL) -> Iterator[Connection | None]:
 
 def _config() -> alembic.config.Config:
     config = alembic.config.Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config
 
 

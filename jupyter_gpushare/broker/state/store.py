@@ -101,7 +101,7 @@ class Store:
     """
 
     def __init__(self, url: str, boot_id: str) -> None:
-        self._url = sa.make_url(url)
+        self._url = schema.url_of(url)
         self._lock_fd = -1
         self._lock_connection: Connection | None = None
         self._is_full = False  # in the store's thread alone
@@ -125,6 +125,9 @@ class Store:
         except (OSError, sa.exc.SQLAlchemyError) as error:
             self.close()
             raise StoreError(f"the database {self._url!r} cannot be used: {brief(error)}") from None
+        except ImportError as error:
+            self.close()
+            raise StoreError(f"{error}: install the package of the database's driver") from None
         except StoreError:
             self.close()
             raise
@@ -143,15 +146,13 @@ class Store:
                 f"another broker uses the database {path} ({holder or 'unknown'}): stop it first, "
                 "or give this one a database of its own (GPUShareBroker.db_url)"
             ) from None
+        self._lock_fd = fd
         os.ftruncate(fd, 0)
         os.pwrite(fd, _holder().encode(), 0)
-        self._lock_fd = fd
 
     def _open(self) -> None:
         if self._url.get_backend_name() == "sqlite":
-            if not self._url.database or self._url.database == ":memory:":
-                raise StoreError("the broker's database must be a file: jobs would be lost with its process")
-            self._lock_sqlite(Path(self._url.database))
+            self._lock_sqlite(Path(self._url.database or ""))
             schema.begin_explicitly(self._engine)
             sa.event.listen(self._engine, "connect", _sqlite_pragmas)
         else:
@@ -163,7 +164,7 @@ class Store:
                 raise StoreError(f"another broker uses this database ({holder or 'unknown'}): stop it first")
 
     def _upgrade(self) -> None:
-        if trouble := schema.database_trouble(self._url):
+        if trouble := schema.database_trouble(self._url.render_as_string(hide_password=False)):
             raise StoreError(f"the broker's database {self._url!r}: {trouble}")
         schema.upgrade(self._engine)
 

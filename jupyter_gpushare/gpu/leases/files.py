@@ -433,11 +433,9 @@ def _write_whole(path: Path, content: bytes, mode: int, uid: int) -> None:
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, content)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
         os.fchmod(fd, mode)
         if uid != os.geteuid():
             os.fchown(fd, uid, -1)
-    finally:
-        os.close(fd)
     new.rename(path)
