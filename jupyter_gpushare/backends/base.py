@@ -160,8 +160,12 @@ class Devices(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def resume(self, handle: str) -> MoveResult:
+    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
         """Move the memory of a lease back, only when the driver shows enough free memory.
+
+        ``unrecorded``: the database does not say so and takes nothing now.  Then only into a part of the
+        devices that no living lease has; the sample shows it as ``unconfirmed`` until a `resume` that is
+        recorded.
 
         Raises:
             HelperError: no answer, or a newer broker is at work.

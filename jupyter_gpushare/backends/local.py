@@ -62,10 +62,9 @@ class LocalDevices(Devices):
             "suspend", helper.Suspend(lease=handle, calls=calls), helper.MoveResult, timeout_s=MOVE_S
         )
 
-    async def resume(self, handle: str) -> helper.MoveResult:
-        return await self._helper.ask(
-            "resume", helper.Resume(lease=handle), helper.MoveResult, timeout_s=MOVE_S
-        )
+    async def resume(self, handle: str, *, unrecorded: bool = False) -> helper.MoveResult:
+        request = helper.Resume(lease=handle, unrecorded=unrecorded)
+        return await self._helper.ask("resume", request, helper.MoveResult, timeout_s=MOVE_S)
 
     async def signal(self, handle: str, number: int, to: str) -> int:
         request = helper.Signal(lease=handle, number=number, to=to)

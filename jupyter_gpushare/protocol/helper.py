@@ -206,7 +206,7 @@ class LeaseSample:
     damaged: bool = False  # a failed checkpoint may have damaged a process that lives
     # Since when processes on its devices that may be its own do not answer; 0: all answer.
     unread_since: float = 0.0
-    # The helper resumed it while no broker answered; the next `resume` confirms that.
+    # It was resumed while no broker could record that; the next `resume` that is recorded confirms it.
     unconfirmed: bool = False
 
     @property
@@ -287,10 +287,15 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Copy the device memory of a lease back, once the driver shows enough free."""
+    """Copy the device memory of a lease back, once the driver shows enough free.
+
+    ``unrecorded``: the broker cannot store that it asks.  Then the lease is resumed only into a part of
+    its devices that no other lease has, of those that live, and counts as ``unconfirmed``.
+    """
 
     lease: str
     timeout_s: float = 60.0
+    unrecorded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ REASON_OF = {
 # Modules in which functions return reasons.
 RETURNED = {"blockers.py", "checkpoint.py", "devices.py", "host.py", "reservations.py", "runner.py"}
 # Other modules in which `reason` is only logged.
-LOGGED = {"requests.py", "suspend.py", "wake.py"}
+LOGGED = {"requests.py", "suspend.py", "unattended.py", "wake.py"}
 DRIVER = "cuCheckpointProcessLock failed with code 999 (CUDA_ERROR_UNKNOWN)"
 
 

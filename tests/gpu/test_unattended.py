@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from jupyter_gpushare.gpu.leases.machine import Machine as Parts
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
+from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes, resume_unrecorded
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
 from tests.gpu.machine import GIB, Machine, Refused, machine_in, until
 
@@ -37,14 +39,28 @@ class Moves:
     def __init__(self) -> None:
         self.resumed: list[str] = []
         self.refused: Refusal | None = None
+        self.may_suspend = True
+
+    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
+        if not self.may_suspend:
+            return MoveResult(done=False, refused=Refusal.BUSY, reason="it cannot be written")
+        lease.enter(Phase.SUSPENDING)
+        lease.enter(Phase.SUSPENDED)
+        return MoveResult(done=True)
 
     def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
         if self.refused is not None:
             return MoveResult(done=False, refused=self.refused, reason="not now")
+        if lease.phase is Phase.RUNNING:
+            return MoveResult(done=True)
         self.resumed.append(lease.name)
         lease.enter(Phase.RESUMING)
         lease.enter(Phase.RUNNING)
         return MoveResult(done=True)
+
+
+RUNNER = SimpleNamespace(is_runner=True, key=(1, 1), inner_key=(1, 1))
+COMMAND = SimpleNamespace(is_runner=False, key=(2, 1), inner_key=(2, 1))
 
 
 class Helper:
@@ -56,12 +72,14 @@ class Helper:
         parts = SimpleNamespace(
             nvml=SimpleNamespace(gpus=gpus),
             state=self.state,
-            processes=SimpleNamespace(),
+            processes=SimpleNamespace(unread=()),
             seats=SeatTable(),
         )
         parts.files = DeviceFiles(None, gpus, folder / "device-files", "boot", owns=False)
         machine = cast("Parts", parts)
-        parts.processes.scan = lambda uids: dict.fromkeys(uids, ())
+        self.living: dict[str, tuple[object, ...]] = {}  # processes by lease
+        parts.processes.scan = lambda uids, *_: {uid: self.living.get(uid, ()) for uid in uids}
+        self.processes = parts.processes
         cgroups = Cgroups(None, machine.nvml, machine.processes)
         self.registry = LeaseRegistry(machine, DeviceStates(gpus), cgroups)
         self.moves = Moves()
@@ -79,6 +97,17 @@ class Helper:
         lease = self.lease(name, limit_bytes, suspended=True, unattended=unattended, **fields)
         lease.wanted = True
         return lease
+
+    def ended(self, name: str = "job", **fields: Any) -> Lease:
+        """A lease that had processes: a job whose runner reports the end, if it borrows."""
+        lease = self.lease(name, 60 * GIB, **fields)
+        lease.lived = True
+        return lease
+
+    def ask(self, lease: Lease) -> MoveResult:
+        """What the broker gets that cannot store that it asks."""
+        with lease.moving:
+            return resume_unrecorded(self.registry, cast("Mover", self.moves), lease, 0.0, asked=True)
 
     def look(self) -> list[str]:
         for lease in self.registry.all():
@@ -162,6 +191,75 @@ def test_what_another_lease_has_or_may_get_is_not_taken(
     assert helper.look() == []
     assert ada.phase is Phase.SUSPENDED
     assert not ada.unconfirmed
+
+
+def borrows(helper: Helper) -> Lease:
+    return helper.ended(guaranteed={UUIDS[0]: 0})
+
+
+def borrows_and_reports(helper: Helper) -> Lease:
+    helper.living["job"] = (RUNNER,)
+    return borrows(helper)
+
+
+@pytest.mark.parametrize("ended", [Helper.ended, borrows, borrows_and_reports])
+def test_a_lease_that_has_ended_makes_way(helper: Helper, ended: Callable[[Helper], Lease]) -> None:
+    job, ada = ended(helper), helper.asleep("ada")
+    assert helper.look() == ["ada"]
+    assert (job.phase, ada.unconfirmed) == (Phase.SUSPENDED, True)
+    with pytest.raises(HelperError, match="lease ada was resumed"):
+        helper.lease("job2", 60 * GIB)
+
+
+def its_command_lives(helper: Helper, _job: Lease) -> None:
+    helper.living["job"] = (RUNNER, COMMAND)
+
+
+def a_process_does_not_answer(helper: Helper, job: Lease) -> None:
+    helper.processes.unread = (SimpleNamespace(uid=job.uid, key=(3, 1)),)
+
+
+def it_is_moved(_helper: Helper, job: Lease) -> None:
+    job.moving.acquire()
+
+
+def it_cannot_be_put_to_sleep(helper: Helper, _job: Lease) -> None:
+    helper.moves.may_suspend = False
+
+
+@pytest.mark.parametrize("by_broker", [True, False])
+@pytest.mark.parametrize(
+    "but",
+    [
+        its_command_lives,
+        a_process_does_not_answer,
+        it_is_moved,
+        it_cannot_be_put_to_sleep,
+    ],
+)
+def test_nothing_is_taken_from_a_lease_that_may_not_have_ended(
+    helper: Helper, by_broker: bool, but: Callable[[Helper, Lease], None]
+) -> None:
+    ada = helper.asleep("ada")
+    but(helper, helper.ended())
+    if by_broker:
+        assert helper.ask(ada).refused is Refusal.NO_MEMORY
+    assert helper.look() == []
+    assert (ada.phase, ada.unconfirmed) == (Phase.SUSPENDED, False)
+
+
+def test_a_broker_that_cannot_store_anything_asks_for_it(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "SILENT_S", 1000.0)
+    job, ada = helper.ended(), helper.asleep("ada", unattended=False)
+    assert helper.look() == []
+    assert job.phase is Phase.RUNNING
+    for _ in range(2):
+        assert helper.ask(ada).done
+        assert ada.unconfirmed, "only a resume that is recorded confirms it"
+    assert helper.moves.resumed == ["ada"]
+    assert job.phase is Phase.SUSPENDED
 
 
 def never_allowed(ada: Lease) -> None:
@@ -275,6 +373,48 @@ def test_a_cell_goes_on_without_a_broker_and_the_next_broker_is_told(alone: Mach
     alone.start()
     assert phase_of(alone) == ("running", False)
     alone.lease("job", 60 * GIB)
+
+
+@pytest.mark.parametrize("ending", ["it reports its end", "its runner is gone too"])
+def test_a_cell_goes_on_once_the_job_on_its_device_has_ended(tmp_path: Path, ending: str) -> None:
+    for machine in machine_in(tmp_path):
+        machine.start(before=SOON)
+        machine.lease("ada", 60 * GIB, unattended=True)
+        ada = machine.worker("ada", mib=64)
+        assert machine.ask("suspend", lease="ada")["done"]
+        machine.lease("job", 60 * GIB, guaranteed={machine.uuids()[0]: 0})
+        waits = [sys.executable, "-c", "import sys; sys.stdin.read()", "GPUSHARE_LEASE=job"]
+        runner = machine.worker("job", wait=False, command=waits)
+        command = machine.worker("job", mib=64)
+        ada.tell("check")
+        assert ada.answer(timeout_s=2.0) == "", "the job has its device"
+        command.process.kill()
+        if ending == "its runner is gone too":
+            runner.process.kill()
+        assert ada.answer() == "check ok"
+        until(lambda machine=machine: phase_of(machine) == ("running", True), "it is awake")
+        assert machine.of("job")["phase"] == "suspended"
+        machine.stop(signal.SIGKILL)
+        machine.start()
+        assert (phase_of(machine), machine.of("job")["phase"]) == (("running", True), "suspended")
+        assert runner.process.poll() is None or ending == "its runner is gone too"
+
+
+def test_a_resume_that_could_not_be_written_is_to_be_confirmed(tmp_path: Path) -> None:
+    for machine in machine_in(tmp_path):
+        machine.start()
+        machine.lease("ada", 60 * GIB)
+        machine.worker("ada", mib=64)
+        assert machine.ask("suspend", lease="ada")["done"]
+        record = machine.state_dir / "private" / "journal" / "ada"
+        asleep = record.read_bytes()
+        assert machine.ask("resume", lease="ada")["done"]
+        machine.stop(signal.SIGKILL)
+        record.write_bytes(asleep)
+        for _ in range(2):
+            machine.start()
+            assert phase_of(machine) == ("running", True)
+            machine.stop(signal.SIGKILL)
 
 
 def test_a_resume_that_was_decided_before_is_refused(alone: Machine) -> None:

@@ -281,8 +281,8 @@ class NodeDevices(Devices):
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         return await self._move(handle, lambda node: node.devices.suspend(handle, calls))
 
-    async def resume(self, handle: str) -> MoveResult:
-        return await self._move(handle, lambda node: node.devices.resume(handle))
+    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
+        return await self._move(handle, lambda node: node.devices.resume(handle, unrecorded=unrecorded))
 
     async def _move(self, handle: str, move: Callable[[Node], Coroutine[Any, Any, MoveResult]]) -> MoveResult:
         results = await self._where_it_is(handle, move)

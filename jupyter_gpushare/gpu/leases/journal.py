@@ -19,13 +19,17 @@ The journal holds what the driver cannot be asked: the user of a lease, its limi
 which processes are being moved and how many bytes they saved.  In which state they
 are is asked from the driver (GetState), never read from here.
 
-Every file is replaced as a whole.  Only the epoch is synced to disk: it must
-outlive a power cut.  Device memory, and with it everything else here, does not;
+Every file is replaced as a whole.  On a full disk one of at most a page is written over the
+old one instead, which takes no further space where blocks are written in place (ext4, XFS,
+tmpfs); a kill does not cut the write of one page short.  Only the epoch is synced to disk: it
+must outlive a power cut.  Device memory, and with it everything else here, does not;
 a record of an earlier boot is removed with its lease.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -40,6 +44,10 @@ from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase
 
+# ENOSPC, and what a quota on the disk answers.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_PAGE_BYTES = 4096
+_PID_BYTES = 32
 # Of the leases that self-tests make for themselves: no process of a user carries them.
 SELF_TEST_PREFIX = "canary-"
 
@@ -114,13 +122,13 @@ class StateDirectory:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "?"
+            holder = os.pread(self._lock_fd, _PID_BYTES, 0).decode(errors="replace").strip() or "?"
             os.close(self._lock_fd)
             raise HelperError(
                 "running", f"another device helper (process {holder}) already works on {path}"
             ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk; it only names this helper to a second one
+            os.pwrite(self._lock_fd, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
         self.epoch = self._read_epoch()
         self.holders = Holders(self._private / "holders", boot_id)
 
@@ -231,16 +239,51 @@ def _read_record(path: Path, boot_id: str) -> Record | None:
 
 
 def _replace(path: Path, content: bytes, sync: bool = False) -> None:
+    """Write a file as a whole.
+
+    Raises:
+        OSError: the disk does not take it; the file is as it was.
+    """
     new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    new.rename(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        new.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        if error.errno not in _NO_SPACE or not _overwrite(path, content, sync):
+            raise
+        return
     if sync:
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
+    """Write over a file within the page that it has; False: there is none, or a page does not hold it.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        size = os.fstat(fd).st_size
+        if not 0 < size <= _PAGE_BYTES or len(content) > _PAGE_BYTES:
+            return False
+        # Blanks at its end mean nothing: no second call has to shorten the file.
+        os.pwrite(fd, content.ljust(size), 0)
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return True

@@ -69,8 +69,8 @@ class Lease:
         self.limits = record.limits
         self.guaranteed = record.guaranteed
         self.stops = record.stops  # a job that is not suspended when its seat leaves
-        self.unattended = record.unattended  # `moves.unattended` may resume it,
-        self.unconfirmed = record.unconfirmed  # has done so, and no broker has confirmed that
+        self.unattended = record.unattended  # `moves.unattended` may resume it while no broker answers
+        self.unconfirmed = record.unconfirmed  # it was resumed unrecorded, and no broker has confirmed that
         # The highest limits so far: memory allocated under them stays after a lower limit.
         self.peak_limits = dict(record.limits)
         self.files = files
@@ -105,6 +105,7 @@ class Lease:
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
         self.was_alive = False
+        self.lived = False  # a process of it was seen
         # Since when processes of its user on its devices, which may be its own, do not answer; 0: they do.
         self.unread_since = 0.0
         self.killed = False  # the broker ends it: every process of it that was found got SIGKILL

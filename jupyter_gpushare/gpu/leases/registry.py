@@ -6,9 +6,10 @@ nothing.  A lease is written to the journal before its files are created, and
 removed from it after they are gone, so that the next helper finds out what a
 killed one left half done.
 
-While no broker answers, the helper may resume a lease by itself (`moves.unattended`).  A
-broker that comes back may have granted the same capacity meanwhile: until it confirms
-that resume, no other lease gets a limit, or is resumed, that does not fit beside it.
+While no broker answers, or it cannot store anything, the helper may resume a lease that
+no broker has recorded as awake (`moves.unattended`).  A broker may have granted the same
+capacity meanwhile: until it confirms that resume, no other lease gets a limit, or is
+resumed, that does not fit beside it.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ class LeaseRegistry:
         """
         if self.living(lease.name):
             return True
-        return lease.was_alive and self._has_unread(lease.uid)
+        return lease.was_alive and self.has_unread(lease.uid)
 
-    def _has_unread(self, uid: int) -> bool:
+    def has_unread(self, uid: int) -> bool:
+        """Whether a process of a user did not answer at the last look: it may be of any of its leases."""
         return any(process.uid == uid for process in self._machine.processes.unread)
 
     def fence(self, epoch: int) -> None:
@@ -123,14 +125,14 @@ class LeaseRegistry:
         """Whether no broker has sent a request for `SILENT_S`."""
         return time.monotonic() - self._heard_at >= SILENT_S
 
-    def claim(self, lease: Lease) -> bool:
-        """Whether the helper may resume a lease that it holds; then it counts as `Lease.unconfirmed`.
+    def claim(self, lease: Lease, *, asked: bool) -> bool:
+        """Whether a lease that is held may be resumed unrecorded; then it counts as `Lease.unconfirmed`.
 
-        It may while no broker answers, if the broker allowed it (`Lease.unattended`) and, beside what
-        is on its devices or about to be, its limits fit and no lease is there that only borrows.
+        It may if the broker asks for it (``asked``) or does not answer, and if, beside what is on its
+        devices or about to be, its limits fit and no lease is there that only borrows.
         """
         with self._guard:
-            if lease.dropped or not lease.unattended or not self.is_unattended():
+            if lease.dropped or not (asked or self.is_unattended()):
                 return False
             if not self._machine.seats.may_gain(lease.name, lease.limits):
                 return False
@@ -297,7 +299,7 @@ class LeaseRegistry:
         for record in records.values():
             files = LeaseDirectory(state.leases, record.lease)
             if files.phase() in (None, PagePhase.REVOKED):
-                if not living[record.lease] and not self._has_unread(record.uid):
+                if not living[record.lease] and not self.has_unread(record.uid):
                     # Not finished being created, or not finished being dropped.
                     files.revoke()
                     state.forget(record.lease)
@@ -315,7 +317,7 @@ class LeaseRegistry:
         living = self.scan()
         for lease in self.all():
             lease.processes = living[lease.name]
-            lease.was_alive = bool(lease.processes)
+            lease.was_alive = lease.lived = bool(lease.processes)
             lease.files.reopen()
         self.let_in()
 

@@ -122,8 +122,13 @@ class Mover:
 
     def adopt(self, lease: Lease) -> None:
         """Settle a lease of the helper before."""
+        was_asleep = lease.phase is Phase.SUSPENDED
         if lease.phase not in (Phase.RUNNING, Phase.LOST):
             self.settle(lease)
+        if was_asleep and lease.phase is Phase.RUNNING:
+            # Its resume could not be written: whether a broker knows of it is not known either.
+            lease.unconfirmed = True
+            self.save_again(lease)
         lease.files.set_phase(PAGE[lease.phase])
         log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
 

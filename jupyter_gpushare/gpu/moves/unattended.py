@@ -1,12 +1,18 @@
-"""Resume a lease that is wanted while no broker answers: one that hangs, restarts or lacks its database.
+"""Resume a lease that is wanted while no broker can record that: it hangs, restarts or cannot store.
 
-Only a lease that the broker allowed beforehand (`SetLimit.unattended`: a session on capacity
-of its own), for a counted call (queries alone are the broker's to judge), and only where
-`LeaseRegistry.claim` finds its part of the devices free and no borrower on them.  The restore itself
-goes, as any other, only into memory that the driver shows free (`reservations`).  Where one
-of these is not known, nothing is done: the broker that comes back resumes it.
+A lease that the broker allowed beforehand (`SetLimit.unattended`: a session on capacity of its
+own) is resumed by the helper itself while no broker answers, for a counted call (queries alone
+are the broker's to judge).  A broker that answers, but whose database takes nothing, asks for it
+(`Resume.unrecorded`).  In both cases:
 
-The broker reads from the sample what was resumed without it (`LeaseSample.unconfirmed`).
+* A lease that has ended gives its part of the devices back, whether the broker could record its
+  end or not: it is put to sleep, which moves nothing, is in the journal first, and keeps what
+  carries its name from the GPU.
+* The lease is resumed only where `LeaseRegistry.claim` then finds its part of the devices free
+  and no borrower on them, and as any other only into memory that the driver shows free
+  (`reservations`).  Where one of these is not known, nothing is done.
+* The journal says so before it is done, and the broker reads it from the sample
+  (`LeaseSample.unconfirmed`).
 """
 
 from __future__ import annotations
@@ -17,11 +23,13 @@ import threading
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# How long a lease that has ended, and has nothing to move, may take to be put to sleep.
+REST_S = 2.0
 
 
 class UnattendedResumes:
@@ -40,8 +48,6 @@ class UnattendedResumes:
     def run(self) -> None:
         """Look every `LOOK_S` until stopped."""
         while not self._end.wait(LOOK_S):
-            if not self._registry.is_unattended():
-                continue
             for lease in self._registry.all():
                 try:
                     self.look(lease)
@@ -51,20 +57,70 @@ class UnattendedResumes:
     def look(self, lease: Lease) -> None:
         """Resume one lease if it is suspended, wanted, and may be resumed without the broker."""
         is_wanted = lease.phase is Phase.SUSPENDED and lease.wanted and not lease.queries_only
-        if not is_wanted or not lease.moving.acquire(blocking=False):
+        is_due = is_wanted and lease.unattended and self._registry.is_unattended()
+        if not is_due or not lease.moving.acquire(blocking=False):
             return
         try:
-            if not self._registry.claim(lease):
-                return
-            moved = self._mover.resume(lease, 0.0)
+            moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, asked=False)
         finally:
-            if lease.phase is Phase.SUSPENDED:
-                lease.unconfirmed = False
             lease.moving.release()
-        if moved.done:
-            log.warning("lease=%s resumed while no broker answers", lease.name)
-        elif self._refused != (lease.name, moved.reason):
+        if not moved.done and self._refused != (lease.name, moved.reason):
             self._refused = (lease.name, moved.reason)
             log.warning(
                 "lease=%s stays %s while no broker answers: %s", lease.name, lease.phase, moved.reason
             )
+
+
+def resume_unrecorded(
+    registry: LeaseRegistry, mover: Mover, lease: Lease, timeout_s: float, *, asked: bool
+) -> MoveResult:
+    """Return the result of a resume that no broker has recorded; the caller holds the lease.
+
+    ``asked``: a broker asks for it.
+    """
+    if lease.phase is not Phase.SUSPENDED:
+        return mover.resume(lease, timeout_s)
+    for ended in _ended_beside(registry, lease):
+        _put_to_sleep(mover, ended)
+    if not registry.claim(lease, asked=asked):
+        reason = "another lease has its part of the devices, or may get it"
+        return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=reason)
+    try:
+        moved = mover.resume(lease, timeout_s)
+    finally:
+        if lease.phase is Phase.SUSPENDED:
+            lease.unconfirmed = False
+    if moved.done:
+        log.warning("lease=%s resumed: no broker has recorded it yet", lease.name)
+    return moved
+
+
+def _ended_beside(registry: LeaseRegistry, lease: Lease) -> list[Lease]:
+    """Return leases on its devices that have ended, looked up now; the broker has not dropped them yet.
+
+    Nothing is left of them but, of a job, its runner, which uses no GPU and reports the end.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    living = registry.scan()
+    return [
+        other
+        for other in registry.all()
+        if other.phase is Phase.RUNNING
+        and other.lived
+        and other.limits.keys() & lease.limits.keys()
+        and all(process.is_runner for process in living.get(other.name, ()))
+        and not registry.has_unread(other.uid)
+    ]
+
+
+def _put_to_sleep(mover: Mover, lease: Lease) -> None:
+    if not lease.moving.acquire(blocking=False):
+        return
+    try:
+        moved = mover.suspend(lease, "", REST_S)
+    finally:
+        lease.moving.release()
+    if not moved.done:
+        log.warning("lease=%s has ended and keeps its part: %s", lease.name, moved.reason)

@@ -29,6 +29,7 @@ from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.moves.unattended import resume_unrecorded
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase
@@ -180,12 +181,14 @@ class Requests:
     def _resume(self, request: helper.Resume, epoch: int) -> helper.MoveResult:
         if not 0 <= request.timeout_s <= 3600:
             raise InvalidRequest("timeout_s is at least 0 and at most 3600 seconds")
-        return self._move(request.lease, epoch, lambda lease: self._resume_held(lease, request.timeout_s))
+        return self._move(request.lease, epoch, lambda lease: self._resume_held(lease, request))
 
-    def _resume_held(self, lease: Lease, timeout_s: float) -> helper.MoveResult:
+    def _resume_held(self, lease: Lease, request: helper.Resume) -> helper.MoveResult:
+        if request.unrecorded:
+            return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, asked=True)
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
             return helper.MoveResult(done=False, refused=helper.Refusal.NO_MEMORY, reason=reason)
-        moved = self._mover.resume(lease, timeout_s)
+        moved = self._mover.resume(lease, request.timeout_s)
         if moved.done or moved.refused is helper.Refusal.LOST:  # else it may still be under way
             self._registry.confirm(lease)
         return moved

@@ -255,6 +255,7 @@ class Sampler:
             log.info("lease=%s ended", lease.name)
             self._machine.events.publish(EventKind.ENDED, lease=lease.name, reason="its last process is gone")
         lease.was_alive = bool(living)
+        lease.lived |= lease.was_alive
 
     def _held(self, lease: Lease, account: Account | None, uuid: str, usage: Usage) -> dict[int, int]:
         """Bytes on a device by pid: as the driver shows them, as the library counts them where it does not.
