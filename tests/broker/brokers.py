@@ -28,6 +28,7 @@ from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import Phase
 from tests.broker.fake_devices import SiteDevices
 from tests.broker.fake_hub import SiteHub
 
@@ -89,7 +90,8 @@ class Broker:
     async def end(self) -> None:
         """kill -9: nothing more is done; the kernel closes the files."""
         self.dead.set()
-        tasks = [*self.loop.effects.tasks.values(), *([self._running] if self._running else [])]
+        tasks = [*self.loop.effects.tasks.values(), *self.loop.unstored.wakes.values()]
+        tasks += [self._running] if self._running else []
         for task in tasks:
             task.cancel()
         for task in tasks:
@@ -156,8 +158,10 @@ class SteppingStore(Store):
         registry = self._broker.registry
         held: Counter[str] = Counter()
         for record in registry.leases.values():
-            # What was cancelled in its sleep holds host memory, and no device until it is gone.
-            parked = record.state is State.STOPPING and record.lease.saved_bytes
+            # What ends in its sleep holds no device until it is gone.
+            known = self._broker.site.held.get(record.handle)
+            asleep = known is not None and known.phase is Phase.SUSPENDED
+            parked = record.state is State.STOPPING and (record.lease.saved_bytes or asleep)
             if record.state in HOLDS_CAPACITY and not parked:
                 held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
         for uuid, milli in held.items():

@@ -163,9 +163,9 @@ class SiteDevices(Devices):
         await self.broker.step()
         return moved
 
-    async def resume(self, handle: str) -> MoveResult:
+    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
         await self.effect("resume", handle)
-        moved = await self._move("resume", handle, self._restore)
+        moved = await self._move("resume", handle, self._restore_unrecorded if unrecorded else self._restore)
         await self.broker.step()
         return moved
 
@@ -192,6 +192,15 @@ class SiteDevices(Devices):
         held.unconfirmed = False
         self.site.use(held, {})
         return MoveResult(done=True, bytes=sum(held.saved.values()))
+
+    def _restore_unrecorded(self, held: Held) -> MoveResult:
+        if held.phase is not Phase.SUSPENDED:
+            return MoveResult(done=held.phase is Phase.RUNNING, refused=Refusal.NONE)
+        if not self.site.claim(held):
+            return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason="another lease has its part")
+        moved = self._restore(held)
+        held.unconfirmed = moved.done
+        return moved
 
     def _restore(self, held: Held) -> MoveResult:
         if held.phase is Phase.LOST:

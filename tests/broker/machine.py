@@ -32,6 +32,7 @@ class Held:
     active_at: float = 0.0
     suspendable: bool = True
     runner_ended: bool = False
+    command_ended: bool = False  # of a job: only its runner lives, if anything
     damaged: bool = False
     unread_since: float = 0.0
     unattended: bool = False

@@ -25,7 +25,7 @@ from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.store import Store
-from jupyter_gpushare.errors import RequestError, StoreError
+from jupyter_gpushare.errors import DiskFull, RequestError, StoreError
 from jupyter_gpushare.protocol import helper, wire
 from jupyter_gpushare.protocol.helper import MoveResult, Phase
 from jupyter_gpushare.protocol.unleased import UnleasedProcess
@@ -224,10 +224,24 @@ class Site:
         """Let the next calls of ``name`` end like this."""
         self.faults.setdefault(name, deque()).extend(outcomes)
 
+    def claim(self, held: Held) -> bool:
+        """Whether a lease may be resumed unrecorded, as `moves.unattended` says: what ended makes way."""
+        for other in self.held.values():
+            if other.command_ended and other.phase is Phase.RUNNING and not any(other.used.values()):
+                other.phase = Phase.SUSPENDED
+        beside = [h for h in self.held.values() if h is not held and h.phase is not Phase.SUSPENDED]
+        here = [h for h in beside if h.limits.keys() & held.limits.keys()]
+        borrows = any(h.guaranteed.get(u, x) < x for h in here for u, x in h.limits.items())
+        taken = {u: sum(h.limits.get(u, 0) for h in here) for u in held.limits}
+        return not borrows and all(
+            taken[u] + x <= DEVICE_BYTES - RESERVE_BYTES for u, x in held.limits.items()
+        )
+
     def resume_unattended(self, held: Held) -> None:
         """Resume a lease as the helper does while no broker answers."""
         assert held.unattended
         assert held.phase is Phase.SUSPENDED
+        assert self.claim(held)
         back, held.saved = held.saved, {}
         held.phase, held.wanted, held.unconfirmed = Phase.RUNNING, False, True
         self.use(held, back)
@@ -302,18 +316,28 @@ class Site:
                     return
             stopped = run.told_to_stop and done_s < program.work_s
             await asyncio.sleep(program.records_s)
+            if not program.lingers_s:
+                held.used = {}
+            held.command_ended = True
             await self._report(run, state="ended", exit_code=code, stopped=stopped)
             await asyncio.sleep(0.3)
         finally:
-            held.alive, run.ended = False, True
+            held.alive, held.command_ended, run.ended = False, True, True
             if program.lingers_s:
                 await asyncio.sleep(program.lingers_s)
             held.used, held.saved = {}, {}
             self.emit(helper.EventKind.ENDED, held.handle)
 
-    async def _report(self, run: Run, **report: Any) -> None:
+    async def _report(self, run: Run, **report: Any) -> Any:
+        """Report as `job.reports`: while the disk is full, again and again."""
         message = wire.JobReport(**report)
-        await self.ask(lambda b: b.requests.report(run.user, run.job.id, run.job.attempt, message))
+        while True:
+            try:
+                return await self.ask(
+                    lambda b: b.requests.report(run.user, run.job.id, run.job.attempt, message)
+                )
+            except DiskFull:
+                await asyncio.sleep(4.0)
 
     def kill_job(self, job_id: str) -> None:
         """kill -9 of everything that belongs to a job."""

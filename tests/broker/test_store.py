@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 from dataclasses import fields, replace
 
@@ -172,6 +174,39 @@ async def test_a_full_disk_refuses_every_commit_until_one_succeeds_again(tmp_pat
     await store.commit([LEASE])
     assert store.load().jobs == ()
     assert store.load().leases == (LEASE,)
+    store.close()
+
+
+async def test_an_epoch_that_a_full_disk_refused_is_taken_once_there_is_space(tmp_path):
+    store = opened(tmp_path)
+    disk = SmallDisk(store)
+    disk.fill_all()
+    with pytest.raises(DiskFull):
+        store.raise_epoch(50)
+    assert store.epoch == 1
+    disk.clear()
+    store.raise_epoch(50)
+    await store.commit([LEASE])
+    assert (store.epoch, store.load().leases) == (50, (LEASE,))
+    store.close()
+
+
+def test_a_broker_that_cannot_start_says_that_its_disk_is_full(tmp_path, monkeypatch):
+    (tmp_path / "broker.sqlite").write_bytes(b"cut short" * 1000)
+    monkeypatch.setattr(store_module, "MIN_FREE_BYTES", 1 << 60)
+    with pytest.raises(StoreError, match=r"cannot be used: .*; its disk is full"):
+        Store(f"sqlite:///{tmp_path / 'broker.sqlite'}", "boot")
+
+
+async def test_a_disk_that_does_not_answer_ends_the_broker(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+
+    def statvfs(_path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(StoreError, match="Input/output error"):
+        await store.commit([LEASE])
     store.close()
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import prometheus_client
 import pytest
 
-from jupyter_gpushare.errors import DiskFull
+from jupyter_gpushare.broker.http.metrics import collectors
+from jupyter_gpushare.broker.state.records import JobRecord
+from jupyter_gpushare.errors import DiskFull, HelperError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase
 from tests.broker.brokers import Broker
 from tests.broker.disks import SmallDisk
-from tests.broker.machine import Program
+from tests.broker.machine import Held, Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 
@@ -113,8 +117,209 @@ async def test_a_session_wakes_on_a_full_disk_where_its_gpu_is_free(tmp_path):
         assert site.now - began <= 5
         await asyncio.sleep(30)
         assert site.effects.count(f"resume {ada.handle}") == 1
+        assert ada.unconfirmed
         disk.clear()
         await until(lambda: broker.state(ada.handle) == "running", 10)
+
+
+async def lent(site: Site, broker: Broker, work_s: float = 60, **request: Any) -> tuple[Held, JobRecord]:
+    """Return a session that sleeps and the job that borrows its GPU."""
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=Program(work_s=work_s), **request)
+    await until(lambda: broker.state(job) == "running", 600)
+    assert ada.phase is Phase.SUSPENDED
+    return ada, job
+
+
+async def cell_returns(site: Site, ada: Held) -> None:
+    began = site.now
+    await asyncio.wait_for(site.gpu_cell(ada), 60)
+    assert site.now - began <= 30
+
+
+async def is_recorded(broker: Broker, ada: Held, job: JobRecord) -> None:
+    """Return when the database says that the session is awake and that its job ran once."""
+    await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
+    await until(lambda: broker.job(job).result, 60)
+    assert broker.job(job).result == "succeeded"
+    assert broker.site.started[job.id] == 1
+    assert_memory_is_disk(broker)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("checkpoint", ["suspend", "sigterm"])
+async def test_a_session_wakes_when_the_job_on_its_gpu_ends_on_a_full_disk(tmp_path, checkpoint):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker, checkpoint=checkpoint)
+        disk = await fill(broker)
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        assert site.held[broker.lease(job).handle].alive, "its runner reports the end until it is stored"
+        await cell_returns(site, ada)
+        with pytest.raises(DiskFull):
+            await broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None)
+        await asyncio.sleep(30)
+        assert ada.phase is Phase.RUNNING
+        disk.clear()
+        await is_recorded(broker, ada, job)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("was_told", [True, False], ids=["told to stop", "by itself"])
+async def test_a_job_that_succeeded_while_the_disk_was_full_does_not_run_again(tmp_path, was_told):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker, checkpoint="sigterm")
+        site.programs[job.id].heeds_sigterm = False
+        if was_told:
+            site.programs[job.id].work_s = 4  # of the 5 s that it has
+            cell = site.later(site.gpu_cell(ada))
+            await until(lambda: broker.state(job) == "stopping", 60)
+            disk = SmallDisk(broker.store)
+            disk.fill_all()
+        else:
+            disk = await fill(broker)
+            cell = site.later(site.gpu_cell(ada))
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        await asyncio.sleep(3)  # as long as a runner that is told to stop tries to report
+        site.kill_job(job.id)
+        await asyncio.wait_for(cell, 30)
+        disk.clear()
+        await is_recorded(broker, ada, job)
+
+
+@in_virtual_time
+async def test_a_session_that_waits_wakes_once_the_job_on_its_gpu_has_ended(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker)
+        disk = await fill(broker)
+        cell = site.later(site.gpu_cell(ada))
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        assert ada.phase is Phase.SUSPENDED
+        await asyncio.wait_for(cell, 30)
+        disk.clear()
+        await is_recorded(broker, ada, job)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("tries", [1, 2])
+async def test_a_job_that_was_told_to_stop_makes_way_on_a_full_disk(tmp_path, tries):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker, work_s=1000, checkpoint="sigterm")
+        site.fault("signal SIGTERM leader", *[HelperError("silent", "no answer")] * (tries - 1))
+        cell = site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == "stopping", 60)
+        disk = await fill(broker)
+        await asyncio.wait_for(cell, 30)
+        assert broker.state(job) == "stopping"
+        disk.clear()
+        await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
+        await until(lambda: broker.state(job) == "pending", 60)
+        assert_memory_is_disk(broker)
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("state", "tries"), [("suspending", 1), ("suspending", 2), ("suspended", 1)])
+async def test_a_job_that_was_put_to_sleep_makes_way_on_a_full_disk(tmp_path, state, tries):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker, work_s=1000, checkpoint="suspend")
+        site.fault("suspend", *[HelperError("silent", "no answer")] * (tries - 1))
+        cell = site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == state, 60)
+        disk = await fill(broker)
+        await asyncio.wait_for(cell, 30)
+        disk.clear()
+        await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
+        assert broker.state(job) == "suspended"
+        assert_memory_is_disk(broker)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("why", ["idle", "lend_now"])
+async def test_a_session_that_was_being_put_to_sleep_wakes_on_a_full_disk_and_stays_awake(
+    tmp_path, why, caplog
+):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await site.submit("bo", "2", program=Program(work_s=5))
+        if why == "lend_now":
+            await until(lambda: broker.state(ada.handle) == "running", 10)
+            await broker.requests.lend(broker.lease(ada.handle))
+        await until(lambda: broker.state(ada.handle) == "suspending", 600)
+        disk = SmallDisk(broker.store)
+        disk.fill_all()
+        await until(lambda: ada.phase is Phase.SUSPENDED, 60)
+        await asyncio.sleep(5)
+        assert broker.state(ada.handle) == "suspending", "its end cannot be stored"
+        assert broker.lease(ada.handle).why == why
+        assert caplog.text.count("could not be stored is undone") == 1
+        await cell_returns(site, ada)
+        began = len(site.effects)
+        await asyncio.sleep(30)
+        disk.clear()
+        await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
+        assert f"suspend {ada.handle}" not in site.effects[began:]
+        assert ada.phase is Phase.RUNNING
+
+
+@in_virtual_time
+@pytest.mark.parametrize("is_job_reported", [True, False])
+async def test_the_next_broker_follows_what_could_not_be_stored(tmp_path, is_job_reported):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker)
+        waiting = await site.submit("bo", "2", program=Program(work_s=5))
+        await fill(broker)
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        await cell_returns(site, ada)
+        await broker.end()
+        if not is_job_reported:
+            site.kill_job(job.id)
+        broker = await site.start_broker()
+        await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
+        if is_job_reported:
+            await is_recorded(broker, ada, job)
+        await until(lambda: broker.job(waiting).result, 600)
+        assert site.started[waiting.id] == 1
+
+
+@in_virtual_time
+async def test_a_session_wakes_while_the_database_hangs(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker)
+        answers, commit = asyncio.Event(), broker.store.commit
+
+        async def late(changes: Any) -> None:
+            await answers.wait()
+            await commit(changes)
+
+        broker.store.commit = late  # type: ignore[method-assign]
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        await cell_returns(site, ada)
+        assert any("does not answer" in reason for reason in broker.views.health().reasons)
+        answers.set()
+        await is_recorded(broker, ada, job)
+
+
+@in_virtual_time
+async def test_a_broker_on_a_restored_database_waits_for_space(tmp_path):
+    async with Site(tmp_path) as site:
+        site.epoch = 50  # which the helper has seen
+        broker = await site.start_broker(running=False)
+        disk = SmallDisk(broker.store)
+        disk.fill_all()
+        broker.begin()
+        await asyncio.sleep(10)
+        assert any("disk" in reason for reason in broker.views.health().reasons)
+        disk.clear()
+        await until(lambda: not broker.registry.journal.is_disk_full, 10)
+        job = await site.submit("bo", "1", program=Program(work_s=5))
+        await until(lambda: broker.job(job).result == "succeeded", 60)
 
 
 @in_virtual_time
@@ -128,7 +333,6 @@ async def test_a_session_does_not_wake_on_a_full_disk_into_capacity_that_another
         site.later(site.gpu_cell(ada))
         await asyncio.sleep(60)
         assert ada.phase is Phase.SUSPENDED
-        assert not [effect for effect in site.effects if effect == f"resume {ada.handle}"]
 
 
 async def test_a_refused_write_is_answered_507_with_the_reason(http):
@@ -139,3 +343,5 @@ async def test_a_refused_write_is_answered_507_with_the_reason(http):
     assert "disk" in refused.message
     assert (await http.ask("GET", "jobs")).json() == {"jobs": []}
     assert (await http.ask("GET", "status")).status_code == 200
+    metrics = prometheus_client.generate_latest(collectors(http.broker.registry)).decode()
+    assert "gpushare_database_writable 0.0" in metrics

@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from tests.faults.site import SESSION_MIB, Site
+from tests.faults.story import Story, begun
 from tests.faults.workload import SETTLED, TRAIN
 from tests.waiting import until
 
-# What it is given is run with a tmpfs of 16 MiB at $0, which goes with it.
-_MOUNT = 'mount --make-rprivate / && mount -t tmpfs -o size=16m,mode=700 tmpfs "$0" && exec "$@"'
+# What it is given is run with a tmpfs of 24 MiB at $0, which goes with it.
+_MOUNT = 'mount --make-rprivate / && mount -t tmpfs -o size=24m,mode=700 tmpfs "$0" && exec "$@"'
 _STORE = """
 import asyncio, os, sys
 from dataclasses import replace
@@ -38,7 +39,7 @@ def job(number):
 async def main():
     store, kept = Store(url, "boot"), []
     with (disk / "ballast").open("wb", buffering=0) as ballast:
-        ballast.write(bytes(10 << 20))
+        ballast.write(bytes(18 << 20))
     while True:
         try:
             await store.commit([job(len(kept))])
@@ -62,6 +63,48 @@ async def main():
     store.close()
 
 asyncio.run(main())
+"""
+_JOURNAL = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from jupyter_gpushare.gpu.leases.journal import Parked, Record, StateDirectory
+from jupyter_gpushare.protocol.helper import Phase
+
+disk = Path(sys.argv[1])
+state = StateDirectory(disk, "boot")
+ada = Record(boot_id="boot", lease="ada", uid=1000, limits={"GPU-0": 1 << 30}, phase=Phase.RUNNING)
+parked = [Parked(pid=pid, start_ticks=1, saved_bytes={"GPU-0": 1 << 30}) for pid in range(1, 100)]
+wide = replace(ada, lease="wide", parked=tuple(parked[:60]))
+for record in (ada, wide):
+    state.save(record)
+state.raise_epoch(1_000_000)
+with (disk / "ballast").open("wb", buffering=0) as ballast:
+    try:
+        while True:
+            ballast.write(bytes(4096))
+    except OSError:
+        pass
+
+def refused(change):
+    try:
+        change()
+    except OSError:
+        return True
+    return False
+
+asleep = replace(ada, phase=Phase.SUSPENDED, parked=tuple(parked[:5]))
+awake = replace(ada, phase=Phase.RESUMING, unconfirmed=True)
+for record in (asleep, awake, asleep):
+    state.save(record)
+state.raise_epoch(1_000_001)
+assert refused(lambda: state.save(replace(ada, parked=tuple(parked)))), "more than its page"
+assert refused(lambda: state.save(replace(wide, parked=()))), "its file has several pages"
+assert refused(lambda: state.save(replace(ada, lease="new")))
+state.close()
+state = StateDirectory(disk, "boot")
+assert state.records() == (asleep, wide), state.records()
+assert (state.stale(), state.epoch) == ((), 1_000_001)
 """
 
 
@@ -102,9 +145,91 @@ def site(disk: Path) -> Iterator[Site]:
             print(broker.tail())
 
 
-def test_sqlite_meets_the_end_of_the_disk(disk: Path) -> None:
+class SmallSite(Site):
+    """A whole site; broker and helper have their state on one small disk, which outlives them."""
+
+    def __init__(self, folder: Path, disk: Path) -> None:
+        super().__init__(folder)
+        self._keeper = subprocess.Popen([*mounted(disk), "sleep", "infinity"])
+        until(lambda: self._is_mounted(disk), "the disk is mounted", process=self._keeper)
+        self.disk = Path(f"/proc/{self._keeper.pid}/root{disk}")
+        broker, helper = self.services["broker"], self.services["helper"]
+        helper.command[helper.command.index("--state-dir") + 1] = f"{disk}/helper"
+        helper.command += ["--lease-dir", f"{folder}/leases"]
+        for service in (broker, helper):
+            service.command = ["nsenter", f"--mount=/proc/{self._keeper.pid}/ns/mnt", *service.command]
+        with (folder / "broker.py").open("a") as config:
+            config.write(f'c.GPUShareBroker.db_url = "sqlite:///{disk}/broker.sqlite"\n')
+
+    def _is_mounted(self, disk: Path) -> bool:
+        mounts = Path(f"/proc/{self._keeper.pid}/mounts").read_text()
+        return any(line.split()[1] == str(disk) for line in mounts.splitlines())
+
+    def fill(self) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            fill(self.disk / "ballast")
+
+    def close(self) -> None:
+        super().close()
+        self._keeper.kill()
+        self._keeper.wait()
+
+
+@pytest.fixture
+def small_site(disk: Path) -> Iterator[SmallSite]:
+    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
+        site = SmallSite(Path(folder), disk)
+        try:
+            site.start()
+            yield site
+        finally:
+            site.close()
+            print(site.services["broker"].tail())
+
+
+@pytest.fixture
+def story(small_site: SmallSite) -> Story:
+    return begun(small_site)
+
+
+def test_a_session_wakes_when_the_job_on_its_gpu_ends_on_a_full_disk(
+    small_site: SmallSite, story: Story
+) -> None:
+    site = small_site
+    site.fill()
+    story.end_job()
+    story.run_cell()
+    assert story.posted("jobs", {"command": ["true"]}) is None
+    health = site.ask("GET", "health")
+    assert health is not None
+    assert "disk" in health.text
+    for service in site.services.values():  # neither forgets what could not be stored
+        service.kill()
+    (site.disk / "ballast").unlink()
+    for service in site.services.values():
+        service.start()
+    story.judge()
+
+
+def test_a_session_wakes_while_neither_broker_nor_helper_can_write_a_byte(
+    small_site: SmallSite, story: Story
+) -> None:
+    site = small_site
+    site.services["broker"].kill()
+    site.fill()
+    story.end_job()
+    site.services["helper"].kill()
+    site.services["helper"].start()
+    story.run_cell()
+    (site.disk / "ballast").unlink()
+    site.services["broker"].start()
+    story.judge()
+
+
+@pytest.mark.parametrize("code", [_STORE, _JOURNAL], ids=["SQLite", "the helper's journal"])
+def test_what_stores_meets_the_end_of_the_disk(disk: Path, code: str) -> None:
     done = subprocess.run(
-        [*mounted(disk), sys.executable, "-c", _STORE, str(disk)],
+        [*mounted(disk), sys.executable, "-c", code, str(disk)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,

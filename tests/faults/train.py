@@ -1,6 +1,6 @@
 """The command of a job: notes that it runs, holds GPU memory for a while, notes what became of it.
 
-    train.py FOLDER SECONDS MIB...    MIB on each of its devices in turn
+    train.py FOLDER SECONDS|FILE MIB...    MIB on each of its devices in turn; until FILE exists
 
 Lines of FOLDER/runs: "JOB ATTEMPT begin", "JOB ATTEMPT end", and what must not be: "twice" (another
 attempt of this job lives), "memory" (less memory than its lease has, or its bytes changed).
@@ -37,8 +37,8 @@ for ordinal, mib in enumerate(sizes):
         note("memory")
         sys.exit(3)
     contexts.append(context)
-until = time.monotonic() + float(seconds)
-while time.monotonic() < until:
+until = time.monotonic() + (float("inf") if "/" in seconds else float(seconds))
+while time.monotonic() < until and not ("/" in seconds and os.path.exists(seconds)):
     time.sleep(0.05)
     if worker.check(contexts[0]) != "ok":
         note("memory")

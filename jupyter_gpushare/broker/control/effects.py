@@ -24,7 +24,7 @@ from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
 from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
-from jupyter_gpushare.broker.control.outcome import outcome_of
+from jupyter_gpushare.broker.control.outcome import outcome_of, with_end
 from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
@@ -141,7 +141,7 @@ class Effects:
         if record.state is State.SUSPENDED and phase in (Phase.RUNNING, Phase.LOST):
             return self._reconcile_awake if snapshot.may_be_awake(self.registry, record) else None
         if record.state is State.RUNNING and sample is not None and sample.unconfirmed:
-            return self._wake_unrecorded
+            return self._confirm_awake
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._reconcile_suspended
         return None
@@ -179,28 +179,22 @@ class Effects:
 
     # suspend and resume
 
-    def wake_unrecorded(self, now: float) -> None:
-        """Resume wanted sessions while the disk is full; `_reconcile_awake` records it later."""
-        for record in snapshot.wakeable(self.registry, self.tasks, now):
-            self._begin(self._wake_unrecorded, record)
-
-    async def _wake_unrecorded(self, record: LeaseRecord) -> None:
-        """Resume a lease without a stored intent, or confirm that the helper did so."""
-        moved = await self.devices.resume(record.handle)
-        # The next sample shows what became of it.
+    async def _confirm_awake(self, record: LeaseRecord) -> None:
+        """Tell the helper that a resume without a stored intent is recorded."""
+        await self.devices.resume(record.handle)
         self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
-        log.warning("lease=%s resumed=%s without a stored intent %s", record.handle, moved.done, moved.reason)
 
     async def _suspend(self, record: LeaseRecord) -> None:
-        observation = self.registry.observations[record.id]
-        calls = ""
+        sample, calls = self.registry.observations[record.id].sample, ""
+        if sample is not None and sample.unconfirmed:  # it slept, and was resumed unrecorded
+            called = "a process of the lease entered a CUDA call"
+            await self._suspend_refused(record, _refused(Refusal.WANTED, called))
+            return
         if record.why == Why.IDLE:  # `Why.LEND_NOW` is forced: the owner asked for it
-            if observation.sample is None:
-                await self._suspend_refused(
-                    record, MoveResult(done=False, refused=Refusal.NO_LEASE, reason="not measured")
-                )
+            if sample is None:
+                await self._suspend_refused(record, _refused(Refusal.NO_LEASE, "not measured"))
                 return
-            calls = observation.sample.calls
+            calls = sample.calls
         moved = await self.devices.suspend(record.handle, calls)
         await self._count_suspension(moved)
         if moved.done:
@@ -216,6 +210,7 @@ class Effects:
     async def _count_suspension(self, moved: MoveResult) -> None:
         """Count a suspension that reached the driver."""
         if moved.done or moved.refused in _FAILURES:
+            self.registry.journal.check()
             failure, registry = "" if moved.done else moved.reason or "no reason given", self.registry
             registry.suspensions = registry.suspensions.after_try(failure, registry.iso_now())
             await registry.journal.commit(registry.suspensions)
@@ -283,7 +278,8 @@ class Effects:
         """Follow the helper, which completed a suspension that the broker did not record."""
         sample = self.registry.observations[record.id].sample
         saved = sum(sample.saved_bytes.values()) if sample else 0
-        await self.registry.advance(record, SuspendBegun(why=Why.IDLE))
+        why = Why.LENDER_RETURNED if record.is_job else Why.IDLE
+        await self.registry.advance(record, SuspendBegun(why=why))
         await self.registry.advance(record, SuspendDone(saved_bytes=saved))
 
     # start and stop
@@ -411,6 +407,9 @@ class Effects:
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
         """End or requeue a job after an attempt: cancelled, finished, preempted, lost or failed."""
         record = self.registry.leases.get(record.id, record)  # it may have been cancelled meanwhile
+        observation = self.registry.observations.get(record.id)
+        if job.exit_code is None and observation is not None and observation.end is not None:
+            job = with_end(job, observation.end, self.registry.iso_now())
         self.ended_servers[ServerKey(record.lease.user, record.handle)] = None
         outcome = outcome_of(record, job)
         if outcome.result:
@@ -445,3 +444,7 @@ class Effects:
         await registry.advance(record, ended, job=job)
         if job is not None:
             self.announcer.job("ended", job, result, why)
+
+
+def _refused(refused: Refusal, reason: str) -> MoveResult:
+    return MoveResult(done=False, refused=refused, reason=reason)

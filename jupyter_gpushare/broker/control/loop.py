@@ -26,6 +26,7 @@ from jupyter_gpushare.broker.control.observer import Observer
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.control.time_limit import TimeLimits
+from jupyter_gpushare.broker.control.unstored import Unstored
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.faults import Faults
 from jupyter_gpushare.broker.state.records import LeaseRecord
@@ -63,6 +64,7 @@ class Loop:
         self.observer = Observer(registry, devices)
         self.announcer = announcer or Announcer()
         self.effects = Effects(registry, devices, self.hub, self.observer, self.announcer, tickets)
+        self.unstored = Unstored(registry, devices, self.effects)
         self.ownership = Ownership(registry, self.hub, self.effects)
         self.lending = LendingControl(registry, engine)
         self.time_limits = TimeLimits(registry, self.announcer)
@@ -82,6 +84,7 @@ class Loop:
             "fencing": self._fencing,
             "watching": self.observer.watch,
             "deciding": self._deciding,
+            "waking": self._waking,
             "reconciling_servers": self._reconciling_servers,
             "removing_servers": self._removing_servers,
             "looking_for_owners": self.ownership.watch,
@@ -133,6 +136,14 @@ class Loop:
             yield
             await asyncio.sleep(SAMPLE_S / 2)
 
+    async def _waking(self) -> AsyncIterator[None]:
+        """Wake wanted sessions while nothing can be stored; no part that waits for a commit delays this."""
+        while True:
+            if self.registry.journal.takes_nothing:
+                self.unstored.wake()
+            yield
+            await asyncio.sleep(SAMPLE_S)
+
     # ---- deciding ------------------------------------------------------------
 
     async def _deciding(self) -> AsyncIterator[None]:
@@ -160,7 +171,7 @@ class Loop:
         if not registry.devices.are_known(now):
             return
         if registry.journal.is_disk_full and not await registry.journal.retry():
-            self.effects.wake_unrecorded(now)
+            self.unstored.carry_out(now)
             return
         await self.lending.apply(now)
         await self.time_limits.apply(now)

@@ -10,6 +10,9 @@ from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.protocol import wire
 
+# Of what a runner says about an end: a sentence, and the last lines that its command printed.
+_REASON_LINES = 6
+_REASON_CHARS = 300  # of each line
 _STATES: dict[str, wire.JobState] = {
     "": "queued",
     "succeeded": "succeeded",
@@ -25,6 +28,26 @@ class Outcome:
     result: str
     reason: wire.Text
     job: JobRecord  # with this attempt counted
+
+
+def with_end(job: JobRecord, report: wire.JobReport, at: str) -> JobRecord:
+    """Return a job with what its runner reported of its end; ``at`` is the time (ISO 8601) of the report."""
+    return replace(
+        job,
+        exit_code=1 if report.exit_code is None else report.exit_code,
+        stopped=report.stopped,
+        reason=_plain(report.reason),
+        reason_texts=(),
+        done=job.done if report.done is None else report.done,
+        total=job.total if report.total is None else report.total,
+        started_at=job.started_at or at,
+    )
+
+
+def _plain(reason: str) -> str:
+    """Return what a runner said, bounded; only its line breaks stay of what is not printable."""
+    lines = reason.splitlines()[:_REASON_LINES]
+    return "\n".join(messages.printable(line[:_REASON_CHARS]) for line in lines)
 
 
 def outcome_of(record: LeaseRecord, job: JobRecord) -> Outcome:

@@ -17,7 +17,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
-from jupyter_gpushare.broker.control.outcome import outcome_told
+from jupyter_gpushare.broker.control.outcome import outcome_told, with_end
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.keep_budget import keep_left
@@ -41,9 +41,6 @@ log = logging.getLogger("gpushare.broker")
 
 # Retry-After of a full queue: jobs end every few minutes.
 _QUEUE_RETRY_S = 60.0
-# Of what a runner says about an end: a sentence, and the last lines that its command printed.
-_REASON_LINES = 6
-_REASON_CHARS = 300  # of each line
 # Reports that are answered with what becomes of the job.
 _ENDS = frozenset({"stopping", "ended"})
 
@@ -277,17 +274,8 @@ class RequestService:
                 else:
                     await registry.journal.durable()
             case "ended":
-                code = 1 if report.exit_code is None else report.exit_code
-                job = replace(
-                    job,
-                    exit_code=code,
-                    stopped=report.stopped,
-                    reason=_plain(report.reason),
-                    reason_texts=(),
-                    done=job.done if report.done is None else report.done,
-                    total=job.total if report.total is None else report.total,
-                    started_at=job.started_at or registry.iso_now(),
-                )
+                registry.observations[record.id].end = report  # a full disk may refuse it
+                job = with_end(job, report, registry.iso_now())
                 if record.state is State.GRANTED:
                     await registry.advance(record, Started(), job=job)
                 else:
@@ -430,9 +418,3 @@ def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:
             job.id,
         )
     return job
-
-
-def _plain(reason: str) -> str:
-    """Return what a runner said, bounded; only its line breaks stay of what is not printable."""
-    lines = reason.splitlines()[:_REASON_LINES]
-    return "\n".join(messages.printable(line[:_REASON_CHARS]) for line in lines)

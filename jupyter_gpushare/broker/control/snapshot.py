@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -183,32 +183,8 @@ def never_sleeps(registry: Registry, record: LeaseRecord) -> bool:
     return record.never_sleep and project is not None and project.never_sleep
 
 
-def wakeable(registry: Registry, busy: Container[str], now: float) -> list[LeaseRecord]:
-    """Return wanted sessions whose part of the devices no other lease holds; ``busy`` have an effect at work.
-
-    Their resume is the one effect without a stored intent: nothing is granted on a full disk,
-    so their capacity is promised to no other lease.
-    """
-    held, asleep, found = Counter[str](), [], []
-    for record in registry.index.placed.values():
-        observation = registry.observations[record.id]
-        is_parked = observation.sample is not None and observation.sample.phase is Phase.SUSPENDED
-        is_due = record.id not in busy and now >= observation.effect_retry_at
-        if record.state is State.SUSPENDED and is_parked and is_due:
-            asleep.append(record)
-        elif record.state in (*HOLDS_CAPACITY, State.SUSPENDED):
-            held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
-    for record in asleep:
-        part = dict.fromkeys(record.lease.devices, record.lease.held_milli)
-        fits = all(held[uuid] + milli <= WHOLE_GPU for uuid, milli in part.items())
-        if fits and registry.observations[record.id].wanted:
-            held.update(part)
-            found.append(record)
-    return found
-
-
 def resumed_without_intent(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the helper resumed a lease while no broker answered: it holds its capacity again."""
+    """Return whether a lease was resumed without a stored intent: it holds its capacity again."""
     sample = registry.observations[record.id].sample
     return sample is not None and sample.unconfirmed and record.state is State.SUSPENDED
 
@@ -216,8 +192,9 @@ def resumed_without_intent(registry: Registry, record: LeaseRecord) -> bool:
 def may_be_awake(registry: Registry, record: LeaseRecord) -> bool:
     """Return whether the record of a suspended lease that the helper has awake may say so now.
 
-    Where it was resumed without the broker, leases that were granted its capacity meanwhile go
-    first: the helper refuses them until this one is confirmed, and nothing more is granted there.
+    Where it was resumed without a stored intent, leases that the records have on its capacity go
+    first: those that have ended are recorded so, the helper refuses those that were granted meanwhile
+    until this one is confirmed, and nothing more is granted there.
     """
     if not resumed_without_intent(registry, record):
         return True

@@ -56,6 +56,11 @@ class RegistryCollector:
         epoch = GaugeMetricFamily("gpushare_broker_epoch", "Starts of the broker on this database")
         epoch.add_metric([], registry.store.epoch)
         yield epoch
+        writable = GaugeMetricFamily(
+            "gpushare_database_writable", "0: the disk of the database is full, or it does not answer"
+        )
+        writable.add_metric([], not registry.journal.takes_nothing)
+        yield writable
 
 
 class TallyCollector:

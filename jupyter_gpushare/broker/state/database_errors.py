@@ -1,10 +1,14 @@
-"""What a driver of a database says when a statement fails."""
+"""What a driver of a database says when a statement fails, and whether its disk is full."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from pathlib import Path
 
 import sqlalchemy as sa
+
+from jupyter_gpushare.errors import StoreError
 
 # SQLSTATE of PostgreSQL's disk_full (manual, appendix A).
 _POSTGRESQL_DISK_FULL = "53100"
@@ -24,3 +28,16 @@ def brief(error: Exception) -> str:
     """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
     cause = getattr(error, "orig", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of a folder's disk for a process without privileges.
+
+    Raises:
+        StoreError: the disk does not answer.
+    """
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise StoreError(f"the disk of the database does not answer: {error.strerror}") from None
+    return space.f_bavail * space.f_frsize

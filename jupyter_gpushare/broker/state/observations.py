@@ -12,6 +12,7 @@ from jupyter_gpushare.broker.state.low_use import LowUse
 from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.protocol.helper import LeaseSample
+from jupyter_gpushare.protocol.wire import JobReport
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Observation:
     busy: Mapping[str, int] = field(default_factory=dict)
     busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
     woken_by_stall: bool = False  # in the present cell
+    end: JobReport | None = None  # of a job: its runner reported it; a full disk may have refused it
     end_announced: bool = False  # of its maximum run time
     kernel_active_at: float = 0.0
     kernels: dict[str, str] = field(default_factory=dict)  # kernel id -> name
@@ -149,7 +151,7 @@ class Observation:
         What was measured about an attempt ends with it.
         """
         if state is State.PENDING:
-            self.seen_alive, self.gone_since_at, self.sample = False, None, None
+            self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
         if WANTED[state] is not WakeRequest.KEPT:

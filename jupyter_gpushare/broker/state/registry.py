@@ -45,7 +45,7 @@ from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition,
 from jupyter_gpushare.broker.state.usage import Counted, Usage
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
-from jupyter_gpushare.errors import Conflict, NotFound, StoreError
+from jupyter_gpushare.errors import Conflict, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
 
@@ -138,15 +138,12 @@ class Registry:
         """Take an epoch above ``epoch``.
 
         Raises:
+            DiskFull: it cannot be stored; the broker does nothing before it is.
             StoreError: a newer broker uses the database, or it failed; the broker ends.
         """
-        if epoch < self.store.epoch:
-            return
-        try:
-            self.store.raise_epoch(epoch + 1)
-        except StoreError as error:
-            raise self.journal.fail(error) from None
-        self.notifications.enter(self.store.epoch)
+        if epoch >= self.store.epoch:
+            self.journal.raise_epoch(epoch + 1)
+            self.notifications.enter(self.store.epoch)
 
     async def edit(self, record: LeaseRecord, edit: Edit, *also: Change) -> LeaseRecord:
         """Change a lease within its state and store it with ``also``; returns the new record.

@@ -33,7 +33,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from jupyter_gpushare.broker.state import schema
-from jupyter_gpushare.broker.state.database_errors import brief, is_disk_full
+from jupyter_gpushare.broker.state.database_errors import brief, free_bytes, is_disk_full
 from jupyter_gpushare.broker.state.records import (
     DecisionRecord,
     JobRecord,
@@ -124,7 +124,10 @@ class Store:
                     write_meta(connection, "boot_id", boot_id)
         except (OSError, sa.exc.SQLAlchemyError) as error:
             self.close()
-            raise StoreError(f"the database {self._url!r} cannot be used: {brief(error)}") from None
+            why = brief(error)
+            with contextlib.suppress(StoreError):
+                why += "; its disk is full" if self._free_bytes() < MIN_FREE_BYTES else ""
+            raise StoreError(f"the database {self._url!r} cannot be used: {why}") from None
         except ImportError as error:
             self.close()
             raise StoreError(f"{error}: install the package of the database's driver") from None
@@ -357,8 +360,10 @@ class Store:
         """Take a higher epoch; possible only while the database has this broker's own.
 
         Raises:
+            DiskFull: the epoch stays as it was; it may be raised again.
             StoreError: a newer broker is at work, or the database failed; this broker must end.
         """
+        self._is_full = False  # no change was refused that it rests on
         self._write((), epoch=epoch)
         self.epoch = epoch
 
@@ -393,10 +398,8 @@ class Store:
 
     def _free_bytes(self) -> int:
         """Return the free space beside an SQLite file for a process without privileges."""
-        if self._url.get_backend_name() != "sqlite":
-            return MIN_FREE_BYTES  # PostgreSQL says when its disk is full
-        space = os.statvfs(Path(self._url.database or ".").parent)
-        return space.f_bavail * space.f_frsize
+        is_sqlite = self._url.get_backend_name() == "sqlite"  # PostgreSQL says when its disk is full
+        return free_bytes(Path(self._url.database or ".").parent) if is_sqlite else MIN_FREE_BYTES
 
     def close(self) -> None:
         """Release the database and its lock."""

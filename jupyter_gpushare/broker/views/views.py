@@ -401,6 +401,8 @@ class Views:
             reasons.append(
                 "The disk of the broker's database is full: what changes something is refused (507)."
             )
+        elif self.registry.journal.takes_nothing:
+            reasons.append("The broker's database does not answer: what changes something waits for it.")
         held_jobs, held_said = held(self.registry)
         reasons += [*held_said, *undated(self.registry)]
         measured = {d.uuid: d for d in devices.measured}
