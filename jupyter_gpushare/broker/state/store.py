@@ -124,10 +124,7 @@ class Store:
                     write_meta(connection, "boot_id", boot_id)
         except (OSError, sa.exc.SQLAlchemyError) as error:
             self.close()
-            why = brief(error)
-            with contextlib.suppress(StoreError):
-                why += "; its disk is full" if self._free_bytes() < MIN_FREE_BYTES else ""
-            raise StoreError(f"the database {self._url!r} cannot be used: {why}") from None
+            raise self._unusable(f"it cannot be used: {brief(error)}") from None
         except ImportError as error:
             self.close()
             raise StoreError(f"{error}: install the package of the database's driver") from None
@@ -168,8 +165,13 @@ class Store:
 
     def _upgrade(self) -> None:
         if trouble := schema.database_trouble(self._url.render_as_string(hide_password=False)):
-            raise StoreError(f"the broker's database {self._url!r}: {trouble}")
+            raise self._unusable(trouble)
         schema.upgrade(self._engine)
+
+    def _unusable(self, why: str) -> StoreError:
+        with contextlib.suppress(StoreError):  # its disk does not answer
+            why += "; its disk is full" if self._free_bytes() < MIN_FREE_BYTES else ""
+        return StoreError(f"the broker's database {self._url!r}: {why}")
 
     # ---- reading -------------------------------------------------------------
 
