@@ -140,7 +140,7 @@ class Site(Reached, Systemd):
         return self.shell(f"cd {folder}\n" + self.here(block(page, chapter, "bash", number)))
 
     def play_as(self, page: str, chapter: str, **variables: str) -> str:
-        """Run a chapter's commands, whose first line sets variables, with these values of them."""
+        """Run a chapter's commands with these values of the variables that its first line sets."""
         first, _, commands = block(page, chapter, "bash").partition("\n")
         assert all(f"{name}=" in first for name in variables)
         values = "\n".join(f"{name}={value}" for name, value in variables.items())

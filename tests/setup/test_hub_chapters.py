@@ -39,7 +39,7 @@ def test_hub_and_broker_speak_tls_after_the_chapter(wheel: Path) -> None:
         ada.close()
 
 
-# Users of the configuration of docs/admin.md are unknown to this machine; so is one who was removed.
+# This machine has no user of docs/admin.md, and after the chapter not this one either.
 REMOVED = f"gpushare-r{os.getpid()}"
 TOKEN = "token-of-an-administrator"
 WITH_USERS = f"""
