@@ -25,6 +25,7 @@ class DeviceCapacity:
         "releasing",
         "reserved",
         "suspended_claims",
+        "unlent",
         "unreclaimable",
         "version",
     )
@@ -38,6 +39,7 @@ class DeviceCapacity:
         self.suspended_claims = 0
         self.unreclaimable = 0
         self.guest_demand = 0
+        self.unlent = False  # reserved for a job that does not borrow: until it starts, claims are not lent
         self.holders: dict[str, Lease] = {}  # by id: leases that hold capacity and are not leaving
         self.version = 0  # grows with every change; caches compare it
 
@@ -45,12 +47,13 @@ class DeviceCapacity:
         """Return a function that restores what decisions change."""
         free, releasing, reserved, claimed = self.free, self.releasing, self.reserved, self.claimed
         suspended_claims, guest_demand = self.suspended_claims, self.guest_demand
+        unlent = self.unlent
         holders = self.holders.copy()
 
         def undo() -> None:
             self.free, self.releasing, self.reserved, self.claimed = free, releasing, reserved, claimed
             self.suspended_claims, self.guest_demand = suspended_claims, guest_demand
-            self.holders = holders
+            self.unlent, self.holders = unlent, holders
 
         return undo
 
@@ -62,12 +65,13 @@ class DeviceCapacity:
     @property
     def soon(self) -> int:
         """Capacity that can be granted once every leaving lease has left."""
-        return self.free + self.releasing - self.reserved
+        soon = self.free + self.releasing - self.reserved
+        return soon - self.suspended_claims if self.unlent else soon
 
     @property
     def unclaimed(self) -> int:
         """Capacity that can be granted at once and that no suspended session claims."""
-        return min(self.free, self.soon - self.suspended_claims)
+        return min(self.free, unclaimed_soon(self))
 
     @property
     def claimable(self) -> int:
@@ -108,7 +112,7 @@ def unclaimed_now(capacity: DeviceCapacity) -> int:
 
 def unclaimed_soon(capacity: DeviceCapacity) -> int:
     """`DeviceCapacity.soon` without the claims of suspended sessions."""
-    return capacity.soon - capacity.suspended_claims
+    return capacity.free + capacity.releasing - capacity.reserved - capacity.suspended_claims
 
 
 def claimable(capacity: DeviceCapacity) -> int:

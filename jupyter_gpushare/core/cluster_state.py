@@ -287,6 +287,7 @@ class ClusterState:
             capacity = self.capacities[uuid]
             self._will_change(capacity)
             capacity.reserved += held_milli
+            capacity.unlent |= not lease.borrow
             if self.has_claim(lease):
                 capacity.suspended_claims -= held_milli
         self._count(lease, held_milli * len(uuids))
@@ -301,8 +302,8 @@ class ClusterState:
         account, claimant = self._changing(lease), self.has_claim(lease)
         if claimant or in_quota or (lease.kind is Kind.TRAIN and account.fits_quota(size)):
             account.in_quota_use += size
-        if not claimant:
-            account.capped += size
+        # What a session with a claim holds counted while it was asleep.
+        account.capped += 0 if claimant else size
         account.use += size
         account.unborrowing += 0 if lease.borrow else size
 
@@ -338,7 +339,6 @@ class ClusterState:
                 capacity.suspended_claims += held
         account.use -= size
         account.unborrowing -= 0 if lease.borrow else size
-        if not self.has_claim(lease):
-            account.leaving += size
+        account.leaving += sign * self.quotas.capped_until_left(lease)
         if lease.id in self.quotas.in_quota:
             account.in_quota_use -= size

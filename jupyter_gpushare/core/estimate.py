@@ -12,20 +12,33 @@ band has no answer: when a job in a later group of the order starts, when a job
 without measured progress ends, when GPUs become free while such a job runs, and
 every start where several projects or users share the GPUs (new jobs of another
 project move the shares, and no future of the jobs that are there knows them).
+
+The future counts GPUs.  Whether a job starts at all once those before it have ended is
+asked of the rules themselves (`explain.may_start`): none is told a start that never comes.
 """
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, inf
 from types import MappingProxyType
 
+from jupyter_gpushare.core.explain import may_start
 from jupyter_gpushare.core.future import replayed
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Device, Kind, Lease, Settings
-from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting, order_of
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    WHOLE_GPU,
+    Cluster,
+    Device,
+    Kind,
+    Lease,
+    Settings,
+    State,
+)
+from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting, order_of, rank
 
 # Fewer ended jobs than this say nothing.
 LEAST = 10
@@ -100,7 +113,9 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
     future = replayed(cluster, now, left, most_events=most_events)
     is_shared = len({x.project for x in jobs}) > 1 or bool(cluster.user_levels)
     running = [x.id for x in jobs if x.state in HOLDS_CAPACITY]
-    is_open = any(id not in left for id in running)
+    # A session that waits for its start takes the next GPU, and keeps it for as long as it likes.
+    is_open = any(id not in left for id in running) or any(map(_is_new_session, cluster.leases))
+    possible = _Possible(cluster, now)
     starts: dict[str, Estimate] = {}
     ends: dict[str, Estimate] = {}
     for lease in jobs:
@@ -109,10 +124,13 @@ def forecast(cluster: Cluster, now: float, work: Work, *, most_events: int = 5_0
             continue
         if start is not None and _is_first(lease, now, cluster.settings):
             basis = Basis.START_OF_GANG if gpus(lease) > 1 else Basis.START
-            _tell(starts, lease.id, around(start - now, basis, is_shared=is_shared))
+            estimate = around(start - now, basis, is_shared=is_shared)
+            if estimate is not None and possible.starts(lease):
+                starts[lease.id] = estimate
         if end is not None and lease.id in work.left_gpu_s:
             basis = Basis.END_OF_WAITING if is_waiting(lease) else Basis.END_OF_RUNNING
-            _tell(ends, lease.id, around(end - now, basis, is_shared=is_shared))
+            if (estimate := around(end - now, basis, is_shared=is_shared)) is not None:
+                ends[lease.id] = estimate
     # What is free now and is not offered lies in parts, or is claimed by a session that sleeps.
     free = [
         (around(at - now, Basis.START, is_shared=is_shared) if at > now else None, count)
@@ -131,11 +149,6 @@ def _sized(lease: Lease, devices: Sequence[Device]) -> Lease:
     return replace(lease, held_milli=min(parts, default=WHOLE_GPU))
 
 
-def _tell(found: dict[str, Estimate], lease_id: str, estimate: Estimate | None) -> None:
-    if estimate is not None:
-        found[lease_id] = estimate
-
-
 def around(seconds: float, basis: Basis, *, is_shared: bool = False) -> Estimate | None:
     """Return the range around a prediction; None: it is too wide to be told.
 
@@ -148,8 +161,54 @@ def around(seconds: float, basis: Basis, *, is_shared: bool = False) -> Estimate
     return Estimate(max(0.0, low), high) if high <= WIDEST * max(low, OFFSET_S) else None
 
 
+def _is_new_session(lease: Lease) -> bool:
+    return lease.kind is Kind.BUILD and lease.state is State.PENDING
+
+
 def _is_first(lease: Lease, now: float, settings: Settings) -> bool:
     return order_of(settings).group(lease, now, settings) <= 0
+
+
+class _Possible:
+    """Which jobs start at all once the others have ended."""
+
+    def __init__(self, cluster: Cluster, now: float) -> None:
+        sessions = tuple(x for x in cluster.leases if x.kind is Kind.BUILD)
+        self._cluster = replace(cluster, leases=sessions)
+        self._now = now
+        self._is_strict = order_of(cluster.settings).strict
+        self._waiting = [x for x in cluster.leases if x.kind is Kind.TRAIN and is_waiting(x)]
+        self._known: dict[Lease, bool] = {}  # by what jobs have in common that start or fail alike
+
+    def starts(self, job: Lease) -> bool:
+        """Return whether a job starts; in a strict order those before it must start as well."""
+        return self._is_able(job) and (not self._is_strict or all(map(self._is_able, self._before(job))))
+
+    def _before(self, job: Lease) -> Iterator[Lease]:
+        """Yield the waiting jobs that come before ``job`` in its project."""
+        place = rank(job, self._now, self._cluster.settings)
+        for other in self._waiting:
+            if other.project == job.project and rank(other, self._now, self._cluster.settings) < place:
+                yield other
+
+    def _is_able(self, job: Lease) -> bool:
+        alike = Lease(
+            id=job.id if job.devices else "",
+            project=job.project,
+            kind=job.kind,
+            size=job.size,
+            state=job.state,
+            devices=job.devices,
+            held_milli=job.held_milli,
+            survival=job.survival,
+            suspendable=job.suspendable,
+            consolidate=job.consolidate,
+            borrow=job.borrow,
+            saved_bytes=job.saved_bytes,
+        )
+        if alike not in self._known:
+            self._known[alike] = may_start(self._cluster, alike, self._now)
+        return self._known[alike]
 
 
 class _Samples:

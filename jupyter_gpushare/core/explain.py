@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
@@ -106,6 +107,14 @@ def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) ->
     done = dry_run(replace(cluster, leases=others), now).run_sessions()
     session = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=Size(), submitted_at=now, queued_at=now)
     return tuple(_offer(cluster, done, replace(session, size=size)) for size in sizes)
+
+
+def may_start(cluster: Cluster, job: Lease, now: float) -> bool:
+    """Return whether ``job`` starts if it is the only one, once sessions that are idle now may be lent."""
+    lent_at = (eligible_at(x, cluster.settings) for x in cluster.leases)
+    at = max([now, *(at for at in lent_at if at is not None)])
+    done = dry_run(replace(cluster, leases=(*cluster.leases, job)), at).run()
+    return job.id not in done.waiting or done.waiting[job.id] is Why.AWAITING_RELEASE
 
 
 def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:

@@ -10,6 +10,7 @@ jobs at once.  What it leaves out is measured with the rest of the error
   project that are of a later level, and within the share of its project those of
   projects above theirs.  Jobs keep their GPUs for the minimum run time.
 * A running job changes its level when the order says so.
+* A project keeps its limit (`quota`), and jobs that do not borrow the quota that claims leave.
 * Sessions keep what they hold; one that is idle is lent once it may be.  No new work comes.
 """
 
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
+from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Cluster, Kind, Lease, State
 from jupyter_gpushare.core.order import Level, attained_gpu_s, gpus, order_of, rank, share_run_s
@@ -32,6 +34,7 @@ HORIZON_S = 30 * 86_400.0
 _EPSILON = 1e-6
 
 _Place = tuple[Any, ...]  # sort key of a waiting job: level, and the rest of `order.rank`
+_Alike = tuple[str, float, bool]  # project, GPUs, and whether a job borrows
 _FIRST: Level = (-inf, 0, -inf)  # before every level
 # Kinds of events: a job ends or changes its level, a session may be lent, a job may be preempted.
 _JOB, _SESSION, _PREEMPTIBLE = range(3)
@@ -62,8 +65,8 @@ def replayed(
 
 class _Job:
     __slots__ = (
-        *("attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "running", "runs_from"),
-        "stamp",
+        *("alike", "attained", "gpus", "granted_at", "is_new", "lease", "left", "level", "running"),
+        *("runs_from", "stamp"),
     )
 
     def __init__(self, lease: Lease, now: float, left: float) -> None:
@@ -71,6 +74,7 @@ class _Job:
         # As it runs, on a clock that shows for how long it has run on its GPUs.
         self.running = replace(lease, state=State.RUNNING, attained_gpu_s=0.0, attained_at=0.0)
         self.gpus = gpus(lease)
+        self.alike: _Alike = lease.project, self.gpus, lease.borrow
         self.attained = attained_gpu_s(lease, now)
         self.left = left
         self.level: Level = (0.0, 0, 0.0)
@@ -92,6 +96,11 @@ class _Replay:
         self._user_levels = cluster.user_levels if self._order.preempts else {}
         self._projects = {p.name: p for p in cluster.projects}
         self._used = dict.fromkeys(self._projects, 0.0)
+        self._unborrowing = dict.fromkeys(self._projects, 0.0)  # the part of it of jobs that do not borrow
+        # What jobs of a project may hold, and the part of it that those hold which do not borrow.
+        self._most: dict[str, float] = {}
+        self._most_unborrowing: dict[str, float] = {}
+        self._quotas = ClusterState.of(cluster, now).quotas
         self._shares = dict.fromkeys(self._projects, inf)
         self._capacity_milli = WHOLE_GPU * sum(device.usable for device in cluster.devices)
         self._free = self._capacity_milli / WHOLE_GPU
@@ -103,10 +112,14 @@ class _Replay:
         self._events: list[tuple[float, int, int, str]] = []
         self._scheduled = 0
         self._recheck_at = inf
-        self._waiting: dict[tuple[str, float], list[_Place]] = {}  # heaps, by project and GPUs
+        self._waiting: dict[_Alike, list[_Place]] = {}  # heaps
         self._running: dict[str, list[tuple[Level, float, str]]] = {}  # by project, the first victim last
-        self._lendable: dict[str, float] = {}  # GPUs of idle sessions
+        self._lendable: dict[str, Lease] = {}  # idle sessions
         self._lent = 0.0  # GPUs of sessions, which only jobs get
+        for name, account in self._quotas.accounts.items():
+            limit = account.project.limit_milli
+            self._most[name] = inf if limit is None else limit / WHOLE_GPU
+            self._most_unborrowing[name] = (account.project.quota_milli - account.claimed) / WHOLE_GPU
         for lease in cluster.leases:
             self._adopt(lease, left_gpu_s.get(lease.id, inf))
         self._share()
@@ -123,8 +136,9 @@ class _Replay:
                 self._free -= gpus(lease)
             else:
                 self._lent += gpus(lease)  # it takes them back for its next cell
+            self._count_session(lease, self._quotas.capped_by(lease))
             if at is not None:
-                self._lendable[lease.id] = gpus(lease)
+                self._lendable[lease.id] = lease
                 self._schedule(max(at, self.now), _SESSION, 0, lease.id)
             return
         if lease.cancelled and not holds:
@@ -162,9 +176,10 @@ class _Replay:
     def _handle(self, kind: int, stamp: int, name: str) -> bool:
         """Return whether a waiting job may start after the event."""
         if kind == _SESSION:
-            count = self._lendable.pop(name)
-            self._free += count
-            self._lent += count
+            lease = self._lendable.pop(name)
+            self._free += gpus(lease)
+            self._lent += gpus(lease)
+            self._count_session(lease, -self._quotas.capped_until_left(lease))
             return True
         if kind == _PREEMPTIBLE:
             self._recheck_at = inf
@@ -201,7 +216,7 @@ class _Replay:
         """Let a job run from now on, until it ends or enters a later level."""
         lease = job.lease
         self._free -= job.gpus
-        self._used[lease.project] = self._used.get(lease.project, 0.0) + job.gpus
+        self._count_job(job, job.gpus)
         job.runs_from = self.now
         insort(self._running.setdefault(lease.project, []), (job.level, job.granted_at, lease.id))
         self._scheduled += 1
@@ -216,18 +231,18 @@ class _Replay:
         job.attained += received
         job.left -= received
         self._free += job.gpus
-        self._used[lease.project] -= job.gpus
+        self._count_job(job, -job.gpus)
         running = self._running[lease.project]
         del running[bisect_left(running, (job.level, job.granted_at, lease.id))]
         job.stamp = 0
 
     def _put(self, job: _Job, place: _Place) -> None:
-        heap = self._waiting.setdefault((job.lease.project, job.gpus), [])
+        heap = self._waiting.setdefault(job.alike, [])
         heapq.heappush(heap, (*place[:-1], job.lease.id))
 
     def _start(self, job: _Job) -> None:
         lease = job.lease
-        heapq.heappop(self._waiting[lease.project, job.gpus])
+        heapq.heappop(self._waiting[job.alike])
         if job.is_new:
             self.starts_at[lease.id] = self.now
             job.is_new = False
@@ -244,6 +259,24 @@ class _Replay:
         while self._start_next() or (self._order.preempts and self._preempt()):
             pass
 
+    def _count_job(self, job: _Job, more: float) -> None:
+        for used in (self._used, *(() if job.lease.borrow else (self._unborrowing,))):
+            used[job.lease.project] = used.get(job.lease.project, 0.0) + more
+
+    def _count_session(self, lease: Lease, capped_milli: int) -> None:
+        """Take from what the jobs of a project may hold what a session counts against its limit."""
+        self._most[lease.project] = self._most.get(lease.project, inf) - capped_milli / WHOLE_GPU
+
+    def _is_allowed(self, alike: _Alike, without: Iterable[_Job] = ()) -> bool:
+        """Whether limit and quota of a project allow one more job, once others of it have left."""
+        project, count, borrows = alike
+        left = [x for x in without if x.lease.project == project]
+        used = self._used.get(project, 0.0) - sum(x.gpus for x in left)
+        if used + count > self._most.get(project, inf) + _EPSILON:
+            return False
+        unborrowing = self._unborrowing.get(project, 0.0) - sum(x.gpus for x in left if not x.lease.borrow)
+        return borrows or unborrowing + count <= self._most_unborrowing.get(project, 0.0) + _EPSILON
+
     def _demand(self, lease: Lease, sign: int) -> None:
         if lease.project in self._demand_milli:
             self._demand_milli[lease.project] += sign * int(WHOLE_GPU * gpus(lease))
@@ -258,9 +291,9 @@ class _Replay:
         if self._free <= _EPSILON:
             return False
         fitting = [
-            (self._turn(project, count), heap[0])
-            for (project, count), heap in self._waiting.items()
-            if heap and count <= self._free + _EPSILON
+            (self._turn(alike[0], alike[1]), heap[0])
+            for alike, heap in self._waiting.items()
+            if heap and alike[1] <= self._free + _EPSILON and self._is_allowed(alike)
         ]
         if fitting:
             self._start(self._jobs[min(fitting)[1][-1]])
@@ -283,7 +316,8 @@ class _Replay:
         """Start the first waiting job that may take the GPUs of running jobs."""
         above = self._above_share()
         heads = sorted((heap[0], key) for key, heap in self._waiting.items() if heap)
-        for place, (project, count) in heads:
+        for place, alike in heads:
+            project, count, _ = alike
             missing, running = count - self._free, self._running.get(project)
             victims: list[_Job] = []
             if running and running[-1][0] > place[0]:
@@ -293,7 +327,7 @@ class _Replay:
                 if missing <= most + _EPSILON and self._is_within_share(project, count):
                     run_s = share_run_s(self._settings)
                     victims = self._victims(other, _FIRST, missing, run_s, most)
-            if victims:
+            if victims and self._is_allowed(alike, victims):
                 for job in victims:
                     self._let_go(job)
                     # It comes before others of its level, the last to stop first.

@@ -231,6 +231,7 @@ class Lease:
     trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` is doubted
     cancelled: bool = False  # ended by its owner
     borrowed: bool = False  # as its last grant said: claims of other leases come first
+    made_way_for: str = ""  # lease for which it last gave its devices up; "" once it has some again
     turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
 
 

@@ -36,9 +36,12 @@ class Placer:
 
     def find_for_job(self, job: Lease, view: CapacityView) -> Placement | None:
         """Return where ``job`` fits by ``view``: lent devices only if host memory could take it back."""
-        state, most_milli = self._state, None
+        state, account, most_milli = self._state, self._state.account(job), None
+        if job.size.memory_bytes:  # it takes more of a small device than of a large one
+            most_milli = account.limit_left
         if not job.borrow:
-            view, most_milli = UNLENT.get(view, view), state.account(job).unborrowed_left
+            left = account.unborrowed_left
+            view, most_milli = UNLENT.get(view, view), left if most_milli is None else min(left, most_milli)
         if job.devices:
             held, devices = held_by(job), state.capacities_of(job)
             found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
@@ -48,7 +51,7 @@ class Placer:
         if found is None or not job.borrow or not self.uses_lent(found, unclaimed):
             return found
         needed = state.host_memory_needed(job, found.devices, found.held_milli)
-        return found if needed <= state.host_free else None
+        return found if not needed or needed <= state.host_free else None
 
     def lacks_host_memory(self, job: Lease) -> bool:
         """Whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""

@@ -116,6 +116,7 @@ class JobQueues:
         self.waking_sessions: dict[str, Lease] = {}  # suspended, and their processes want the GPU
         self.idle: dict[str, Lease] = {}  # sessions that may lend their devices, now or later
         self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
+        self.made_way: dict[str, Lease] = {}  # leases that gave their devices up for another one
         self.leases: dict[str, Lease] = {}  # all of them, by id
         self._user_levels: Mapping[tuple[str, str], int] = {}
         self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
@@ -173,6 +174,8 @@ class JobQueues:
         self.leases[lease.id] = lease
         self._stamps[lease.id] = next(self._count)
         waits = lease.state in _WAITING
+        if lease.made_way_for:
+            self.made_way[lease.id] = lease
         if lease.kind is Kind.BUILD:
             self._file_session(lease, now, insert)
         elif waits and (lease.devices or lease.state is State.PENDING):
@@ -231,7 +234,7 @@ class JobQueues:
         if lease is None:
             return
         del self._stamps[id]
-        for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off):
+        for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off, self.made_way):
             group.pop(id, None)
         if id in self._waiting_at:
             shape, rank = self._waiting_at.pop(id)
@@ -260,6 +263,24 @@ class JobQueues:
         """Next time at which a decision may change by itself; call it right after `refile_due`."""
         heaps = [self._timers, *(queue.demotions for queue in self.by_project.values() if queue.waiting)]
         return min((heap[0][0] for heap in heaps if heap), default=None)
+
+    def promised(self) -> list[Lease]:
+        """Waiting jobs that other leases made way for.
+
+        Those come first that fit in the fewest places: bound to devices, large, not borrowing.
+        """
+        found: dict[str, Lease] = {}
+        for lease in self.made_way.values():
+            job = self.leases.get(lease.made_way_for)
+            # A job that ran in the meantime has had what it was promised.
+            if job is None or job.id not in self._waiting_at:
+                continue
+            if lease.state in LEAVING or lease.waits_since_at >= job.waits_since_at:
+                found[job.id] = job
+        return sorted(
+            found.values(),
+            key=lambda x: (not x.devices, -order.gpus(x), x.borrow, self._waiting_at[x.id][1]),
+        )
 
     def waiting_milli(self, state: ClusterState) -> dict[str, int]:
         """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""

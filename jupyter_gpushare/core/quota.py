@@ -8,6 +8,8 @@
   jobs that borrow.
 * *Use* is what a project's leases hold, without leaving ones.  A suspended
   session is a claim, not use.
+* A project's *limit* counts what its leases hold, and its claims: a session with
+  a claim may return at any time, so it counts awake or asleep (`QuotaState.capped_by`).
 * A lease is *in quota* if it has a claim, or if it is a job that fits into what
   the claims in use leave of the quota: first jobs that do not borrow, then jobs
   that once starved (`Lease.turns`), then the oldest grant.  All other use is
@@ -53,8 +55,8 @@ class Account:
     use: int = 0  # held by leases that are not leaving
     in_quota_use: int = 0
     unborrowing: int = 0  # the part of it held by jobs that do not borrow
-    capped: int = 0  # what counts against the limit: held, leaving, or claimed
-    leaving: int = 0  # the part of it that is leaving
+    capped: int = 0  # what counts against the limit (`QuotaState.capped_by`)
+    leaving: int = 0  # the part of it that counts no more once every leaving lease has left
 
     def rollback_point(self) -> Callable[[], None]:
         """Return a function that restores what decisions change."""
@@ -93,6 +95,12 @@ class Account:
     def over_limit_soon(self, more: int) -> int:
         """`over_limit` once every leaving lease has left."""
         return max(0, self.over_limit(more) - self.leaving)
+
+    @property
+    def limit_left(self) -> int | None:
+        """What the limit leaves once every leaving lease has left; None: no limit."""
+        limit = self.project.limit_milli
+        return None if limit is None else max(0, limit - self.capped + self.leaving)
 
     def turn(self, catching_up: int, *, owed: bool) -> tuple[float, float]:
         """Sort key of projects: by the part of their quota in use if ``owed``, else by excess per weight.
@@ -154,15 +162,21 @@ class QuotaState:
         if self._sessions.pop(lease.id, None) is not None:
             self._claims_unsettled = True
 
+    def capped_by(self, lease: Lease) -> int:
+        """Thousandths that ``lease`` counts against the limit of its project."""
+        return size_of(lease) if lease.id in self.claimants or lease.state in HOLDS_CAPACITY else 0
+
+    def capped_until_left(self, lease: Lease) -> int:
+        """The part of `capped_by` that counts no more once ``lease`` has left its devices."""
+        return 0 if lease.id in self.claimants else self.capped_by(lease)
+
     def count(self, lease: Lease, sign: int) -> None:
         """Add what ``lease`` holds (``sign`` 1), or subtract it (-1)."""
         account, size = self.account(lease.project), sign * size_of(lease)
         claimant = lease.id in self.claimants
         holds, leaving = lease.state in HOLDS_CAPACITY, lease.state in LEAVING
-        if claimant or holds:
-            account.capped += size
-            if leaving and not claimant:
-                account.leaving += size
+        account.capped += sign * self.capped_by(lease)
+        account.leaving += sign * self.capped_until_left(lease) if leaving else 0
         if not holds or leaving:
             return
         account.use += size

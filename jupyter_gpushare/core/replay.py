@@ -35,6 +35,7 @@ from jupyter_gpushare.core.model import (
     Grant,
     Kind,
     Lease,
+    Requeue,
     Resume,
     State,
     Suspend,
@@ -328,17 +329,19 @@ class Replay:
         match action:
             case Grant():
                 placed = {"devices": action.devices, "held_milli": action.held_milli}
-                placed |= {"borrowed": action.borrowed, "granted_at": self.now}
+                placed |= {"borrowed": action.borrowed, "granted_at": self.now, "made_way_for": ""}
                 if action.asleep:
                     self._put(sim, advance(state, Event.GRANT_ASLEEP), **placed)
                 else:
                     self._move(sim, advance(state, Event.GRANT), placed)
             case Suspend():
-                self._move(sim, advance(state, Event.SUSPEND), {"wanted": sim.busy})
+                self._move(
+                    sim, advance(state, Event.SUSPEND), {"wanted": sim.busy, "made_way_for": action.for_lease}
+                )
             case Resume():
-                self._move(sim, advance(state, Event.RESUME), {"granted_at": self.now})
-            case _:
-                self._move(sim, advance(state, Event.STOP), {})
+                self._move(sim, advance(state, Event.RESUME), {"granted_at": self.now, "made_way_for": ""})
+            case Requeue():
+                self._move(sim, advance(state, Event.STOP), {"made_way_for": action.for_lease})
 
     def _move(self, sim: SimulatedLease, state: State, changes: dict[str, Any]) -> None:
         """Enter a transitional state; leave it at once if the transition takes no time."""

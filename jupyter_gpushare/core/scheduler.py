@@ -6,8 +6,9 @@ Rules, in the order in which they bind:
    processes want the GPU; leases there without a claim are preempted.
 2. *New sessions* within quota get a claim: awake on free capacity, suspended
    where it is lent.  Beyond quota they start on free, unclaimed capacity or not
-   at all.  *Jobs that starve* (`order`) come between the two, in projects that
-   hold no more than their share.
+   at all.  Between the two come *jobs that others made way for*, which get what
+   was released for them, and *jobs that starve* (`order`), in projects that hold
+   no more than their share.
 3. *Jobs*, in the passes of `PASSES`: owed by quota, below fair share, rest.
    After the first pass sessions beyond quota wake, and those that wait
    (`Lease.waits`) start.  A job takes free capacity, else capacity that is being
@@ -114,6 +115,7 @@ class SchedulingRound:
             found = self.session_grant(lease)
             if isinstance(found, Grant) and not found.borrowed:
                 self._start_session(lease, found)
+        self._serve_promised()
         self._run_pass(STARVED_JOBS)
         self._guests = [lease for lease in new if lease.id not in self._served]
         self._start_guests(waited=False)
@@ -131,16 +133,23 @@ class SchedulingRound:
         if not state.has_all_devices(lease):
             self.waiting[lease.id] = Why.DEVICE_BROKEN
             return
-        over = self._over_own_limit(lease)
-        if over or any(c.now < held for c in state.capacities_of(lease)):
-            victims = self.reclaimer.for_owner(lease)
-            self.waiting[lease.id] = Why.NO_CAPACITY if victims is None else Why.AWAITING_RELEASE
-            self._evict(victims or (), lease)
-        elif not self._backs_off(lease):
-            self.actions.append(Resume(lease.id, Why.WANTED))
-            state.allocate(lease, lease.devices, held)
-            return
+        if not self._backs_off(lease):
+            if (why := self._clear_way(lease)) is None:
+                self.actions.append(Resume(lease.id, Why.WANTED))
+                state.allocate(lease, lease.devices, held)
+                return
+            self.waiting[lease.id] = why
         state.reserve(lease, lease.devices, held)
+
+    def _clear_way(self, lease: Lease) -> Why | None:
+        """Evict the leases in the way of a session with a claim; returns why it waits, None: it need not."""
+        is_short = any(c.now < held_by(lease) for c in self.state.capacities_of(lease))
+        if is_short:
+            victims = self.reclaimer.for_owner(lease)
+            if victims is None:
+                return Why.NO_CAPACITY
+            self._evict(victims, lease)
+        return Why.AWAITING_RELEASE if self._over_own_limit(lease) or is_short else None
 
     def _over_own_limit(self, lease: Lease) -> bool:
         """Whether jobs of its own project must leave before a session may wake; evicts them.
@@ -150,8 +159,8 @@ class SchedulingRound:
         account = self.state.account(lease)
         if not account.over_limit(0):
             return False
-        victims = self.reclaimer.for_limit(lease, account.over_limit_soon(0))
-        self._evict(victims or (), lease, for_limit=True)
+        victims = self.reclaimer.for_limit(lease)
+        self._evict(victims or (), lease, final=True)
         return bool(victims or account.leaving)
 
     def session_grant(self, lease: Lease) -> Grant | Why:
@@ -256,6 +265,8 @@ class SchedulingRound:
             job, shape = cursor.current
             if job.id in self._served:
                 cursor.advance()
+                if self.order.strict and job.id in self.waiting:
+                    return False
             elif not serving.admits(self, job):
                 last = serving.competes or not self.shared  # jobs not admitted wait for their own project
                 if self.order.strict or (last and self._is_bypass_over(job) and self._may_hold_up(job)):
@@ -315,37 +326,57 @@ class SchedulingRound:
             self._unplaceable[key] = Why.IN_LINE if why in _KEEPS else why
         return why is Why.AWAITING_RELEASE
 
+    def _serve_promised(self) -> None:
+        """Serve the jobs that other leases made way for: what was released for them goes to nobody else."""
+        for job in self.queues.promised():
+            why, _ = self._take(job)
+            if why is None or why is Why.AWAITING_RELEASE:
+                self._served.add(job.id)
+            if why is Why.AWAITING_RELEASE:
+                self.waiting[job.id] = why
+
     def _try_to_start(self, job: Lease, serving: Pass) -> Why | None:
-        """Start ``job`` or reserve capacity for it; returns why it waits, None if it starts."""
-        state = self.state
-        if not state.has_all_devices(job):
-            return Why.DEVICE_BROKEN
-        if self._lacks_quota(job) and self.placer.fits_ever(job):
-            return Why.QUOTA
-        if job.devices:
-            held = held_by(job)
-            none_soon = any(c.soon < held for c in state.capacities_of(job))
-        else:
-            none_soon = self.placer.find(job, capacity.free_soon) is None
-        if none_soon:
-            return self._reclaim(job, None, serving)
-        find = partial(self.placer.find_for_job, job)
-        found = find(capacity.unclaimed_now) or find(capacity.free_now)
-        soon = found or find(capacity.free_soon)
-        if soon:
-            account = state.account(job)
-            if found and not account.over_limit(soon.size_milli):
-                self._start(job, found)
-                return None
-            if not account.over_limit_soon(soon.size_milli):
-                state.reserve(job, soon.devices, soon.held_milli)
-                if job.size.device_count > 1:
-                    self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
-                return Why.AWAITING_RELEASE
+        """Start ``job`` or get capacity for it; returns why it waits, None if it starts."""
+        why, soon = self._take(job)
+        if why not in (Why.NO_CAPACITY, Why.PROJECT_LIMIT):
+            return why
         why = self._reclaim(job, soon, serving)
         if why is Why.NO_CAPACITY and not soon and self.placer.lacks_host_memory(job):
             return Why.JOB_HOST_MEMORY
         return why
+
+    def _take(self, job: Lease) -> tuple[Why | None, Placement | None]:
+        """Start ``job`` on free capacity, or reserve capacity that is being released for it.
+
+        Returns why it waits, None if it starts, and where it fits once every leaving lease has left.
+        """
+        state, account = self.state, self.state.account(job)
+        if not state.has_all_devices(job):
+            return Why.DEVICE_BROKEN, None
+        if self._lacks_quota(job) and self.placer.fits_ever(job):
+            return Why.QUOTA, None
+        if not self._fits_soon(job):
+            return Why.NO_CAPACITY, None
+        find = partial(self.placer.find_for_job, job)
+        found = find(capacity.unclaimed_now) or find(capacity.free_now)
+        soon = found or find(capacity.free_soon)
+        if soon is None:
+            return Why.NO_CAPACITY, None
+        if found and not account.over_limit(found.size_milli):
+            self._start(job, found)
+            return None, found
+        if account.over_limit_soon(soon.size_milli):
+            return Why.PROJECT_LIMIT, soon
+        state.reserve(job, soon.devices, soon.held_milli)
+        if job.size.device_count > 1:
+            self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
+        return Why.AWAITING_RELEASE, soon
+
+    def _fits_soon(self, job: Lease) -> bool:
+        """Whether ``job`` fits by its size alone once every leaving lease has left."""
+        if job.devices:
+            return all(c.soon >= held_by(job) for c in self.state.capacities_of(job))
+        return self.placer.find(job, capacity.free_soon) is not None
 
     def _lacks_quota(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow and does not want to."""
@@ -356,11 +387,12 @@ class SchedulingRound:
         state, account = self.state, self.state.account(job)
         if not job.devices and not self.placer.fits_ever(job):
             return self.placer.unplaced(job)
-        over, owed = account.over_limit_soon(state.least_size(job)), self.is_owed(job)
+        size = soon.size_milli if soon else state.least_size(job)
+        over, owed = account.over_limit_soon(size) > 0, self.is_owed(job)
         below_share = not owed and self.shared and self.is_below_share(job)
         # Capacity taken in another pass would go to the first project of the next round.
         takes = below_share and (serving.competes or serving.starved)
-        plan = self.reclaimer.for_job(job, owed=owed, below_share=takes, over_limit=over, soon=soon)
+        plan = self.reclaimer.for_job(job, owed=owed, below_share=takes, soon=soon)
         if isinstance(plan, Why):
             if over:
                 return Why.PROJECT_LIMIT
@@ -369,7 +401,8 @@ class SchedulingRound:
             if may_reserve and self._is_bypass_over(job) and self.reservations.reserve_for(job):
                 return Why.RESERVED if serving.starved else Why.NOT_BYPASSED
             return plan
-        self._evict(plan.victims, job, for_limit=over > 0)
+        # A job that does not borrow needs more than capacity: none of it may be lent.
+        self._evict(plan.victims, job, final=over or not job.borrow)
         state.reserve(job, plan.placement.devices, plan.placement.held_milli)
         moved = (v.lease for v in plan.victims if v.why is Why.MOVED and v.lease.project == job.project)
         self.reservations.reserve_targets(moved)
@@ -397,13 +430,13 @@ class SchedulingRound:
             self.actions.append(grant)
         state.allocate(job, placement.devices, placement.held_milli)
 
-    def _evict(self, victims: Iterable[Victim], lease: Lease, *, for_limit: bool = False) -> None:
-        """Suspend or requeue ``victims``; those evicted ``for_limit`` are never reinstated."""
+    def _evict(self, victims: Iterable[Victim], lease: Lease, *, final: bool = False) -> None:
+        """Suspend or requeue ``victims``; ``final``: they are needed for more than their devices."""
         for v in victims:
             action = Suspend if v.suspends else Requeue
             self.actions.append(action(v.lease.id, v.why, lease.id))
             self.state.evict(v.lease, suspended=v.suspends)
-            if not for_limit:
+            if not final:
                 self._evicted.append(v)
 
     def _reinstate_unneeded(self) -> None:

@@ -17,6 +17,7 @@ from jupyter_gpushare.core.cluster_state import suspended_bytes
 from jupyter_gpushare.core.explain import borrowed, lent, offers, uses
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
+    LEAVING,
     WHOLE_GPU,
     CheckpointMode,
     Cluster,
@@ -288,7 +289,8 @@ class World(RuleBasedStateMachine):
                 for x in self.leases.values()
                 if uuid in x.devices and x.state is State.SUSPENDED and x.id in stand.claimants
             ]
-            holders = [x for x in self.leases.values() if uuid in x.devices and x.state in HOLDS_CAPACITY]
+            stays = HOLDS_CAPACITY - LEAVING
+            holders = [x for x in self.leases.values() if uuid in x.devices and x.state in stays]
             there = sum(map(held_by, holders)) + sum(map(held_by, asleep))
             assert there + held <= WHOLE_GPU, self.told("it is on lent capacity")
 
@@ -306,13 +308,14 @@ class World(RuleBasedStateMachine):
                     held_milli=action.held_milli,
                     borrowed=action.borrowed,
                     granted_at=self.now,
+                    made_way_for="",
                 )
             case Suspend():
-                self.change(action.lease, Event.SUSPEND)
+                self.change(action.lease, Event.SUSPEND, made_way_for=action.for_lease)
             case Resume():
-                self.change(action.lease, Event.RESUME, granted_at=self.now)
+                self.change(action.lease, Event.RESUME, granted_at=self.now, made_way_for="")
             case Requeue():
-                self.change(action.lease, Event.STOP)
+                self.change(action.lease, Event.STOP, made_way_for=action.for_lease)
 
     @rule()
     def tick(self):

@@ -108,6 +108,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         if record.is_job
         else observation.retry_at,
         avoids=tuple(observation.avoids.items()),
+        made_way_for=observation.made_way_for,
         suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
         idle_timeout_s=_own_timeout_s(registry, record),
         notice_s=config.notice_s if config is not None else None,
@@ -127,12 +128,13 @@ def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[L
 
 
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
-    """Return the lease of a job in the queue: when and where it may start is not in its record."""
+    """Return the lease of a job in the queue: what it waits for beside capacity is not in its record."""
     observation = registry.observations[record.id]
     retry_at = max(observation.retry_at, registry.hub_backoff_until)
-    if record.lease.retry_at == retry_at and not observation.avoids:
+    avoids, made_way_for = tuple(observation.avoids.items()), observation.made_way_for
+    if record.lease.retry_at == retry_at and not (avoids or made_way_for):
         return record.lease
-    return replace(record.lease, retry_at=retry_at, avoids=tuple(observation.avoids.items()))
+    return replace(record.lease, retry_at=retry_at, avoids=avoids, made_way_for=made_way_for)
 
 
 def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:

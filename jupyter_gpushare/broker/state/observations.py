@@ -86,6 +86,7 @@ class Observation:
     wanted_at: float | None = None  # its owner needs it since; `want`, `decline` and `enter` write it
     declined: bool = False  # its owner lets it sleep: the calls that wait do not wake it
     retry_at: float = 0.0  # nothing is planned for it before
+    made_way_for: str = ""  # lease that its devices were freed for; "" once it has some again
     avoids: dict[str, float] = field(default_factory=dict)  # nodes without capacity for its server, until
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
@@ -154,6 +155,8 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
+        if state in (State.GRANTED, State.RESUMING):
+            self.made_way_for = ""
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at, self.declined = None, False
 

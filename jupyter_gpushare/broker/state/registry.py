@@ -309,8 +309,9 @@ class Registry:
             action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
             also.append(self.decision(changed, action, transition.why, transition.for_lease))
         self._cache(changed)
-        if changed.id in self.observations:
-            self.observations[changed.id].enter(state)
+        if (observation := self._observations.get(changed.id)) is not None:
+            observation.enter(state)
+            observation.made_way_for = transition.for_lease or observation.made_way_for
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:

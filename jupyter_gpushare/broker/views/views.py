@@ -38,7 +38,7 @@ MAX_EVENTS = 20
 UNREAD_S = 10.0
 _WAITS = (State.PENDING, State.SUSPENDED)
 # Reasons for which free GPUs do not let a session start.
-_NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
+NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 
 
 class Views:
@@ -272,7 +272,7 @@ class Views:
         if offer.starts == "asleep":
             starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
         elif starts == "no":
-            if offer.why not in _NOT_FOR_FREE:
+            if offer.why not in NOT_FOR_FREE:
                 found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
             reason = messages.english(
                 messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli, position=None)

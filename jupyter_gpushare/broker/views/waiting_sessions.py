@@ -8,7 +8,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.forecast import seconds
 from jupyter_gpushare.broker.engine import Estimate
 from jupyter_gpushare.broker.state.session_queue import Place
-from jupyter_gpushare.broker.views.views import Views
+from jupyter_gpushare.broker.views.views import NOT_FOR_FREE, Views
 from jupyter_gpushare.core.model import Why
 from jupyter_gpushare.core.order import gpus
 from jupyter_gpushare.protocol import wire
@@ -57,12 +57,15 @@ def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession
 def _waiting(views: Views) -> Iterator[tuple[Place, int, Estimate | None]]:
     """Yield waiting places with their positions, and when they start where that is known well enough.
 
-    A place starts when what it and those before it ask for is free at once.
+    A place starts when what it and those before it ask for is free at once, unless that is not
+    what it waits for.
     """
     wanted = 0.0
+    outlook = views.cluster_views.now().outlook
     for position, place in enumerate(views.registry.session_queue.waiting(), 1):
         wanted += gpus(place.lease)
-        yield place, position, views.forecast.free(wanted)
+        is_for_free = outlook.why.get(place.lease.id) not in NOT_FOR_FREE
+        yield place, position, views.forecast.free(wanted) if is_for_free else None
 
 
 def _sentence(views: Views, place: Place, position: int, estimate: Estimate | None) -> messages.Texts:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.capacity import DeviceCapacity, unclaimed_soon
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
 from jupyter_gpushare.core.placement import Placement, Topology
@@ -81,43 +81,40 @@ class Reclaimer:
         found = self._with_host_memory(_least(short, chosen), 0)
         return None if isinstance(found, Why) else found
 
-    def for_limit(self, lease: Lease, over_limit: int) -> tuple[Victim, ...] | None:
+    def for_limit(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Jobs of its own project to preempt so that a session stays within the limit; None: too few."""
         held = self.state.quotas.jobs.get(lease.project, {}).values()
         jobs = sorted((v for x in held if (v := self.victim_index.for_limit(x))), key=rank)
-        return _enough_for_limit(lease.project, over_limit, (), jobs)
+        return self._enough_for_limit(lease, 0, (), jobs)
 
     def for_job(
-        self, job: Lease, *, owed: bool, below_share: bool, over_limit: int, soon: Placement | None
+        self, job: Lease, *, owed: bool, below_share: bool, soon: Placement | None
     ) -> ReclaimPlan | Why:
         """The reclaim that disturbs least for ``job``, or why there is none.
 
         ``owed``: its project is below quota; ``below_share``: at least below its
-        fair share.  ``over_limit``: thousandths that must leave its own project
-        as well.  ``soon``: devices that it could have but for the limit.
+        fair share.  ``soon``: devices that it could have but for the limit.
         """
         # Where no project is above its share there is nothing to take.
         below_share = below_share and not owed and self._shares.total_excess() > 0
         protected = self._shares.at_or_below_share() if below_share else frozenset()
         scope = partial(self.victim_index.scope, job, owed=owed, below_share=below_share, protected=protected)
-        plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
+        plan = self._for_job(job, scope(lend=job.borrow), soon)
         if plan in _HOST_MEMORY and self._host_free != self.state.host_free:
             self.victim_index.forget()
             for cache in (self._known_options, self._cheapest, self._searches):
                 cache.clear()
             self._host_free = self.state.host_free
-            plan = self._for_job(job, scope(lend=job.borrow), over_limit, soon)
+            plan = self._for_job(job, scope(lend=job.borrow), soon)
         if isinstance(plan, Why) and (plan in _HOST_MEMORY or self.victim_index.memory_short):
-            without_lending = self._for_job(job, scope(lend=False), over_limit, soon)
+            without_lending = self._for_job(job, scope(lend=False), soon)
             why = plan if plan in _HOST_MEMORY else Why.HOST_MEMORY
             plan = why if isinstance(without_lending, Why) else without_lending
         return plan
 
-    def _for_job(
-        self, job: Lease, scope: ReclaimScope, over_limit: int, soon: Placement | None
-    ) -> ReclaimPlan | Why:
-        if over_limit:
-            return self._under_limit(job, scope, over_limit, soon)
+    def _for_job(self, job: Lease, scope: ReclaimScope, soon: Placement | None) -> ReclaimPlan | Why:
+        if self._is_over_limit(job, soon.size_milli if soon else self.state.least_size(job), ()):
+            return self._under_limit(job, scope, soon)
         ways = [partial(self._cheapest_of_others, job, scope)]
         scopes = [scope, scope]
         if scope.protected and job.size.device_count > 1:
@@ -165,12 +162,16 @@ class Reclaimer:
     def _decide(self, job: Lease, candidate: Candidate, scope: ReclaimScope) -> ReclaimPlan | Why:
         """Plan to preempt the victims of ``candidate``, if that is allowed, stable and worth its cost."""
         devices, victims = candidate
-        need = held_by(job) if job.devices else devices[0].device.demand_milli(job.size)
+        need = self._need(job, devices)
         uses_lent = self._uses_lent(devices, need, victims)
-        if not job.borrow and (uses_lent or need * len(devices) > self.state.account(job).unborrowed_left):
+        if uses_lent and (not job.borrow or any(c.unlent for c in devices)):
+            return Why.NO_CAPACITY
+        if not job.borrow and need * len(devices) > self.state.account(job).unborrowed_left:
             return Why.NO_CAPACITY
         if not self._is_stable(job, need * len(devices), victims):
             return Why.NO_CAPACITY
+        if self._is_over_limit(job, need * len(devices), victims):
+            return Why.PROJECT_LIMIT
         if scope.below_gpus:
             taken = [v.lease for v in victims if v.lease.project != job.project and v.why in _TAKEN]
             if sum(map(size_of, taken)) > self._shares.total_excess():
@@ -224,11 +225,8 @@ class Reclaimer:
         movable = partial(self.victim_index.to_move, job.project)
         return Defragmenter(self._topology, job, juniors, movable, scope.available).plan()
 
-    def _under_limit(
-        self, job: Lease, scope: ReclaimScope, over_limit: int, soon: Placement | None
-    ) -> ReclaimPlan | Why:
-        """A reclaim after which the own project holds ``over_limit`` less."""
-        juniors = list(self.victim_index.juniors(job))
+    def _under_limit(self, job: Lease, scope: ReclaimScope, soon: Placement | None) -> ReclaimPlan | Why:
+        """A reclaim of devices, and of as many jobs of the own project as keep ``job`` within its limit."""
         devices = [self.state.capacities[u] for u in soon.devices] if soon else []
         chosen: tuple[Victim, ...] = ()
         if not soon:
@@ -236,8 +234,31 @@ class Reclaimer:
             if found is None:
                 return Why.NO_CAPACITY
             devices, chosen = found
-        enough = _enough_for_limit(job.project, over_limit, chosen, juniors)
+        size = self._need(job, devices) * len(devices)
+        enough = self._enough_for_limit(job, size, chosen, self.victim_index.juniors(job))
         return Why.NO_CAPACITY if enough is None else self._decide(job, (devices, enough), scope)
+
+    def _need(self, job: Lease, devices: Sequence[DeviceCapacity]) -> int:
+        """Thousandths that ``job`` takes of each of ``devices``."""
+        return held_by(job) if job.devices else devices[0].device.demand_milli(job.size)
+
+    def _enough_for_limit(
+        self, lease: Lease, size: int, chosen: tuple[Victim, ...], more: Iterable[Victim]
+    ) -> tuple[Victim, ...] | None:
+        """``chosen`` and as many of ``more`` as the limit asks to leave for ``size``; None: too few."""
+        names = {v.lease.id for v in chosen}
+        rest = (v for v in more if v.lease.id not in names)
+        while self._is_over_limit(lease, size, chosen):
+            if (v := next(rest, None)) is None:
+                return None
+            chosen = (*chosen, v)
+        return chosen
+
+    def _is_over_limit(self, lease: Lease, size: int, leaving: Iterable[Victim]) -> bool:
+        """Whether ``size`` more would exceed the limit of the project of ``lease`` without these leases."""
+        capped = self.state.quotas.capped_until_left
+        left = sum(capped(v.lease) for v in leaving if v.lease.project == lease.project)
+        return self.state.account(lease).over_limit_soon(size) > left
 
     def _is_stable(self, job: Lease, size: int, victims: Sequence[Victim]) -> bool:
         """Whether ``job`` gets the capacity before any victim of its project is served again.
@@ -280,7 +301,7 @@ class Reclaimer:
         """Whether the capacity reclaimed so would be claimed by a suspended session."""
         for capacity in capacities:
             here = [v.lease for v in victims if capacity.device.uuid in v.lease.devices]
-            unclaimed = capacity.soon - capacity.suspended_claims
+            unclaimed = unclaimed_soon(capacity)
             unclaimed += sum(held_by(x) for x in here if not self.state.has_claim(x))
             if unclaimed < need:
                 return True
@@ -301,22 +322,6 @@ def _least(short: dict[str, int], victims: list[Victim]) -> tuple[Victim, ...]:
 
     dearest_first = sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank))
     return tuple(sorted(prune(dearest_first, try_without), key=rank))
-
-
-def _enough_for_limit(
-    project: str, over_limit: int, chosen: tuple[Victim, ...], more: list[Victim]
-) -> tuple[Victim, ...] | None:
-    """``chosen`` and as many of ``more`` as bring the project under its limit; None: too few."""
-    over_limit -= sum(size_of(v.lease) for v in chosen if v.lease.project == project)
-    names = {v.lease.id for v in chosen}
-    for v in more:
-        if over_limit <= 0:
-            break
-        if v.lease.id in names:
-            continue
-        chosen = (*chosen, v)
-        over_limit -= size_of(v.lease)
-    return chosen if over_limit <= 0 else None
 
 
 def _given(uuid: str, victims: Iterable[Victim]) -> int:

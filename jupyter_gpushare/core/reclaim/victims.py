@@ -113,7 +113,7 @@ class ReclaimScope:
     def available(self, capacity: DeviceCapacity) -> int:
         """Capacity that the job can count on without a preemption."""
         available = capacity.free + capacity.releasing - capacity.reserved  # `DeviceCapacity.soon`, inlined
-        if not self.lend:
+        if capacity.unlent or not self.lend:
             available -= capacity.suspended_claims
         return available if self.owed else available - capacity.guest_demand
 
