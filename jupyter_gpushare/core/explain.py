@@ -271,7 +271,7 @@ def uses(cluster: Cluster) -> tuple[Use, ...]:
         elif lease.state is State.SUSPENDED and state.has_claim(lease):
             count["asleep"] += size_of(lease)
     none = dict.fromkeys(_COUNTED, 0)
-    demand_milli = {name: c["held"] + c["waiting"] for name, c in counts.items()}
+    demand_milli = {name: state.quotas.account(name).demand(c["waiting"]) for name, c in counts.items()}
     shares = fair_shares(cluster.projects, demand_milli, WHOLE_GPU * len(state.usable))
     return tuple(
         Use(

@@ -102,6 +102,11 @@ class Account:
         limit = self.project.limit_milli
         return None if limit is None else max(0, limit - self.capped + self.leaving)
 
+    def demand(self, waiting: int) -> int:
+        """What the project could use: what it holds, and what its limit leaves of ``waiting``."""
+        left = self.limit_left
+        return self.use + (waiting if left is None else min(waiting, left))
+
     def turn(self, catching_up: int, *, owed: bool) -> tuple[float, float]:
         """Sort key of projects: by the part of their quota in use if ``owed``, else by excess per weight.
 
@@ -349,7 +354,7 @@ class Shares:
             if len(accounts) == 1:
                 return self._capacity
             waiting = self._waiting_milli()
-            demand = {name: account.use + waiting.get(name, 0) for name, account in accounts.items()}
+            demand = {name: account.demand(waiting.get(name, 0)) for name, account in accounts.items()}
             projects = [account.project for account in accounts.values()]
             shares = fair_shares(projects, demand, self._capacity)
             self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}

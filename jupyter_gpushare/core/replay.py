@@ -35,7 +35,6 @@ from jupyter_gpushare.core.model import (
     Grant,
     Kind,
     Lease,
-    Requeue,
     Resume,
     State,
     Suspend,
@@ -340,7 +339,7 @@ class Replay:
                 )
             case Resume():
                 self._move(sim, advance(state, Event.RESUME), {"granted_at": self.now, "made_way_for": ""})
-            case Requeue():
+            case _:
                 self._move(sim, advance(state, Event.STOP), {"made_way_for": action.for_lease})
 
     def _move(self, sim: SimulatedLease, state: State, changes: dict[str, Any]) -> None:

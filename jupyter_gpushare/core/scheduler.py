@@ -341,7 +341,8 @@ class SchedulingRound:
         if why not in (Why.NO_CAPACITY, Why.PROJECT_LIMIT):
             return why
         why = self._reclaim(job, soon, serving)
-        if why is Why.NO_CAPACITY and not soon and self.placer.lacks_host_memory(job):
+        fits = why is Why.NO_CAPACITY and not soon and self._fits_soon(job)
+        if fits and self.placer.lacks_host_memory(job):
             return Why.JOB_HOST_MEMORY
         return why
 

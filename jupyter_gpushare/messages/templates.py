@@ -302,7 +302,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         # ---- why a job waits -------------------------------------------------
         "waiting.next": "Needs %1; there is free capacity, so it starts in a moment.",
         "waiting.project_limit": (
-            "Its project is at its limit; it starts when other work of the project ends."
+            "Its project is at its limit; guaranteed sessions count, also while they sleep. It starts when "
+            "other work of the project ends. You can stop a session, or ask for fewer GPUs or a higher limit."
         ),
         "waiting.quota": (
             "Needs %1 of what its project is guaranteed, and that is taken; it was submitted not to borrow."

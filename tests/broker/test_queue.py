@@ -19,10 +19,37 @@ from jupyter_gpushare.core.model import Order, State
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import Phase
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 from tests.core.build import NOW, build, cluster, stops, train
+
+
+@in_virtual_time
+async def test_nobody_sleeps_for_a_job_that_its_project_has_no_limit_left_for(tmp_path):
+    async with Site(tmp_path, gpus=4) as site:
+        projects = (
+            ProjectConfig(name="nlp", quota_percent=50.0, limit_milli=4000, groups=("nlp",)),
+            ProjectConfig(name="vision", quota_percent=50.0, groups=("vision",)),
+        )
+        site.policy = replace(site.policy, projects=projects)
+        broker = await site.start_broker()
+        sessions = [await site.session("bo", "1/4"), await site.session("ada", "1/2")]
+        for _ in range(12):  # ended jobs, from which estimates follow
+            await site.submit("bo", "1", program=Program(work_s=2))
+        await until(lambda: all(job.result for job in broker.registry.jobs.values()), 600)
+        await asyncio.sleep(site.policy.idle_timeout_s * 3)
+        job = await site.submit("bo", "4", program=Program(work_s=5))
+        await asyncio.sleep(600)
+        await broker.views.forecast.refresh()
+        seen = broker.seen(job)
+        assert seen.starts_in is None
+        assert "Its project is at its limit" in seen.reason
+        assert "Starts in" not in seen.reason
+        assert {held.phase for held in sessions} == {Phase.RUNNING}
+        await site.end_session("bo")
+        await until(lambda: broker.job(job).result, 200)
 
 
 @in_virtual_time

@@ -1,7 +1,7 @@
 """The rules of docs/concepts.md, in its order, written down naively: no caches, no heaps, no indexes.
 
-It covers `progress` and `las` without moves, exchanges, limits and bounds of host
-memory; `test_reference` compares it with the planner on small clusters.
+It covers `progress` and `las` without moves, exchanges and bounds of host memory;
+`test_reference` compares it with the planner on small clusters.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Reference(Numbers):
 
     def give(self, x: Lease, devices: tuple[str, ...], what: list[tuple[str, str, int]]) -> None:
         size = held_by(x) * len(devices)
+        self.capped_more[x.project] += 0 if x.id in self.claims else size
         if x.id in self.claims:
             self.awake.add(x.id)
         if x.id in self.claims or (
@@ -52,14 +53,14 @@ class Reference(Numbers):
             self.used_quota[x.project] += size
         what.extend((x.project, u, held_by(x)) for u in devices)
 
-    def evict(self, victims: Iterable[Victim], for_lease: Lease) -> None:
+    def evict(self, victims: Iterable[Victim], for_lease: Lease, *, for_limit: bool = False) -> None:
         for v in victims:
             x = v[1]
             suspends = x.kind is Kind.BUILD or v[0][0] == 2
             self.actions.append((Suspend if suspends else Requeue)(x.id, v[2], for_lease.id))
             del self.stays[x.id]
             self.gone.append(x)
-            self.evicted.append(v)
+            self.evicted += [] if for_limit else [v]
             if x.id in self.in_quota:
                 self.used_quota[x.project] -= size_of(x)
                 self.promote(x.project)
@@ -81,24 +82,27 @@ class Reference(Numbers):
         ]
         waking.sort(key=order.session_rank)
         for x in (x for x in waking if x.id in self.claims):  # rule 1
-            if all(self.now_free(u) >= held_by(x) for u in x.devices):
+            if self.way_is_clear(x):
                 self.actions.append(Resume(x.id, Why.WANTED))
                 self.give(x, x.devices, self.granted)
             else:
-                self.evict(self.for_owner(x), x)
                 self.give(x, x.devices, self.reserved)
         self.reinstate_unneeded()
         new = [x for x in self.c.leases if x.kind is Kind.BUILD and x.state is State.PENDING]
         new.sort(key=order.session_rank)
         new = [x for x in new if not self.starts_with_claim(x)]  # rule 2
+        for x in self.promised():
+            if self.take(x, self.size(x)):
+                self.done.add(x.id)
         self.run_pass(lambda x: self.starves(x) and self.within_share(x), starved=True, takes=True)  # rule 3
         for x in (x for x in new if not x.waits):
             self.start_guest(x)
         self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 4
         for x in (x for x in waking if x.id not in self.claims):
             if all(self.unclaimed(u) >= held_by(x) for u in x.devices):
-                self.actions.append(Resume(x.id, Why.WANTED))
-                self.give(x, x.devices, self.granted)
+                if not self.over(x.project, size_of(x)):
+                    self.actions.append(Resume(x.id, Why.WANTED))
+                    self.give(x, x.devices, self.granted)
             else:
                 self.guests.extend((u, held_by(x)) for u in x.devices)
         for x in (x for x in new if x.waits):
@@ -108,6 +112,47 @@ class Reference(Numbers):
         self.run_pass(lambda x: True, last=True)
         self.reinstate_unneeded()
         return tuple(self.actions)
+
+    def way_is_clear(self, x: Lease) -> bool:
+        """Whether an owner can wake now; else evicts what is in the way on its devices or under its limit."""
+        short = any(self.now_free(u) < held_by(x) for u in x.devices)
+        victims = self.for_owner(x) if short else []
+        if victims is None:
+            return False
+        self.evict(victims, x)
+        if not self.over(x.project, 0):
+            return not short
+        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
+        own = [v for y in jobs if (v := self.victim(y, Why.PRIORITY, min_run=False))]
+        enough = self.enough_for_limit(x, 0, [], sorted(own, key=lambda v: v[0])) or []
+        leaves = any(y.project == x.project and self.lets_go(y) for y in self.gone)
+        self.evict(enough, x, for_limit=True)
+        return not (short or enough or leaves)
+
+    def enough_for_limit(
+        self, x: Lease, size: int, victims: list[Victim], more: Iterable[Victim]
+    ) -> list[Victim] | None:
+        """``victims`` and the first of ``more`` without which ``size`` is within the limit of ``x``."""
+        for v in [None, *(v for v in more if all(v[1] is not w[1] for w in victims))]:
+            victims = [*victims, v] if v else victims
+            left = sum(self.lets_go(w[1]) for w in victims if w[1].project == x.project)
+            if self.over_soon(x.project, size) <= left:
+                return victims
+        return None
+
+    def promised(self) -> list[Lease]:
+        """Jobs that others made way for since they wait: bound to devices, then large ones first."""
+        jobs = [x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)]
+        made_way = [y for y in self.c.leases if y.made_way_for and not y.cancelled]
+        found = [
+            x
+            for x in jobs
+            if any(
+                y.made_way_for == x.id and (y.state in LEAVING or y.waits_since_at >= x.waits_since_at)
+                for y in made_way
+            )
+        ]
+        return sorted(found, key=lambda x: (not x.devices, -self.size(x), self.rank(x)))
 
     def competing(self) -> bool:
         jobs = (x for x in self.c.leases if x.kind is Kind.TRAIN and x.state not in LEAVING)
@@ -134,6 +179,8 @@ class Reference(Numbers):
             (True, self.claimable),
         ):
             if devices := self.find(x, view, left):
+                asleep = asleep or bool(self.over(x.project, size))
+                self.capped_more[x.project] += size
                 self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.CLAIM, asleep=asleep))
                 self.claimed[x.project] += size
                 self.new_claims += [(u, x.size.fraction_milli) for u in devices]
@@ -146,7 +193,9 @@ class Reference(Numbers):
         return False
 
     def start_guest(self, x: Lease) -> None:
-        if devices := self.find(x, self.unclaimed):
+        devices = self.find(x, self.unclaimed)
+        if devices and not self.over(x.project, self.size(x)):
+            self.capped_more[x.project] += self.size(x)
             self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.FREE_CAPACITY, borrowed=True))
             self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
 
@@ -161,8 +210,7 @@ class Reference(Numbers):
         starved: bool = False,
         last: bool = False,
     ) -> None:
-        def rank(x: Lease) -> order.Rank:
-            return order.rank(x, self.now, self.c.settings, self.user_level(x))
+        rank = self.rank
 
         def turn(name: str) -> tuple[object, ...]:
             if starved:
@@ -193,6 +241,9 @@ class Reference(Numbers):
                     break
                 else:
                     self.unplaceable.add(self.fit(x))
+
+    def rank(self, x: Lease) -> order.Rank:
+        return order.rank(x, self.now, self.c.settings, self.user_level(x))
 
     def level(self, x: Lease) -> order.Level:
         return order.level(x, self.now, self.c.settings, self.user_level(x))
@@ -234,9 +285,11 @@ class Reference(Numbers):
             self.kept[x.project] = x.id
             self.give(x, tuple(min(found)[2]), self.reserved)
 
-    def serve(self, x: Lease, *, takes: bool, starved: bool) -> bool:
-        if self.find(x, self.soon):
-            if devices := self.find(x, self.unclaimed) or self.find(x, self.now_free):
+    def take(self, x: Lease, size: int) -> bool:
+        """Start a job on what is free, or reserve what is being released, within its project's limit."""
+        if self.find(x, self.soon) and not self.over_soon(x.project, size):
+            devices = self.find(x, self.unclaimed) or self.find(x, self.now_free)
+            if devices and not self.over(x.project, size):
                 beyond = self.used_quota[x.project] + held_by(x) * len(devices) > self.quota[x.project]
                 borrowed = beyond or any(self.unclaimed(u) < held_by(x) for u in devices)
                 if x.state is State.SUSPENDED:
@@ -247,12 +300,19 @@ class Reference(Numbers):
                     )
                 self.give(x, devices, self.granted)
             else:
-                self.give(x, self.find(x, self.soon) or (), self.reserved)
+                self.give(x, devices or self.find(x, self.soon) or (), self.reserved)
+            return True
+        return False
+
+    def serve(self, x: Lease, *, takes: bool, starved: bool) -> bool:
+        if self.take(x, self.size(x)):
             return True
         if not self.find(x, lambda u: 1000) and not x.devices:
             return False
         owed = self.owed(x)
         below = not owed and self.competing() and self.below_share(x)
+        if self.over_soon(x.project, self.size(x)):
+            return self.reclaim_under_limit(x, owed=owed, below=below and takes)
         for way in (self.from_others, self.from_juniors):
             found = way(x, owed=owed, below=below and takes)
             if found and self.is_stable(x, found[1]):
@@ -261,6 +321,19 @@ class Reference(Numbers):
                 return True
         if self.starves(x) and (owed or below or starved or not self.competing()):
             self.keep(x)
+        return False
+
+    def reclaim_under_limit(self, x: Lease, *, owed: bool, below: bool) -> bool:
+        """Evict for devices, and as many juniors as the limit asks for."""
+        soon = self.find(x, self.unclaimed) or self.find(x, self.now_free) or self.find(x, self.soon)
+        found: tuple[tuple[str, ...], list[Victim]] | None = (soon, []) if soon else None
+        found = found or self.from_others(x, owed=owed, below=below)
+        found = found or self.from_juniors(x, owed=owed, below=below)
+        victims = found and self.enough_for_limit(x, self.size(x), found[1], self.juniors(x))
+        if found and victims is not None and self.is_stable(x, victims):
+            self.evict(victims, x, for_limit=True)
+            self.give(x, found[0], self.reserved)
+            return True
         return False
 
     def is_stable(self, x: Lease, victims: list[Victim]) -> bool:
@@ -373,10 +446,6 @@ class Reference(Numbers):
     ) -> tuple[tuple[str, ...], list[Victim]] | None:
         """Add jobs of later levels one by one, until the job fits; then spare the dearest not needed."""
         below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
-        level = self.level(x)
-        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
-        juniors = [y for y in jobs if self.level(y) > level]
-        juniors.sort(key=self.last_in)
         taken: list[Victim] = []
         others = {u: self.possible(x, u, owed=owed, below=below) for u in self.node}
 
@@ -390,10 +459,8 @@ class Reference(Numbers):
         def able(group: list[str], victims: list[Victim]) -> list[str]:
             return [u for u in group if lacking(u, victims) <= 0]
 
-        for y in juniors:
-            v = self.victim(y, Why.PRIORITY if y.priority < x.priority else Why.ORDER)
-            if not v or (x.devices and not set(y.devices) & set(x.devices)):
-                continue
+        for v in self.juniors(x):
+            y = v[1]
             taken.append(v)
             near = [g for g in self.sets(x) if set(g) & set(y.devices)]
             if x.size.device_count == 1:
@@ -409,6 +476,14 @@ class Reference(Numbers):
                     return x.devices or self.packed(x, free, lambda u, v=victims: -lacking(u, v)), victims
         return None
 
+    def juniors(self, x: Lease) -> list[Victim]:
+        """Jobs of later levels, on the devices of ``x`` if it has some, the first to be preempted first."""
+        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
+        jobs = [y for y in jobs if not x.devices or set(y.devices) & set(x.devices)]
+        later = sorted((y for y in jobs if self.level(y) > self.level(x)), key=self.last_in)
+        why = {y.id: Why.PRIORITY if y.priority < x.priority else Why.ORDER for y in later}
+        return [v for y in later if (v := self.victim(y, why[y.id]))]
+
     def last_in(self, y: Lease) -> tuple[object, ...]:
         priority, user, group = self.level(y)
         stops = y.survival is not CheckpointMode.SUSPEND or not y.suspendable
@@ -419,7 +494,7 @@ class Reference(Numbers):
             return None
         return self.victim(y, Why.LENDER_RETURNED, sessions=True, min_run=False)
 
-    def for_owner(self, x: Lease) -> list[Victim]:
+    def for_owner(self, x: Lease) -> list[Victim] | None:
         chosen: list[Victim] = []
         short = {u: held_by(x) - self.soon(u) for u in x.devices}
         for u in x.devices:
@@ -429,7 +504,7 @@ class Reference(Numbers):
                 if self.on((w[1] for w in chosen), u) < short[u] and v not in chosen:
                     chosen.append(v)
             if self.on((w[1] for w in chosen), u) < short[u]:
-                return []
+                return None
         return self.least(short, chosen)
 
 

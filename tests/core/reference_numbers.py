@@ -31,6 +31,8 @@ class Numbers:
         self.guests: list[tuple[str, int]] = []  # what sessions beyond quota would take
         self.awake: set[str] = set()  # suspended sessions with a claim that wake in this round
         self.claims, self.in_quota = self.claimants(), set[str]()
+        self.limit = {p.name: 10**9 if p.limit_milli is None else p.limit_milli for p in c.projects}
+        self.capped_more = dict.fromkeys(self.quota, 0)  # by decisions, against the limit
         self.used_quota = dict.fromkeys(self.quota, 0)
         self.claimed = dict.fromkeys(self.quota, 0)
         for id in self.claims:
@@ -67,13 +69,32 @@ class Numbers:
         held = sum(size_of(x) for x in self.stays.values() if x.project == name)
         return held + sum(m for p, _, m in chain(self.granted, self.reserved) if p == name)
 
+    def lets_go(self, x: Lease) -> int:
+        """What a lease that leaves its devices takes off its project's limit: a claim stays."""
+        return 0 if x.id in self.claims else size_of(x)
+
+    def over(self, name: str, more: int) -> int:
+        """By how much a project would exceed its limit with ``more``: all that is held or claimed counts."""
+        held = {x.id: x for x in (*self.stays.values(), *self.gone)}
+        held |= {id: self.leases[id] for id in self.claims}
+        capped = sum(size_of(x) for x in held.values() if x.project == name) + self.capped_more[name]
+        return max(0, capped + more - self.limit[name])
+
+    def over_soon(self, name: str, more: int) -> int:
+        """The same once every leaving lease has left."""
+        return max(0, self.over(name, more) - sum(self.lets_go(x) for x in self.gone if x.project == name))
+
     def size(self, x: Lease) -> int:
         return size_of(x) if x.devices else x.size.fraction_milli * x.size.device_count
 
     @cached_property
     def shares(self) -> dict[str, int]:
         waiting = [x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)]
-        demand = {n: self.use(n) + sum(self.size(x) for x in waiting if x.project == n) for n in self.quota}
+        demand = {n: sum(self.size(x) for x in waiting if x.project == n) for n in self.quota}
+        for n in self.quota:
+            leaving = sum(self.lets_go(x) for x in self.gone if x.project == n)
+            left = self.limit[n] + leaving - (self.over(n, 10**10) + self.limit[n] - 10**10)
+            demand[n] = self.use(n) + min(demand[n], max(0, left))
         return fair_shares(self.c.projects, demand, 1000 * len(self.c.devices)) if len(self.quota) > 1 else {
             n: 1000 * len(self.c.devices) for n in self.quota}  # fmt: skip
 

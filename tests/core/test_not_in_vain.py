@@ -249,6 +249,7 @@ class Undisturbed:
 HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "400"))
 
 
+@pytest.mark.long_form
 @settings(deadline=None, derandomize=True, max_examples=HISTORIES)
 @given(seed=st.integers(0, 1 << 30))
 @example(seed=72)  # a job of a project that comes first leaves too little for one that others made way for
@@ -267,6 +268,7 @@ def test_a_lease_that_others_made_way_for_starts(seed):
     Undisturbed(any_cluster(seed), seed).run(80)
 
 
+@pytest.mark.long_form
 @settings(deadline=None, derandomize=True, max_examples=HISTORIES)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_job_that_is_told_when_it_starts_does_start(seed):

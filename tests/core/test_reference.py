@@ -8,7 +8,15 @@ from random import Random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.model import CheckpointMode, Cluster, Order, State
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    CheckpointMode,
+    Cluster,
+    Lease,
+    Order,
+    State,
+)
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.quota import held_by
 from tests.core.build import NOW, build, cluster, device, project, train
@@ -89,7 +97,18 @@ def small_cluster(seed: int) -> Cluster:
         starvation_guard_s=random.choice([None, 2_000.0]),
     )
     levels = {(name, user): random.choice([0, 1, 2]) for name in names for user in "ab"}
-    return replace(found, user_levels=levels if random.random() < 0.5 else {})
+    found = replace(found, user_levels=levels if random.random() < 0.5 else {})
+    limits = [None, None, 500, 1000, 1500, 2000, 3000]
+    projects = [replace(p, limit_milli=random.choice(limits)) for p in found.projects]
+    leases = [_made_way(random, x, found) for x in found.leases]
+    return replace(found, projects=tuple(projects), leases=tuple(leases))
+
+
+def _made_way(random: Random, x: Lease, c: Cluster) -> Lease:
+    """A lease that may have given its devices up for another."""
+    if x.state in HOLDS_CAPACITY - LEAVING or random.random() < 0.7:
+        return x
+    return replace(x, made_way_for=random.choice(c.leases).id)
 
 
 @settings(deadline=None, derandomize=True, max_examples=2_000)

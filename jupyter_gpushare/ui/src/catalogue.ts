@@ -253,7 +253,7 @@ export const CATALOGUE: {
   'job.goes_on_in': (trans, args) => trans.__('Goes on in %1.', ...args),
   'job.ends_in': (trans, args) => trans.__('Ends in %1.', ...args),
   'waiting.next': (trans, args) => trans.__('Needs %1; there is free capacity, so it starts in a moment.', ...args),
-  'waiting.project_limit': (trans, args) => trans.__('Its project is at its limit; it starts when other work of the project ends.', ...args),
+  'waiting.project_limit': (trans, args) => trans.__('Its project is at its limit; guaranteed sessions count, also while they sleep. It starts when other work of the project ends. You can stop a session, or ask for fewer GPUs or a higher limit.', ...args),
   'waiting.quota': (trans, args) => trans.__('Needs %1 of what its project is guaranteed, and that is taken; it was submitted not to borrow.', ...args),
   'waiting.too_large': (trans, args) => trans.__('Cannot start: asks for %1; the largest machine has %2.', ...args),
   'waiting.being_freed': (trans, args) => trans.__('Needs %1; GPUs are being freed for it.', ...args),
