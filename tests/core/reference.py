@@ -326,13 +326,15 @@ class Reference(Numbers):
     def reclaim_under_limit(self, x: Lease, *, owed: bool, below: bool) -> bool:
         """Evict for devices, and as many juniors as the limit asks for."""
         soon = self.find(x, self.unclaimed) or self.find(x, self.now_free) or self.find(x, self.soon)
-        found: tuple[tuple[str, ...], list[Victim]] | None = (soon, []) if soon else None
-        found = found or self.from_others(x, owed=owed, below=below)
-        found = found or self.from_juniors(x, owed=owed, below=below)
-        victims = found and self.enough_for_limit(x, self.size(x), found[1], self.juniors(x))
-        if found and victims is not None and self.is_stable(x, victims):
-            self.evict(victims, x, for_limit=True)
-            self.give(x, found[0], self.reserved)
+        ways = [self.from_others(x, owed=owed, below=below), self.from_juniors(x, owed=owed, below=below)]
+        found = []
+        for devices, victims in [(soon, [])] if soon else filter(None, ways):
+            enough = self.enough_for_limit(x, self.size(x), victims, self.juniors(x))
+            found += [] if enough is None else [(devices, enough)]
+        best = min(found, key=lambda f: (max((v[0][0] for v in f[1]), default=-1), len(f[1])), default=None)
+        if best and self.is_stable(x, best[1]):
+            self.evict(best[1], x, for_limit=True)
+            self.give(x, best[0], self.reserved)
             return True
         return False
 

@@ -365,6 +365,17 @@ def test_a_job_that_would_exceed_the_limit_on_the_device_of_another_evicts_it_no
     assert actions(c) == []
 
 
+def test_no_session_sleeps_where_what_leaves_for_the_limit_is_enough():
+    c = cluster(
+        train("low", 1000, "0", priority=-1, survival=CheckpointMode.NONE),
+        build("idle", 1000, "1", idle_s=1000, project="q"),
+        train("x", 1000),
+        gpus=2,
+        projects=[project("p", 1, limit_milli=1000), project("q", 1)],
+    )
+    assert actions(c) == [Requeue("low", Why.PRIORITY, "x")]
+
+
 def test_no_job_leaves_for_an_owner_whom_a_session_in_the_way_keeps_out():
     c = cluster(
         build("owner", 1000, "0", state=ASLEEP, wanted=True),

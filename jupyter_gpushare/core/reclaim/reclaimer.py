@@ -227,16 +227,20 @@ class Reclaimer:
 
     def _under_limit(self, job: Lease, scope: ReclaimScope, soon: Placement | None) -> ReclaimPlan | Why:
         """A reclaim of devices, and of as many jobs of the own project as keep ``job`` within its limit."""
-        devices = [self.state.capacities[u] for u in soon.devices] if soon else []
-        chosen: tuple[Victim, ...] = ()
-        if not soon:
-            found = self._cheapest_of_others(job, scope) or self._search(job, scope)
-            if found is None:
-                return Why.NO_CAPACITY
-            devices, chosen = found
-        size = self._need(job, devices) * len(devices)
-        enough = self._enough_for_limit(job, size, chosen, self.victim_index.juniors(job))
-        return Why.NO_CAPACITY if enough is None else self._decide(job, (devices, enough), scope)
+        if soon:
+            places: list[Candidate | None] = [([self.state.capacities[u] for u in soon.devices], ())]
+        else:
+            places = [self._cheapest_of_others(job, scope), self._search(job, scope)]
+        juniors = list(self.victim_index.juniors(job))
+        found: list[Candidate] = []
+        for devices, victims in filter(None, places):
+            size = self._need(job, devices) * len(devices)
+            if (enough := self._enough_for_limit(job, size, victims, juniors)) is not None:
+                found.append((devices, enough))
+        if not found:
+            return Why.NO_CAPACITY
+        # What leaves for the limit may be enough for the devices as well.
+        return self._decide(job, min(found, key=lambda c: _price(c[1])), scope)
 
     def _need(self, job: Lease, devices: Sequence[DeviceCapacity]) -> int:
         """Thousandths that ``job`` takes of each of ``devices``."""
@@ -322,6 +326,12 @@ def _least(short: dict[str, int], victims: list[Victim]) -> tuple[Victim, ...]:
 
     dearest_first = sorted(victims, key=lambda v: (-v.cost, held_by(v.lease), v.rank))
     return tuple(sorted(prune(dearest_first, try_without), key=rank))
+
+
+def _price(victims: Iterable[Victim]) -> tuple[int, int]:
+    """Sort key of sets of victims: the dearest kind, then the number."""
+    costs = [int(v.cost) for v in victims]
+    return max(costs, default=-1), len(costs)
 
 
 def _given(uuid: str, victims: Iterable[Victim]) -> int:
