@@ -327,7 +327,7 @@ class SchedulingRound:
         return why is Why.AWAITING_RELEASE
 
     def _serve_promised(self) -> None:
-        """Serve the jobs that other leases made way for: what was released for them goes to nobody else."""
+        """Serve the jobs that other leases made way for: what was released for them is theirs."""
         for job in self.queues.promised():
             why, _ = self._take(job)
             if why is None or why is Why.AWAITING_RELEASE:

@@ -27,7 +27,7 @@ from tests.core.build import NOW, build, cluster, stops, train
 
 
 @in_virtual_time
-async def test_nobody_sleeps_for_a_job_that_its_project_has_no_limit_left_for(tmp_path):
+async def test_no_session_sleeps_for_a_job_beyond_the_limit_of_its_project(tmp_path):
     async with Site(tmp_path, gpus=4) as site:
         projects = (
             ProjectConfig(name="nlp", quota_percent=50.0, limit_milli=4000, groups=("nlp",)),
@@ -50,6 +50,30 @@ async def test_nobody_sleeps_for_a_job_that_its_project_has_no_limit_left_for(tm
         assert {held.phase for held in sessions} == {Phase.RUNNING}
         await site.end_session("bo")
         await until(lambda: broker.job(job).result, 200)
+
+
+@in_virtual_time
+async def test_the_planner_knows_for_which_job_a_lease_made_way_until_it_has_a_gpu_again(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+
+        def made_way() -> dict[str, str]:
+            cluster = snapshot.cluster(broker.registry, broker.engine, site.now)
+            return {x.user: x.made_way_for for x in cluster.leases}
+
+        ada = await site.session("ada", "1")
+        low = await site.submit("bo", "1", priority=-1, program=Program(work_s=2000))
+        await until(lambda: broker.job(low).started_at, 100)
+        await asyncio.sleep(1000)
+        job = await site.submit("cy", "2", project="nlp", program=Program(work_s=30))
+        lease = broker.lease(job).id
+        await until(lambda: ada.phase is Phase.SUSPENDED, 600)
+        await until(lambda: broker.job(job).started_at, 100)
+        assert made_way() == {"ada": lease, "bo": lease, "cy": ""}
+        await until(lambda: broker.job(job).result, 200)
+        await site.gpu_cell(ada)
+        await until(lambda: broker.job(low).result, 4000)
+        assert made_way() == {"ada": ""}
 
 
 @in_virtual_time

@@ -29,7 +29,8 @@ def test_the_examples_differ_from_every_default():
         "idle_since_at",
         "wanted",
         "retry_at",
-        "avoids",  # a memory of the observations, which are not stored
+        "avoids",  # a memory of the observations, which are not stored, like the next
+        "made_way_for",
         "used_bytes",
         "duration_s",
         "consolidate",

@@ -1,4 +1,4 @@
-"""Nobody gives a GPU away in vain: a lease that others made way for starts, where nothing else happens."""
+"""No lease makes way in vain: where nothing else happens, the lease that it made way for starts."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _any_lease(random: Random, n: int, names: str, left: dict[int, int], per_nod
 
 
 class Undisturbed:
-    """A world in which every action succeeds and nobody comes, goes or comes back.
+    """A world in which every action succeeds, and no lease comes, goes or becomes busy.
 
     Jobs end ``lasts_s`` after their start; None: not at all.
     """
@@ -264,14 +264,14 @@ HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "400"))
 @example(seed=17_644)  # claims of borrowed sessions
 @example(seed=20_843)  # jobs that did not wait for a device take parts of it
 @example(seed=39_875)  # a suspended job can return to its own devices only
-def test_a_lease_that_others_made_way_for_starts(seed):
+def test_a_lease_starts_after_others_made_way_for_it(seed):
     Undisturbed(any_cluster(seed), seed).run(80)
 
 
 @pytest.mark.long_form
 @settings(deadline=None, derandomize=True, max_examples=HISTORIES)
 @given(seed=st.integers(0, 1 << 30))
-def test_a_job_that_is_told_when_it_starts_does_start(seed):
+def test_a_job_with_an_estimate_of_its_start_starts(seed):
     c = any_cluster(seed)
     # Estimates are told where one project has jobs.
     jobs = [x for x in c.leases if x.kind is Kind.TRAIN]
@@ -303,7 +303,7 @@ def at_the_limit(quota: float) -> Cluster:
 
 
 @pytest.mark.parametrize("quota", [0.25, 2, 4])
-def test_nobody_sleeps_for_a_job_that_the_limit_keeps_beside_a_session_with_a_claim(quota):
+def test_no_session_sleeps_for_a_job_that_exceeds_the_limit_beside_a_claim(quota):
     c = at_the_limit(quota)
     assert (actions(c), why(c)) == ([], Why.PROJECT_LIMIT)
     assert not forecast(c, NOW, Work(left_gpu_s={"x": 100.0})).starts
@@ -376,7 +376,7 @@ def test_no_session_sleeps_where_what_leaves_for_the_limit_is_enough():
     assert actions(c) == [Requeue("low", Why.PRIORITY, "x")]
 
 
-def test_no_job_leaves_for_an_owner_whom_a_session_in_the_way_keeps_out():
+def test_no_job_leaves_for_an_owner_while_a_session_cannot_make_way():
     c = cluster(
         build("owner", 1000, "0", state=ASLEEP, wanted=True),
         build("stuck", 500, "0", project="q", suspendable=False),
@@ -387,7 +387,7 @@ def test_no_job_leaves_for_an_owner_whom_a_session_in_the_way_keeps_out():
     assert (actions(c), why(c, "owner")) == ([], Why.NO_CAPACITY)
 
 
-def test_no_job_leaves_for_an_owner_whose_gpu_cannot_come_back_yet():
+def test_no_job_leaves_for_an_owner_before_its_next_try():
     owner = build("owner", 1000, "0", state=ASLEEP, wanted=True, retry_at=NOW + 20)
     c = cluster(owner, train("job", 1000, "0", project="q"), projects=[project("p", 1), project("q", 0)])
     assert (actions(c), why(c, "owner")) == ([], Why.BACKING_OFF)

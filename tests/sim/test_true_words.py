@@ -122,7 +122,7 @@ class World(Watcher):
             leaving = any(y.state in LEAVING for y in self.leases.values())
             assert leaving or any(isinstance(a, Requeue) for a in actions), (now, x)
         elif why in (Why.RESERVED, Why.NOT_BYPASSED):
-            # What was released for a lease goes to that lease, whoever starves.
+            # What was released for a lease goes to that lease, even if others starve.
             promised = {y.made_way_for for y in self.leases.values()}
             later = [a for a in grants if a.lease not in promised]
             later = [a for a in later if not is_starved(self.leases[a.lease], now, self.settings)]
