@@ -91,7 +91,7 @@ def smaller(done: SchedulingRound, lease: Lease) -> Size | None:
     for size in sizes:
         probe = replace(lease, id=_PROBE, size=size)
         if lease.kind is Kind.BUILD:
-            found = done.session_grant(probe)
+            found = done.placer.session_grant(probe)
             starts = isinstance(found, Grant)
         else:
             starts = done.would_start(probe)
@@ -126,7 +126,7 @@ def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:
 
 
 def _offer(cluster: Cluster, done: SchedulingRound, probe: Lease) -> Offer:
-    found = done.session_grant(probe)
+    found = done.placer.session_grant(probe)
     free_milli = sum(max(0, capacity.now) for capacity in done.state.usable)
     if isinstance(found, Why):
         waits = _may_ever_start(cluster, probe)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jupyter_gpushare.core.capacity import UNLENT, CapacityView, free_soon, unclaimed_now, unclaimed_soon
+from jupyter_gpushare.core.capacity import (
+    UNLENT,
+    CapacityView,
+    claimable,
+    claimable_now,
+    free_soon,
+    returnable,
+    unclaimed_now,
+    unclaimed_soon,
+)
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fragmentation import Task, Workload
-from jupyter_gpushare.core.model import CheckpointMode, Lease, Why
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
 from jupyter_gpushare.core.placement import Index, Placement, Topology, empty_device, find
 from jupyter_gpushare.core.queues import Fit
 from jupyter_gpushare.core.quota import held_by
@@ -53,6 +62,16 @@ class Placer:
         needed = state.host_memory_needed(job, found.devices, found.held_milli)
         return found if not needed or needed <= state.host_free else None
 
+    def fits_soon(self, job: Lease) -> bool:
+        """Whether ``job`` fits by its size alone once every leaving lease has left."""
+        if job.devices:
+            return all(c.soon >= held_by(job) for c in self._state.capacities_of(job))
+        return self.find(job, free_soon) is not None
+
+    def lacks_quota(self, job: Lease) -> bool:
+        """Whether ``job`` would have to borrow and does not want to."""
+        return not job.borrow and self._state.least_size(job) > self._state.account(job).unborrowed_left
+
     def lacks_host_memory(self, job: Lease) -> bool:
         """Whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""
         stopped = replace(job, survival=CheckpointMode.NONE)
@@ -79,3 +98,23 @@ class Placer:
             if find(lease, Topology(devices), empty_device, self._workload):
                 return why
         return Why.TOO_LARGE
+
+    def session_grant(self, lease: Lease) -> Grant | Why:
+        """Grant that a new session gets at this point of the round, or why it gets none.
+
+        Within quota, capacity that it can claim: free if possible, else lent and
+        the session starts suspended.  Beyond quota, free and unclaimed capacity
+        that it can give back.
+        """
+        account = self._state.account(lease)
+        quota_left = account.project.quota_milli - account.claimed
+        found = self.find(lease, claimable_now, quota_left)
+        if found and not account.over_limit(found.size_milli):
+            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)
+        if found := found or self.find(lease, claimable, quota_left):
+            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM, asleep=True)
+        if found := self.find(lease, returnable):
+            if account.over_limit(found.size_milli):
+                return Why.PROJECT_LIMIT
+            return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)
+        return self.unplaced(lease)

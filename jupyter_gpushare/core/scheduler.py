@@ -112,7 +112,7 @@ class SchedulingRound:
         ranked = sorted(self.queues.new_sessions.values(), key=order.session_rank)
         new = [lease for lease in ranked if not self._backs_off(lease)]
         for lease in new:
-            found = self.session_grant(lease)
+            found = self.placer.session_grant(lease)
             if isinstance(found, Grant) and not found.borrowed:
                 self._start_session(lease, found)
         self._serve_promised()
@@ -163,30 +163,10 @@ class SchedulingRound:
         self._evict(victims or (), lease, final=True)
         return bool(victims or account.leaving)
 
-    def session_grant(self, lease: Lease) -> Grant | Why:
-        """Grant that a new session gets at this point of the round, or why it gets none.
-
-        Within quota, capacity that it can claim: free if possible, else lent and
-        the session starts suspended.  Beyond quota, free and unclaimed capacity
-        that it can give back.
-        """
-        account = self.state.account(lease)
-        quota_left = account.project.quota_milli - account.claimed
-        found = self.placer.find(lease, capacity.claimable_now, quota_left)
-        if found and not account.over_limit(found.size_milli):
-            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)
-        if found := found or self.placer.find(lease, capacity.claimable, quota_left):
-            return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM, asleep=True)
-        if found := self.placer.find(lease, capacity.returnable):
-            if account.over_limit(found.size_milli):
-                return Why.PROJECT_LIMIT
-            return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)
-        return self.placer.unplaced(lease)
-
     def _start_guests(self, *, waited: bool) -> None:
         for lease in self._guests:
             if lease.waits is waited:
-                self._start_session(lease, self.session_grant(lease))
+                self._start_session(lease, self.placer.session_grant(lease))
 
     def _start_session(self, lease: Lease, grant: Grant | Why) -> None:
         if isinstance(grant, Why):
@@ -218,7 +198,7 @@ class SchedulingRound:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        found = None if self._lacks_quota(job) else self.placer.find_for_job(job, capacity.free_now)
+        found = None if self.placer.lacks_quota(job) else self.placer.find_for_job(job, capacity.free_now)
         return found is not None and not self.state.account(job).over_limit(found.size_milli)
 
     def is_owed(self, job: Lease) -> bool:
@@ -329,11 +309,10 @@ class SchedulingRound:
     def _serve_promised(self) -> None:
         """Serve the jobs that other leases made way for: what was released for them is theirs."""
         for job in self.queues.promised():
-            why, _ = self._take(job)
-            if why is None or why is Why.AWAITING_RELEASE:
-                self._served.add(job.id)
-            if why is Why.AWAITING_RELEASE:
+            if (why := self._take(job)[0]) is Why.AWAITING_RELEASE:
                 self.waiting[job.id] = why
+            if why in (None, Why.AWAITING_RELEASE):
+                self._served.add(job.id)
 
     def _try_to_start(self, job: Lease, serving: Pass) -> Why | None:
         """Start ``job`` or get capacity for it; returns why it waits, None if it starts."""
@@ -341,22 +320,19 @@ class SchedulingRound:
         if why not in (Why.NO_CAPACITY, Why.PROJECT_LIMIT):
             return why
         why = self._reclaim(job, soon, serving)
-        fits = why is Why.NO_CAPACITY and not soon and self._fits_soon(job)
+        fits = why is Why.NO_CAPACITY and not soon and self.placer.fits_soon(job)
         if fits and self.placer.lacks_host_memory(job):
             return Why.JOB_HOST_MEMORY
         return why
 
     def _take(self, job: Lease) -> tuple[Why | None, Placement | None]:
-        """Start ``job`` on free capacity, or reserve capacity that is being released for it.
-
-        Returns why it waits, None if it starts, and where it fits once every leaving lease has left.
-        """
+        """Start ``job`` or reserve what is being released; returns why it waits, if so, and its place."""
         state, account = self.state, self.state.account(job)
         if not state.has_all_devices(job):
             return Why.DEVICE_BROKEN, None
-        if self._lacks_quota(job) and self.placer.fits_ever(job):
+        if self.placer.lacks_quota(job) and self.placer.fits_ever(job):
             return Why.QUOTA, None
-        if not self._fits_soon(job):
+        if not self.placer.fits_soon(job):
             return Why.NO_CAPACITY, None
         find = partial(self.placer.find_for_job, job)
         found = find(capacity.unclaimed_now) or find(capacity.free_now)
@@ -372,16 +348,6 @@ class SchedulingRound:
         if job.size.device_count > 1:
             self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
         return Why.AWAITING_RELEASE, soon
-
-    def _fits_soon(self, job: Lease) -> bool:
-        """Whether ``job`` fits by its size alone once every leaving lease has left."""
-        if job.devices:
-            return all(c.soon >= held_by(job) for c in self.state.capacities_of(job))
-        return self.placer.find(job, capacity.free_soon) is not None
-
-    def _lacks_quota(self, job: Lease) -> bool:
-        """Whether ``job`` would have to borrow and does not want to."""
-        return not job.borrow and self.state.least_size(job) > self.state.account(job).unborrowed_left
 
     def _reclaim(self, job: Lease, soon: Placement | None, serving: Pass) -> Why:
         """Evict leases for ``job``, or reserve capacity if it was bypassed for too long."""
@@ -412,7 +378,7 @@ class SchedulingRound:
     def _is_bypass_over(self, job: Lease) -> bool:
         """Whether no later job may overtake ``job`` any more."""
         # A job that lacks quota waits for its own project only.
-        return not self._lacks_quota(job) and order.is_bypass_over(job, self.now, self.settings)
+        return not self.placer.lacks_quota(job) and order.is_bypass_over(job, self.now, self.settings)
 
     # -- effects on the cluster state
 

@@ -146,8 +146,10 @@ class Observation:
         """Note that the owner lets it sleep, until the next cell begins or the owner asks for it."""
         self.wanted_at, self.declined = None, True
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: State, for_lease: str = "") -> None:
         """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it.
+
+        ``for_lease``: the lease that it gives its devices to.
 
         What was measured about an attempt ends with it.
         """
@@ -155,8 +157,8 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
-        if state in (State.GRANTED, State.RESUMING):
-            self.made_way_for = ""
+        if for_lease or state in (State.GRANTED, State.RESUMING):
+            self.made_way_for = for_lease
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at, self.declined = None, False
 

@@ -309,9 +309,8 @@ class Registry:
             action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
             also.append(self.decision(changed, action, transition.why, transition.for_lease))
         self._cache(changed)
-        if (observation := self._observations.get(changed.id)) is not None:
-            observation.enter(state)
-            observation.made_way_for = transition.for_lease or observation.made_way_for
+        if changed.id in self.observations:
+            self.observations[changed.id].enter(state, transition.for_lease)
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
