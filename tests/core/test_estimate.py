@@ -181,3 +181,22 @@ def test_the_median_is_that_of_longer_jobs(ran_s):
 def test_a_job_that_outlasts_all_is_in_its_middle():
     assert median_left_s(1000.0, RAN_S) == 1000
     assert Estimate(1, 2) == Estimate(1, 2)
+
+
+def test_no_start_is_told_where_free_parts_of_gpus_add_up_but_no_gpu_is_free():
+    """Sessions hold half of each GPU: as many GPUs as the job needs are free, on no device."""
+    halves = build("a", 500, "0"), build("b", 500, "1")
+    assert not forecast(queue(*halves, waiting(), gpus=2), NOW, SITE).starts
+    assert forecast(queue(halves[0], waiting(), gpus=2), NOW, SITE).starts.keys() == {"next"}
+
+
+def test_no_start_is_told_behind_a_job_that_never_starts_in_a_strict_order():
+    halves = build("a", 500, "0"), build("b", 500, "1")
+    small = train("small", 500, queued_at=NOW + 1, waits_since_at=NOW + 1)
+    assert not forecast(queue(*halves, waiting(), small, gpus=2), NOW, SITE).starts
+    assert forecast(queue(*halves, small, gpus=2), NOW, SITE).starts.keys() == {"small"}
+
+
+def test_no_start_is_told_while_a_session_waits_for_its_own():
+    new = build("new", 500, waits=True)
+    assert not forecast(queue(running(), waiting(), new), NOW, SITE).starts
