@@ -18,7 +18,7 @@ from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request, seat_na
 from jupyter_gpushare.core.model import Kind, Lease, Project
 from tests.kube import real_engine
 from tests.kube.apiserver import ApiServer, api_server
-from tests.kube.kai_model import GPU_GROUP
+from tests.kube.kai_binder import GPU_GROUP
 from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.rbac import Rights
 from tests.kube.real_engine import RealServer
@@ -47,6 +47,7 @@ class Nodes:
         self.devices: dict[str, tuple[str, ...]] = {}  # of connected seats
         self.holds: set[str] = set()  # seats that may not end yet: their memory is on the device
         self.connects = True
+        self.reserves = True  # KAI's reservation pods run
         self.order: str | None = None  # of the GPUs that are handed out; None: random
         self._groups: dict[str, str] = {}
         self._rng = random.Random(seed)
@@ -65,7 +66,7 @@ class Nodes:
         reserving = list(store.all("pods", RESERVATIONS))
         used_groups = {p["metadata"].get("labels", {}).get(GPU_GROUP) for p in (*pods.values(), *reserving)}
         self._groups = {group: uuid for group, uuid in self._groups.items() if group in used_groups}
-        for pod in reserving:
+        for pod in reserving if self.reserves else ():
             free = self._free(pod["spec"]["nodeName"])
             self._groups[pod["metadata"]["labels"][GPU_GROUP]] = reserve(store, pod, free)
         for name, pod in pods.items():

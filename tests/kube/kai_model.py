@@ -1,9 +1,9 @@
-"""A model of KAI-Scheduler on the tests' API server: allocate, reclaim and preempt.
+"""A model of KAI-Scheduler on the tests' API server: allocate, reclaim, preempt and bind.
 
 Each rule names its source in kai-scheduler v0.16.8 (commit 40da4c87106f28cc6ca3a1c08d89473474cbe3f3),
-below ``pkg/scheduler``; `kai_queues` has the rules of queues.  The action ``consolidation`` is off, as
-our installation says.  Not modelled: topology, DRA, elastic groups, several pods in a group, and
-that evicted pods may be placed on another node.
+below ``pkg/scheduler``; `kai_queues` has the rules of queues, `kai_binder` those of binding.  The action
+``consolidation`` is off, as our installation says.  Not modelled: topology, DRA, elastic groups, several
+pods in a group, and that evicted pods may be placed on another node.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
+from tests.kube.kai_binder import GPU_GROUP, Binder
 from tests.kube.kai_queues import Group, Json, Shares, counted
 from tests.kube.store import Refused, Store
 
-GPU_GROUP = "runai-gpu-group"
 # pkg/common/constants: DefaultStuckInReleasingThreshold; api/pod_info/pod_info.go:450-470
 STUCK_S = 120.0
 _DEFAULT_PRIORITY = 50
+# api/unschedule_info.go:117-124, actions/utils/action.go:49-90 (the first of two lines)
+_RECLAIMED = "Pod {victim} was preempted by workload {task}.\n"
+_PREEMPTED = "Pod {victim} was preempted by higher priority workload {task}"
 
 
 def duration_s(text: str) -> float:
@@ -42,10 +44,15 @@ class Task:
     count: int  # whole GPUs
     memory: float  # portion of one GPU; 0 for whole GPUs
     memory_mib: int = 0
+    chosen: Json = field(default_factory=dict)  # ``spec`` of its BindRequest
 
     @property
     def name(self) -> str:
         return str(self.group["metadata"]["name"])
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.group['metadata']['namespace']}/{self.name}"
 
     @property
     def queue(self) -> str:
@@ -59,11 +66,16 @@ class Task:
 
     @property
     def node(self) -> str:
-        return str(self.pod["spec"].get("nodeName", ""))
+        """Also of a pod that is being bound (``api/pod_info/pod_info.go:470-472``)."""
+        return str(self.pod["spec"].get("nodeName", "") or self.chosen.get("selectedNode", ""))
 
     @property
     def gpu_group(self) -> str:
-        return str(self.pod["metadata"].get("labels", {}).get(GPU_GROUP, ""))
+        """``api/pod_info/pod_info.go:490-495``"""
+        named = self.chosen.get("selectedGPUGroups") or [
+            self.pod["metadata"].get("labels", {}).get(GPU_GROUP, "")
+        ]
+        return str(named[0])
 
 
 @dataclass
@@ -119,12 +131,17 @@ class Kai:
         self.rng = random.Random(seed)
         self.now = now or (lambda: datetime.now(UTC))
         self.evicted: list[str] = []
+        self.binder = Binder(store, self.now)
         self._is_stopped = False
 
     def cycle(self) -> None:
-        """Allocate, then reclaim, then preempt (``pkg/apis/kai/v1/schedulingshard_types.go:140-146``)."""
+        """Allocate, then reclaim, then preempt (``pkg/apis/kai/v1/schedulingshard_types.go:140-146``).
+
+        The binder, a process of its own, then does what it can.
+        """
         if not self._is_stopped:
             _Cycle(self).run()
+        self.binder.step()
 
     def stop(self) -> None:
         """Let no cycle begin."""
@@ -138,6 +155,7 @@ class Kai:
 class _Cycle:
     def __init__(self, kai: Kai) -> None:
         self.kai, self.store = kai, kai.store
+        self.chosen = self._bind_requests()
         self.nodes = {n.name: n for n in map(_node, self.store.all("nodes")) if n is not None}
         self.queues = {q["metadata"]["name"]: q for q in self.store.all("queues")}
         self.tasks = self._tasks()
@@ -161,6 +179,17 @@ class _Cycle:
         groups += [Group(t.queue, t.gpus, t.preemptible, False) for t in self.pending]
         total = float(sum(n.gpus for n in self.nodes.values()))
         self.shares = Shares.of(self.queues.values(), groups, total, kai.rng)
+
+    def _bind_requests(self) -> dict[tuple[str, str], Json]:
+        """What is being bound, by pod; failed BindRequests are deleted (``cache/cache.go:440-475``)."""
+        found = {}
+        for request in self.store.all("bindrequests"):
+            meta = request["metadata"]
+            if request.get("status", {}).get("phase") == "Failed":
+                self.store.delete("bindrequests", meta["namespace"], meta["name"])
+            else:
+                found[meta["namespace"], request["spec"]["podName"]] = request["spec"]
+        return found
 
     def run(self) -> None:
         order = sorted(self.pending, key=lambda t: (self.shares.order(t.queue, t.gpus), -t.priority, _age(t)))
@@ -189,7 +218,9 @@ class _Cycle:
             if group is None or pod["status"]["phase"] in ("Succeeded", "Failed"):
                 continue
             priority = classes.get(group["spec"].get("priorityClassName", ""), _DEFAULT_PRIORITY)
-            found.append(_task(group, pod, priority))
+            task = _task(group, pod, priority)
+            task.chosen = self.chosen.get((pod["metadata"]["namespace"], pod["metadata"]["name"]), {})
+            found.append(task)
         return found
 
     # ---- actions -------------------------------------------------------------
@@ -214,10 +245,12 @@ class _Cycle:
     def _bind(self, task: Task, node: Node, group: str) -> None:
         node.add(task, group)
         self.shares.allocate(task.queue, task.gpus, preemptible=task.preemptible)
-        namespace, name = task.pod["metadata"]["namespace"], task.pod["metadata"]["name"]
-        if group:
-            self.store.patch("pods", namespace, name, {"metadata": {"labels": {GPU_GROUP: group}}})
-        self.store.bind(namespace, name, node.name)
+        meta = task.pod["metadata"]
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
+        groups = [group] if group else []
+        spec = {"podName": meta["name"], "selectedNode": node.name, "selectedGPUGroups": groups}
+        body = {"metadata": {"name": meta["name"], "ownerReferences": [owner]}, "spec": spec}
+        self.store.create("bindrequests", meta["namespace"], body)  # cache/cache.go:344-400
 
     def _pipeline(self, task: Task, gone: list[Task]) -> bool:
         """Reserve capacity that exists once ``gone`` are; nothing is bound in this cycle."""
@@ -261,7 +294,7 @@ class _Cycle:
             lost = [(t.queue, t.gpus) for t in chosen]
             return self.shares.may_reclaim(task.queue, task.gpus, task.preemptible, lost)
 
-        return self._solve(task, victims, valid)
+        return self._solve(task, victims, valid, _RECLAIMED)
 
     def _preempt(self, task: Task) -> bool:
         """``actions/preempt/preempt.go:112-177``"""
@@ -275,9 +308,9 @@ class _Cycle:
             and t.priority < task.priority
             and not self._is_protected(t, self._preempt_min_s(t.queue))
         ]
-        return self._solve(task, victims, lambda _: True)
+        return self._solve(task, victims, lambda _: True, _PREEMPTED)
 
-    def _solve(self, task: Task, victims: list[Task], valid: Callable[[list[Task]], bool]) -> bool:
+    def _solve(self, task: Task, victims: list[Task], valid: Callable[[list[Task]], bool], said: str) -> bool:
         """Take victims in the reverse order of queues and jobs until the task fits.
 
         A victim that can stay where it is after that is not evicted (``framework/statement.go:222-235``)
@@ -290,7 +323,7 @@ class _Cycle:
             chosen = self._evicting(task, ordered[:number])
             if chosen and valid(chosen):
                 for victim in chosen:
-                    self._evict(victim)
+                    self._evict(victim, said.format(victim=victim.full_name, task=task.full_name))
                 return self._pipeline(task, [t for t in self.releasing if t.node in self.nodes])
         return False
 
@@ -315,12 +348,18 @@ class _Cycle:
             self.nodes[victim.node].add(victim, victim.gpu_group)
         return leaving
 
-    def _evict(self, victim: Task) -> None:
-        """Delete with the pod's own grace (``cache/evictor/default_evictor.go:33-43``)."""
+    def _evict(self, victim: Task, said: str) -> None:
+        """Name the other group, delete with the pod's grace (``cache/evictor/default_evictor.go:33-73``).
+
+        The condition is written with ``--update-pod-eviction-condition`` alone, as in `helm-values/kai.yaml`.
+        """
         self.kai.evicted.append(victim.name)
         self.shares.allocate(victim.queue, -victim.gpus, preemptible=victim.preemptible)
         self.placed.remove(victim)
         meta = victim.pod["metadata"]
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+        status = {"conditions": [condition | {"message": said}]}
+        self.store.patch("pods", meta["namespace"], meta["name"], {"status": status}, part="status")
         victim.pod = self.store.delete("pods", meta["namespace"], meta["name"])
         self.releasing.append(victim)
 
@@ -350,12 +389,17 @@ class _Cycle:
     # ---- conditions ----------------------------------------------------------
 
     def _say(self, task: Task) -> None:
-        """Its ``schedulingConditions`` (``pkg/apis/scheduling/v2alpha2/podgroup_types.go:345-365``)."""
+        """Its ``schedulingConditions`` (``pkg/apis/scheduling/v2alpha2/podgroup_types.go:345-365``).
+
+        Written at the end of a cycle for what waits then, which what is evicted for does not
+        (``framework/session.go:473-482``, ``api/podgroup_info/job_info.go:388-390``), and never taken
+        back: not when it is placed either (``cache/status_updater/default_status_updater.go:427-580``).
+        """
         reason = self.reasons.get(task.name)
-        conditions: list[Any] = []
-        if reason:
-            said = {"reason": reason, "message": f"{reason} in queue {task.queue}"}
-            conditions = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": [said]}]
+        if not reason:
+            return
+        said = {"reason": reason, "message": f"{reason} in queue {task.queue}"}
+        conditions = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": [said]}]
         meta = task.group["metadata"]
         try:
             old = self.store.get("podgroups", meta["namespace"], meta["name"])

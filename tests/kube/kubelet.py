@@ -33,7 +33,7 @@ KAI = "kai-scheduler"
 HOSTNAME = "kubernetes.io/hostname"
 # Where KAI's binder makes a pod for every GPU that is shared; it waits for the name of the GPU.
 RESERVATIONS = "kai-resource-reservation"
-_RESERVED = "run.ai/reserve_for_gpu_index"
+RESERVED = "run.ai/reserve_for_gpu_index"
 MIB = 81920  # of each GPU
 _PODS = IPv4Address("127.64.0.0")  # the lowest address of a pod
 MARK = "GPUSHARE_TEST_POD"  # in the environment of every process of a pod: its uid
@@ -68,10 +68,10 @@ def reserve(store: Store | RealStore, pod: Json, free: Sequence[str]) -> str:
     KAI-Scheduler v0.16.8, ``pkg/binder/binding/resourcereservation/resource_reservation.go:391-445``.
     """
     meta = pod["metadata"]
-    if said := meta.get("annotations", {}).get(_RESERVED):
+    if said := meta.get("annotations", {}).get(RESERVED):
         return str(said)
     store.patch("pods", meta["namespace"], meta["name"], {"status": {"phase": "Running"}}, part="status")
-    named = {"metadata": {"annotations": {_RESERVED: free[0]}}}
+    named = {"metadata": {"annotations": {RESERVED: free[0]}}}
     store.patch("pods", meta["namespace"], meta["name"], named)
     return free[0]
 
@@ -119,6 +119,7 @@ class Kubelet:
     ) -> None:
         self.store, self.folder = store, folder
         self.images = dict(images or {})  # what an image runs before its arguments
+        self.reserves = True  # KAI's reservation pods run
         self.nodes = {node.name: node for node in nodes}
         self.running: dict[str, Running] = {}  # by uid of their pod
         # Pods of other kubelets on this machine listen on the same ports.
@@ -169,7 +170,8 @@ class Kubelet:
         if not pod["spec"].get("nodeName"):
             self._bind(pod)
         elif node is not None and pod["metadata"]["namespace"] == RESERVATIONS:
-            reserve(self.store, pod, node.gpus)  # here nodes have one GPU
+            if self.reserves:
+                reserve(self.store, pod, node.gpus)  # here nodes have one GPU
         elif node is not None:
             self._follow(pod)
 

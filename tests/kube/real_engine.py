@@ -42,7 +42,8 @@ _COLLECTIONS = (
     "podgroups", "pods", "bindrequests", "configmaps", "persistentvolumeclaims", "queues",
     "priorityclasses", "nodes", "configs", "schedulingshards",
 )  # fmt: skip
-# As an installation with `helm-values/kai.yaml` has it: all actions but consolidation.
+# As an installation with `helm-values/kai.yaml` has it: all actions but consolidation, and below the option
+# with which an evicted pod says for which other one.
 _SCHEDULER = {"actions": "allocate, reclaim, preempt, stalegangeviction"}
 _POLICY = {
     "apiVersion": "audit.k8s.io/v1",
@@ -290,7 +291,7 @@ class RealEngine:
         given: dict[str, tuple[str, ...]] = {
             "scheduler": (
                 *("--scheduler-conf", str(conf), "--listen-address", f"127.0.0.1:{port + 3}"),
-                *("--plugin-server-port", str(port + 4), "--log-json"),
+                *("--plugin-server-port", str(port + 4), "--log-json", "--update-pod-eviction-condition"),
             ),
             "binder": ("--metrics-bind-address=0", "--resource-reservation-pod-image=reservation"),
             "admission": (

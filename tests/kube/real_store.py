@@ -14,9 +14,6 @@ from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
 from tests.kube.store import KINDS, Json, Refused
 from tests.waiting import PATIENCE_S, until
 
-# Collections that only KAI's own programs use.
-BIND_REQUESTS = ("scheduling.run.ai", "v1alpha2", "bindrequests")
-_KINDS = {**KINDS, BIND_REQUESTS: (True, "BindRequest")}
 _SEATS = ("pods", "podgroups")
 _WATCH_S = 20
 _RETRY_S = 0.2
@@ -37,16 +34,16 @@ class RealStore:
             timeout=httpx.Timeout(PATIENCE_S, read=None),
             trust_env=False,
         )
-        self._objects: dict[str, dict[tuple[str, str], Json]] = {plural: {} for _, _, plural in _KINDS}
+        self._objects: dict[str, dict[tuple[str, str], Json]] = {plural: {} for _, _, plural in KINDS}
         self._listed: set[str] = set()
         self._gone: set[str] = set()  # uids of deleted objects: no older news brings them back
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        follow = [threading.Thread(target=self._follow, args=(kind,), daemon=True) for kind in _KINDS]
+        follow = [threading.Thread(target=self._follow, args=(kind,), daemon=True) for kind in KINDS]
         self._threads = follow
         for thread in follow:
             thread.start()
-        until(lambda: len(self._listed) == len(_KINDS), "every collection is read")
+        until(lambda: len(self._listed) == len(KINDS), "every collection is read")
 
     def close(self) -> None:
         """Follow nothing more; the API server has ended, so that no watch is open."""
@@ -80,7 +77,7 @@ class RealStore:
     def create(self, plural: str, namespace: str, body: Json) -> Json:
         """Create an object with the status that it says."""
         group, version, _ = _kind(plural)
-        head = {"apiVersion": f"{group}/{version}" if group else version, "kind": _KINDS[_kind(plural)][1]}
+        head = {"apiVersion": f"{group}/{version}" if group else version, "kind": KINDS[_kind(plural)][1]}
         made = self._send("POST", _path(plural, namespace), head | body)
         if "status" in body:
             name = body["metadata"]["name"]
@@ -213,7 +210,7 @@ class RealStore:
 
 
 def _kind(plural: str) -> tuple[str, str, str]:
-    (found,) = [kind for kind in _KINDS if kind[2] == plural]
+    (found,) = [kind for kind in KINDS if kind[2] == plural]
     return found
 
 

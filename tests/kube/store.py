@@ -24,6 +24,7 @@ KINDS: dict[tuple[str, str, str], tuple[bool, str]] = {
     ("", "v1", "events"): (True, "Event"),
     ("", "v1", "persistentvolumeclaims"): (True, "PersistentVolumeClaim"),
     ("scheduling.run.ai", "v2alpha2", "podgroups"): (True, "PodGroup"),
+    ("scheduling.run.ai", "v1alpha2", "bindrequests"): (True, "BindRequest"),
     ("scheduling.run.ai", "v2", "queues"): (False, "Queue"),
     ("kai.scheduler", "v1", "configs"): (False, "Config"),
     ("kai.scheduler", "v1", "schedulingshards"): (False, "SchedulingShard"),
