@@ -14,6 +14,7 @@ import abc
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from jupyter_gpushare.core.estimate import Estimate, Work
@@ -33,6 +34,7 @@ __all__ = [
     "Outlook",
     "Resized",
     "StartPhase",
+    "StartProgress",
     "Use",
     "Work",
 ]
@@ -50,8 +52,18 @@ class Explanation:
 class StartPhase(enum.StrEnum):
     """How far `Engine.admit` is with a session that starts."""
 
-    PLACING = "placing"  # the scheduler has not answered
+    PLACING = "placing"  # the scheduler has not decided
+    FREEING = "freeing"  # what uses its GPUs ends first
+    RESERVING = "reserving"  # its node is chosen; the scheduler reserves a GPU there
     CONNECTING = "connecting"  # placed; its node prepares
+
+
+@dataclass(frozen=True, slots=True)
+class StartProgress:
+    """How far a start is, and within how many seconds this phase ends."""
+
+    phase: StartPhase
+    within_s: float | None = None  # None: not known
 
 
 class Outlook(abc.ABC):
@@ -133,7 +145,10 @@ class Engine(abc.ABC):
     ``drains``: `decide` and `admit` place nothing new on devices that are being emptied.
     ``queues_sessions``: `decide` grants pending sessions; without it only `admit` does.
     ``resizes``: `resize` may change the size of a session that runs.
+    ``start_s``: seconds that `admit` may take, by the engine's settings.
     """
+
+    start_s: float = 0.0
 
     drains: ClassVar[bool]
     queues_sessions: ClassVar[bool]
@@ -157,12 +172,19 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     async def admit(
-        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+        self,
+        cluster: Cluster,
+        lease: Lease,
+        now: float,
+        *,
+        not_nodes: Iterable[str] = (),
+        within_s: float = inf,
     ) -> Grant | Explanation:
         """Place a session that starts now and is not in ``cluster`` yet, on none of ``not_nodes``.
 
-        An `Explanation` refuses it; the engine then keeps no trace of the request.  Cancelled, it keeps
-        none either.
+        An `Explanation` refuses it, after ``within_s`` seconds at the latest.  Refused or cancelled it
+        leaves nothing behind, but what the scheduler is freeing for it: that goes to the next start of
+        the same size in its project.
         """
 
     def resizable(self, lease: Lease) -> bool:
@@ -174,7 +196,7 @@ class Engine(abc.ABC):
         """Return what a `resizable` session that runs would hold of its device with ``size``."""
         raise NotImplementedError
 
-    def start_phase(self, lease_id: str) -> StartPhase | None:
+    def start_progress(self, lease_id: str) -> StartProgress | None:
         """Return how far `admit` is with a session; None: it is not at work on it."""
         return None
 

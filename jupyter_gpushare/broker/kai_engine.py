@@ -20,18 +20,19 @@ from jupyter_gpushare.broker.engine import (
     Explanation,
     JobForecast,
     Outlook,
-    StartPhase,
+    StartProgress,
     Work,
 )
 from jupyter_gpushare.broker.kai_outlook import KaiOutlook
+from jupyter_gpushare.broker.kai_start import ROUND_S, Start
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.demand import Demands, demands
-from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, reconcile
+from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, is_awaited, reconcile
 from jupyter_gpushare.core.kube.pool_seats import assigned
 from jupyter_gpushare.core.kube.pools import keeps, marked, obstacles, pools_of, takes
 from jupyter_gpushare.core.kube.returns import Misplaced, delayed, note_misplaced
-from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request
+from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request, terms
 from jupyter_gpushare.core.model import (
     Cluster,
     Grant,
@@ -54,8 +55,8 @@ SEAT_S = 90.0
 # A refusal counts once it has stood for so long: KAI's sums of fractions are floats in random order, so
 # that what fails in one cycle may succeed in the next.
 STANDS_S = 2.0
-# A round of changes at least so often, for what no news tell of.
-_ROUND_S = 5.0
+# Names of seats given up that a seat remembers: of its last tries.
+_TRIES = 8
 # Between two tries to take over the seats of an older broker.
 _TAKE_OVER_S = 1.0
 
@@ -86,10 +87,11 @@ class KaiEngine(Engine):
         self._foreign = foreign
         self._clock = clock
         self._place_s, self._seat_s, self._stands_s = place_s, seat_s, stands_s
+        self.start_s = place_s + seat_s
         self._configured: tuple[Project, ...] = ()
         self._snapshot: tuple[Cluster, float] | None = None
         self._starting: dict[str, float] = {}  # leases of starts under way, and until when they are kept
-        self._phases: dict[str, StartPhase] = {}  # of starts under way
+        self._starts: dict[str, Start] = {}  # under way
         self._decided: Cluster | None = None  # as it will be once the last decision is carried out
         self._placed: dict[str, Lease] = {}  # starts under way that have units of a pool
         self._restarting: set[str] = set()  # jobs that a returning owner displaced; they keep their seats
@@ -155,7 +157,7 @@ class KaiEngine(Engine):
                 change = await self._next_change()
                 if change is None:
                     self._failure = self._failure if self._failed else ""
-                    await self._seats.wait(_ROUND_S)
+                    await self._seats.wait(ROUND_S)
                 else:
                     assert self._snapshot is not None
                     await self._seats.apply(change, self._snapshot[0].devices)
@@ -166,7 +168,7 @@ class KaiEngine(Engine):
                 if change is None:  # no seat of an older broker may be changed before it is taken over
                     await asyncio.sleep(_TAKE_OVER_S)
                     continue
-                self._failed[_key(change)] = self._clock() + _ROUND_S
+                self._failed[_key(change)] = self._clock() + ROUND_S
                 await self._seats.wait(0.1)
 
     async def _next_change(self) -> Change | None:
@@ -196,7 +198,13 @@ class KaiEngine(Engine):
     # ---- a session starts ----------------------------------------------------
 
     async def admit(
-        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+        self,
+        cluster: Cluster,
+        lease: Lease,
+        now: float,
+        *,
+        not_nodes: Iterable[str] = (),
+        within_s: float = inf,
     ) -> Grant | Explanation:
         """As `Engine.admit`.
 
@@ -211,22 +219,28 @@ class KaiEngine(Engine):
         demand = replace(demand, not_nodes=tuple(sorted({*demand.not_nodes, *not_nodes})))
         self._decided = self._decided or cluster
         self._starting[lease.id] = inf
-        self._phases[lease.id] = StartPhase.PLACING
+        start = self._starts[lease.id] = Start(
+            self._seats,
+            place_s=self._place_s,
+            seat_s=self._seat_s,
+            stands_s=self._stands_s,
+            within_s=within_s,
+        )
         try:
-            placed = await self._place(demand, cluster)
+            placed = await start.place(await self._instead(demand, cluster), cluster.devices)
             if not isinstance(placed, Why):
-                placed = await self._take_units(lease, demand, placed)
+                placed = await self._take_units(lease, demand, placed, start.until)
         except BaseException:
             await asyncio.shield(self._withdraw(lease.id))
             raise
         finally:
-            self._phases.pop(lease.id, None)
+            self._starts.pop(lease.id, None)
         if isinstance(placed, Why):
             await self._withdraw(lease.id)
             free_milli = self.outlook(cluster, now).free_milli
             return Explanation(why=placed, position=None, free_milli=free_milli)
         # Until the lease is in a snapshot, which it is right after its grant was committed.
-        self._starting[lease.id] = self._clock() + _ROUND_S
+        self._starting[lease.id] = self._clock() + ROUND_S
         held = {d.uuid: d.demand_milli(lease.size) for d in cluster.devices}
         return Grant(
             lease.id,
@@ -236,42 +250,51 @@ class KaiEngine(Engine):
             borrowed=demand.seat_class is SeatClass.BORROWED,
         )
 
-    def start_phase(self, lease_id: str) -> StartPhase | None:
-        return self._phases.get(lease_id)
+    def start_progress(self, lease_id: str) -> StartProgress | None:
+        start = self._starts.get(lease_id)
+        return None if start is None else start.progress()
 
-    async def _place(self, demand: Demand, cluster: Cluster) -> Seat | Why:
-        """Create a seat, and wait for KAI's answer and then for the seat's connection."""
+    async def _instead(self, demand: Demand, cluster: Cluster) -> Demand:
+        """Return the demand of a start that takes over what KAI frees for one that was given up.
+
+        KAI would evict again for a second seat beside that one, so the seat of the other start goes first.
+        """
+        seats, asks = self._seats.seats(), request(demand.size, cluster.devices)
+        known = {*self._starting, *(lease.id for lease in cluster.leases)}
+        for seat in (s for lease, mine in seats.items() if lease not in known for s in mine):
+            fits = seat.terms == terms(demand) and seat.asks == asks
+            if fits and set(demand.not_nodes) <= set(seat.not_nodes) and is_awaited(seats, seat):
+                self._starting[seat.lease] = self._clock() + ROUND_S  # no other start takes it over
+                if not await self._take_away(seat.name):
+                    continue
+                return replace(demand, instead_of=(seat.name, *seat.instead_of)[:_TRIES])
+        return demand
+
+    async def _take_away(self, name: str) -> bool:
+        """Return whether a seat that waits is deleted; KAI may be writing to it just then."""
         try:
-            async with asyncio.timeout(self._place_s):
-                name = await self._seats.create(demand, cluster.devices)
-                seat = await self._answered(demand.lease, name)
-        except TimeoutError:
-            return Why.NO_CAPACITY
+            for _ in range(3):
+                await self._seats.delete(name)
+                found = self._seats.seat(name)
+                if found is None or found.seating is not Seating.WAITING:
+                    return True
+                await self._seats.wait(1.0)
         except KubeError as error:
-            log.warning("lease=%s has no seat: %s", demand.lease, error)
-            return Why.NO_CAPACITY
-        if seat.seating is Seating.WAITING:
-            return seat.why or Why.NO_CAPACITY
-        self._phases[demand.lease] = StartPhase.CONNECTING
-        known = {device.uuid for device in cluster.devices}
-        try:
-            async with asyncio.timeout(self._seat_s):
-                seat = await self._wait_for(
-                    demand.lease, name, lambda s: s.seating is not Seating.PLACED or s.devices
-                )
-        except TimeoutError:
-            return Why.DEVICE_BROKEN
-        usable = seat.seating is Seating.PLACED and set(seat.devices) <= known
-        return seat if usable else Why.DEVICE_BROKEN
+            log.warning("seat=%s is not taken over: %s", name, error)
+        return False
 
-    async def _take_units(self, lease: Lease, demand: Demand, seat: Seat) -> Seat | Why:
-        """Return a placed seat with its units, once these are free; on a node without units as it is."""
+    async def _take_units(self, lease: Lease, demand: Demand, seat: Seat, until: float) -> Seat | Why:
+        """Return a connected seat with its units, once these are free; on a node without units as it is."""
+        if seat.seating is not Seating.PLACED or not set(seat.devices) <= {
+            device.uuid for device in self._latest().devices
+        }:
+            return Why.DEVICE_BROKEN
         try:
-            async with asyncio.timeout(self._seat_s):
+            async with asyncio.timeout_at(until):
                 while not isinstance(gpus := self._choose(demand, seat), tuple):
                     if gpus is not None:
                         return gpus
-                    await self._seats.wait(_ROUND_S)
+                    await self._seats.wait(ROUND_S)
                 if not gpus:
                     return seat
                 self._placed[lease.id] = replace(
@@ -283,7 +306,7 @@ class KaiEngine(Engine):
                     borrowed=demand.seat_class is SeatClass.BORROWED,
                 )
                 while not self._is_free(lease.id, seat.node):
-                    await self._seats.wait(_ROUND_S)
+                    await self._seats.wait(ROUND_S)
         except TimeoutError:
             return Why.NO_CAPACITY
         return replace(seat, devices=gpus)
@@ -312,31 +335,13 @@ class KaiEngine(Engine):
         assert self._decided is not None
         return self._seen(self._decided)
 
-    async def _answered(self, lease: str, name: str) -> Seat:
-        """Wait until KAI placed a seat, or until its refusal stands for `STANDS_S`."""
-        while True:
-            seat = await self._wait_for(lease, name, lambda s: s.seating is not Seating.WAITING or s.why)
-            if seat.seating is not Seating.WAITING:
-                return seat
-            try:
-                async with asyncio.timeout(self._stands_s):
-                    await self._wait_for(lease, name, lambda s: s.seating is not Seating.WAITING or not s.why)
-            except TimeoutError:
-                return seat
-
-    async def _wait_for(self, lease: str, name: str, until: Callable[[Seat], object]) -> Seat:
-        while True:
-            seat = self._seats.seat(name)
-            if seat is not None and until(seat):
-                return seat
-            await self._seats.wait(_ROUND_S)
-
     async def _withdraw(self, lease_id: str) -> None:
-        """Delete the seats of a refused start; what fails here, a later round deletes."""
+        """Delete the seats of a refused start; what fails here, or is awaited, a later round deletes."""
         try:
             for _ in range(2):  # the pod, then its PodGroup
-                for seat in self._seats.seats().get(lease_id, ()):
-                    if seat.seating is not Seating.LEAVING:
+                seats = self._seats.seats()
+                for seat in seats.get(lease_id, ()):
+                    if seat.seating is not Seating.LEAVING and not is_awaited(seats, seat):
                         await self._seats.delete(seat.name)
                 await self._seats.wait(1.0)
         except KubeError as error:

@@ -86,13 +86,17 @@ class GPUShareKube(Configurable):
     ).tag(config=True)
     place_timeout = Float(
         PLACE_S,
-        help="Seconds in which KAI has to place the seat of a session that starts; then it is refused. "
-        "Longer waits for capacity that is being freed, and holds one of the Hub's starts as long.",
+        help="Seconds in which KAI has to decide about the seat of a session that starts: to choose a node, "
+        "to evict others for it, or that it cannot place it, which refuses the start 2 s later. Without a "
+        "decision the start is refused after this time. Less than a cycle of KAI lets it evict for starts "
+        "that are refused by then; longer holds one of the Hub's starts as long while KAI is away.",
     ).tag(config=True)
     seat_timeout = Float(
         SEAT_S,
-        help="Seconds in which a placed seat has to start: the first fraction on a GPU also waits for KAI's "
-        "reservation pod, and a node's first seat for its image.",
+        help="Seconds from KAI's decision in which a seat has to start: until evicted work has ended, KAI's "
+        "reservation pod of a GPU that is shared for the first time runs, and a node's first seat has its "
+        "image. Longer waits for work that takes long to end. Together with place_timeout at most 2 s "
+        "less than half of the spawner's start_timeout, after which the Hub gives a start up.",
     ).tag(config=True)
 
     @validate("namespace")

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import Generic, TypeVar
 
 from jupyter_gpushare.broker.engine import (
@@ -149,7 +150,13 @@ class LocalEngine(Engine):
         return planned if planned.actions else self._plan.keep(cluster, until, planned)
 
     async def admit(
-        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+        self,
+        cluster: Cluster,
+        lease: Lease,
+        now: float,
+        *,
+        not_nodes: Iterable[str] = (),
+        within_s: float = inf,
     ) -> Grant | Explanation:
         considered = replace(cluster, leases=(*cluster.leases, lease))
         for action in plan(considered, now).actions:

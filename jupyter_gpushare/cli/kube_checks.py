@@ -39,10 +39,12 @@ T = TypeVar("T", bound=Object)
 
 _KAI = "scheduling.run.ai"
 # Verb, group and resource of what broker and checks cannot do without: in its namespace, in the cluster.
-RIGHTS = tuple(
-    (verb, group, resource)
-    for group, resource in (("", "pods"), (_KAI, "podgroups"))
-    for verb in ("get", "list", "watch", "create", "patch", "delete")
+_ALL = ("get", "list", "watch", "create", "patch", "delete")
+RIGHTS = (
+    *((verb, "", "pods") for verb in _ALL),
+    *((verb, _KAI, "podgroups") for verb in _ALL),
+    ("list", _KAI, "bindrequests"),
+    ("watch", _KAI, "bindrequests"),
 )
 CLUSTER_RIGHTS = (
     ("list", _KAI, "queues"),

@@ -225,15 +225,16 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         user, server, _ = self._identity()
         needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
         try:
+            patience_s = self.patience_s() if needed else _NO_GPU_TIMEOUT_S
             body = replace(
                 self._request(request),
                 admin=bool(self.user.admin),
                 not_nodes=self.excluded_nodes(),
                 may_gain=self.may_gain(),
                 ticket=options.ticket(self.user_options),
+                patience_s=patience_s,
             )
             self._lease_possible = True
-            patience_s = self.patience_s() if needed else _NO_GPU_TIMEOUT_S
             async with asyncio.timeout(patience_s):
                 client = self._broker_client()
                 return await self._answer(

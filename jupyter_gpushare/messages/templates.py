@@ -332,6 +332,12 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.draining": "Needs %1; an administrator empties GPUs here, and they take nothing new.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",
+        # ---- how far the start of a session is, on a cluster ------------------
+        "start.placing": "Waiting for the cluster to place your GPU.",
+        "start.freeing": "Your GPU is found; what uses it ends or goes to sleep first.",
+        "start.freeing_within": "Your GPU is found; what uses it ends or goes to sleep first, within %1.",
+        "start.reserving": "Your GPU is found; the cluster reserves it, which takes up to 40 s.",
+        "start.connecting": "Your GPU is found; its node prepares it, the first time with an image.",
         # ---- because ---------------------------------------------------------
         "because.lender_returned": "the session that lent the GPU needs it",
         "because.over_quota": "another project took back its guaranteed GPU",

@@ -37,6 +37,19 @@ async def test_a_spawner_that_cannot_read_its_token_is_in_health_and_on_the_page
     assert await _health(http) == (200, [])
 
 
+async def test_a_hub_that_gives_starts_up_too_early_is_in_health_until_it_does_not(http: Http):
+    http.broker.admission.engine.start_s = 98.0
+    start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"fraction": "1/4"}}
+    for patience_s, said in ((30.0, 1), (2.0, 1), (150.0, 0)):
+        body = start | {"patience_s": patience_s, "server": f"s{patience_s:.0f}"}
+        body |= {"options": None} if patience_s == 2.0 else {}
+        answer = await http.ask("POST", "spawner/start", SPAWNER, json=body)
+        assert answer.status_code == 200, answer.text
+        reasons = (await _health(http))[1]
+        assert [reason for reason in reasons if "Set start_timeout to at least 200" in reason] == reasons
+        assert len(reasons) == said
+
+
 async def test_a_spawner_with_another_token_reads_that_word(http: Http):
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": None}
     answer = await http.ask("POST", "spawner/start", "wrong", json=start)

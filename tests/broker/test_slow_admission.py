@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
+from math import inf
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase
+from jupyter_gpushare.broker.engine import Explanation, StartPhase, StartProgress
 from jupyter_gpushare.broker.local_engine import LocalEngine
-from jupyter_gpushare.core.model import Cluster, Grant, Lease
-from jupyter_gpushare.errors import Conflict
+from jupyter_gpushare.core.model import Cluster, Grant, Lease, Why
+from jupyter_gpushare.errors import Conflict, InvalidRequest
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.site import Site, spawn
@@ -18,26 +20,33 @@ from tests.broker.virtual_time import in_virtual_time, until
 
 
 class SlowAnswers:
-    """Has an engine answer `ANSWER_S` after it was asked, half of that for each phase."""
+    """Has an engine answer `ANSWER_S` after it was asked, a quarter of that for each phase."""
 
     ANSWER_S = 40.0
 
     def __init__(self, engine: LocalEngine) -> None:
         self._admit = engine.admit
-        for name in ("admit", "start_phase"):
+        for name in ("admit", "start_progress"):
             setattr(engine, name, getattr(self, name))
         self.phases: dict[str, StartPhase] = {}
         self.asked: list[tuple[str, ...]] = []
         self.cancelled = 0
 
     async def admit(
-        self, cluster: Cluster, lease: Lease, now: float, *, not_nodes: Iterable[str] = ()
+        self,
+        cluster: Cluster,
+        lease: Lease,
+        now: float,
+        *,
+        not_nodes: Iterable[str] = (),
+        within_s: float = inf,
     ) -> Grant | Explanation:
+        self.within_s = within_s
         self.asked.append(tuple(not_nodes))
         try:
             for phase in StartPhase:
                 self.phases[lease.id] = phase
-                await asyncio.sleep(self.ANSWER_S / 2)
+                await asyncio.sleep(self.ANSWER_S / len(StartPhase))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -45,8 +54,10 @@ class SlowAnswers:
             del self.phases[lease.id]
         return await self._admit(cluster, lease, now, not_nodes=not_nodes)
 
-    def start_phase(self, lease_id: str) -> StartPhase | None:
-        return self.phases.get(lease_id)
+    def start_progress(self, lease_id: str) -> StartProgress | None:
+        phase = self.phases.get(lease_id)
+        within_s = 31.0 if phase is StartPhase.FREEING else None
+        return None if phase is None else StartProgress(phase, within_s)
 
 
 async def slow(site: Site) -> tuple[Broker, SlowAnswers]:
@@ -67,7 +78,9 @@ async def test_the_page_is_told_how_far_a_start_is_and_nothing_before_and_after(
         starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
         await until(lambda: told() == "Waiting for the cluster to place your GPU.", 5)
         assert broker.admission.progress("bo", "").message == ""
-        await until(lambda: told() == "Your GPU is found; its node prepares it.", 30)
+        await until(lambda: told().endswith("what uses it ends or goes to sleep first, within 40 s."), 12)
+        await until(lambda: "the cluster reserves it" in told(), 12)
+        await until(lambda: "its node prepares it" in told(), 12)
         assert (await starting).lease
         assert told() == ""
         assert engine.asked == [()]
@@ -145,3 +158,49 @@ async def test_nodes_without_capacity_for_the_server_are_named_to_the_engine(tmp
         )
         await broker.admission.start(request)
         assert engine.asked == [("node-1", "node-2")]
+
+
+@in_virtual_time
+async def test_the_engine_answers_before_the_spawner_has_waited_too_long(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+        request = wire.replace(spawn("ada", "1/2"), patience_s=150.0)
+        await broker.admission.start(request)
+        assert engine.within_s == pytest.approx(148.0, abs=1.0)
+        await broker.admission.start(spawn("bo", "1/4"))
+        assert engine.within_s == inf
+        await broker.admission.start(wire.replace(spawn("cy", "1/8"), patience_s=1.0))
+        assert engine.within_s == 0.0
+
+
+@in_virtual_time
+async def test_a_start_timeout_that_is_too_short_is_named_with_what_to_set(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, _ = await slow(site)
+        admission = broker.admission
+        short = wire.replace(spawn("ada", "1/2"), patience_s=30.0)
+        assert admission.lacks_patience(short) == ""  # an engine that answers at once
+        admission.engine.start_s = 98.0
+        assert "start_timeout to at least 200, or seat_timeout to less" in admission.lacks_patience(short)
+        for enough in (100.0, 150.0, None):
+            assert admission.lacks_patience(wire.replace(short, patience_s=enough)) == ""
+
+
+@in_virtual_time
+async def test_a_start_for_which_a_gpu_is_being_freed_is_refused_with_advice_to_start_again(tmp_path):
+    async with Site(tmp_path) as site:
+        broker, engine = await slow(site)
+
+        async def admit(*_: object, **__: object) -> Explanation:
+            return Explanation(why=Why.AWAITING_RELEASE, position=None, free_milli=0)
+
+        engine._admit = admit
+        with pytest.raises(Conflict, match=r"being freed for it\. Start it again with the same size"):
+            await broker.admission.start(spawn("ada", "1/2"))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1e10, "long", float("inf")])
+def test_a_patience_that_is_no_time_is_refused(wrong):
+    body = {"user": "ada", "server": "", "groups": [], "uid": 1, "patience_s": wrong}
+    with pytest.raises(InvalidRequest):
+        wire.decode(json.dumps(body).encode(), wire.SpawnRequest)

@@ -16,6 +16,7 @@ from jupyter_gpushare.core.kube.follow import (
     Delete,
     Retarget,
     follow,
+    is_awaited,
     live,
     misplaced_seat,
     reconcile,
@@ -182,6 +183,24 @@ class TestReconcile:
         c = cluster(build("owner", 1000, "0", state=ASLEEP, wanted=True), train("j", 1000, "0"))
         changes = reconcile(c, demands(c, NODES, NOW).by_lease, seats(seat("j", "0")))
         assert [type(x) for x in changes] == [Retarget, Create]
+
+    def test_a_seat_for_which_kai_evicts_stays_until_that_is_over(self):
+        c = cluster(train("j", 500, "0"))
+        needed = demands(c, NODES, NOW).by_lease
+        given_up, again = seat("old"), seat("older", instead_of=("s-first", "s-old"))
+        for victim, stays in [
+            (seat("j", "0", evicted_for="s-old"), True),
+            (seat("j", "0", Seating.LEAVING, evicted_for="s-old"), True),
+            (seat("j", "0", Seating.GONE, evicted_for="s-old"), False),
+            (seat("j", "0", Seating.LEAVING, evicted_for="s-other"), False),
+        ]:
+            for one in (given_up, again):
+                assert is_awaited(seats(victim, one), one) is stays
+                deleted = Delete(one.name) in reconcile(c, needed, seats(victim, one))
+                assert deleted is not stays
+        placed = seat("old", "1", evicted_for="")
+        victim = seat("j", "0", Seating.LEAVING, evicted_for=placed.name)
+        assert Delete(placed.name) in reconcile(c, needed, seats(victim, placed))
 
     def test_a_waiting_job_gives_up_a_seat_on_a_node_that_it_avoids(self):
         c = cluster(train("j", 500, avoids=(("n0", NOW + 5),)), gpus=ONE_EACH)

@@ -14,6 +14,8 @@ from traitlets.config import Config
 
 from jupyter_gpushare import __version__
 from jupyter_gpushare.broker.app import GPUShareBroker
+from jupyter_gpushare.broker.control.admission import ANSWER_S
+from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
 from jupyter_gpushare.hub import compat, distinct
 from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.spawner import GPUShareMixin
@@ -52,6 +54,16 @@ def test_the_chart_has_the_version_of_the_package():
     assert {*tags, yaml.safe_load((FOLDER / "gpushare/values.yaml").read_text())["image"]["tag"]} == {
         __version__
     }
+
+
+def test_the_waits_of_a_start_are_within_half_of_the_time_that_the_hub_gives_it():
+    needed_s = 2 * (PLACE_S + SEAT_S + ANSWER_S)
+    assert Z2JH["singleuser"]["startTimeout"] >= needed_s
+    assert GPUShareKubeSpawner._default_start_timeout(None) >= needed_s
+
+
+def test_kai_says_in_an_evicted_pod_for_which_seat():
+    assert KAI["scheduler"]["args"]["update-pod-eviction-condition"] == "true"
 
 
 async def test_every_setting_for_the_hub_is_a_trait_that_takes_the_value(

@@ -33,6 +33,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "not_nodes": [],
         "may_gain": True,
         "ticket": "",
+        "patience_s": 3.0,
     }
     env = hub.environment("ada")
     assert {key: env[key] for key in GRANT["env"]} == GRANT["env"]

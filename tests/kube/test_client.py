@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
@@ -24,6 +25,7 @@ from jupyter_gpushare.backends.kubernetes.client import (
 )
 from jupyter_gpushare.backends.kubernetes.objects import Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+from jupyter_gpushare.core.kube.seats import Request
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Ask, Rights
 from tests.waiting import becomes
@@ -46,6 +48,49 @@ async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
     found = ApiClient(Address(url=server.url))
     yield found
     await found.close()
+
+
+SEAT = f"seat-{'0a' * 16}"
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        (f"Pod gpushare/j was preempted by workload gpushare/{SEAT}.\nnlp uses <1 GPU>", SEAT),
+        (f"Pod gpushare/j was preempted by higher priority workload gpushare/{SEAT}", SEAT),
+        ("Pod gpushare/j was preempted and rescheduled due to bin packing", ""),
+        (f"Pod ml/{SEAT} was preempted by workload ml/train.", ""),
+        ("", ""),
+    ],
+)
+def test_an_eviction_names_the_seat_that_it_is_for(said: str, name: str):
+    """As KAI-Scheduler v0.16.8 writes it, ``pkg/scheduler/api/unschedule_info.go:117-135``."""
+    other = {"type": "PodScheduled", "status": "True"}
+    for status, found in (("True", name), ("False", "")):
+        condition = {"type": "DisruptionTarget", "status": status, "message": said}
+        body = pod("j") | {"status": {"phase": "Running", "conditions": [other, condition]}}
+        assert msgspec.convert(body, Pod).evicted_for == found
+
+
+@pytest.mark.parametrize(
+    ("annotations", "limits", "asks"),
+    [
+        ({"gpu-fraction": "0.333"}, {"memory": "64Mi"}, Request(fraction_milli=333)),
+        ({"gpu-memory": "20480"}, {}, Request(memory_mib=20480)),
+        ({}, {"nvidia.com/gpu": "2"}, Request(gpus=2)),
+        ({}, {"memory": "64Mi"}, None),
+        ({"gpu-fraction": "half"}, {}, None),
+        ({"gpu-fraction": "nan"}, {}, None),
+        ({"gpu-fraction": "1e999"}, {}, None),
+        ({}, {"nvidia.com/gpu": "2k"}, None),
+    ],
+)
+def test_what_a_seat_asks_for_is_read_from_its_pod(
+    annotations: dict[str, str], limits: dict[str, str], asks: Request | None
+):
+    spec = {"containers": [{"name": "seat", "resources": {"limits": limits}}]}
+    found = msgspec.convert({"metadata": {"name": "s", "annotations": annotations}, "spec": spec}, Pod)
+    assert found.asks == asks
 
 
 class TestObjects:

@@ -7,12 +7,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from msgspec import convert
 
-from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, pod_group_patch, seat_pod
+from jupyter_gpushare.backends.kubernetes.objects import (
+    Pod,
+    PodGroup,
+    SeatPod,
+    pod_group,
+    pod_group_patch,
+    seat_pod,
+)
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, request, terms
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.core.size import Size
+from tests.kube.kai_binder import GPU_GROUP, RESERVATION_S
 from tests.kube.kai_model import STUCK_S, Kai
 from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.real_engine import RealKai, running
@@ -340,3 +349,78 @@ def test_sums_of_floats_may_delay_a_reclaim_and_do_not_refuse_it():
         world.cycles(20)
         assert world.kai.evicted == ["idle"]
     assert refused or running()  # the model draws the order
+
+
+@pytest.mark.model
+def test_a_pod_is_bound_once_its_bind_request_is_carried_out():
+    world = World(1, vision=2)
+    world.kai.binder.works = False
+    world.seat("s", "vision", SeatClass.SESSION, HALF)
+    world.seat("t", "vision", SeatClass.SESSION, HALF)
+    assert world.cycles() == {"s": "waits", "t": "waits"}
+    chosen = [request["spec"] for request in world.store.all("bindrequests", NS)]
+    assert [spec["selectedNode"] for spec in chosen] == ["n0", "n0"]
+    assert chosen[0]["selectedGPUGroups"] == chosen[1]["selectedGPUGroups"]
+    world.seat("u", "vision", SeatClass.SESSION, HALF)
+    assert world.cycles()["u"] == "PodSchedulingErrors"  # what is chosen counts as placed
+    world.kai.binder.works = True
+    assert world.cycles() == {"s": "n0", "t": "n0", "u": "PodSchedulingErrors"}
+
+
+@pytest.mark.model
+def test_a_gpu_that_is_shared_for_the_first_time_is_reserved_before_a_pod_is_bound():
+    world = World(1, vision=2)
+    world.seat("s", "vision", SeatClass.SESSION, HALF)
+    world.kai.cycle()
+    (pod,) = world.store.all("pods", NS)
+    (reservation,) = world.store.all("pods", RESERVATIONS)
+    assert "labels" in pod["metadata"]
+    assert GPU_GROUP not in pod["metadata"]["labels"]
+    assert "nodeName" not in pod["spec"]
+    assert world.cycles() == {"s": "n0"}
+    (pod,) = world.store.all("pods", NS)
+    assert pod["metadata"]["labels"][GPU_GROUP] == reservation["metadata"]["labels"][GPU_GROUP]
+    world.gone("s")
+    world.kai.cycle()
+    assert not list(world.store.all("pods"))
+    assert not list(world.store.all("bindrequests"))
+
+
+@pytest.mark.model
+def test_a_reservation_that_names_no_gpu_fails_and_is_tried_again():
+    world = World(1, vision=2)
+    world.seat("s", "vision", SeatClass.SESSION, HALF)
+    world.kai.cycle()
+    (first,) = world.store.all("bindrequests", NS)
+    world.later(RESERVATION_S + 2)
+    world.kai.cycle()
+    (failed,) = world.store.all("bindrequests", NS)
+    assert (failed["metadata"]["uid"], failed["status"]["phase"]) == (first["metadata"]["uid"], "Failed")
+    assert not list(world.store.all("pods", RESERVATIONS))
+    world.kai.cycle()
+    (second,) = world.store.all("bindrequests", NS)
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    assert world.cycles() == {"s": "n0"}
+
+
+@pytest.mark.parametrize("project", ["nlp", "vision"], ids=["preempt", "reclaim"])
+def test_an_evicted_pod_says_for_which_group(project: str):
+    world, name = World(1, vision=1, nlp=0), f"seat-{'ab' * 16}"
+    world.seat("victim", "nlp", SeatClass.TRAIN, level=2)
+    world.cycles()
+    world.seat(name, *{"nlp": ("nlp", SeatClass.TRAIN), "vision": ("vision", SeatClass.SESSION)}[project])
+    assert world.cycles()["victim"] == "leaving"
+    pod = convert(world.store.get("pods", NS, "victim"), Pod)
+    assert pod.evicted_for == name
+
+
+def test_a_refusal_is_never_taken_back():
+    world = World(1, vision=2)
+    world.seat("first", "vision", SeatClass.SESSION)
+    world.cycles()
+    world.seat("second", "vision", SeatClass.SESSION)
+    assert world.cycles()["second"] == "PodSchedulingErrors"
+    world.gone("first")
+    assert world.cycles() == {"second": "n0"}
+    group = convert(world.store.get("podgroups", NS, "second"), PodGroup)
+    assert [reason.reason for reason in group.refusals] == ["PodSchedulingErrors"]

@@ -20,6 +20,7 @@ import msgspec
 
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer, KubeError
 from jupyter_gpushare.backends.kubernetes.objects import (
+    BindRequest,
     Json,
     KaiConfig,
     Node,
@@ -64,6 +65,7 @@ class Resource(Generic[T]):
 
 PODS = Resource("", "v1", "pods", Pod)
 POD_GROUPS = Resource("scheduling.run.ai", "v2alpha2", "podgroups", PodGroup)
+BIND_REQUESTS = Resource("scheduling.run.ai", "v1alpha2", "bindrequests", BindRequest)
 QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
 NODES = Resource("", "v1", "nodes", Node, namespaced=False)
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)

@@ -7,8 +7,10 @@ makes a PodGroup of its own for a pod that has an owner.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ Json = dict[str, Any]
 
 LEASE_LABEL = "gpushare.jupyter.org/lease"
 EPOCH_ANNOTATION = "gpushare.jupyter.org/epoch"
+INSTEAD_OF_ANNOTATION = "gpushare.jupyter.org/instead-of"
 NOT_NODES_ANNOTATION = "gpushare.jupyter.org/not-nodes"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 SELECTOR = f"{MANAGED_BY}=gpushare"
@@ -26,7 +29,10 @@ POD_GROUP_ANNOTATION = "pod-group-name"
 SKIP_PODGROUPER = "kai.scheduler/skip-podgrouper"
 HOSTNAME = "kubernetes.io/hostname"
 GPU_RESOURCE = "nvidia.com/gpu"
+# KAI's name of a GPU that is shared, as a label of the pods that have a part of it.
+GPU_GROUP = "runai-gpu-group"
 UNSCHEDULABLE = "UnschedulableOnNodePool"
+_PREEMPTOR = re.compile(r"workload \S+/(seat-[0-9a-f]{32})\b")
 
 
 class _Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
@@ -34,7 +40,7 @@ class _Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
 
 
 class Meta(_Struct, frozen=True):
-    """``metadata`` of an object."""
+    """``metadata`` of an object; times in RFC 3339, empty where there is none."""
 
     name: str
     namespace: str = ""
@@ -52,17 +58,39 @@ class Object(_Struct, frozen=True):
     metadata: Meta
 
 
+class Resources(_Struct, frozen=True):
+    """Limits of a container; Kubernetes quantities."""
+
+    limits: dict[str, str] = {}
+
+
+class Container(_Struct, frozen=True):
+    """A container of a pod."""
+
+    resources: Resources = Resources()
+
+
 class PodSpec(_Struct, frozen=True):
-    """Where a pod is bound to."""
+    """Where a pod is bound to, and what it asks for."""
 
     node_name: str = ""
+    containers: list[Container] = []
+
+
+class PodCondition(_Struct, frozen=True):
+    """One condition of a pod."""
+
+    type: str = ""
+    status: str = ""
+    message: str = ""
 
 
 class PodStatus(_Struct, frozen=True):
-    """Phase and address of a pod."""
+    """Phase, address and conditions of a pod."""
 
     phase: str = "Pending"
     pod_ip: str = msgspec.field(default="", name="podIP")
+    conditions: list[PodCondition] = []
 
 
 class Pod(Object, frozen=True):
@@ -74,7 +102,42 @@ class Pod(Object, frozen=True):
     @property
     def not_nodes(self) -> tuple[str, ...]:
         """Nodes that a seat may not be placed on."""
-        return tuple(filter(None, self.metadata.annotations.get(NOT_NODES_ANNOTATION, "").split(",")))
+        return self._names(NOT_NODES_ANNOTATION)
+
+    @property
+    def instead_of(self) -> tuple[str, ...]:
+        """Seats that were given up before this one asked for the same."""
+        return self._names(INSTEAD_OF_ANNOTATION)
+
+    def _names(self, annotation: str) -> tuple[str, ...]:
+        return tuple(filter(None, self.metadata.annotations.get(annotation, "").split(",")))
+
+    @property
+    def asks(self) -> Request | None:
+        """The GPUs that a seat asks KAI for; None: none, or not in our words."""
+        said = self.metadata.annotations
+        limits = self.spec.containers[0].resources.limits if self.spec.containers else {}
+        try:
+            if "gpu-memory" in said:
+                return Request(memory_mib=int(said["gpu-memory"]))
+            if "gpu-fraction" in said:
+                return Request(fraction_milli=round(float(said["gpu-fraction"]) * 1000))
+            return Request(gpus=int(limits[GPU_RESOURCE])) if GPU_RESOURCE in limits else None
+        except (ValueError, OverflowError):
+            return None
+
+    @property
+    def evicted_for(self) -> str:
+        """Name of the seat for which KAI evicts this pod; empty: it does not.
+
+        KAI says so only with ``--update-pod-eviction-condition`` (v0.16.8,
+        ``pkg/scheduler/cache/evictor/default_evictor.go``, ``pkg/scheduler/api/unschedule_info.go:117-125``).
+        """
+        for condition in self.status.conditions:
+            if (condition.type, condition.status) == ("DisruptionTarget", "True"):
+                found = _PREEMPTOR.search(condition.message)
+                return found[1] if found else ""
+        return ""
 
     @property
     def has_ended(self) -> bool:
@@ -124,13 +187,34 @@ class PodGroup(Object, frozen=True):
 
     @property
     def refusals(self) -> list[Reason]:
-        """KAI's reasons that it waits; empty: placed, or not looked at yet."""
+        """KAI's last reasons that it waited; empty: it never waited at the end of a cycle.
+
+        KAI takes none back, not when it places the pod either (v0.16.8,
+        ``pkg/scheduler/cache/status_updater/default_status_updater.go:427-580``).
+        """
         return [
             reason
             for condition in self.status.scheduling_conditions
             if condition.type == UNSCHEDULABLE and condition.status == "True"
             for reason in condition.reasons or [Reason(reason="Unschedulable")]
         ]
+
+
+class BindRequestStatus(_Struct, frozen=True):
+    """What became of a BindRequest."""
+
+    phase: str = ""  # ``Pending``, ``Succeeded`` or ``Failed``
+
+
+class BindRequest(Object, frozen=True):
+    """KAI's choice of a node for the pod of the same name (``scheduling.run.ai/v1alpha2``)."""
+
+    status: BindRequestStatus = BindRequestStatus()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether KAI chooses again."""
+        return self.status.phase == "Failed"
 
 
 class QueueResource(_Struct, frozen=True):
@@ -247,6 +331,11 @@ class SeatPod:
     tolerations: tuple[Mapping[str, str], ...] = ()
 
 
+def unix_time(said: str) -> float:
+    """Return a time of an object's metadata in Unix time; 0: there is none."""
+    return datetime.fromisoformat(said).timestamp() if said else 0.0
+
+
 def pod_group(name: str, demand: Demand, epoch: int) -> Json:
     """Return the PodGroup of a seat."""
     return {
@@ -279,6 +368,8 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
     annotations = {POD_GROUP_ANNOTATION: name, SKIP_PODGROUPER: "true", **_stamp(epoch)}
     if demand.not_nodes and not demand.node:
         annotations[NOT_NODES_ANNOTATION] = ",".join(demand.not_nodes)
+    if demand.instead_of:
+        annotations[INSTEAD_OF_ANNOTATION] = ",".join(demand.instead_of)
     resources: Json = {kind: dict(values) for kind, values in site.resources.items()}
     if asks.gpus:
         resources.setdefault("limits", {})[GPU_RESOURCE] = str(asks.gpus)

@@ -14,12 +14,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
 from functools import partial
 from typing import TypeVar
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
+    BIND_REQUESTS,
     NODES,
     POD_GROUPS,
     PODS,
@@ -28,8 +28,10 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.objects import (
+    GPU_GROUP,
     LEASE_LABEL,
     SELECTOR,
+    BindRequest,
     Meta,
     Node,
     Object,
@@ -42,6 +44,7 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     pod_group_patch,
     seat_pod,
     stamp_patch,
+    unix_time,
 )
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
@@ -51,6 +54,8 @@ from jupyter_gpushare.core.model import Device, Why
 from jupyter_gpushare.errors import Superseded
 
 T = TypeVar("T", bound=Object)
+# What a seat is read from: its objects, whether it was deleted, its devices.
+_Seen = tuple[PodGroup, Pod | None, BindRequest | None, bool, tuple[str, ...]]
 
 # Nothing becomes lendable on older news.
 STALE_S = 10.0
@@ -81,10 +86,13 @@ class KubeSeats:
         self._beginning: set[str] = set()  # seats being created
         self._deleted: dict[str, str] = {}  # deleted pods, and the version that was; until the watch tells it
         # What each seat was read from last, and that seat: most stay as they are between two rounds.
-        self._read: dict[str, tuple[tuple[PodGroup, Pod | None, bool, tuple[str, ...]], Seat]] = {}
+        self._read: dict[str, tuple[_Seen, Seat]] = {}
         own = {"namespace": site.namespace, "selector": SELECTOR, "changed": self.notify}
         self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
         self._groups: Reflector[PodGroup] = Reflector(client, POD_GROUPS, **own)  # type: ignore[arg-type]
+        self._bindings: Reflector[BindRequest] = Reflector(
+            client, BIND_REQUESTS, namespace=site.namespace, changed=self.notify
+        )
         self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
         self._nodes: Reflector[Node] = Reflector(client, NODES, selector=LABEL, changed=self.notify)
 
@@ -93,11 +101,13 @@ class KubeSeats:
         async with asyncio.TaskGroup() as group:
             for copy in self._copies:
                 group.create_task(copy.run())
+            group.create_task(self._bindings.run())
 
     @property
     def _copies(
         self,
     ) -> tuple[Reflector[Pod] | Reflector[PodGroup] | Reflector[Queue] | Reflector[Node], ...]:
+        """What no decision is made without; BindRequests only tell earlier that a seat will be bound."""
         return self._pods, self._groups, self._queues, self._nodes
 
     def notify(self) -> None:
@@ -166,7 +176,8 @@ class KubeSeats:
                 raise Superseded("this broker ends: a newer one has changed the seats of the cluster")
 
     def _seat(self, name: str, group: PodGroup, pod: Pod | None) -> Seat:
-        seen = group, pod, name in self._deleted, self._connected(name)
+        binding = self._bindings.objects.get(name)
+        seen = group, pod, binding, name in self._deleted, self._connected(name)
         before = self._read.get(name)
         if before is None or before[0] != seen:
             before = self._read[name] = seen, _seat_of(name, *seen)
@@ -273,19 +284,43 @@ def _unless_changed() -> Iterator[None]:
             raise
 
 
-def _seat_of(name: str, group: PodGroup, pod: Pod | None, is_deleted: bool, devices: tuple[str, ...]) -> Seat:
-    reasons, created = group.refusals, group.metadata.creation_timestamp
+def _seat_of(
+    name: str,
+    group: PodGroup,
+    pod: Pod | None,
+    binding: BindRequest | None,
+    is_deleted: bool,
+    devices: tuple[str, ...],
+) -> Seat:
+    seating = Seating.LEAVING if is_deleted else _seating(group, pod)
+    reasons = group.refusals if seating is Seating.WAITING else []
     return Seat(
         name=name,
         lease=group.metadata.labels.get(LEASE_LABEL, ""),
-        seating=Seating.LEAVING if is_deleted else _seating(group, pod),
+        seating=seating,
         terms=group.terms,
         node=pod.spec.node_name if pod is not None else "",
         not_nodes=pod.not_nodes if pod is not None else (),
         devices=devices,
-        since_at=datetime.fromisoformat(created).timestamp() if created else 0.0,
+        since_at=unix_time(group.metadata.creation_timestamp),
         why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,
+        asks=pod.asks if pod is not None else None,
+        instead_of=pod.instead_of if pod is not None else (),
+        is_binding=_is_binding(pod, binding),
+        evicted_for=pod.evicted_for if pod is not None else "",
+        ends_at=unix_time(pod.metadata.deletion_timestamp) if pod is not None else 0.0,
     )
+
+
+def _is_binding(pod: Pod | None, binding: BindRequest | None) -> bool:
+    """Return whether KAI has chosen a node for a pod: until it has reserved a shared GPU it binds no pod.
+
+    The label of a shared GPU comes after that, right before the node (v0.16.8,
+    ``pkg/binder/binding/binder.go:43-87``, ``resourcereservation/resource_reservation.go``).
+    """
+    if pod is None:
+        return False
+    return GPU_GROUP in pod.metadata.labels or (binding is not None and not binding.has_failed)
 
 
 def _seating(group: PodGroup, pod: Pod | None) -> Seating:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices, ServerKey
@@ -21,12 +22,12 @@ from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.resizes import Resizes
-from jupyter_gpushare.broker.engine import Engine, Explanation, StartPhase
+from jupyter_gpushare.broker.engine import Engine, Explanation, StartProgress
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.session_queue import Place
 from jupyter_gpushare.broker.state.transitions import OwnedBy, Released, Stopping
-from jupyter_gpushare.core.model import Grant, Kind, Lease, State
+from jupyter_gpushare.core.model import Grant, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.protocol import wire
@@ -41,10 +42,10 @@ _AVOID_S = 600.0
 # Names of leases of servers that started without a GPU: see `_reserved`.
 _RESERVED = re.compile(r"b[a-z0-9]{10}-1")
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
-_PHASES = {
-    StartPhase.PLACING: "Waiting for the cluster to place your GPU.",
-    StartPhase.CONNECTING: "Your GPU is found; its node prepares it.",
-}
+# Of the time for which the spawner waits: to give a seat back, and to answer.
+ANSWER_S = 2.0
+# What the page says is to the next so many seconds: it shows every sentence that differs.
+_STEP_S = 10
 
 
 class ServerAdmission:
@@ -77,6 +78,7 @@ class ServerAdmission:
             RequestError: it must not start; the text is for the user.
             StoreError: the database failed; the broker ends.
         """
+        until = self.registry.clock() + (inf if request.patience_s is None else request.patience_s - ANSWER_S)
         await self.ownership.meet_start(request)
         if is_job_server(request.server):
             return await self._start_job_server(request)
@@ -102,7 +104,7 @@ class ServerAdmission:
         if reserved is not None:
             record, grant = await self._grant_session(lease, request.uid, reserved), reserved
         else:
-            record, grant = await self._admit(considered, request)
+            record, grant = await self._admit(considered, request, until=until)
         return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
 
     async def _reserved(self, request: wire.SpawnRequest) -> Mapping[str, str]:
@@ -221,8 +223,21 @@ class ServerAdmission:
     def progress(self, user: str, server: str) -> wire.SpawnProgress:
         """Return how far the start of a server is."""
         lease_id, _ = self._admitting.get((user, server), ("", None))
-        phase = self.engine.start_phase(lease_id)
-        return wire.SpawnProgress(message="" if phase is None else _PHASES[phase])
+        found = self.engine.start_progress(lease_id)
+        said = "" if found is None else messages.english(_progress_text(found))
+        return wire.SpawnProgress(message=said)
+
+    def lacks_patience(self, request: wire.SpawnRequest) -> str:
+        """Return what an administrator has to set where the Hub gives starts up too early; empty: nothing."""
+        needed_s = self.engine.start_s + ANSWER_S
+        given_s = request.patience_s
+        if not self.engine.start_s or given_s is None or given_s >= needed_s:
+            return ""
+        return (
+            f"The Hub waits {given_s:g} s for a GPU, half of c.Spawner.start_timeout, and place_timeout and "
+            f"seat_timeout of c.GPUShareKube let a start wait {self.engine.start_s:g} s: it is refused "
+            f"earlier. Set start_timeout to at least {2 * needed_s:g}, or seat_timeout to less."
+        )
 
     async def _give_up(self, user: str, server: str) -> None:
         """End an admission that is under way for this server.
@@ -236,15 +251,20 @@ class ServerAdmission:
             await asyncio.wait((task,))
 
     async def _admit(
-        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None = None
+        self,
+        lease: Lease,
+        request: wire.SpawnRequest,
+        gain: wire.GpuGain | None = None,
+        *,
+        until: float = inf,
     ) -> tuple[LeaseRecord, Grant]:
-        """Return the granted session, and the engine's grant.
+        """Return the granted session, and the engine's grant; refused at ``until`` at the latest.
 
         Raises:
             Conflict: refused; or the server has ended, or has started anew, before the answer.
         """
         key = lease.user, lease.server
-        task = asyncio.ensure_future(self._place(lease, request, gain))
+        task = asyncio.ensure_future(self._place(lease, request, gain, until))
         self._admitting[key] = lease.id, task
         try:
             return await task
@@ -257,7 +277,7 @@ class ServerAdmission:
                 del self._admitting[key]
 
     async def _place(
-        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None
+        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None, until: float
     ) -> tuple[LeaseRecord, Grant]:
         # Nothing waits between snapshot and record where the engine answers at once: no other start
         # and no decision finds the same capacity.
@@ -267,7 +287,9 @@ class ServerAdmission:
             raise _lost()
         now = self.registry.clock()
         cluster = snapshot.cluster(self.registry, self.engine, now)
-        answer = await self.engine.admit(cluster, lease, now, not_nodes=request.not_nodes)
+        answer = await self.engine.admit(
+            cluster, lease, now, not_nodes=request.not_nodes, within_s=max(0.0, until - now)
+        )
         if isinstance(answer, Explanation):
             why = messages.waiting(
                 answer.why,
@@ -275,10 +297,14 @@ class ServerAdmission:
                 free_milli=answer.free_milli,
                 position=None,
             )
+            if answer.why is Why.AWAITING_RELEASE:
+                advice = "%1 Start it again with the same size: it goes on from here."
+            elif gain is None:
+                advice = "%1 Choose a smaller size, or start without a GPU."
+            else:
+                advice = "%1 Choose a smaller size, or try again later."
             raise Conflict(
-                "%1 Choose a smaller size, or start without a GPU."
-                if gain is None
-                else "%1 Choose a smaller size, or try again later.",
+                advice,
                 messages.english(why),
                 reason="no_capacity",
             )
@@ -413,6 +439,13 @@ class ServerAdmission:
             message=grant.message,
             job=job_spec(job, record.attempt, record.settled),
         )
+
+
+def _progress_text(found: StartProgress) -> wire.Text:
+    if found.within_s is None:
+        return messages.text(f"start.{found.phase}")
+    within_s = -(-found.within_s // _STEP_S) * _STEP_S
+    return messages.text(f"start.{found.phase}_within", messages.duration_text(within_s))
 
 
 def _check_gain(lease: Lease, grant: Grant, gain: wire.GpuGain) -> None:

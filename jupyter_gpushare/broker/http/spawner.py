@@ -15,8 +15,8 @@ from jupyter_gpushare.listener import HUB
 from jupyter_gpushare.peers import source_of
 from jupyter_gpushare.protocol import wire
 
-# Source of the spawner's faults in `Faults`, and the most that is kept of one.
-_SPAWNER = "spawner"
+# Sources of the spawner's faults in `Faults`, and the most that is kept of one.
+_SPAWNER, _PATIENCE = "spawner", "start_timeout of the spawner"
 _FAULT_CHARACTERS = 500
 
 
@@ -69,9 +69,14 @@ class SpawnerStart(Spawner):
         self.answer(self.control.admission.progress(user, server))
 
     async def post(self) -> None:
-        spawns = self.control.registry.tally.spawns
+        spawns, request = self.control.registry.tally.spawns, self.body(wire.SpawnRequest)
+        if request.options is not None:  # for a server without a GPU the spawner waits less
+            if said := self.control.admission.lacks_patience(request):
+                self.control.faults.found(_PATIENCE, said)
+            else:
+                self.control.faults.mended(_PATIENCE)
         try:
-            grant = await self.control.admission.start(self.body(wire.SpawnRequest))
+            grant = await self.control.admission.start(request)
         except RequestError as error:
             spawns[error.reason] += 1
             raise

@@ -88,6 +88,21 @@ def live(seats: Seats, lease_id: str) -> Seat | None:
     return max(found, key=lambda s: (s.since_at, s.name), default=None)
 
 
+def evicted_for(seats: Seats, seat: Seat) -> tuple[Seat, ...]:
+    """Return the seats that KAI evicts for a seat, or evicted for those that it is instead of.
+
+    A seat that is gone is not among them: that eviction is over.
+    """
+    names = {seat.name, *seat.instead_of}
+    found = (s for mine in seats.values() for s in mine if s.evicted_for in names)
+    return tuple(s for s in found if s.seating is not Seating.GONE)
+
+
+def is_awaited(seats: Seats, seat: Seat) -> bool:
+    """Return whether a seat waits for an eviction: that goes on without it, and again for the next seat."""
+    return seat.seating is Seating.WAITING and bool(evicted_for(seats, seat))
+
+
 def _connected(seats: Seats, lease_id: str) -> Seat | None:
     seat = live(seats, lease_id)
     return seat if seat is not None and seat.seating is Seating.PLACED and seat.devices else None
@@ -162,6 +177,7 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
     everything else.  A running lease that lost its seat gets a new one only after it followed the
     loss: its device memory must have left the device before it is granted again.  A return seat on
     other devices is always deleted, and so is that of a waiting job on other nodes than it may use now.
+    A seat for which KAI evicts stays until that is over (`is_awaited`).
     """
     may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
     misplaced = {x.id for x in cluster.leases if misplaced_seat(x, seats) is not None}
@@ -169,7 +185,8 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
     changes: list[Change] = []
     for lease_id, mine in seats.items():
         keep = live(seats, lease_id) if lease_id in needed and lease_id not in misplaced else None
-        changes += [Delete(s.name) for s in mine if s is not keep and s.seating is not Seating.LEAVING]
+        unneeded = [s for s in mine if s is not keep and s.seating is not Seating.LEAVING]
+        changes += [Delete(s.name) for s in unneeded if not is_awaited(seats, s)]
         if keep is not None and keep.terms != (wanted := terms(needed[lease_id])):
             changes.append(Retarget(keep.name, wanted))
     changes += [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]

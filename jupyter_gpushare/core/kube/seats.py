@@ -92,21 +92,7 @@ class Demand:
     level: int = 0  # of a job: its LAS queue
     node: str = ""  # its processes live there
     not_nodes: tuple[str, ...] = ()  # guarantees there are full, or its server did not fit there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """What KAI and the nodes say about one seat."""
-
-    name: str
-    lease: str
-    seating: Seating
-    terms: Terms
-    node: str = ""
-    not_nodes: tuple[str, ...] = ()  # as its demand said when it was created
-    devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
-    since_at: float = 0.0  # created
-    why: Why | None = None  # KAI's reason that it waits
+    instead_of: tuple[str, ...] = ()  # names of seats that were given up: what KAI evicts for them is for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +107,26 @@ class Request:
     def fraction(self) -> str:
         """Value of the annotation ``gpu-fraction``: ``0.25``."""
         return f"{self.fraction_milli / WHOLE_GPU:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What KAI and the nodes say about one seat."""
+
+    name: str
+    lease: str
+    seating: Seating
+    terms: Terms
+    node: str = ""
+    not_nodes: tuple[str, ...] = ()  # as its demand said when it was created
+    devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
+    since_at: float = 0.0  # created; in Unix time, as `ends_at`
+    why: Why | None = None  # KAI's reason that it waits
+    asks: Request | None = None  # None: its pod is gone, or asks for no GPU
+    is_binding: bool = False  # KAI has chosen its node, where it may have to reserve a GPU first
+    instead_of: tuple[str, ...] = ()  # as its demand said
+    evicted_for: str = ""  # name of the seat for which KAI evicts this one
+    ends_at: float = 0.0  # its pod is killed then; of a seat that leaves
 
 
 def terms(demand: Demand) -> Terms:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind
 from jupyter_gpushare.core.size import MOST_GPUS, Size, parse_fraction
@@ -63,6 +65,8 @@ class SpawnRequest(Message, frozen=True):
     not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
     may_gain: bool = False  # without a GPU, it can get one while it runs: its processes run beside the broker
     ticket: str = ""  # of a job's server: what the broker gave to the Hub with the request to start it
+    # Seconds that the spawner waits for the answer; None: not known.
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
 
 
 class SpawnStop(Message, frozen=True):
