@@ -1,7 +1,7 @@
 """Requests of the Hub's spawner: may this server start and with which GPUs; this server has ended.
 
 A session is granted or refused at once, or waits on the spawn page until its capacity is
-reserved (`state.session_queue`).  A job's server starts only after the job was granted.
+reserved (`state.session_queue`).  Servers of jobs: `job_starts`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices, ServerKey
+from jupyter_gpushare.backends.base import Devices
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.control.job_request import job_spec
+from jupyter_gpushare.broker.control.job_starts import JobStarts
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
@@ -26,10 +26,10 @@ from jupyter_gpushare.broker.engine import Engine, Explanation, StartProgress
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.session_queue import Place
-from jupyter_gpushare.broker.state.transitions import OwnedBy, Released, Stopping
+from jupyter_gpushare.broker.state.transitions import Released, Stopping
 from jupyter_gpushare.core.model import Grant, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.errors import Conflict, DeviceError, GpuShareError, HelperError
+from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import exact
 
@@ -37,8 +37,6 @@ log = logging.getLogger("gpushare.broker")
 
 # A start waits this long until an earlier server of the same name has released its lease.
 _RELEASE_PREVIOUS_S = 10.0
-# A job leaves a node out for so long that had no capacity for its server.
-_AVOID_S = 600.0
 # Names of leases of servers that started without a GPU: see `_reserved`.
 _RESERVED = re.compile(r"b[a-z0-9]{10}-1")
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
@@ -67,6 +65,7 @@ class ServerAdmission:
         self.effects = effects
         self.request_policy = request_policy
         self.resizes = Resizes(registry, engine, devices, effects, request_policy)
+        self.job_starts = JobStarts(registry, devices, effects, self._prepare)
         # Admissions under way by user and server: the lease, and the engine's answer.
         self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[tuple[LeaseRecord, Grant]]]] = {}
         self._committing: set[str] = set()  # leases of them that the engine granted
@@ -81,7 +80,7 @@ class ServerAdmission:
         until = self.registry.clock() + (inf if request.patience_s is None else request.patience_s - ANSWER_S)
         await self.ownership.meet_start(request)
         if is_job_server(request.server):
-            return await self._start_job_server(request)
+            return await self.job_starts.start(request)
         await self._give_up(request.user, request.server)
         await self._release_previous(request.user, request.server)
         size = request.options.size() if request.options else None
@@ -362,83 +361,9 @@ class ServerAdmission:
         if not record.is_job:
             await self.registry.advance(record, Stopping())
         elif record.state is State.GRANTED:
-            self._avoid(record, request.not_nodes)
+            self.job_starts.avoid(record, request.not_nodes)
             await self.effects.on_start_failed(record)
         # A running job reports its own end; otherwise the observer misses its processes.
-
-    def _avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
-        """Note for the next try of a job that the node of this one had no capacity for its server."""
-        nodes = self.registry.devices.nodes_of(record.lease.devices)
-        for node in nodes.intersection(not_nodes):
-            self.registry.observations[record.id].avoids[node] = self.registry.clock() + _AVOID_S
-
-    def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
-        """Return if this broker asked the Hub for this start.
-
-        Raises:
-            Conflict: another broker did, or none.
-        """
-        epoch = self.effects.tickets.epoch_of(ServerKey(request.user, request.server), request.ticket)
-        if epoch is None:
-            raise _not_expected(request)
-        if epoch == self.registry.store.epoch:
-            return
-        log.warning("lease=%s refused: its start is of a broker with epoch %d", record.handle, epoch)
-        if epoch < self.registry.store.epoch:
-            self.effects.on_outdated_start(record)
-        raise Conflict(
-            "another broker asked for the start of %1: the present one starts this job again",
-            request.server,
-            reason="outdated_start",
-        )
-
-    async def _start_job_server(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
-        record = self.registry.by_handle(request.server)
-        job = self.registry.job_of(record) if record is not None else None
-        if record is None or job is None or record.state is not State.GRANTED:
-            raise _not_expected(request)
-        if record.lease.user != request.user:
-            owner = self.registry.owners.of.get(record.lease.user)
-            if owner is None or owner.name != request.user:
-                raise _not_expected(request)
-            refused = Conflict("job %1 is of an earlier user of this name", job.id, reason="other_owner")
-            await self.effects.start_failed(record, str(refused), is_owner_unknown=True)
-            raise refused
-        self._check_ticket(request, record)
-        if record.lease.project not in self.registry.policy.projects_of(request.groups):
-            refused = Conflict(
-                "%1 is no member of project %2", request.user, record.lease.project, reason="not_a_member"
-            )
-            await self.effects.start_failed(record, str(refused))
-            raise refused
-        if record.uid != request.uid:
-            record = await self.registry.edit(record, OwnedBy(uid=request.uid))
-        else:
-            await self.registry.journal.durable()
-        try:
-            grant = await self._prepare(record, asleep=False, borrowed=False)
-        except GpuShareError:
-            # The spawner releases no lease that it was refused.
-            current = self.registry.by_handle(request.server)
-            if current is not None and current.state is State.GRANTED:
-                await self.effects.on_start_failed(current)
-            raise
-        current = self.registry.by_handle(request.server)
-        if current is None or current.state is not State.GRANTED:
-            # It was stopped meanwhile; with its files back, its runner would start the command.
-            await self.devices.drop(record.handle)
-            raise Conflict("the attempt %1 was stopped while its server started", request.server)
-        return wire.SpawnGrant(
-            lease=grant.lease,
-            kind=grant.kind,
-            env=grant.env,
-            devices=grant.devices,
-            node=grant.node,
-            mounts=grant.mounts,
-            memory_limit_bytes=grant.memory_limit_bytes,
-            message=grant.message,
-            job=job_spec(job, record.attempt, record.settled),
-        )
 
 
 def _progress_text(found: StartProgress) -> wire.Text:
@@ -473,11 +398,3 @@ def _check_gain(lease: Lease, grant: Grant, gain: wire.GpuGain) -> None:
 
 def _lost() -> Conflict:
     return Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
-
-
-def _not_expected(request: wire.SpawnRequest) -> Conflict:
-    return Conflict(
-        "%1 is a name for training jobs, and no such job is to start now: submit jobs with gpushare submit",
-        request.server,
-        reason="not_expected",
-    )

@@ -1,0 +1,124 @@
+"""The server of a training job starts: only after the job was granted, and by this broker's own request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from jupyter_gpushare.backends.base import Devices, ServerKey
+from jupyter_gpushare.broker.control.effects import Effects
+from jupyter_gpushare.broker.control.job_request import job_spec
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.transitions import OwnedBy
+from jupyter_gpushare.core.model import State
+from jupyter_gpushare.errors import Conflict, GpuShareError
+from jupyter_gpushare.protocol import wire
+
+log = logging.getLogger("gpushare.broker")
+
+# For so long a job skips a node that had no capacity for its server.
+_AVOID_S = 600.0
+
+
+class _Prepare(Protocol):
+    async def __call__(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant: ...
+
+
+class JobStarts:
+    """Starts of jobs' servers; ``prepare`` has the devices prepared, and makes the grant."""
+
+    def __init__(self, registry: Registry, devices: Devices, effects: Effects, prepare: _Prepare) -> None:
+        self.registry = registry
+        self.devices = devices
+        self.effects = effects
+        self._prepare = prepare
+
+    async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
+        """Return what the server of a job that was granted may use.
+
+        Raises:
+            RequestError: it must not start; the text is for the user.
+            StoreError: the database failed; the broker ends.
+        """
+        record = self.registry.by_handle(request.server)
+        job = self.registry.job_of(record) if record is not None else None
+        if record is None or job is None or record.state is not State.GRANTED:
+            raise _not_expected(request)
+        if record.lease.user != request.user:
+            owner = self.registry.owners.of.get(record.lease.user)
+            if owner is None or owner.name != request.user:
+                raise _not_expected(request)
+            refused = Conflict("job %1 is of an earlier user of this name", job.id, reason="other_owner")
+            await self.effects.start_failed(record, str(refused), is_owner_unknown=True)
+            raise refused
+        self._check_ticket(request, record)
+        if record.lease.project not in self.registry.policy.projects_of(request.groups):
+            refused = Conflict(
+                "%1 is no member of project %2", request.user, record.lease.project, reason="not_a_member"
+            )
+            await self.effects.start_failed(record, str(refused))
+            raise refused
+        if record.uid != request.uid:
+            record = await self.registry.edit(record, OwnedBy(uid=request.uid))
+        else:
+            await self.registry.journal.durable()
+        try:
+            grant = await self._prepare(record, asleep=False, borrowed=False)
+        except GpuShareError:
+            # The spawner releases no lease that it was refused.
+            current = self.registry.by_handle(request.server)
+            if current is not None and current.state is State.GRANTED:
+                await self.effects.on_start_failed(current)
+            raise
+        current = self.registry.by_handle(request.server)
+        if current is None or current.state is not State.GRANTED:
+            # It was stopped meanwhile; with its files back, its runner would start the command.
+            await self.devices.drop(record.handle)
+            raise Conflict("the attempt %1 was stopped while its server started", request.server)
+        return wire.SpawnGrant(
+            lease=grant.lease,
+            kind=grant.kind,
+            env=grant.env,
+            devices=grant.devices,
+            node=grant.node,
+            mounts=grant.mounts,
+            memory_limit_bytes=grant.memory_limit_bytes,
+            message=grant.message,
+            job=job_spec(job, record.attempt, record.settled),
+        )
+
+    def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
+        """Return if this broker asked the Hub for this start.
+
+        Raises:
+            Conflict: another broker did, or none.
+        """
+        epoch = self.effects.tickets.epoch_of(ServerKey(request.user, request.server), request.ticket)
+        if epoch is None:
+            raise _not_expected(request)
+        if epoch == self.registry.store.epoch:
+            return
+        log.warning("lease=%s refused: its start is of a broker with epoch %d", record.handle, epoch)
+        if epoch < self.registry.store.epoch:
+            self.effects.on_outdated_start(record)
+        raise Conflict(
+            "another broker asked for the start of %1: the present one starts this job again",
+            request.server,
+            reason="outdated_start",
+        )
+
+    def avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
+        """Note for the next try of a job that the node of this one had no capacity for its server."""
+        nodes = self.registry.devices.nodes_of(record.lease.devices)
+        for node in nodes.intersection(not_nodes):
+            self.registry.observations[record.id].avoids[node] = self.registry.clock() + _AVOID_S
+
+
+def _not_expected(request: wire.SpawnRequest) -> Conflict:
+    return Conflict(
+        "%1 is a name for training jobs, and no such job is to start now: submit jobs with gpushare submit",
+        request.server,
+        reason="not_expected",
+    )
