@@ -267,6 +267,34 @@ async def test_a_session_that_was_being_put_to_sleep_wakes_on_a_full_disk_and_st
 
 
 @in_virtual_time
+async def test_a_borrower_that_woke_on_a_full_disk_gives_its_capacity_back_afterwards(tmp_path):
+    async with Site(tmp_path, gpus=2) as site:
+        broker = await site.start_broker()
+        (await site.session("ada", "1")).suspendable = False
+        more = await site.session("ada", "1/2", server="more")
+        await until(lambda: broker.state(more.handle) == "running", 10)
+        job = await site.submit("bo", "1", program=Program(work_s=5))
+        await until(lambda: broker.state(more.handle) == "suspending", 60)
+        disk = SmallDisk(broker.store)
+        disk.fill_all()
+        await until(lambda: more.phase is Phase.SUSPENDED, 60)
+        await cell_returns(site, more)
+        await asyncio.sleep(5)
+        assert more.unconfirmed
+        commit = broker.store.commit
+
+        async def synced(changes: Any) -> None:  # takes its time, as on a disk
+            await asyncio.sleep(0.01)
+            await commit(changes)
+
+        broker.store.commit = synced  # type: ignore[method-assign]
+        began = len(site.effects)
+        disk.clear()
+        await until(lambda: broker.job(job).result, 60)
+        assert site.effects[began:].count(f"suspend {more.handle}") == 1
+
+
+@in_virtual_time
 @pytest.mark.parametrize("is_job_reported", [True, False])
 async def test_the_next_broker_follows_what_could_not_be_stored(tmp_path, is_job_reported):
     async with Site(tmp_path) as site:
